@@ -1,0 +1,150 @@
+from corun.v1 import registry_service_pb2 as _registry_service_pb2
+from corun.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
+    NODE_STATE_READY: _ClassVar[NodeState]
+    NODE_STATE_JOINING: _ClassVar[NodeState]
+    NODE_STATE_LOST: _ClassVar[NodeState]
+    NODE_STATE_REFUSED: _ClassVar[NodeState]
+    NODE_STATE_DRAINING: _ClassVar[NodeState]
+
+class Condition(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONDITION_UNSPECIFIED: _ClassVar[Condition]
+    CONDITION_ALONE: _ClassVar[Condition]
+    CONDITION_CROWDED: _ClassVar[Condition]
+    CONDITION_OTHER_SLOTS: _ClassVar[Condition]
+    CONDITION_SHUFFLED: _ClassVar[Condition]
+NODE_STATE_UNSPECIFIED: NodeState
+NODE_STATE_READY: NodeState
+NODE_STATE_JOINING: NodeState
+NODE_STATE_LOST: NodeState
+NODE_STATE_REFUSED: NodeState
+NODE_STATE_DRAINING: NodeState
+CONDITION_UNSPECIFIED: Condition
+CONDITION_ALONE: Condition
+CONDITION_CROWDED: Condition
+CONDITION_OTHER_SLOTS: Condition
+CONDITION_SHUFFLED: Condition
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "text", "token_ids", "sampling_params", "seed")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    text: str
+    token_ids: TokenIds
+    sampling_params: _types_pb2.SamplingParams
+    seed: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("request_id", "sample_index", "seed", "text", "token_ids", "logprobs", "finish_reason", "receipt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sample_index: int
+    seed: int
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    finish_reason: _types_pb2.FinishReason
+    receipt: _types_pb2.Receipt
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ...) -> None: ...
+
+class GetClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClusterResponse(_message.Message):
+    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    fingerprint: str
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
+    queued_samples: int
+    max_queued_samples: int
+    finished_samples: int
+    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ...) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("node", "load", "state", "detail", "last_heartbeat_ms")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    node: _registry_service_pb2.NodeInfo
+    load: _registry_service_pb2.NodeLoad
+    state: NodeState
+    detail: str
+    last_heartbeat_ms: int
+    def __init__(self, node: _Optional[_Union[_registry_service_pb2.NodeInfo, _Mapping]] = ..., load: _Optional[_Union[_registry_service_pb2.NodeLoad, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., detail: _Optional[str] = ..., last_heartbeat_ms: _Optional[int] = ...) -> None: ...
+
+class VerifyCase(_message.Message):
+    __slots__ = ("prompt_token_ids", "sampling_params", "seed", "output_digest")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling_params: _types_pb2.SamplingParams
+    seed: int
+    output_digest: str
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., output_digest: _Optional[str] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("cases", "conditions", "order_seed")
+    CASES_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_SEED_FIELD_NUMBER: _ClassVar[int]
+    cases: _containers.RepeatedCompositeFieldContainer[VerifyCase]
+    conditions: _containers.RepeatedScalarFieldContainer[Condition]
+    order_seed: int
+    def __init__(self, cases: _Optional[_Iterable[_Union[VerifyCase, _Mapping]]] = ..., conditions: _Optional[_Iterable[_Union[Condition, str]]] = ..., order_seed: _Optional[int] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("case_index", "condition", "match", "expected_digest", "receipt", "error")
+    CASE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    case_index: int
+    condition: Condition
+    match: bool
+    expected_digest: str
+    receipt: _types_pb2.Receipt
+    error: str
+    def __init__(self, case_index: _Optional[int] = ..., condition: _Optional[_Union[Condition, str]] = ..., match: bool = ..., expected_digest: _Optional[str] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...

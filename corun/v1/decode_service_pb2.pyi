@@ -1,0 +1,108 @@
+from corun.v1 import prefill_service_pb2 as _prefill_service_pb2
+from corun.v1 import registry_service_pb2 as _registry_service_pb2
+from corun.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("router_id", "generation", "num_prompt_tokens", "max_tokens")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    generation: str
+    num_prompt_tokens: int
+    max_tokens: int
+    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("lease_id", "slot", "ttl_ms")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    slot: int
+    ttl_ms: int
+    def __init__(self, lease_id: _Optional[int] = ..., slot: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class StartRequest(_message.Message):
+    __slots__ = ("lease_id", "generation", "handle", "prompt_token_ids", "sampling_params", "seed")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    generation: str
+    handle: _prefill_service_pb2.KvHandle
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling_params: _types_pb2.SamplingParams
+    seed: int
+    def __init__(self, lease_id: _Optional[int] = ..., generation: _Optional[str] = ..., handle: _Optional[_Union[_prefill_service_pb2.KvHandle, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class StartResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease_id", "generation")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    generation: str
+    def __init__(self, lease_id: _Optional[int] = ..., generation: _Optional[str] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ConnectRequest(_message.Message):
+    __slots__ = ("generation", "peer")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    generation: str
+    peer: _registry_service_pb2.NixlEndpoint
+    def __init__(self, generation: _Optional[str] = ..., peer: _Optional[_Union[_registry_service_pb2.NixlEndpoint, _Mapping]] = ...) -> None: ...
+
+class ConnectResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StreamStepsRequest(_message.Message):
+    __slots__ = ("router_id", "generation")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    generation: str
+    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ...) -> None: ...
+
+class StreamStepsResponse(_message.Message):
+    __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    ended: _containers.RepeatedCompositeFieldContainer[LeaseEnd]
+    def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ...) -> None: ...
+
+class LeaseEnd(_message.Message):
+    __slots__ = ("lease_id", "finish_reason", "detail")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    finish_reason: _types_pb2.FinishReason
+    detail: str
+    def __init__(self, lease_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...

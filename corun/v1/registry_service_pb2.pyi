@@ -1,0 +1,100 @@
+from corun.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_ROLE_UNSPECIFIED: _ClassVar[NodeRole]
+    NODE_ROLE_PREFILL: _ClassVar[NodeRole]
+    NODE_ROLE_DECODE: _ClassVar[NodeRole]
+NODE_ROLE_UNSPECIFIED: NodeRole
+NODE_ROLE_PREFILL: NodeRole
+NODE_ROLE_DECODE: NodeRole
+
+class NixlEndpoint(_message.Message):
+    __slots__ = ("engine_id", "host", "port", "tp_size")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    def __init__(self, engine_id: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+
+class NodeInfo(_message.Message):
+    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_JSON_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ref: _types_pb2.NodeRef
+    role: NodeRole
+    address: str
+    contract_json: str
+    slots: int
+    kv_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    nixl: NixlEndpoint
+    model: str
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+
+class NodeLoad(_message.Message):
+    __slots__ = ("used_slots", "used_kv_blocks", "queued_prompt_tokens", "steps", "tokens", "slots_in_use")
+    USED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    USED_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    used_slots: int
+    used_kv_blocks: int
+    queued_prompt_tokens: int
+    steps: int
+    tokens: int
+    slots_in_use: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, used_slots: _Optional[int] = ..., used_kv_blocks: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., slots_in_use: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: NodeInfo
+    def __init__(self, node: _Optional[_Union[NodeInfo, _Mapping]] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("router_id", "heartbeat_interval_ms")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    heartbeat_interval_ms: int
+    def __init__(self, router_id: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("ref", "load", "draining")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ref: _types_pb2.NodeRef
+    load: NodeLoad
+    draining: bool
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
