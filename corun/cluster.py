@@ -1,0 +1,210 @@
+"""The plain values that cross process boundaries: who a node is, what it holds, how it does.
+
+They mirror the messages in protos/corun/v1 field by field. This module must not know how they travel (`corun.wire`)
+nor what anybody does with them.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corun.params import SamplingParams
+    from corun.receipt import Receipt
+
+
+class FinishReason(enum.Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    """A stop string, a stop token or the end-of-sequence token."""
+    LENGTH = "length"
+    """max_tokens."""
+    ERROR = "error"
+    """Between router and node only: the sample must run again from its prompt."""
+
+
+class NodeRole(enum.Enum):
+    """What a node computes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class NodeState(enum.Enum):
+    """Whether a router uses a node."""
+
+    READY = "ready"
+    JOINING = "joining"
+    """Registered; its NIXL pairs are still being warmed."""
+    LOST = "lost"
+    """No heartbeat."""
+    REFUSED = "refused"
+    """Its contract differs from the cluster's."""
+    DRAINING = "draining"
+    """Takes no new work."""
+
+
+class Condition(enum.Enum):
+    """Under what conditions a case is run again."""
+
+    ALONE = "alone"
+    """One sample at a time."""
+    CROWDED = "crowded"
+    """Beside as many other samples as there are slots."""
+    OTHER_SLOTS = "other_slots"
+    """Behind samples that hold the first slots."""
+    SHUFFLED = "shuffled"
+    """All cases at once, in another order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRef:
+    """One life of one node process. A restarted node has the same id and a new generation."""
+
+    node_id: str
+    generation: str
+    """Random, 16 hex digits."""
+
+    def __str__(self) -> str:
+        return f"{self.node_id}@{self.generation}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NixlEndpoint:
+    """Where a prefill node's KV is read from."""
+
+    engine_id: str
+    """Unique to one generation."""
+    host: str
+    port: int
+    tp_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvHandle:
+    """A claim on one prompt's KV, held by one generation of a prefill node until it is read or its lease ends."""
+
+    prefill_node: NodeRef
+    engine_id: str
+    request_id: str
+    """The engine's id of the prefill."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """One tuple per KV cache group."""
+    host: str
+    port: int
+    tp_size: int
+    num_tokens: int
+    """Prompt tokens whose KV is held."""
+    prompt_digest: str
+    """Over the prompt's token ids; 64 hex digits (`corun.receipt.prompt_digest`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeInfo:
+    """What a node says about itself when it joins."""
+
+    ref: NodeRef
+    role: NodeRole
+    address: str
+    """host:port of the node's gRPC server."""
+    contract_json: str
+    """Canonical JSON of the node's contract (`corun.contract.Contract.canonical_json`)."""
+    slots: int = 0
+    """Decode only."""
+    kv_blocks: int
+    """Blocks that requests can use."""
+    block_size: int
+    """Tokens per KV block."""
+    max_model_len: int
+    """Tokens, prompt and output together."""
+    vocab_size: int
+    nixl: NixlEndpoint | None = None
+    """Prefill only."""
+    model: str
+    """Path of the model, for the router's tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLoad:
+    """How busy a node is; travels with each heartbeat."""
+
+    used_slots: int = 0
+    """Decode only: leases held."""
+    used_kv_blocks: int = 0
+    queued_prompt_tokens: int = 0
+    """Prefill only."""
+    steps: int = 0
+    """Decode steps since start."""
+    tokens: int = 0
+    """Prompt tokens computed, or output tokens drawn, since start."""
+    slots_in_use: tuple[int, ...] = ()
+    """Decode only: the leased slots, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStatus:
+    """A router's view of one node."""
+
+    node: NodeInfo
+    load: NodeLoad
+    state: NodeState
+    detail: str = ""
+    """Why the node is not in use; empty when it is."""
+    last_heartbeat_ms: int = 0
+    """Milliseconds ago."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterStatus:
+    """What the cluster is made of and how busy it is."""
+
+    router_id: str
+    fingerprint: str
+    """Of the contract of the cluster; empty while no node has joined."""
+    nodes: tuple[NodeStatus, ...]
+    queued_samples: int
+    """Waiting for a slot."""
+    max_queued_samples: int
+    finished_samples: int
+    """Since the router started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyCase:
+    """One sample to run again."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    """n must be 1."""
+    seed: int
+    output_digest: str = ""
+    """Expected. Empty: the first condition's run sets it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyResult:
+    """What one case gave under one condition."""
+
+    case_index: int
+    condition: Condition
+    match: bool
+    expected_digest: str
+    receipt: Receipt | None = None
+    """Of the run that was compared; None when the run failed."""
+    error: str = ""
+    """Set when the run itself failed; then match is False."""
+
+
+def new_generation() -> str:
+    """A fresh generation: 16 random hex digits."""
+    return secrets.token_hex(8)
+
+
+def new_node_id(role: NodeRole) -> str:
+    """A node id for a process that was given none: hostname-role-random."""
+    return f"{socket.gethostname()}-{role.value}-{secrets.token_hex(3)}"

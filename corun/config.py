@@ -1,0 +1,210 @@
+"""Configuration of the processes: frozen, complete and checked when made; nothing changes it afterwards.
+
+This module must not know the environment, the engines or the services; `parse` turns a command line into a config.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from corun.errors import CorunError, InvalidArgumentError, Shown
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""The largest message a process takes, unless configured."""
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """A router: tokenizes, assigns seeds, queues, places, streams, fails over."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 50051
+    """Port to listen on; 0 picks a free one."""
+    router_id: str = ""
+    """Name of this router; empty: random."""
+    seed_key: str = ""
+    """Key of derived seeds, up to 64 bytes in hexadecimal; empty: random at start. Routers of one cluster share it."""
+    max_queued_samples: int = 4096
+    """Samples that may wait for a slot; more are refused with a retry delay."""
+    max_queued_tokens: int = 4_194_304
+    """Prompt tokens of the samples that may wait for a slot."""
+    heartbeat_interval_ms: int = 1000
+    """How often nodes report, in milliseconds."""
+    heartbeat_timeout_ms: int = 5000
+    """A node silent for so many milliseconds is lost."""
+    max_attempts: int = 3
+    """Runs of one sample, the first included, before its node faults are given up on."""
+    reserve_timeout_s: float = 5.0
+    """Longest wait for a decode node to lease a slot, in seconds."""
+    prefill_timeout_s: float = 300.0
+    """Longest prefill, in seconds."""
+    step_timeout_s: float = 60.0
+    """Longest wait for a sample's next token, in seconds."""
+    node_wait_s: float = 30.0
+    """Longest wait for the first nodes to join, in seconds; a request's own deadline may be sooner."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Largest request, in bytes."""
+    drain_grace_s: float = 30.0
+    """Time for running samples to end when the router is told to stop, in seconds."""
+
+    def __post_init__(self) -> None:
+        _check_listen(self.host, self.port)
+        _check_name("router_id", self.router_id)
+        _check_seed_key(self.seed_key)
+        for name in ("max_queued_samples", "max_queued_tokens", "heartbeat_interval_ms", "max_attempts"):
+            _check_range(name, getattr(self, name), 1, 2**32 - 1)
+        _check_range("heartbeat_timeout_ms", self.heartbeat_timeout_ms, 2 * self.heartbeat_interval_ms, 2**32 - 1)
+        for name in ("reserve_timeout_s", "prefill_timeout_s", "step_timeout_s"):
+            _check_seconds(name, getattr(self, name), above_zero=True)
+        for name in ("node_wait_s", "drain_grace_s"):
+            _check_seconds(name, getattr(self, name))
+        _check_range("max_message_bytes", self.max_message_bytes, 1024, 2**29)
+
+    @property
+    def seed_key_bytes(self) -> bytes:
+        """Empty when the router has to draw one."""
+        return bytes.fromhex(self.seed_key)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeConfig:
+    """What prefill and decode nodes have in common."""
+
+    model: str
+    """Path of the model's directory, or its id on the hub."""
+    router: tuple[str, ...] = ("127.0.0.1:50051",)
+    """Routers to join, each host:port."""
+    host: str = "127.0.0.1"
+    """Address to listen on, and to be reached at."""
+    port: int = 0
+    """Port to listen on; 0 picks a free one."""
+    node_id: str = ""
+    """Name of this node, kept across restarts; empty: hostname-role-random."""
+    dtype: str = "auto"
+    """Type of weights and activations; auto: the model's."""
+    max_model_len: int = 0
+    """Tokens of prompt and output together; 0: the model's."""
+    threads: int = 0
+    """CPU threads of the engine; 0: all cores."""
+    kv_cache_gib: int = 1
+    """Memory for KV on a CPU, in GiB. A GPU's is set by gpu_memory_utilization."""
+    nixl_host: str = "127.0.0.1"
+    """Address at which other nodes reach this node's NIXL agent."""
+    nixl_port: int = 0
+    """Port of the NIXL handshake; 0 picks a free one."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the model."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that the engine takes."""
+    drain_grace_s: float = 30.0
+    """Time for running work to end when the node is told to stop, in seconds."""
+
+    def __post_init__(self) -> None:
+        _check_listen(self.host, self.port)
+        _check_listen(self.nixl_host, self.nixl_port, "nixl_")
+        _check_name("node_id", self.node_id)
+        _check_not_empty("model", self.model)
+        _check_not_empty("dtype", self.dtype)
+        _check_not_empty("router", self.router)
+        for address in self.router:
+            _check_address("router", address)
+        for name in ("max_model_len", "threads"):
+            _check_range(name, getattr(self, name), 0, 2**31 - 1)
+        for name in ("kv_cache_gib", "tensor_parallel_size"):
+            _check_range(name, getattr(self, name), 1, 2**16)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidArgumentError("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
+        _check_seconds("drain_grace_s", self.drain_grace_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillConfig(NodeConfig):
+    """A prefill node: computes the KV of one prompt at a time."""
+
+    chunk_size: int = 2048
+    """Prompt tokens of one step; part of the contract."""
+
+    def __post_init__(self) -> None:
+        NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.
+        _check_range("chunk_size", self.chunk_size, 1, 2**20)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig(NodeConfig):
+    """A decode node: draws every token, in steps of a fixed shape."""
+
+    slots: int = 256
+    """Rows of every step; part of the contract."""
+    lease_ttl_ms: int = 30_000
+    """How long a leased slot waits for its start, in milliseconds."""
+
+    def __post_init__(self) -> None:
+        NodeConfig.__post_init__(self)
+        _check_range("slots", self.slots, 1, 4096)
+        _check_range("lease_ttl_ms", self.lease_ttl_ms, 100, 2**32 - 1)
+
+
+def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None = None) -> C:
+    """A config from a command line (`sys.argv[1:]` if None); ends the process with 2 and a usage error if it is bad."""
+    import tyro  # Not needed, and slow to import, where configs are made in code.  # noqa: PLC0415
+
+    try:
+        return tyro.cli(cls, args=argv, prog=prog)
+    except CorunError as error:
+        print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _check_listen(host: str, port: int, prefix: str = "") -> None:
+    _check_not_empty(f"{prefix}host", host)
+    _check_range(f"{prefix}port", port, 0, 65535)
+
+
+def _check_address(field: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        raise InvalidArgumentError(field, address, "must be host:port")
+
+
+def _check_name(field: str, name: str) -> None:
+    if len(name) > 128 or not all(c.isascii() and (c.isalnum() or c in "-_.") for c in name):
+        raise InvalidArgumentError(field, name, "must be at most 128 letters, digits, '-', '_' or '.'")
+
+
+def _check_seed_key(seed_key: str) -> None:
+    try:
+        size = len(bytes.fromhex(seed_key))
+    except ValueError:
+        size = -1
+    if not 0 <= size <= 64:
+        # The key itself stays out of the error: it is a secret.
+        raise InvalidArgumentError(
+            "seed_key", Shown(f"{len(seed_key)} characters"), "must be up to 64 bytes in hexadecimal"
+        )
+
+
+def _check_not_empty(field: str, value: Any) -> None:
+    if not value:
+        raise InvalidArgumentError(field, value, "must not be empty")
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidArgumentError(field, value, f"must be an integer in [{low}, {high}]")
+
+
+def _check_seconds(field: str, value: float, *, above_zero: bool = False) -> None:
+    longest = 86_400.0
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value <= longest
+        or (above_zero and value == 0)
+    ):
+        raise InvalidArgumentError(field, value, f"must be in {'(' if above_zero else '['}0, {longest:g}] seconds")

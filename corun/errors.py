@@ -1,0 +1,348 @@
+"""The error tree of the whole project and its one translation to and from gRPC statuses.
+
+    CorunError
+     ├ InvalidArgumentError    INVALID_ARGUMENT      google.rpc.BadRequest: field, value and limit
+     ├ OverloadedError         RESOURCE_EXHAUSTED    google.rpc.RetryInfo: when to come back
+     ├ UnavailableError        UNAVAILABLE
+     ├ DeadlineError           DEADLINE_EXCEEDED
+     ├ CancelledByPeerError    CANCELLED
+     ├ ContractMismatchError   FAILED_PRECONDITION   google.rpc.PreconditionFailure: the differing fields
+     ├ StaleGenerationError    ABORTED               google.rpc.ErrorInfo: node, expected and actual generation
+     ├ NotFoundError           NOT_FOUND
+     ├ DataLossError           DATA_LOSS
+     └ InternalError           INTERNAL              never carries internals
+
+`to_status` and `from_rpc_error` are the only places that translate. This module must not know any service.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+MAX_SHOWN_VALUE = 64
+"""Characters of a value that an error shows."""
+DEFAULT_RETRY_S = 1.0
+"""Delay, in seconds, when an overloaded peer names none."""
+
+# A status travels in HTTP/2 trailers, of which a peer takes 8 KiB by default; beyond that the error itself is lost.
+_MAX_MESSAGE_BYTES = 1000
+_MAX_DIFFERENCES_BYTES = 3500
+_MAX_SHOWN_DIFFERENCE = 40
+
+_DOMAIN = "corun.v1"
+_DETAILS_KEY = "grpc-status-details-bin"
+_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
+
+
+class Shown(str):
+    """Text that an error shows as it is, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class CorunError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidArgumentError(CorunError):
+    """A value is outside its limit. Nothing was started or reserved."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} = {shown(value)}: {limit}")
+        self.args = (field, value, limit)
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class OverloadedError(CorunError):
+    """There is no room now; come back after `retry_after_s` seconds."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, retry_after_s: float = DEFAULT_RETRY_S) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(CorunError):
+    """Something needed is not there; the message says what."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineError(CorunError):
+    """The time given was not enough."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class CancelledByPeerError(CorunError):
+    """The other side ended the call."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class ContractMismatchError(CorunError):
+    """Two contracts differ, so their bits may. `differences` maps a dotted field to its two values."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, message: str, differences: Mapping[str, tuple[str, str]]) -> None:
+        super().__init__(message)
+        self.args = (message, dict(differences))
+        self.differences = dict(differences)
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return self.message
+        pairs = (f"{field}: {_clip(a)} != {_clip(b)}" for field, (a, b) in sorted(self.differences.items()))
+        return f"{self.message}: " + "; ".join(pairs)
+
+
+class StaleGenerationError(CorunError):
+    """A node process was replaced: what the caller holds of it is dead."""
+
+    code = grpc.StatusCode.ABORTED
+
+    def __init__(self, node_id: str, expected: str, actual: str) -> None:
+        super().__init__(f"node {node_id} is generation {actual}, not {expected}")
+        self.args = (node_id, expected, actual)
+        self.node_id = node_id
+        self.expected = expected
+        self.actual = actual
+
+
+class NotFoundError(CorunError):
+    """The named thing does not exist here."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class DataLossError(CorunError):
+    """Bits differ where the contract says that they are equal."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class InternalError(CorunError):
+    """A bug on the other side; the message carries an id to look up in that side's log, and nothing else."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+def shown(value: object) -> str:
+    """`value` as errors show it: its repr, abbreviated to 64 characters."""
+    if isinstance(value, Shown):
+        return _clip(str(value))
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones.
+    return _clip(_repr.repr(value))
+
+
+def to_status(error: CorunError) -> status_pb2.Status:
+    """The rich status of `error`, for `grpc_status.rpc_status.to_status`."""
+    status = status_pb2.Status(code=error.code.value[0], message=_message(error))
+    packer = _PACKERS.get(error.code)
+    for detail in packer(error) if packer else ():
+        status.details.append(_to_any(detail))
+    return status
+
+
+def from_rpc_error(error: grpc.RpcError) -> CorunError:
+    """The typed error behind a failed call, of a sync or an asyncio stub."""
+    code, text = _code(error), _text(error)
+    if code not in _UNPACKERS:
+        return InternalError(f"the peer answered {code.name}: {text}")
+    return _UNPACKERS[code](text, _details(error))
+
+
+class _Details:
+    """The google.rpc details of a status, by message type."""
+
+    def __init__(self, details: list[any_pb2.Any]) -> None:
+        self._details = details
+
+    def find(self, message: Message) -> bool:
+        """Fills `message` from the first detail of its type; False if there is none."""
+        try:
+            return any(detail.Unpack(message) for detail in self._details)
+        except DecodeError:
+            return False  # A peer that is not ours; the code and the text still say enough.
+
+    def info(self) -> Mapping[str, str]:
+        """What our own ErrorInfo carries; empty if there is none."""
+        info = error_details_pb2.ErrorInfo()
+        return dict(info.metadata) if self.find(info) and info.domain == _DOMAIN else {}
+
+
+def _pack_invalid_argument(error: Any) -> list[Message]:
+    value = shown(error.value)
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field=_clip(error.field, 128), description=_clip(f"{value}: {error.limit}", 256)
+    )
+    info = _info("INVALID_ARGUMENT", value=value, limit=_clip(error.limit, 256))
+    return [error_details_pb2.BadRequest(field_violations=[violation]), info]
+
+
+def _unpack_invalid_argument(text: str, details: _Details) -> CorunError:
+    request, info = error_details_pb2.BadRequest(), details.info()
+    if not details.find(request) or not request.field_violations:
+        return InvalidArgumentError("request", Shown("refused"), text)
+    violation = request.field_violations[0]
+    limit = info.get("limit", violation.description)
+    return InvalidArgumentError(violation.field, Shown(info.get("value", "refused")), limit)
+
+
+def _pack_overloaded(error: Any) -> list[Message]:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
+    return [retry]
+
+
+def _unpack_exhausted(text: str, details: _Details) -> CorunError:
+    retry = error_details_pb2.RetryInfo()
+    if details.find(retry):
+        return OverloadedError(text, retry.retry_delay.ToNanoseconds() / 1e9)
+    if too_large := _TOO_LARGE.search(text):  # gRPC's own refusal of a message, before any of our code sees it.
+        return too_large_error(int(too_large[1]), int(too_large[2]))
+    return OverloadedError(text)
+
+
+def _pack_mismatch(error: Any) -> list[Message]:
+    failure = error_details_pb2.PreconditionFailure()
+    for field, pair in sorted(error.differences.items()):
+        # JSON, so that both values come back whatever is in them.
+        values = json.dumps([_clip(value, _MAX_SHOWN_DIFFERENCE) for value in pair], ensure_ascii=False)
+        failure.violations.add(type="CONTRACT", subject=_clip(field, 128), description=values)
+        if failure.ByteSize() > _MAX_DIFFERENCES_BYTES:
+            del failure.violations[-1]
+            break
+    return [failure]
+
+
+def _unpack_mismatch(text: str, details: _Details) -> CorunError:
+    failure = error_details_pb2.PreconditionFailure()
+    details.find(failure)
+    return ContractMismatchError(text, {v.subject: _pair(v.description) for v in failure.violations})
+
+
+def _pack_stale(error: Any) -> list[Message]:
+    values = {"node_id": error.node_id, "expected": error.expected, "actual": error.actual}
+    return [_info("STALE_GENERATION", **{name: _clip(value, 128) for name, value in values.items()})]
+
+
+def _unpack_stale(text: str, details: _Details) -> CorunError:
+    info = details.info()
+    if not {"node_id", "expected", "actual"} <= set(info):
+        return InternalError(f"the peer answered ABORTED: {text}")
+    return StaleGenerationError(info["node_id"], info["expected"], info["actual"])
+
+
+def _plain(cls: type[CorunError]) -> Callable[[str, _Details], CorunError]:
+    return lambda text, _: cls(text)
+
+
+_PACKERS: dict[grpc.StatusCode, Callable[[Any], list[Message]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: _pack_invalid_argument,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: _pack_overloaded,
+    grpc.StatusCode.FAILED_PRECONDITION: _pack_mismatch,
+    grpc.StatusCode.ABORTED: _pack_stale,
+}
+_UNPACKERS: dict[grpc.StatusCode, Callable[[str, _Details], CorunError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: _unpack_invalid_argument,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: _unpack_exhausted,
+    grpc.StatusCode.FAILED_PRECONDITION: _unpack_mismatch,
+    grpc.StatusCode.ABORTED: _unpack_stale,
+    **{
+        cls.code: _plain(cls)
+        for cls in (UnavailableError, DeadlineError, CancelledByPeerError, NotFoundError, DataLossError, InternalError)
+    },
+}
+
+
+def too_large_error(size: int, limit: int) -> InvalidArgumentError:
+    """The refusal of a message of `size` bytes."""
+    return InvalidArgumentError("message", Shown(f"{size} bytes"), f"must be at most {limit} bytes")
+
+
+def _message(error: CorunError) -> str:
+    # A mismatch carries its differences as details; its text is made again from them on the other side.
+    text = error.message if isinstance(error, ContractMismatchError) else str(error)
+    room = _MAX_MESSAGE_BYTES
+    for i, char in enumerate(text):
+        room -= 1 if " " <= char <= "~" else 3 * len(char.encode("utf-8", "replace"))  # gRPC writes it as %XX.
+        if room < 0:
+            return _clip(text, i + 1)
+    return _clip(text, len(text))
+
+
+def _clip(text: str, length: int = MAX_SHOWN_VALUE) -> str:
+    """At most `length` characters, all of them valid Unicode: protobuf takes no lone surrogate."""
+    clipped = text if len(text) <= length else text[: length - 1] + "…"
+    return clipped.encode("utf-8", "replace").decode()
+
+
+def _info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
+    return error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN, metadata=metadata)
+
+
+def _to_any(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _pair(description: str) -> tuple[str, str]:
+    try:
+        a, b = json.loads(description)
+    except (TypeError, ValueError):
+        return description, ""  # Another implementation's words.
+    return str(a), str(b)
+
+
+def _code(error: Any) -> grpc.StatusCode:
+    code = error.code() if callable(getattr(error, "code", None)) else None
+    return code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
+
+
+def _text(error: Any) -> str:
+    return (error.details() if callable(getattr(error, "details", None)) else None) or "no details"
+
+
+def _details(error: Any) -> _Details:
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            try:
+                return _Details(list(status_pb2.Status.FromString(value).details))
+            except DecodeError:
+                break
+    return _Details([])
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 2 * MAX_SHOWN_VALUE

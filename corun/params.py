@@ -1,0 +1,249 @@
+"""Sampling parameters and the limits on everything a client may ask for.
+
+Validation happens here, once, at the edge; each refusal names the field, the value and the limit. This module must not
+know any engine: what is not in `SamplingParams` is not accepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import numbers
+import operator
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from corun.errors import InvalidArgumentError, Shown
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+"""Characters of one stop string."""
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_SAMPLES = 256
+MAX_REQUEST_ID_LENGTH = 128
+"""Characters."""
+
+_UINT32 = 2**32
+_INT31 = 2**31
+_PARAMS_TAG = b"corun.v1.params\0"
+_NOT_IN_DIGEST = frozenset({"logprobs", "n"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn; vLLM's names and meanings. Raises InvalidArgumentError for a value outside its limit.
+
+    Sequences become tuples and `logit_bias` becomes a tuple of (token id, bias) pairs, ascending by id, so that equal
+    parameters are equal values, whatever they were made from.
+    """
+
+    temperature: float = 1.0
+    """At least 0; 0 is greedy."""
+    top_p: float = 1.0
+    """In (0, 1]."""
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """In [0, 1], relative to the likeliest token."""
+    max_tokens: int = 16
+    """Output tokens, at least 1."""
+    min_tokens: int = 0
+    """Output tokens before any stop may end the sample."""
+    stop: str | Sequence[str] = ()
+    """Text that ends the sample; not part of its text."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the sample; part of its token ids."""
+    ignore_eos: bool = False
+    """Keep going past the model's end-of-sequence token."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """In (0, 2]."""
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    """Token id to a bias in [-100, 100], held as fp32."""
+    logprobs: bool = False
+    """Return each sampled token's log probability."""
+    n: int = 1
+    """Samples per prompt, at most 256."""
+
+    def __post_init__(self) -> None:
+        for name, normalise in _NORMALISERS.items():
+            object.__setattr__(self, name, normalise(f"sampling_params.{name}", getattr(self, name)))
+        if self.min_tokens > self.max_tokens:
+            limit = f"must be at most max_tokens, {self.max_tokens}"
+            raise InvalidArgumentError("sampling_params.min_tokens", self.min_tokens, limit)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def logit_bias_map(self) -> dict[int, float]:
+        """`logit_bias` by token id, ascending."""
+        return dict(self.logit_bias)
+
+    def digest(self) -> str:
+        """SHA-256 over everything that can change a sample's output; 64 hex digits."""
+        values = {f.name: _exact(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_IN_DIGEST}
+        canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(_PARAMS_TAG + canonical.encode()).hexdigest()
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "prompt.token_ids") -> tuple[int, ...]:
+    """The prompt as a tuple of ints; raises InvalidArgumentError unless it has tokens, each in [0, vocab_size)."""
+    if isinstance(token_ids, (str, bytes, bytearray)) or not isinstance(token_ids, Iterable):
+        raise InvalidArgumentError(field, token_ids, "must be a sequence of token ids")
+    ids = tuple(token_ids)
+    if not ids:
+        raise InvalidArgumentError(field, ids, "must not be empty")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids
+    return tuple(_integer(f"{field}[{i}]", value, 0, vocab_size) for i, value in enumerate(ids))
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidArgumentError if `params` names a token outside the vocabulary."""
+    for i, token_id in enumerate(params.stop_token_ids):
+        _integer(f"sampling_params.stop_token_ids[{i}]", token_id, 0, vocab_size)
+    for token_id in params.logit_bias_map:
+        _integer("sampling_params.logit_bias", token_id, 0, vocab_size)
+
+
+def check_lengths(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
+    """Raises InvalidArgumentError unless a prompt and its output fit the model; all three in tokens."""
+    if num_prompt < 1:
+        raise InvalidArgumentError("prompt.token_ids", (), "must not be empty")
+    room = max_model_len - num_prompt
+    if room < 1:
+        limit = f"must be at most {max_model_len - 1} tokens, the model's length {max_model_len} less one for output"
+        raise InvalidArgumentError("prompt.token_ids", Shown(f"{num_prompt} tokens"), limit)
+    if max_tokens > room:
+        limit = f"must be at most {room}, the model's length {max_model_len} less the prompt's {num_prompt} tokens"
+        raise InvalidArgumentError("sampling_params.max_tokens", max_tokens, limit)
+
+
+def check_seed(seed: int) -> int:
+    """The seed as an int; raises InvalidArgumentError unless it is in [0, 2^63)."""
+    return _integer("seed", seed, 0, 2**63, "must be in [0, 2^63)")
+
+
+def check_text(field: str, text: str, max_length: int | None = None, min_length: int = 1) -> str:
+    """`text`; raises InvalidArgumentError unless it is valid Unicode of the given length in characters."""
+    if not isinstance(text, str):
+        raise InvalidArgumentError(field, text, "must be text")
+    if len(text) < min_length:
+        raise InvalidArgumentError(field, text, "must not be empty")
+    if max_length is not None and len(text) > max_length:
+        raise InvalidArgumentError(field, text, f"must be at most {max_length} characters, not {len(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(field, text, "must be valid Unicode, without lone surrogates") from None
+    return text
+
+
+def check_request_id(request_id: str) -> str:
+    """`request_id`, which may be empty; raises InvalidArgumentError beyond 128 characters."""
+    return check_text("request_id", request_id, MAX_REQUEST_ID_LENGTH, min_length=0)
+
+
+def _integer(field: str, value: Any, low: int, end: int, limit: str = "") -> int:
+    """`value` as an int in [low, end)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidArgumentError(field, value, "must be an integer")
+    number = operator.index(value)  # Also numpy's integers.
+    if not low <= number < end:
+        raise InvalidArgumentError(field, number, limit or f"must be in [{low}, {end})")
+    return number
+
+
+def _real(field: str, value: Any, low: float, high: float, limit: str, *, above_low: bool = False) -> float:
+    """`value` as a finite float in [low, high], or in (low, high]."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidArgumentError(field, value, "must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
+        raise InvalidArgumentError(field, value, limit)
+    return number + 0.0  # -0.0 becomes 0.0: equal values have equal digests.
+
+
+def _temperature(field: str, value: Any) -> float:
+    return _real(field, value, 0, math.inf, "must be finite and at least 0")
+
+
+def _penalty(field: str, value: Any) -> float:
+    return _real(field, value, -2, 2, "must be in [-2, 2]")
+
+
+def _flag(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(field, value, "must be true or false")
+    return value
+
+
+def _stop(field: str, value: Any) -> tuple[str, ...]:
+    strings = _items(field, (value,) if isinstance(value, str) else value, MAX_STOP_STRINGS, "strings")
+    return tuple(check_text(f"{field}[{i}]", text, MAX_STOP_LENGTH) for i, text in enumerate(strings))
+
+
+def _stop_token_ids(field: str, value: Any) -> tuple[int, ...]:
+    ids = _items(field, value, MAX_STOP_TOKEN_IDS, "token ids")
+    return tuple(_integer(f"{field}[{i}]", token_id, 0, _UINT32) for i, token_id in enumerate(ids))
+
+
+def _logit_bias(field: str, value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = _items(field, value.items() if isinstance(value, Mapping) else value, MAX_LOGIT_BIAS, "entries")
+    bias: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise InvalidArgumentError(field, pair, "must be pairs of a token id and a bias")
+        token_id = _integer(field, pair[0], 0, _UINT32)
+        if token_id in bias:
+            raise InvalidArgumentError(f"{field}[{token_id}]", pair[1], "must be given once")
+        number = _real(f"{field}[{token_id}]", pair[1], -100, 100, "must be in [-100, 100]")
+        bias[token_id] = struct.unpack("<f", struct.pack("<f", number))[0] + 0.0  # As it crosses the wire.
+    return tuple(sorted(bias.items()))
+
+
+def _items(field: str, value: Any, limit: int, unit: str) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidArgumentError(field, value, f"must be a sequence of {unit}")
+    items = tuple(value)
+    if len(items) > limit:
+        raise InvalidArgumentError(field, Shown(f"{len(items)} {unit}"), f"must be at most {limit}")
+    return items
+
+
+def _exact(value: Any) -> Any:
+    """`value` for JSON, floats as hexadecimal text: every bit of them, in any language."""
+    if isinstance(value, float):
+        return value.hex()
+    return [_exact(item) for item in value] if isinstance(value, tuple) else value
+
+
+_NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": _temperature,
+    "top_p": lambda f, v: _real(f, v, 0, 1, "must be in (0, 1]", above_low=True),
+    "top_k": lambda f, v: _integer(f, v, 0, _INT31),
+    "min_p": lambda f, v: _real(f, v, 0, 1, "must be in [0, 1]"),
+    "max_tokens": lambda f, v: _integer(f, v, 1, _UINT32, "must be at least 1"),
+    "min_tokens": lambda f, v: _integer(f, v, 0, _UINT32, "must be at least 0"),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": _flag,
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "repetition_penalty": lambda f, v: _real(f, v, 0, 2, "must be in (0, 2]", above_low=True),
+    "logit_bias": _logit_bias,
+    "logprobs": _flag,
+    "n": lambda f, v: _integer(f, v, 1, MAX_SAMPLES + 1, f"must be in [1, {MAX_SAMPLES}]"),
+}

@@ -1,0 +1,134 @@
+"""Receipts, and the digests in them: what ran, and exactly which bits came out.
+
+A digest is SHA-256 over a domain tag and little-endian records, so that any language can compute it. This module must
+not know where tokens come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from corun.cluster import FinishReason, NodeRef
+from corun.errors import InvalidArgumentError
+
+_PROMPT_TAG = b"corun.v1.prompt\0"
+_OUTPUT_TAG = b"corun.v1.output\0"
+_RECORD = struct.Struct("<If")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What ran, under which contract, and what came out: enough to check a later run bit by bit."""
+
+    fingerprint: str
+    """Of the contract; 64 hex digits."""
+    request_id: str
+    sample_index: int
+    seed: int
+    """Below 2^63."""
+    prompt_digest: str
+    """Over the prompt's token ids; 64 hex digits."""
+    params_digest: str
+    """Over the sampling parameters that can change the output; 64 hex digits."""
+    output_digest: str
+    """Over (token id, fp32 log probability bits) of the output; 64 hex digits."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    finish_reason: FinishReason
+    prefill_node: NodeRef
+    decode_node: NodeRef
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "finish_reason": self.finish_reason.value}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Receipt:
+        """Back from `to_dict`. Raises InvalidArgumentError for a missing, unknown or mistyped field."""
+        _check_fields("receipt", cls, values)
+        read: dict[str, Any] = {
+            name: _READERS.get(name, _read_scalar)(f"receipt.{name}", value) for name, value in values.items()
+        }
+        return cls(**read)
+
+
+class OutputDigest:
+    """SHA-256 over (token id, fp32 log probability bits) of one sample's tokens, in order."""
+
+    __slots__ = ("_hash", "_num_tokens")
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256(_OUTPUT_TAG)
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def update(self, token_id: int, logprob: float) -> None:
+        """Adds one token; `logprob` is rounded to fp32 (the bits of an fp32 value are kept)."""
+        self._hash.update(_RECORD.pack(token_id, logprob))
+        self._num_tokens += 1
+
+    def hexdigest(self) -> str:
+        """Of the tokens so far; more may follow."""
+        return self._hash.hexdigest()
+
+
+def output_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
+    """The digest of a whole output."""
+    if len(token_ids) != len(logprobs):
+        raise InvalidArgumentError("logprobs", len(logprobs), f"must be one per token, {len(token_ids)}")
+    digest = OutputDigest()
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        digest.update(token_id, logprob)
+    return digest.hexdigest()
+
+
+def prompt_digest(token_ids: Iterable[int]) -> str:
+    """SHA-256 over a prompt's token ids, each a little-endian uint32."""
+    ids = tuple(token_ids)
+    return hashlib.sha256(_PROMPT_TAG + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
+
+
+def _check_fields(name: str, cls: type[Any], values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise InvalidArgumentError(name, values, "must be an object")
+    known = {field.name for field in fields(cls)}
+    if unknown := sorted(map(str, set(values) - known)):
+        raise InvalidArgumentError(f"{name}.{unknown[0]}", values.get(unknown[0]), "is not a known field")
+    if missing := sorted(known - set(values)):
+        raise InvalidArgumentError(f"{name}.{missing[0]}", None, "must be set")
+
+
+def _read_scalar(name: str, value: object) -> object:
+    expected = int if name.removeprefix("receipt.") in _INTEGERS else str
+    if type(value) is not expected:
+        raise InvalidArgumentError(name, value, f"must be {'an integer' if expected is int else 'text'}")
+    return value
+
+
+def _read_finish_reason(name: str, value: object) -> FinishReason:
+    try:
+        return FinishReason(value)
+    except ValueError:
+        known = ", ".join(reason.value for reason in FinishReason)
+        raise InvalidArgumentError(name, value, f"must be one of {known}") from None
+
+
+def _read_node(name: str, value: object) -> NodeRef:
+    _check_fields(name, NodeRef, value)
+    assert isinstance(value, Mapping)
+    return NodeRef(**{key: str(_read_scalar(f"{name}.{key}", value[key])) for key in value})
+
+
+_INTEGERS = frozenset({"sample_index", "seed", "num_prompt_tokens", "num_output_tokens"})
+_READERS: dict[str, Callable[[str, object], object]] = {
+    "finish_reason": _read_finish_reason,
+    "prefill_node": _read_node,
+    "decode_node": _read_node,
+}

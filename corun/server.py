@@ -1,0 +1,304 @@
+"""One gRPC server for every process, and the channels to it: error translation, health, limits, lifecycle.
+
+All channel and server options live here, so that both ends agree on sizes and keepalive. This module must not know any
+service of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_status import rpc_status
+
+from corun.config import MAX_MESSAGE_BYTES
+from corun.errors import (
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    Shown,
+    UnavailableError,
+    to_status,
+    too_large_error,
+)
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Options: TypeAlias = list[tuple[str, int]]
+
+_KEEPALIVE_MS = 15_000
+_KEEPALIVE_TIMEOUT_MS = 10_000
+_MAX_METADATA_BYTES = 64 * 1024
+# gRPC refuses beyond its own limit with a status that names no field, so its limit is wider than ours. Up to it, a
+# message is read and refused by us.
+_HARD_LIMIT_FACTOR = 4
+"""gRPC's size limit, as a multiple of ours."""
+_CLOSE_TIMEOUT_S = 30.0
+"""For a handler to release what it holds, when its client is gone."""
+
+
+def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """An asyncio channel to a process of ours. Connects when first used; make it inside a running loop."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+def sync_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
+    """The same for blocking calls."""
+    return grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """Options of a client's channel."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes * _HARD_LIMIT_FACTOR),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),  # A long quiet stream still has to notice a dead peer.
+        # A restarted process comes back soon: gRPC's own backoff grows to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.use_local_subchannel_pool", 1),  # One connection, and one backoff, per channel.
+        ("grpc.enable_http_proxy", 0),  # A proxy for web traffic must not swallow calls inside a cluster.
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """Options of a server; they permit the pings of `channel_options`."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes * _HARD_LIMIT_FACTOR),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # A client whose machine is gone frees what it holds.
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 3),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 3),
+        ("grpc.so_reuseport", 0),  # Two processes on one port must be an error, not a lottery.
+    ]
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+class GrpcServer:
+    """A grpc.aio server with typed errors, health and a message size limit. Make it inside a running loop.
+
+    Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until told otherwise.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.host = host
+        self._port = port
+        self._health = HealthServicer()
+        self._server = grpc.aio.server(
+            interceptors=[_ErrorInterceptor(max_message_bytes)], options=server_options(max_message_bytes)
+        )
+        self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
+
+    @property
+    def port(self) -> int:
+        """The port asked for; after `start`, the one in use."""
+        return self._port
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return join_address(self.host, self._port)
+
+    def add(self, register: Callable[[S, Any], None], servicer: S) -> None:
+        """Adds a service: `register` is the generated `add_XServicer_to_server`."""
+        register(servicer, self._server)
+
+    async def start(self) -> None:
+        """Listens. Raises UnavailableError if the address cannot be had."""
+        await self.set_serving("", False)
+        try:
+            self._port = self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise UnavailableError(f"cannot listen on {self.address}: is the port in use?") from error
+        await self._server.start()
+
+    async def set_serving(self, service: str, serving: bool) -> None:
+        """What health says of a service, by its full name; "" is the whole process."""
+        statuses = health_pb2.HealthCheckResponse
+        await self._health.set(service, statuses.SERVING if serving else statuses.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Turns health off, refuses new calls, gives running ones `grace_s` seconds, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Runs a process: `main` gets an event that the first SIGTERM or SIGINT sets, and returns when it has drained.
+
+    The process then ends with 0. A second signal cancels `main`, and a CorunError out of it is logged: both end with 1.
+    """
+    try:
+        asyncio.run(_until_stopped(main))
+    except asyncio.CancelledError:
+        raise SystemExit(1) from None
+    except CorunError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        raise SystemExit(1) from error
+
+
+async def _until_stopped(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    stop = asyncio.Event()
+    task = asyncio.ensure_future(main(stop))
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            logger.warning("%s again: stopping at once", number.name)
+            task.cancel()
+        else:
+            logger.info("%s: draining", number.name)
+            stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    await task
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Stands in for a request that could not be read, until there is a context to refuse it in."""
+
+    error: InvalidArgumentError
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Generic in the stubs only.
+    """The one place where exceptions become statuses."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
+    ) -> Handler:
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler  # No such method, which gRPC answers; and no service of ours takes a stream.
+        deserialize = _guard(handler.request_deserializer, self._max_message_bytes)
+        if handler.response_streaming:
+            respond = _stream(handler.unary_stream, details.method)
+            return grpc.unary_stream_rpc_method_handler(respond, deserialize, handler.response_serializer)
+        answer = _unary(handler.unary_unary, details.method)
+        return grpc.unary_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
+
+
+def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
+    def guarded(data: bytes) -> Any:
+        if len(data) > max_message_bytes:
+            return _Refused(too_large_error(len(data), max_message_bytes))
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Refused(InvalidArgumentError("message", Shown(f"{len(data)} bytes"), "must be valid protobuf"))
+
+    return guarded
+
+
+def _unary(handler: Any, method: str) -> Any:
+    async def answer(request: Any, context: Context) -> Any:
+        async with _translated(context, method):
+            _check_read(request)
+            return await handler(request, context)
+
+    return answer
+
+
+def _stream(handler: Any, method: str) -> Any:
+    # Writing from a coroutine, not yielding from a generator: when the client goes away, that is noticed in here, and
+    # the generator is closed, with all it holds, before the call ends.
+    async def respond(request: Any, context: Context) -> None:
+        async with _translated(context, method):
+            _check_read(request)
+            responses = handler(request, context)
+            if not isinstance(responses, AsyncGenerator):
+                await responses  # The handler writes by itself.
+                return
+            try:
+                async for response in responses:
+                    await _write(context, response)
+            finally:
+                await _close(responses, method)
+
+    return respond
+
+
+async def _write(context: Context, response: Any) -> None:
+    try:
+        await context.write(response)
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error  # The client is gone; gRPC's own cancellation may be yet to come.
+
+
+async def _close(responses: AsyncGenerator[Any, Any], method: str) -> None:
+    """Closes a handler to its end: a cancellation meanwhile must not cut short the release of what it holds."""
+    closing = asyncio.ensure_future(responses.aclose())
+    deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+    cancelled = False
+    while not closing.done() and time.monotonic() < deadline:
+        try:
+            await asyncio.wait({closing}, timeout=deadline - time.monotonic())
+        except asyncio.CancelledError:  # noqa: PERF203  # Not a loop over items.
+            cancelled = True
+    if not closing.done():
+        logger.error("%s: the handler did not close within %g s", method, _CLOSE_TIMEOUT_S)
+        closing.cancel()
+    elif not closing.cancelled():
+        closing.result()  # Raises what the handler raised.
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+def _check_read(request: Any) -> None:
+    if isinstance(request, _Refused):
+        raise request.error
+
+
+@contextlib.asynccontextmanager
+async def _translated(context: Context, method: str) -> AsyncIterator[None]:
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise  # A handler that ended the call by itself.
+    except CorunError as error:
+        await _abort(context, error)
+    except Exception as error:
+        if context.cancelled():
+            logger.debug("%s: the client was gone", method, exc_info=error)
+            raise asyncio.CancelledError from error
+        error_id = secrets.token_hex(4)
+        logger.exception("internal error %s in %s", error_id, method)
+        await _abort(context, InternalError(f"internal error, id {error_id}"))
+
+
+async def _abort(context: Context, error: CorunError) -> None:
+    if context.cancelled():
+        raise asyncio.CancelledError from error  # Nobody is there to be told.
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)

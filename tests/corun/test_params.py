@@ -1,0 +1,190 @@
+"""Limits: each refusal names field, value and limit; equal parameters are equal values."""
+
+from __future__ import annotations
+
+import math
+import struct
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corun.errors import InvalidArgumentError
+from corun.params import (
+    SamplingParams,
+    check_lengths,
+    check_request_id,
+    check_seed,
+    check_token_ids,
+    check_vocabulary,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", [-0.1, NAN, INF, -INF, "1", None, True, 10**400]),
+        ("top_p", [0, -0.1, 1.01, NAN, INF, False]),
+        ("top_k", [-1, 1.0, 2**31, True, "5"]),
+        ("min_p", [-0.01, 1.01, NAN]),
+        ("max_tokens", [0, -1, 1.5, True, 2**32, None]),
+        ("min_tokens", [-1, 17, True]),
+        ("stop", [["x"] * 17, ["x"] * 1000, "", ["a", ""], "x" * 257, [1], 7, None, "\ud800", b"ab"]),
+        ("stop_token_ids", [[-1], [2**32], [1.0], [True], range(65), "12", 3]),
+        ("ignore_eos", [1, None, "yes"]),
+        ("presence_penalty", [-2.01, 2.01, NAN]),
+        ("frequency_penalty", [-2.01, 2.01, INF]),
+        ("repetition_penalty", [0, -1, 2.01, NAN]),
+        ("logit_bias", [{1: 100.5}, {1: NAN}, {-1: 0}, {"1": 0}, dict.fromkeys(range(1025), 0), [(1, 2), (1, 3)], [1]]),
+        ("logprobs", [0, 5, None]),
+        ("n", [0, -1, 257, True, 1.0]),
+    ],
+)
+def test_out_of_range(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidArgumentError) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.field.startswith(f"sampling_params.{name}")
+        assert "must" in caught.value.limit
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", [0, 0.0, 1e6, np.float32(0.5), Fraction(1, 2)]),
+        ("top_p", [1e-9, 1]),
+        ("top_k", [0, 1, 2**31 - 1, np.int64(4)]),
+        ("min_p", [0, 1]),
+        ("max_tokens", [1, 2**32 - 1]),
+        ("min_tokens", [0, 16]),
+        ("stop", [["x" * 256] * 16, "\0", ()]),
+        ("stop_token_ids", [range(64), np.arange(3), [0, 2**32 - 1]]),
+        ("presence_penalty", [-2, 2]),
+        ("repetition_penalty", [1e-9, 2]),
+        ("logit_bias", [{}, {0: -100, 2**32 - 1: 100}, dict.fromkeys(range(1024), 0)]),
+        ("n", [1, 256]),
+    ],
+)
+def test_edges_are_taken(name: str, values: list[Any]) -> None:
+    for value in values:
+        SamplingParams(**{name: value})
+
+
+def test_a_refusal_reads_well() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.top_p = 1\.5: must be in \(0, 1\]$"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.stop = 1000 strings: must be at most 16$"):
+        SamplingParams(stop=["x"] * 1000)
+
+
+def test_normal_forms() -> None:
+    a = SamplingParams(stop="end", stop_token_ids=[3, np.int64(4)], logit_bias={7: 0.1, 2: -1}, temperature=-0.0)
+    b = SamplingParams(stop=["end"], stop_token_ids=(3, 4), logit_bias=[(2, -1.0), (7, 0.1)], temperature=0)
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.digest() == b.digest()
+    assert (a.stop, a.stop_token_ids) == (("end",), (3, 4))
+    assert a.logit_bias == ((2, -1.0), (7, struct.unpack("<f", struct.pack("<f", 0.1))[0]))
+    assert math.copysign(1, a.temperature) == 1
+    assert SamplingParams(logit_bias={1: -1e-99}).digest() == SamplingParams(logit_bias={1: 0}).digest()
+    assert a.greedy
+    assert {type(t) for t in a.stop_token_ids} == {int}
+
+
+def test_digest_is_pinned() -> None:
+    """Receipts hold it: it may change with the protocol's version only."""
+    assert SamplingParams().digest() == PINNED_DEFAULT
+    params = SamplingParams(temperature=0.6, stop=["é\n"], stop_token_ids=[5], logit_bias={9: 1.5}, ignore_eos=True)
+    assert params.digest() == PINNED_FULL
+
+
+PINNED_DEFAULT = "78b34a800814eb3c1cff3dd9e2ffa211124188833d9998670dd3debce00ded60"
+PINNED_FULL = "ed7354c67293210ec57fcf0038bff9a6ef36755406a4c5ab2d9fcc68a0c6e495"
+
+CHANGES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "max_tokens": 5,
+    "min_tokens": 5,
+    "stop": "x",
+    "stop_token_ids": (5,),
+    "ignore_eos": True,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 0.5,
+    "logit_bias": {5: 0.5},
+}
+
+
+def test_digest_covers_what_can_change_the_output() -> None:
+    digests = {SamplingParams(**{name: value}).digest() for name, value in CHANGES.items()}
+    assert len(digests | {SamplingParams().digest()}) == len(CHANGES) + 1
+    assert SamplingParams(n=4, logprobs=True).digest() == SamplingParams().digest()
+    assert set(CHANGES) | {"n", "logprobs"} == set(SamplingParams.__dataclass_fields__)
+
+
+def test_token_ids() -> None:
+    assert check_token_ids([0, 9], 10) == (0, 9)
+    assert check_token_ids(np.array([0, 9]), 10) == (0, 9)
+    bad: list[tuple[Any, str]] = [
+        ([], "prompt.token_ids"),
+        ([1, 10], "prompt.token_ids[1]"),
+        ([-1], "prompt.token_ids[0]"),
+        ([1, True], "prompt.token_ids[1]"),
+        ([1.0], "prompt.token_ids[0]"),
+        (["1"], "prompt.token_ids[0]"),
+        ("12", "prompt.token_ids"),
+        (b"12", "prompt.token_ids"),
+        (5, "prompt.token_ids"),
+        (None, "prompt.token_ids"),
+    ]
+    for ids, field in bad:
+        with pytest.raises(InvalidArgumentError) as caught:
+            check_token_ids(ids, 10)
+        assert caught.value.field == field
+
+
+def test_vocabulary() -> None:
+    check_vocabulary(SamplingParams(stop_token_ids=[9], logit_bias={9: 1}), 10)
+    with pytest.raises(InvalidArgumentError, match=r"stop_token_ids\[1\] = 10: must be in \[0, 10\)"):
+        check_vocabulary(SamplingParams(stop_token_ids=[9, 10]), 10)
+    with pytest.raises(InvalidArgumentError, match=r"logit_bias = 10: must be in \[0, 10\)"):
+        check_vocabulary(SamplingParams(logit_bias={10: 1}), 10)
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 60))
+def test_lengths(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
+    if num_prompt + max_tokens <= max_model_len:
+        check_lengths(num_prompt, max_tokens, max_model_len)
+        return
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_lengths(num_prompt, max_tokens, max_model_len)
+    fits = num_prompt < max_model_len
+    assert caught.value.field == ("sampling_params.max_tokens" if fits else "prompt.token_ids")
+    assert str(max_model_len) in caught.value.limit or not fits
+
+
+def test_seed() -> None:
+    assert check_seed(0) == 0
+    assert check_seed(2**63 - 1) == 2**63 - 1
+    for seed in (-1, 2**63, 1.0, "1", True, None):
+        with pytest.raises(InvalidArgumentError) as caught:
+            check_seed(seed)  # type: ignore[arg-type]
+        assert caught.value.field == "seed"
+    with pytest.raises(InvalidArgumentError, match=r"^seed = -1: must be in \[0, 2\^63\)$"):
+        check_seed(-1)
+
+
+def test_request_id() -> None:
+    assert check_request_id("") == ""
+    check_request_id("x" * 128)
+    for request_id in ("x" * 129, "\udc00", 5):
+        with pytest.raises(InvalidArgumentError):
+            check_request_id(request_id)  # type: ignore[arg-type]

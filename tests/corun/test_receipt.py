@@ -1,0 +1,112 @@
+"""Digests are over exact bits, and receipts survive JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corun.cluster import FinishReason, NodeRef
+from corun.errors import InvalidArgumentError
+from corun.receipt import OutputDigest, Receipt, output_digest, prompt_digest
+
+IDS = st.integers(0, 2**32 - 1)
+LOGPROBS = st.floats(width=32, max_value=0, allow_nan=False)
+
+RECEIPT = Receipt(
+    fingerprint="f" * 64,
+    request_id="r",
+    sample_index=1,
+    seed=2**63 - 1,
+    prompt_digest="a" * 64,
+    params_digest="b" * 64,
+    output_digest="c" * 64,
+    num_prompt_tokens=3,
+    num_output_tokens=4,
+    finish_reason=FinishReason.STOP,
+    prefill_node=NodeRef(node_id="p", generation="0" * 16),
+    decode_node=NodeRef(node_id="d", generation="1" * 16),
+)
+
+
+def test_digests_are_what_anybody_would_compute() -> None:
+    assert prompt_digest([1, 2]) == hashlib.sha256(b"corun.v1.prompt\0" + struct.pack("<II", 1, 2)).hexdigest()
+    expected = hashlib.sha256(b"corun.v1.output\0" + struct.pack("<IfIf", 1, -0.5, 2, -1.25)).hexdigest()
+    assert output_digest([1, 2], [-0.5, -1.25]) == expected
+
+
+def test_digests_are_pinned() -> None:
+    assert prompt_digest([1, 2, 3]) == "3a8e7735cb52ebdfa81671573687ede78064a57e28e8e5a01e544fab567578ae"
+    assert output_digest([1, 2], [-0.5, -1.25]) == "8929df15b504950e0f187b66a35e91a2e0764e16981e58b567912bd22041a81e"
+
+
+@given(st.lists(st.tuples(IDS, LOGPROBS), max_size=20))
+def test_incremental_equals_whole(rows: list[tuple[int, float]]) -> None:
+    digest = OutputDigest()
+    for i, (token_id, logprob) in enumerate(rows):
+        assert digest.num_tokens == i
+        digest.update(token_id, logprob)
+        digest.hexdigest()
+    assert digest.hexdigest() == output_digest([t for t, _ in rows], [p for _, p in rows])
+
+
+@given(IDS, LOGPROBS)
+def test_the_smallest_change_shows(token_id: int, logprob: float) -> None:
+    (bits,) = struct.unpack("<I", struct.pack("<f", logprob))
+    (near,) = struct.unpack("<f", struct.pack("<I", bits ^ 1))
+    if not math.isnan(near):
+        assert output_digest([token_id], [logprob]) != output_digest([token_id], [near])
+    assert output_digest([token_id], [logprob]) != output_digest([token_id ^ 1], [logprob])
+
+
+def test_zeros_of_either_sign_differ() -> None:
+    assert output_digest([1], [0.0]) != output_digest([1], [-0.0])
+
+
+def test_domains_differ() -> None:
+    assert prompt_digest([]) != output_digest([], [])
+
+
+def test_columns_must_be_equally_long() -> None:
+    with pytest.raises(InvalidArgumentError, match="logprobs = 1: must be one per token, 2"):
+        output_digest([1, 2], [-0.5])
+
+
+def test_json_round_trip() -> None:
+    assert Receipt.from_dict(json.loads(json.dumps(RECEIPT.to_dict()))) == RECEIPT
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seed": "1"}, "receipt.seed"),
+        ({"seed": True}, "receipt.seed"),
+        ({"fingerprint": 5}, "receipt.fingerprint"),
+        ({"finish_reason": "tired"}, "receipt.finish_reason"),
+        ({"finish_reason": None}, "receipt.finish_reason"),
+        ({"finish_reason": []}, "receipt.finish_reason"),
+        ({"prefill_node": "p"}, "receipt.prefill_node"),
+        ({"prefill_node": {"node_id": "p"}}, "receipt.prefill_node.generation"),
+        ({"decode_node": {"node_id": "p", "generation": 1}}, "receipt.decode_node.generation"),
+        ({"more": 1}, "receipt.more"),
+    ],
+)
+def test_bad_receipts(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Receipt.from_dict({**RECEIPT.to_dict(), **change})
+    assert caught.value.field == field
+
+
+def test_missing_field_and_no_object() -> None:
+    values = RECEIPT.to_dict()
+    del values["seed"]
+    with pytest.raises(InvalidArgumentError, match=r"^receipt\.seed = None: must be set$"):
+        Receipt.from_dict(values)
+    with pytest.raises(InvalidArgumentError, match="must be an object"):
+        Receipt.from_dict([])  # type: ignore[arg-type]
