@@ -1,0 +1,56 @@
+"""vLLM's NIXL connector with two more verbs: release KV early, and connect ahead of the first request.
+
+Owns: nothing of the transfer itself. Must not know: gRPC, leases of routers.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+# A release of KV that was read in the same moment finds nothing to free; it is forgotten after this long.
+RELEASE_TTL_S = 60.0
+
+
+class CorunNixlConnector(NixlPullConnector):
+    """Pull mode: a decode node reads the KV that a prefill node holds."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._released: dict[str, float] = {}  # request id -> when to forget the release
+        self._handshakes: dict[str, Future[Any]] = {}  # by engine id of the peer
+
+    def release(self, request_id: str) -> None:
+        """Ends the lease of `request_id`'s KV; it is freed in the next step."""
+        self._released[request_id] = time.monotonic() + RELEASE_TTL_S
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        worker = self.connector_worker
+        leases = worker._reqs_to_send  # request id -> expiry, soonest first
+        ended = [name for name in self._released if name in leases]
+        if ended:
+            # The expiry check reads from the front and stops at the first live lease.
+            worker._reqs_to_send = {name: 0.0 for name in ended} | {k: v for k, v in leases.items() if k not in ended}
+        now = time.monotonic()
+        self._released = {k: until for k, until in self._released.items() if k not in ended and until > now}
+        finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        return finished
+
+    def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> bool:
+        """Begins the handshake with a prefill engine; True once it is complete.
+
+        Raises:
+            RuntimeError: the handshake failed, for example because the peers are not compatible.
+        """
+        worker = self.connector_worker
+        future = self._handshakes.get(engine_id) or worker._ensure_handshake(engine_id, host, port, tp_size)
+        if future is None:
+            return True
+        self._handshakes[engine_id] = future
+        if future.done():
+            del self._handshakes[engine_id]
+            future.result()
+        return engine_id in worker._remote_agents

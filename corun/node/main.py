@@ -1,0 +1,109 @@
+"""The life of a node process: load, register, serve, drain, stop.
+
+Owns: the order of these steps, which is the same for both roles. Must not know: what either role does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
+from corun.config import NodeConfig
+from corun.errors import UnavailableError
+from corun.node.agent import NodeAgent
+from corun.server import GrpcServer
+
+log = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    """What the life cycle needs of a role's service."""
+
+    draining: bool
+
+    def load(self) -> NodeLoad: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One role's parts, once its engine has started."""
+
+    engine: Any
+    service: Service
+    service_name: str
+    register: Callable[[Any, Any], None]  # the generated add_XServicer_to_server
+    info: Callable[[str], NodeInfo]  # from the server's address
+
+
+def log_to_stderr() -> None:
+    """One line per event on stderr, vLLM's own log included in its own format."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def node_ref(config: NodeConfig, role: NodeRole) -> NodeRef:
+    """This life of the node: a configured or host-derived id, and a new generation."""
+    name = config.node_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"
+    return NodeRef(node_id=name, generation=new_generation())
+
+
+async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then drains.
+
+    Raises:
+        UnavailableError: the engine died; the process ends with 1 and its supervisor starts a new generation.
+    """
+    died = asyncio.Event()
+    role.engine.on_death = died.set
+    server = GrpcServer(host=config.host, port=config.port)
+    server.add(role.register, role.service)
+    await server.start()
+    agent = NodeAgent(role.info(server.address), config.router, role.service.load)
+    membership = asyncio.create_task(agent.run())
+    await _set_serving(server, role, True)
+    log.info("serving on %s", server.address)
+    await _first(stop, died)
+    await _set_serving(server, role, False)
+    if not died.is_set():
+        await _drain(role.service, agent, config.drain_grace_s)
+    await _cancel(membership)
+    await server.stop(1.0)
+    role.engine.shutdown()
+    if died.is_set():
+        raise UnavailableError("the engine died")
+
+
+async def _set_serving(server: GrpcServer, role: Role, serving: bool) -> None:
+    for name in ("", role.service_name):
+        await server.set_serving(name, serving)
+
+
+async def _drain(service: Service, agent: NodeAgent, grace_s: float) -> None:
+    """Takes no new work and waits for the running work, at most `grace_s` seconds."""
+    service.draining = agent.draining = True
+    deadline = asyncio.get_running_loop().time() + grace_s
+    while _busy(service.load()) and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+def _busy(load: NodeLoad) -> bool:
+    return load.used_slots > 0 or load.queued_prompt_tokens > 0
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

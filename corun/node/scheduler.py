@@ -1,0 +1,50 @@
+"""What both schedulers share: KV reservation for whole sequences, and showing the stock scheduler a part of the queue.
+
+Must not know: prefill, decode, connectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.request import Request
+
+
+class ReservingScheduler(AsyncScheduler):
+    """A vLLM scheduler that counts prompt + max_tokens of every admitted request as used KV.
+
+    It subclasses `AsyncScheduler`, because vLLM turns async scheduling off for any other custom scheduler
+    (`config/vllm.py`).
+    """
+
+    def free_blocks(self, admitted: Iterable[Request]) -> int:
+        """KV blocks that are free and not owed to the `admitted` requests' remaining tokens."""
+        owed = sum(max(0, self.blocks_of(request) - self._blocks_held(request)) for request in admitted)
+        free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free - owed
+
+    def blocks_of(self, request: Request) -> int:
+        """KV blocks of the whole sequence, over all KV cache groups."""
+        tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return -(-tokens // self.block_size) * len(self.kv_cache_config.kv_cache_groups)
+
+    def _blocks_held(self, request: Request) -> int:
+        return sum(len(group) for group in self.kv_cache_manager.get_block_ids(request.request_id))
+
+    @contextmanager
+    def showing_waiting(self, shown: Iterable[Request]) -> Iterator[None]:
+        """Hides all waiting requests but `shown` from the stock scheduler; the queue's order survives."""
+        waiting = self.waiting
+        self.waiting = create_request_queue(self.policy)
+        for request in shown:
+            waiting.remove_request(request)
+            self.waiting.add_request(request)
+        try:
+            yield
+        finally:
+            for request in reversed(list(self.waiting)):
+                waiting.prepend_request(request)
+            self.waiting = waiting

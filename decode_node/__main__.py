@@ -1,0 +1,61 @@
+"""`python -m decode_node`: one decode node process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from corun.cluster import NodeInfo, NodeRole
+from corun.config import DecodeConfig, parse
+from corun.node.engine import nixl_endpoint
+from corun.node.main import Role, live, log_to_stderr, node_ref
+from corun.server import run as serve
+from corun.v1 import decode_service_pb2_grpc
+from decode_node.engine import VllmDecodeEngine
+from decode_node.service import SERVICE_NAME, DecodeService
+from decode_node.slots import SlotTable
+
+
+async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
+    ref = node_ref(config, NodeRole.DECODE)
+    engine = await VllmDecodeEngine.launch(config, ref, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
+    facts = engine.facts
+    table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
+    service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
+    engine.on_step = service.on_step
+
+    def info(address: str) -> NodeInfo:
+        return NodeInfo(
+            ref=ref,
+            role=NodeRole.DECODE,
+            address=address,
+            contract_json=engine.contract.canonical_json(),
+            slots=config.slots,
+            kv_blocks=facts.kv_blocks,
+            block_size=facts.block_size,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            nixl=None,
+            model=config.model,
+        )
+
+    await live(
+        config,
+        Role(
+            engine=engine,
+            service=service,
+            service_name=SERVICE_NAME,
+            register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
+            info=info,
+        ),
+        stop,
+    )
+
+
+def main() -> None:
+    config = parse(DecodeConfig, prog="decode_node")
+    log_to_stderr()
+    serve(lambda stop: run(config, stop))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The decode node's vLLM engine: fixed-shape steps over KV read from prefill nodes.
+
+Owns: the engine's arguments, requests into the engine and whole steps out of it. Must not know: gRPC, leases, routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from corun.cluster import FinishReason, NixlEndpoint, NodeRef, NodeRole
+from corun.config import DecodeConfig
+from corun.contract import Contract
+from corun.errors import UnavailableError
+from corun.node import engine as base
+from corun.params import SamplingParams
+from decode_node.service import DecodeRequest, StepRow
+
+CONNECT_TIMEOUT_S = 20.0
+CONNECT_POLL_S = 0.05
+log = logging.getLogger(__name__)
+
+
+class VllmDecodeEngine:
+    """Implements `decode_node.service.DecodeEngine` on `AsyncLLM`. Build it with `launch`."""
+
+    def __init__(self, llm: Any, facts: base.EngineFacts, contract: Contract) -> None:
+        self.facts = facts
+        self.contract = contract
+        self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
+        self.on_death: Callable[[], None] = lambda: None
+        self._llm = llm
+        llm.on_outputs = self._take
+        llm.on_dead = lambda: self.on_death()
+
+    @classmethod
+    async def launch(cls, config: DecodeConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmDecodeEngine:
+        """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
+        base.prepare(config, NodeRole.DECODE, endpoint)
+        from vllm import AsyncEngineArgs
+
+        arguments = AsyncEngineArgs(
+            **base.shared_arguments(config, NodeRole.DECODE, endpoint),
+            scheduler_cls="decode_node.scheduler.FixedSlotScheduler",
+            worker_cls="decode_node.worker.FixedShapeWorker",
+            max_num_seqs=config.slots,
+            max_num_batched_tokens=config.slots,
+        )
+        if base.on_gpu():
+            arguments.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [config.slots])
+            arguments.attention_config = base.gpu_attention(arguments, flash_attn_max_num_splits_for_cuda_graph=1)
+        llm = _step_llm().from_engine_args(arguments)
+        seen = await base.observe(llm)
+        return cls(llm, base.facts(llm), base.decode_contract(base.model_contract(llm, config, seen), seen))
+
+    async def start(self, request: DecodeRequest) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        await self._llm.engine_core.add_request_async(
+            EngineCoreRequest(
+                request_id=request.request_id,
+                prompt_token_ids=list(request.prompt_token_ids),
+                mm_features=None,
+                sampling_params=self._sampling(request),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """See `DecodeEngine.abort`."""
+        await self._llm.engine_core.abort_requests_async([request_id])
+
+    async def connect(self, peer: NixlEndpoint) -> None:
+        """See `DecodeEngine.connect`.
+
+        Raises:
+            UnavailableError: the handshake failed or took longer than 20 s.
+        """
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        where = (peer.engine_id, peer.host, peer.port, peer.tp_size)
+        while time.monotonic() < deadline:
+            if all(await base.call_workers(self._llm, "connect", *where, timeout_s=CONNECT_TIMEOUT_S)):
+                return
+            await asyncio.sleep(CONNECT_POLL_S)
+        raise UnavailableError(f"no NIXL handshake with {peer.host}:{peer.port} within {CONNECT_TIMEOUT_S:.0f} s")
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+
+    def _sampling(self, request: DecodeRequest) -> Any:
+        """vLLM's parameters for one sample. Stop strings are the router's: tokens are all that exists here."""
+        from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+        params: SamplingParams = request.params
+        handle = request.handle
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.facts.eos_token_ids)}
+        return VllmSamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=request.seed,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=sorted(stops),
+            ignore_eos=True,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=dict(params.logit_bias) or None,
+            logprobs=0,  # the sampled token's own; receipts need it always
+            detokenize=False,
+            extra_args={
+                "kv_transfer_params": {
+                    "do_remote_prefill": True,
+                    "do_remote_decode": False,
+                    "remote_engine_id": handle.engine_id,
+                    "remote_request_id": handle.request_id,
+                    "remote_block_ids": [list(group) for group in handle.block_ids],
+                    "remote_host": handle.host,
+                    "remote_port": handle.port,
+                    "tp_size": handle.tp_size,
+                }
+            },
+        )
+
+    def _take(self, outputs: list[Any]) -> None:
+        """Turns one engine step into rows."""
+        self.on_step([row for output in outputs for row in _rows(output)])
+
+
+def _rows(output: Any) -> list[StepRow]:
+    finish, detail = _finish(output.finish_reason)
+    tokens = output.new_token_ids
+    if not tokens:
+        return [StepRow(output.request_id, None, 0.0, finish, detail)] if finish else []
+    logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+    last = len(tokens) - 1
+    return [
+        StepRow(output.request_id, token, logprob, *((finish, detail) if i == last else (None, "")))
+        for i, (token, logprob) in enumerate(zip(tokens, logprobs))
+    ]
+
+
+def _finish(reason: Any) -> tuple[FinishReason | None, str]:
+    if reason is None:
+        return None, ""
+    name = str(reason)
+    if name in ("stop", "length"):
+        return FinishReason(name), ""
+    return FinishReason.ERROR, f"the engine ended the request: {name}"
+
+
+def _step_llm() -> Any:
+    """`AsyncLLM` whose output loop hands on whole steps: one step is one message, not one queue entry per request."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class StepLLM(AsyncLLM):  # type: ignore[misc]
+        on_outputs: Callable[[list[Any]], None] = staticmethod(lambda outputs: None)
+        on_dead: Callable[[], None] = staticmethod(lambda: None)
+
+        def _run_output_handler(self) -> None:
+            if self.output_handler is None:
+                self.output_handler = asyncio.create_task(self._pump())
+
+        async def _pump(self) -> None:
+            try:
+                while True:
+                    outputs = await self.engine_core.get_output_async()
+                    if outputs.outputs:
+                        self.on_outputs(outputs.outputs)
+            except Exception:
+                log.exception("the engine's output loop ended")
+                self.on_dead()
+
+    return StepLLM

@@ -1,0 +1,271 @@
+"""The gRPC face of a decode node.
+
+Owns: leases and their time to live, the one step stream of each router, and the way from a lease to an engine request
+and back. Must not know: vLLM. The engine is anything with the three methods of `DecodeEngine` that calls `on_step`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from corun import wire
+from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeLoad, NodeRef
+from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
+from corun.params import SamplingParams
+from corun.receipt import prompt_digest
+from corun.v1 import decode_service_pb2 as pb
+from corun.v1 import decode_service_pb2_grpc
+from decode_node.slots import Lease, NoRoomError, SlotTable
+
+SERVICE_NAME = "corun.v1.DecodeService"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """One sample to decode from KV that a prefill node holds."""
+
+    request_id: str
+    handle: KvHandle
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What one step gave one request. A row that only ends a request has `token_id` None."""
+
+    request_id: str
+    token_id: int | None
+    logprob: float
+    finish: FinishReason | None = None
+    detail: str = ""
+
+
+class DecodeEngine(Protocol):
+    """What a decode node needs of its engine, which calls `DecodeService.on_step` once a step."""
+
+    async def start(self, request: DecodeRequest) -> None:
+        """Reads the KV and decodes; every outcome, failures included, arrives as rows."""
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; no row of it follows. Unknown ids are ignored."""
+
+    async def connect(self, peer: NixlEndpoint) -> None:
+        """Makes the NIXL connection to a prefill node ahead of its first handle."""
+
+
+class StepStream:
+    """Rows waiting for one router. Steps merge while the router is slow, so memory is bounded by its leases."""
+
+    def __init__(self) -> None:
+        self._pending = pb.StreamStepsResponse()
+        self._ready = asyncio.Event()
+        self._sent = 0
+        self.replaced = False
+
+    def add(self, lease_id: int, row: StepRow) -> None:
+        if row.token_id is not None:
+            self._pending.lease_ids.append(lease_id)
+            self._pending.token_ids.append(row.token_id)
+            self._pending.logprobs.append(row.logprob)
+        if row.finish is not None:
+            end = pb.LeaseEnd(
+                lease_id=lease_id, finish_reason=wire.finish_reason_to_proto(row.finish), detail=row.detail
+            )
+            self._pending.ended.append(end)
+
+    def flush(self) -> None:
+        self._ready.set()
+
+    def replace(self) -> None:
+        """Ends the stream: its router has opened another."""
+        self.replaced = True
+        self._ready.set()
+
+    async def messages(self) -> AsyncIterator[pb.StreamStepsResponse]:
+        """Message 0 is empty and says that the stream stands."""
+        yield pb.StreamStepsResponse(step=0)
+        while True:
+            await self._ready.wait()
+            if self.replaced:
+                return
+            self._ready.clear()
+            message, self._pending = self._pending, pb.StreamStepsResponse()
+            if message.lease_ids or message.ended:
+                self._sent += 1
+                message.step = self._sent
+                yield message
+
+
+class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
+    """Answers `corun.v1.DecodeService` for one generation of one node."""
+
+    def __init__(self, ref: NodeRef, engine: DecodeEngine, table: SlotTable, *, lease_ttl_ms: int) -> None:
+        self.ref = ref
+        self.draining = False
+        self._engine = engine
+        self._table = table
+        self._ttl_s = lease_ttl_ms / 1000
+        self._streams: dict[str, StepStream] = {}
+        self._running: dict[str, Lease] = {}  # engine request id -> lease
+        self._expiry: dict[int, asyncio.TimerHandle] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._steps = 0
+        self._tokens = 0
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(
+            used_slots=len(self._table),
+            used_kv_blocks=self._table.used_kv_blocks,
+            steps=self._steps,
+            tokens=self._tokens,
+            slots_in_use=tuple(self._table.slots_in_use()),
+        )
+
+    def on_step(self, rows: Sequence[StepRow]) -> None:
+        """Takes one engine step: hands each row to its router's stream and frees the slots of what ended."""
+        touched: dict[int, StepStream] = {}
+        for row in rows:
+            lease = self._running.get(row.request_id)
+            if lease is None:  # released a moment ago
+                continue
+            self._tokens += row.token_id is not None
+            if row.finish is not None:
+                self._end(lease)
+            stream = self._streams.get(lease.router_id)
+            if stream is not None:
+                stream.add(lease.lease_id, row)
+                touched[id(stream)] = stream
+        self._steps += 1
+        for stream in touched.values():
+            stream.flush()
+
+    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.ReserveResponse:
+        self._check_generation(request.generation)
+        if self.draining:
+            raise UnavailableError(f"decode node {self.ref.node_id} is draining")
+        if request.num_prompt_tokens < 1 or request.max_tokens < 1:
+            value = (request.num_prompt_tokens, request.max_tokens)
+            raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")
+        try:
+            lease = self._table.reserve(request.router_id, request.num_prompt_tokens, request.max_tokens)
+        except NoRoomError as error:
+            raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
+        self._expire_later(lease)
+        return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
+
+    async def Start(self, request: pb.StartRequest, context: grpc.aio.ServicerContext) -> pb.StartResponse:
+        self._check_generation(request.generation)
+        lease = self._table.get(request.lease_id)
+        if lease is None:
+            raise NotFoundError(f"lease {request.lease_id} is not held on {self.ref.node_id}")
+        decode = self._bind(lease, request)
+        self._running[decode.request_id] = lease
+        self._keep(lease)
+        try:
+            await self._engine.start(decode)
+        except BaseException:
+            self._drop(lease)
+            raise
+        return pb.StartResponse()
+
+    async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
+        lease = self._table.get(request.lease_id) if request.generation == self.ref.generation else None
+        if lease is not None:
+            self._drop(lease)
+        return pb.ReleaseResponse()
+
+    async def Connect(self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext) -> pb.ConnectResponse:
+        self._check_generation(request.generation)
+        await self._engine.connect(wire.nixl_endpoint_from_proto(request.peer))
+        return pb.ConnectResponse()
+
+    async def StreamSteps(
+        self, request: pb.StreamStepsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StreamStepsResponse]:
+        self._check_generation(request.generation)
+        stream = self._attach(request.router_id)
+        try:
+            async for message in stream.messages():
+                yield message
+        finally:
+            self._detach(request.router_id, stream)
+
+    def _attach(self, router_id: str) -> StepStream:
+        stream = StepStream()
+        previous, self._streams[router_id] = self._streams.get(router_id), stream
+        if previous is not None:
+            previous.replace()
+        for lease in self._running_of(router_id):
+            self._keep(lease)
+        return stream
+
+    def _detach(self, router_id: str, stream: StepStream) -> None:
+        if self._streams.get(router_id) is not stream:
+            return
+        del self._streams[router_id]
+        for lease in self._running_of(router_id):
+            self._expire_later(lease)
+
+    def _running_of(self, router_id: str) -> list[Lease]:
+        return [lease for lease in self._running.values() if lease.router_id == router_id]
+
+    def _bind(self, lease: Lease, request: pb.StartRequest) -> DecodeRequest:
+        """Checks that lease, prompt, handle and parameters belong together: a foreign handle is refused, never read."""
+        prompt = list(request.prompt_token_ids)
+        params = wire.sampling_params_from_proto(request.sampling_params)
+        handle = wire.kv_handle_from_proto(request.handle)
+        if _request_id(lease) in self._running:
+            raise InvalidArgumentError("lease_id", lease.lease_id, "must not have been started before")
+        if (len(prompt), params.max_tokens) != (lease.num_prompt_tokens, lease.max_tokens):
+            limit = f"must be the {lease.num_prompt_tokens} + {lease.max_tokens} tokens that the lease holds room for"
+            raise InvalidArgumentError("prompt_token_ids, max_tokens", (len(prompt), params.max_tokens), limit)
+        if handle.num_tokens != len(prompt) or handle.prompt_digest != prompt_digest(prompt):
+            raise InvalidArgumentError("handle.prompt_digest", handle.prompt_digest, "must be the prompt's own digest")
+        return DecodeRequest(_request_id(lease), handle, prompt, params, request.seed)
+
+    def _keep(self, lease: Lease) -> None:
+        """Stops the clock of a running lease while its router's stream stands."""
+        if lease.router_id in self._streams and (timer := self._expiry.pop(lease.lease_id, None)):
+            timer.cancel()
+
+    def _expire_later(self, lease: Lease) -> None:
+        if timer := self._expiry.pop(lease.lease_id, None):
+            timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._expiry[lease.lease_id] = loop.call_later(self._ttl_s, self._expire, lease)
+
+    def _expire(self, lease: Lease) -> None:
+        log.warning("lease %d of router %s ended: not renewed in %.1f s", lease.lease_id, lease.router_id, self._ttl_s)
+        self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        """Frees a lease; ends its engine request if it has one."""
+        running = _request_id(lease) in self._running
+        self._end(lease)
+        if running:
+            task = asyncio.ensure_future(self._engine.abort(_request_id(lease)))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    def _end(self, lease: Lease) -> None:
+        self._running.pop(_request_id(lease), None)
+        self._table.release(lease.lease_id)
+        if timer := self._expiry.pop(lease.lease_id, None):
+            timer.cancel()
+
+    def _check_generation(self, generation: str) -> None:
+        if generation != self.ref.generation:
+            raise StaleGenerationError(self.ref.node_id, generation, self.ref.generation)
+
+
+def _request_id(lease: Lease) -> str:
+    return f"lease-{lease.lease_id}"

@@ -1,0 +1,169 @@
+"""The vLLM worker of a decode node: every step runs body, lm_head and sampler on the same fixed number of rows.
+
+Owns: how a step of n requests is padded to `max_num_seqs` rows, on vLLM's V1 runner (CPU) and V2 runner (GPU). Which
+shapes may run is decided here and nowhere else. Must not know: gRPC, leases, NIXL.
+
+The hooks are instance attributes set after vLLM's own warm-up, which runs other shapes on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from corun.node.worker import NodeWorker
+from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample
+
+
+class FixedShapeWorker(NodeWorker):
+    """Runs every decode step at `max_num_seqs` rows (paper, Sections IV-B and IV-C)."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        rows = self.vllm_config.scheduler_config.max_num_seqs
+        if current_platform.is_cpu():
+            fix_shapes_v1(self.model_runner, rows)
+        else:
+            fix_shapes_v2(self.model_runner, rows)
+        return times
+
+    def observe(self) -> dict[str, Any]:
+        sampler = SAMPLER_VERSION if current_platform.is_cpu() else "vllm-v2-gumbel"
+        return {**super().observe(), "sampler": sampler, "slots": self.vllm_config.scheduler_config.max_num_seqs}
+
+
+def fix_shapes_v1(runner: Any, rows: int) -> None:
+    """Pads the V1 runner, which has no graphs on CPU (vllm/v1/worker/gpu_model_runner.py).
+
+    The body follows `_determine_batch_execution_and_padding`; lm_head and sampler run outside it, on as many rows as
+    `compute_logits` is given, so they are padded on their own.
+    """
+    decide = runner._determine_batch_execution_and_padding
+
+    def at_fixed_rows(*args: Any, **kwargs: Any) -> Any:
+        mode, descriptor, *rest = decide(*args, **kwargs)
+        return (mode, replace(descriptor, num_tokens=rows), *rest)
+
+    runner._determine_batch_execution_and_padding = at_fixed_rows
+    runner.model.compute_logits = padded_lm_head(runner.model.compute_logits, rows)
+    runner.sampler = FixedRowSampler(runner, rows)
+
+
+def padded_lm_head(compute_logits: Callable[..., Any], rows: int) -> Callable[..., Any]:
+    """lm_head on exactly `rows` rows: [n <= rows, hidden] -> [rows, vocab]."""
+
+    def at_fixed_rows(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        padded = hidden.new_zeros((rows, hidden.shape[-1]))
+        padded[: hidden.shape[0]] = hidden
+        return compute_logits(padded, *args, **kwargs)
+
+    return at_fixed_rows
+
+
+class FixedRowSampler(Sampler):  # type: ignore[misc]
+    """The V1 sampler on a fixed number of rows, with request-bound randomness.
+
+    vLLM's own V1 sampler draws from one generator per request, and ignores all of them when any row of the batch has no
+    seed (vllm/v1/sample/ops/topk_topp_sampler.py). This one draws R(seed, position).
+    """
+
+    def __init__(self, runner: Any, rows: int) -> None:
+        super().__init__()
+        self._runner = runner
+        self._rows = rows
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *_: Any, **__: Any) -> SamplerOutput:
+        """[rows, vocab] logits -> the live requests' tokens and raw log probabilities."""
+        live = self._runner.input_batch.num_reqs
+        logprobs = self.compute_logprobs(logits)
+        logits = logits.to(torch.float32, copy=True)
+        # Biases and penalties work on one element at a time: the number of rows cannot move a bit there.
+        logits[:live] = self.apply_logits_processors(logits[:live], sampling_metadata, False)
+        tokens = sample(logits, self._draws())
+        picked = logprobs.gather(-1, tokens.unsqueeze(-1))[:live]
+        tokens = tokens[:live].to(torch.int32).unsqueeze(-1)
+        ranks = torch.zeros(live, dtype=torch.int64)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, picked, ranks))
+
+    def _draws(self) -> list[Draw]:
+        draws = [_draw_of(self._runner.requests[name]) for name in self._runner.input_batch.req_ids]
+        return draws + [IDLE] * (self._rows - len(draws))
+
+
+def _draw_of(state: Any) -> Draw:
+    params = state.sampling_params
+    return Draw(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        position=len(state.output_token_ids),
+    )
+
+
+def fix_shapes_v2(runner: Any, rows: int) -> None:
+    """Pads the V2 runner's lm_head and sampler; its captured graph pads the body (vllm/v1/worker/gpu/model_runner.py).
+
+    Rows beyond the live requests repeat the first one: sampling only reads its state, and their results are cut off.
+    """
+
+    def sample_fixed_rows(hidden: torch.Tensor, batch: Any, grammar_output: Any) -> tuple[Any, Any, Any]:
+        if grammar_output is not None:
+            raise RuntimeError("structured output is not part of the contract")
+        padded = pad_batch(batch, rows)
+        logits = runner.model.compute_logits(hidden[padded.logits_indices])
+        output = cut(runner.sampler(logits, padded), batch.num_reqs)
+        return output, output.num_sampled, output.num_rejected
+
+    runner.sample = sample_fixed_rows
+
+
+def pad_batch(batch: Any, rows: int) -> Any:
+    """A V2 `InputBatch` whose sampling fields have `rows` rows, one logit each."""
+    live = batch.num_reqs
+
+    def pad(column: Any) -> Any:
+        """[>= live] -> [rows], the first value repeated."""
+        extra = column[:1].repeat(rows - live)
+        return np.concatenate([column[:live], extra]) if isinstance(column, np.ndarray) else torch.cat([column[:live], extra])
+
+    starts = np.arange(rows + 1, dtype=batch.cu_num_logits_np.dtype)
+    return replace(
+        batch,
+        num_reqs=rows,
+        idx_mapping=pad(batch.idx_mapping),
+        idx_mapping_np=pad(batch.idx_mapping_np),
+        expanded_idx_mapping=pad(batch.expanded_idx_mapping),
+        expanded_local_pos=pad(batch.expanded_local_pos),
+        seq_lens=pad(batch.seq_lens),
+        logits_indices=pad(batch.logits_indices),
+        cu_num_logits=torch.arange(rows + 1, dtype=batch.cu_num_logits.dtype, device=batch.cu_num_logits.device),
+        cu_num_logits_np=starts,
+    )
+
+
+def cut(output: Any, live: int) -> Any:
+    """The first `live` rows of a V2 `SamplerOutput`."""
+    logprobs = output.logprobs_tensors
+    if logprobs is not None:
+        logprobs = logprobs._replace(
+            logprob_token_ids=logprobs.logprob_token_ids[:live],
+            logprobs=logprobs.logprobs[:live],
+            selected_token_ranks=logprobs.selected_token_ranks[:live],
+        )
+    return replace(
+        output,
+        sampled_token_ids=output.sampled_token_ids[:live],
+        logprobs_tensors=logprobs,
+        num_sampled=output.num_sampled[:live],
+        num_rejected=output.num_rejected[:live],
+    )

@@ -1,0 +1,120 @@
+"""The prefill node's vLLM engine: one prompt a step, KV kept for a NIXL reader.
+
+Owns: the engine's arguments and the way from vLLM's `kv_transfer_params` to a `KvHandle`. Must not know: gRPC, routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from corun.cluster import KvHandle, NixlEndpoint, NodeRef, NodeRole
+from corun.config import PrefillConfig
+from corun.contract import Contract
+from corun.errors import InternalError, InvalidArgumentError
+from corun.node import engine as base
+from corun.receipt import prompt_digest
+
+# One computes; the others are done and wait for their output to be read back (async scheduling).
+MAX_SEQUENCES = 8
+RELEASE_TIMEOUT_S = 30.0
+
+
+def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
+    """Step lengths that get a CUDA graph, ascending: finer where padding would cost most, none above the chunk."""
+    sizes = [*range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256)]
+    return tuple(size for size in sizes if size <= chunk_size)
+
+
+class VllmPrefillEngine:
+    """Implements `prefill_node.service.PrefillEngine` on `AsyncLLM`. Build it with `launch`."""
+
+    def __init__(self, llm: Any, facts: base.EngineFacts, contract: Contract, ref: NodeRef) -> None:
+        self.facts = facts
+        self.contract = contract
+        self.on_death: Callable[[], None] = lambda: None
+        self._llm = llm
+        self._ref = ref
+
+    @classmethod
+    async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
+        """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
+        base.prepare(config, NodeRole.PREFILL, endpoint)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(
+            **base.shared_arguments(config, NodeRole.PREFILL, endpoint),
+            scheduler_cls="prefill_node.scheduler.IsolatedPrefillScheduler",
+            worker_cls="prefill_node.worker.PrefillWorker",
+            max_num_seqs=MAX_SEQUENCES,
+            max_num_batched_tokens=config.chunk_size,
+        )
+        buckets: tuple[int, ...] = ()
+        if base.on_gpu():
+            # A graph per bucket: a step is padded to the next bucket of its own length, which nobody else can change.
+            buckets = prefill_buckets(config.chunk_size)
+            arguments.compilation_config = base.gpu_graphs("PIECEWISE", buckets)
+            arguments.attention_config = base.gpu_attention(arguments)
+        llm = AsyncLLM.from_engine_args(arguments)
+        seen = await base.observe(llm)
+        model = base.model_contract(llm, config, seen)
+        return cls(llm, base.facts(llm), base.prefill_contract(model, seen, config.chunk_size, buckets), ref)
+
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
+        """See `PrefillEngine.prefill`.
+
+        Raises:
+            InvalidArgumentError: the prompt can never fit this node's KV.
+        """
+        self._check_fits(len(prompt_token_ids))
+        params = await self._run(request_id, prompt_token_ids)
+        return KvHandle(
+            prefill_node=self._ref,
+            engine_id=params["remote_engine_id"],
+            request_id=params["remote_request_id"],
+            block_ids=tuple(tuple(group) for group in params["remote_block_ids"]),
+            host=params["remote_host"],
+            port=params["remote_port"],
+            tp_size=params["tp_size"],
+            num_tokens=params["remote_num_tokens"],
+            prompt_digest=prompt_digest(prompt_token_ids),
+        )
+
+    async def release(self, request_id: str) -> None:
+        """See `PrefillEngine.release`."""
+        await base.call_workers(self._llm, "release_kv", request_id, timeout_s=RELEASE_TIMEOUT_S)
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+
+    def _check_fits(self, num_tokens: int) -> None:
+        room = self.facts.kv_blocks * self.facts.block_size - 1
+        if num_tokens > room:
+            raise InvalidArgumentError("prompt_token_ids", f"{num_tokens} tokens", f"must be at most {room} tokens here")
+
+    async def _run(self, request_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        # The one token that prefill draws is discarded: decode draws every token, the first included.
+        transfer = {"do_remote_decode": True, "do_remote_prefill": False}
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": transfer},
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids))
+        params: dict[str, Any] | None = None
+        try:
+            async for output in self._llm.generate(prompt, sampling, request_id):
+                params = output.kv_transfer_params or params
+        except EngineDeadError:
+            self.on_death()
+            raise
+        if params is None:
+            raise InternalError(f"the engine kept no KV for prefill {request_id}")
+        return params

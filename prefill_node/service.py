@@ -1,0 +1,88 @@
+"""The gRPC face of a prefill node.
+
+Owns: which calls are accepted, what is dropped when a caller goes away, the node's load figures.
+Must not know: vLLM. The engine is anything with the two methods of `PrefillEngine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+
+from corun import wire
+from corun.cluster import KvHandle, NodeLoad, NodeRef
+from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
+from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+
+SERVICE_NAME = "corun.v1.PrefillService"
+
+
+class PrefillEngine(Protocol):
+    """What a prefill node needs of its engine."""
+
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
+        """Computes the prompt's KV and keeps it until it is read, released or its lease ends.
+
+        Cancelling the call stops the work and keeps nothing.
+        """
+
+    async def release(self, request_id: str) -> None:
+        """Drops the KV of a finished prefill; unknown ids are ignored."""
+
+
+class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
+    """Answers `corun.v1.PrefillService` for one generation of one node."""
+
+    def __init__(self, ref: NodeRef, engine: PrefillEngine) -> None:
+        self.ref = ref
+        self.draining = False
+        self._engine = engine
+        self._in_flight: dict[str, int] = {}  # request id -> prompt tokens
+        self._computed_tokens = 0
+        self._releases: set[asyncio.Task[None]] = set()
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(queued_prompt_tokens=sum(self._in_flight.values()), tokens=self._computed_tokens)
+
+    async def Prefill(
+        self, request: prefill_service_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_service_pb2.PrefillResponse:
+        self._admit(request)
+        prompt = list(request.prompt_token_ids)
+        self._in_flight[request.request_id] = len(prompt)
+        try:
+            handle = await self._engine.prefill(request.request_id, prompt)
+        except asyncio.CancelledError:
+            # The answer may have been on its way: whoever asked no longer knows the handle, so nobody else can free it.
+            self._release_soon(request.request_id)
+            raise
+        finally:
+            del self._in_flight[request.request_id]
+        self._computed_tokens += len(prompt)
+        return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
+
+    async def ReleaseKv(
+        self, request: prefill_service_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_service_pb2.ReleaseKvResponse:
+        # Another generation's KV died with it: there is nothing to release and nothing to complain about.
+        if request.generation == self.ref.generation:
+            await self._engine.release(request.request_id)
+        return prefill_service_pb2.ReleaseKvResponse()
+
+    def _admit(self, request: prefill_service_pb2.PrefillRequest) -> None:
+        if request.generation != self.ref.generation:
+            raise StaleGenerationError(self.ref.node_id, request.generation, self.ref.generation)
+        if self.draining:
+            raise UnavailableError(f"prefill node {self.ref.node_id} is draining")
+        if not request.prompt_token_ids:
+            raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
+        if not request.request_id or request.request_id in self._in_flight:
+            raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
+
+    def _release_soon(self, request_id: str) -> None:
+        task = asyncio.ensure_future(self._engine.release(request_id))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
