@@ -1,0 +1,94 @@
+"""A whole router: its parts, put together, and its life from the first listening to the last release.
+
+Lifecycle: made → `start` → `drain` → `stop`. This module must not know command lines or signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from corun.config import RouterConfig
+from corun.server import GrpcServer
+from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
+from router.admission import AdmissionQueue
+from router.failover import SampleRunner
+from router.generations import Generator
+from router.registry import Registry
+from router.service import CLUSTER_SERVICE, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
+from router.verify import Verifier
+
+SEED_KEY_BYTES = 32
+STOP_GRACE_S = 5.0
+"""For calls that were cancelled to end, in seconds."""
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """One router. Make it inside a running loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
+        self.registry = Registry(config, self.router_id)
+        self.queue = AdmissionQueue(
+            self.registry,
+            max_samples=config.max_queued_samples,
+            max_tokens=config.max_queued_tokens,
+            node_wait_s=config.node_wait_s,
+        )
+        self.registry.subscribe(self.queue.pump)
+        self.server = GrpcServer(config.host, config.port, max_message_bytes=config.max_message_bytes)
+        self.runner = SampleRunner(self.registry, self.queue, config)
+        self.generator = Generator(
+            self.registry,
+            self.queue,
+            self.runner,
+            seed_key=config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES),
+            node_wait_s=config.node_wait_s,
+        )
+        self._config = config
+        self._activity = Activity()
+        self._add_services()
+
+    async def start(self) -> None:
+        """Listens for clients and nodes. Raises UnavailableError if the address cannot be had."""
+        await self.server.start()
+        for service in ("", CLUSTER_SERVICE, REGISTRY_SERVICE):
+            await self.server.set_serving(service, True)
+        log.info("router %s listens on %s", self.router_id, self.server.address)
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits for the running ones, at most `drain_grace_s` seconds."""
+        for service in ("", CLUSTER_SERVICE):
+            await self.server.set_serving(service, False)
+        if not await self._activity.drain(self._config.drain_grace_s):
+            log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
+
+    async def stop(self) -> None:
+        """Cancels what still runs, gives back what it held on the nodes, and closes."""
+        self._activity.draining = True
+        await self.server.stop(0.0)
+        await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
+        await self.registry.close()
+
+    def _add_services(self) -> None:
+        config = self._config
+        cluster = ClusterService(
+            router_id=self.router_id,
+            activity=self._activity,
+            registry=self.registry,
+            queue=self.queue,
+            runner=self.runner,
+            generator=self.generator,
+            verifier=Verifier(self.generator, self.registry, max_cases=config.max_queued_samples),
+            max_queued_samples=config.max_queued_samples,
+        )
+        registry = RegistryService(
+            router_id=self.router_id,
+            activity=self._activity,
+            registry=self.registry,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+        )
+        self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
+        self.server.add(registry_service_pb2_grpc.add_RegistryServiceServicer_to_server, registry)

@@ -1,0 +1,221 @@
+"""One sample, from its place in the queue to its receipt, over as many runs as node faults make necessary.
+
+A run that a node fault ends is started again from the prompt with the same seed; the tokens that were delivered must
+come again bit by bit, and the client sees one stream. However a run ends, by cancellation too, its slot, its KV and its
+claims are given back. This module must not know gRPC messages or how nodes are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from corun.cluster import FinishReason, KvHandle
+from corun.config import RouterConfig
+from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError, UnavailableError
+from corun.params import SamplingParams
+from corun.receipt import Receipt, prompt_digest
+from router.admission import AdmissionQueue, Ticket
+from router.members import Member, Seat
+from router.nodes import Lease, Start
+from router.output import SampleOutput
+from router.placement import Need
+from router.registry import Registry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One sample of a request, checked."""
+
+    request_id: str
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    deadline: float
+    """On the loop's clock."""
+
+    @property
+    def need(self) -> Need:
+        return Need(num_prompt=len(self.prompt_token_ids), max_tokens=self.params.max_tokens)
+
+    def __str__(self) -> str:
+        return f"sample {self.index} of request {self.request_id!r}"
+
+
+class NodeFaultError(Exception):
+    """A node failed this run; another run may succeed."""
+
+    def __init__(self, member: Member[Any], error: CorunError) -> None:
+        super().__init__(f"{member.info.ref}: {error}")
+        self.member = member
+        self.error = error
+
+
+class SampleRunner:
+    """Runs samples on the registry's nodes, in the queue's order."""
+
+    def __init__(self, registry: Registry, queue: AdmissionQueue, config: RouterConfig) -> None:
+        self.finished = 0
+        """Samples, since the router started."""
+        self._registry = registry
+        self._queue = queue
+        self._config = config
+
+    async def run(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Receipt:
+        """Runs a sample to its end; its tokens go to `output` as they come.
+
+        Raises:
+            DeadlineError: the sample's deadline has passed.
+            UnavailableError: nodes are missing, or failed `max_attempts` runs.
+            DataLossError: a repeated run gave other bits than the one before.
+        """
+        failed = 0
+        while (receipt := await self._try(sample, ticket, output)) is None:
+            failed += 1
+            if failed == self._config.max_attempts:
+                raise UnavailableError(f"nodes failed {failed} runs of {sample}")
+            output.restart()
+            self._queue.again(ticket)
+        self.finished += 1
+        output.deliver(receipt)
+        return receipt
+
+    async def _try(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Receipt | None:
+        """One run; None if a node failed it. Raises DeadlineError if the sample's time is over."""
+        try:
+            return await self._run_once(sample, ticket, output)
+        except NodeFaultError as fault:
+            log.warning("a run of %s failed: %s", sample, fault)
+            if asyncio.get_running_loop().time() >= sample.deadline:
+                raise DeadlineError(f"the deadline passed in a run of {sample}") from fault
+            self._registry.note_fault(fault.member, fault.error)
+            ticket.need = ticket.need.avoiding(fault.member.node_id)
+            return None
+
+    async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Receipt:
+        run = await self._admit(sample, ticket, output)
+        try:
+            handle = await run.prefill()
+            await run.start(handle)
+            reason = output.end(await run.stream())
+        finally:
+            run.close()
+        return self._receipt(sample, output, run.seat, reason)
+
+    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Run:
+        """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
+        while True:
+            seat = await self._queue.seat(ticket, sample.deadline)
+            run = Run(sample, seat, output, self._config)
+            try:
+                await run.reserve()
+            except OverloadedError as error:
+                log.debug("%s waits again: %s", sample, error)
+                seat.refuse()
+                self._queue.again(ticket)
+            except BaseException:
+                run.close()
+                raise
+            else:
+                return run
+
+    def _receipt(self, sample: Sample, output: SampleOutput, seat: Seat, reason: FinishReason) -> Receipt:
+        return Receipt(
+            fingerprint=self._registry.contract.fingerprint,
+            request_id=sample.request_id,
+            sample_index=sample.index,
+            seed=sample.seed,
+            prompt_digest=prompt_digest(sample.prompt_token_ids),
+            params_digest=sample.params.digest(),
+            output_digest=output.hexdigest(),
+            num_prompt_tokens=len(sample.prompt_token_ids),
+            num_output_tokens=output.num_tokens,
+            finish_reason=reason,
+            prefill_node=seat.prefill.info.ref,
+            decode_node=seat.decode.info.ref,
+        )
+
+
+class Run:
+    """One run of one sample on one pair of nodes, and what it holds there."""
+
+    def __init__(self, sample: Sample, seat: Seat, output: SampleOutput, config: RouterConfig) -> None:
+        self.seat = seat
+        self._sample = sample
+        self._output = output
+        self._config = config
+        self._lease = Lease(output.take)
+        self._prefill_id = ""  # Set while the prefill node may hold KV for us.
+
+    async def reserve(self) -> None:
+        """Leases the slot. Raises OverloadedError if the node has no room now."""
+        with _faults_of(self.seat.decode, passing=OverloadedError):
+            await self.seat.decode.client.reserve(
+                self._lease,
+                num_prompt_tokens=len(self._sample.prompt_token_ids),
+                max_tokens=self._sample.params.max_tokens,
+                timeout_s=self._time(self._config.reserve_timeout_s),
+            )
+
+    async def prefill(self) -> KvHandle:
+        """Computes the prompt's KV."""
+        self._prefill_id = secrets.token_hex(12)
+        with _faults_of(self.seat.prefill):
+            handle = await self.seat.prefill.client.prefill(
+                self._prefill_id, self._sample.prompt_token_ids, self._time(self._config.prefill_timeout_s)
+            )
+        self.seat.prefilled()
+        return handle
+
+    async def start(self, handle: KvHandle) -> None:
+        """Hands the KV over and starts to decode."""
+        sample = self._sample
+        start = Start(handle=handle, prompt_token_ids=sample.prompt_token_ids, params=sample.params, seed=sample.seed)
+        with _faults_of(self.seat.decode):
+            await self.seat.decode.client.start(self._lease, start, self._time(self._config.step_timeout_s))
+
+    async def stream(self) -> FinishReason:
+        """Waits for the last token; tokens go to the output meanwhile."""
+        ended = self._lease.ended
+        with _faults_of(self.seat.decode):
+            while not ended.done():
+                left = self._lease.last_row_at + self._config.step_timeout_s - asyncio.get_running_loop().time()
+                if left <= 0:
+                    raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
+                await asyncio.wait((ended,), timeout=self._time(left))
+            return ended.result()
+
+    def close(self) -> None:
+        """Gives back all that the run holds. Never waits: what needs a call happens in the background."""
+        self.seat.prefilled()
+        if self._prefill_id and self._output.position == 0:  # With the first token, the KV has been read.
+            self.seat.prefill.client.release_kv(self._prefill_id)
+        self.seat.decode.client.release(self._lease, self.seat.free)
+
+    def _time(self, longest_s: float) -> float:
+        """Seconds until `longest_s` or the sample's deadline, whichever is sooner. Raises DeadlineError if none."""
+        left = self._sample.deadline - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise DeadlineError(f"the deadline passed in a run of {self._sample}")
+        return min(left, longest_s)
+
+
+@contextmanager
+def _faults_of(member: Member[Any], passing: type[CorunError] | tuple[()] = ()) -> Iterator[None]:
+    """Turns what a node's call raises into that node's fault, but for `passing` and refused parameters."""
+    try:
+        yield
+    except passing:
+        raise
+    except CorunError as error:
+        if isinstance(error, InvalidArgumentError) and error.field.startswith("sampling_params"):
+            raise  # The engine refuses what it cannot do; no other run would change that.
+        raise NodeFaultError(member, error) from error

@@ -1,0 +1,174 @@
+"""Requests: checked before anything is reserved, expanded into samples, run, and streamed as one.
+
+Owns: what the router checks of a request, seeds, the life of a request's samples. Whoever started a request closes it,
+and nothing of it runs on after that. This module must not know gRPC messages or nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from corun.errors import CorunError, InternalError, InvalidArgumentError, Shown
+from corun.params import (
+    SamplingParams,
+    check_lengths,
+    check_request_id,
+    check_seed,
+    check_token_ids,
+    check_vocabulary,
+)
+from corun.receipt import Receipt
+from corun.seeds import derive_seed, sample_seed
+from router.admission import AdmissionQueue, Ticket
+from router.failover import Sample, SampleRunner
+from router.output import Outbox, Piece, SampleOutput
+from router.registry import Model, Registry
+
+LONG_TEXT = 8192
+"""Characters beyond which a prompt is tokenized beside the event loop."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a client asks for, as it came."""
+
+    prompt: str | tuple[int, ...]
+    """Text or token ids."""
+    params: SamplingParams
+    request_id: str = ""
+    """Empty: the router draws one."""
+    seed: int | None = None
+    """None: derived from the request id."""
+
+
+class Generation:
+    """The running samples of one request. Close it, whatever happens."""
+
+    def __init__(self, tickets: Sequence[Ticket], tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
+        self.tickets = tickets
+        self._tasks = tasks
+        self._outbox = outbox
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Output as it comes, samples interleaved; each sample's last piece has its receipt."""
+        running = len(self._tasks)
+        while running:
+            for piece in await self._outbox.take():
+                running -= piece.receipt is not None
+                yield piece
+
+    async def receipt(self) -> Receipt:
+        """Runs a request of one sample to its end."""
+        while True:
+            for piece in await self._outbox.take():
+                if piece.receipt is not None:
+                    return piece.receipt
+
+    async def first_token(self) -> None:
+        """Waits until the request has output. Takes that output."""
+        await self._outbox.take()
+
+    async def close(self) -> None:
+        """Ends what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)  # A cancelled sample does not wait for anything.
+
+
+class Generator:
+    """Makes samples of requests and runs them."""
+
+    def __init__(
+        self, registry: Registry, queue: AdmissionQueue, runner: SampleRunner, *, seed_key: bytes, node_wait_s: float
+    ) -> None:
+        self._registry = registry
+        self._queue = queue
+        self._runner = runner
+        self._seed_key = seed_key
+        self._node_wait_s = node_wait_s
+
+    async def accept(self, request: Request, deadline: float) -> list[Sample]:
+        """The samples of a request; nothing is reserved for them yet.
+
+        Raises:
+            InvalidArgumentError: the request cannot be run; names field, value and limit.
+            UnavailableError: nodes are missing, and were until `deadline` or for `node_wait_s`.
+        """
+        if not request.prompt:
+            raise InvalidArgumentError("prompt", request.prompt, "must not be empty")
+        request_id = check_request_id(request.request_id) or secrets.token_hex(16)
+        seed = derive_seed(self._seed_key, request_id) if request.seed is None else check_seed(request.seed)
+        model = await self.model(deadline)
+        prompt = await self._token_ids(request.prompt, model)
+        self.check(prompt, request.params, model)
+        return [
+            Sample(
+                request_id=request_id,
+                index=index,
+                prompt_token_ids=prompt,
+                params=request.params,
+                seed=sample_seed(seed, index),
+                deadline=deadline,
+            )
+            for index in range(request.params.n)
+        ]
+
+    async def model(self, deadline: float) -> Model:
+        """The cluster's model, once nodes are ready."""
+        return await self._registry.wait_ready(min(deadline, asyncio.get_running_loop().time() + self._node_wait_s))
+
+    def check(self, prompt: tuple[int, ...], params: SamplingParams, model: Model) -> None:
+        """Raises InvalidArgumentError for what this model, or every node in use, cannot run."""
+        check_token_ids(prompt, model.vocab_size)
+        check_vocabulary(params, model.vocab_size)
+        check_lengths(len(prompt), params.max_tokens, model.max_model_len)
+        total = len(prompt) + params.max_tokens
+        if not self._registry.missing() and not self._registry.could_hold(total):
+            limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"
+            raise InvalidArgumentError("sampling_params.max_tokens", params.max_tokens, limit)
+
+    def start(self, samples: Sequence[Sample]) -> Generation:
+        """Queues the samples of one request, in order, and runs them. Raises OverloadedError if the queue is full."""
+        assert self._registry.model is not None  # There are samples, so there was one to check them against.
+        tickets = self._queue.enter([sample.need for sample in samples])
+        outbox = Outbox()
+        tasks = [
+            asyncio.ensure_future(self._run(sample, ticket, outbox, self._registry.model))
+            for sample, ticket in zip(samples, tickets, strict=True)
+        ]
+        for task, ticket in zip(tasks, tickets, strict=True):
+            # Also if the task is cancelled before its first step.
+            task.add_done_callback(lambda _, ticket=ticket: self._queue.leave(ticket))  # type: ignore[misc]
+        return Generation(tickets, tasks, outbox)
+
+    async def _run(self, sample: Sample, ticket: Ticket, outbox: Outbox, model: Model) -> None:
+        output = SampleOutput(
+            sample_index=sample.index,
+            seed=sample.seed,
+            params=sample.params,
+            detokenizer=model.tokenizer.detokenizer(),
+            outbox=outbox,
+        )
+        try:
+            await self._runner.run(sample, ticket, output)
+        except CorunError as error:
+            outbox.fail(error)
+        except Exception:
+            error_id = secrets.token_hex(4)
+            log.exception("internal error %s in %s", error_id, sample)
+            outbox.fail(InternalError(f"internal error, id {error_id}"))
+
+    async def _token_ids(self, prompt: str | tuple[int, ...], model: Model) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return prompt
+        encode = model.tokenizer.encode
+        ids = await asyncio.to_thread(encode, prompt) if len(prompt) > LONG_TEXT else encode(prompt)
+        if not ids:
+            raise InvalidArgumentError("prompt", Shown(f"{len(prompt)} characters"), "must have at least one token")
+        return ids

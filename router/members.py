@@ -1,0 +1,148 @@
+"""Nodes as a router sees them, and a sample's claim on a pair of them.
+
+Owns: a node's state and how it is worded, and the claim's bookkeeping. This module must not know how nodes are found,
+warmed or chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from corun.cluster import NodeInfo, NodeLoad, NodeState, NodeStatus
+from router.nodes import DecodeClient, NodeClient, PrefillClient
+from router.placement import PREFILLS_IN_FLIGHT, Need
+from router.slots import DecodeRoom, PrefillRoom
+
+C = TypeVar("C", bound=NodeClient)
+
+
+class Member(Generic[C]):
+    """One generation of one node, from its registration until it is lost."""
+
+    def __init__(self, info: NodeInfo, client: C, now: float) -> None:
+        self.info = info
+        self.client = client
+        self.load = NodeLoad()
+        self.heartbeat_at = now
+        self.draining = False
+        self.is_open = False
+        """Its own preparation is done; what may still miss is a connection to a node of the other role."""
+        self.is_warm = False
+        """It has a connection to a live node of the other role."""
+        self.lost = ""
+        """Why it was given up."""
+        self.suspended = ""
+        """Why it gets no new work before its next heartbeat."""
+        self.trouble = "being prepared"
+        """What keeps it from being ready."""
+        self.silence: asyncio.TimerHandle | None = None
+
+    @property
+    def node_id(self) -> str:
+        return self.info.ref.node_id
+
+    @property
+    def takes_work(self) -> bool:
+        return self.is_open and not (self.lost or self.suspended or self.draining)
+
+    @property
+    def state(self) -> NodeState:
+        if self.lost:
+            return NodeState.LOST
+        if self.draining:
+            return NodeState.DRAINING
+        return NodeState.READY if self.takes_work and self.is_warm else NodeState.JOINING
+
+    @property
+    def detail(self) -> str:
+        if self.state is NodeState.READY:
+            return ""
+        return self.lost or ("takes no new work" if self.draining else "") or self.suspended or self.trouble
+
+    def report(self, load: NodeLoad, *, draining: bool, now: float) -> None:
+        self.load = load
+        self.draining = draining
+        self.suspended = ""
+        self.heartbeat_at = now
+
+    def status(self, now: float) -> NodeStatus:
+        return NodeStatus(
+            node=self.info,
+            load=self.load,
+            state=self.state,
+            detail=self.detail,
+            last_heartbeat_ms=round(1000 * (now - self.heartbeat_at)),
+        )
+
+
+class DecodeMember(Member[DecodeClient]):
+    """A decode node, with the room it has."""
+
+    def __init__(self, info: NodeInfo, client: DecodeClient, now: float) -> None:
+        super().__init__(info, client, now)
+        self.room = DecodeRoom(slots=info.slots, kv_blocks=info.kv_blocks, block_size=info.block_size)
+
+    def report(self, load: NodeLoad, *, draining: bool, now: float) -> None:
+        super().report(load, draining=draining, now=now)
+        self.room.report(load)
+
+
+class PrefillMember(Member[PrefillClient]):
+    """A prefill node, with its backlog."""
+
+    def __init__(self, info: NodeInfo, client: PrefillClient, now: float) -> None:
+        super().__init__(info, client, now)
+        self.room = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT)
+
+    def report(self, load: NodeLoad, *, draining: bool, now: float) -> None:
+        super().report(load, draining=draining, now=now)
+        self.room.report(load)
+
+
+class Seat:
+    """A sample's claim on a slot of one decode node and on a turn at one prefill node, until each is given back.
+
+    The claim is the router's own count; the decode node confirms it with a lease. Giving back twice does nothing.
+    """
+
+    def __init__(self, decode: DecodeMember, prefill: PrefillMember, need: Need, changed: Callable[[], None]) -> None:
+        self.decode = decode
+        self.prefill = prefill
+        self._need = need
+        self._changed = changed
+        self._holds_slot = True
+        self._holds_turn = True
+        decode.room.take(need.total)
+        prefill.room.take(need.num_prompt)
+
+    def prefilled(self) -> None:
+        """The prefill node is done with this sample."""
+        if self._end_turn():
+            self._changed()
+
+    def refuse(self) -> None:
+        """The decode node had no room: the slot's claim was wrong. Tells nobody: the sample is to queue again first."""
+        self._end_turn()
+        if self._holds_slot:
+            self._holds_slot = False
+            self.decode.room.refuse(self._need.total)
+
+    def free(self) -> None:
+        """The slot is free again."""
+        if self._holds_slot:
+            self._holds_slot = False
+            self.decode.room.give(self._need.total)
+            self._changed()
+
+    def close(self) -> None:
+        """Gives up the whole claim."""
+        self.prefilled()
+        self.free()
+
+    def _end_turn(self) -> bool:
+        held, self._holds_turn = self._holds_turn, False
+        if held:
+            self.prefill.room.give(self._need.num_prompt)
+        return held

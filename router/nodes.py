@@ -1,0 +1,331 @@
+"""Clients of prefill and decode nodes, one for each generation of a node.
+
+Owns: every call to a node and its deadline, leases, the one step stream to a decode node and the way from a row to its
+sample. A call ends with a typed error, and at once when its node is given up. This module must not know samples, queues
+or which node is used for what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from corun import wire
+from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo
+from corun.errors import (
+    CancelledByPeerError,
+    CorunError,
+    DataLossError,
+    InternalError,
+    UnavailableError,
+    from_rpc_error,
+)
+from corun.params import SamplingParams
+from corun.server import channel
+from corun.v1 import decode_service_pb2 as decode_pb2
+from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
+from corun.v1 import prefill_service_pb2 as prefill_pb2
+
+CLEANUP_TIMEOUT_S = 5.0
+"""Longest call that only gives something back; what it was to free ends by itself later."""
+
+TakeToken = Callable[[int, float], bool]
+"""Takes a token id and its log probability; True ends the sample with this token."""
+
+log = logging.getLogger(__name__)
+
+
+class NodeClient:
+    """What clients of both roles share: the channel, calls, and being given up."""
+
+    def __init__(self, info: NodeInfo) -> None:
+        self.ref = info.ref
+        self._channel = channel(info.address)
+        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone.done()
+
+    async def open(self, timeout_s: float) -> None:
+        """Reaches the node for the first time. Raises UnavailableError if that takes too long."""
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
+        except asyncio.TimeoutError:
+            raise UnavailableError(f"{self.ref.node_id} could not be reached within {timeout_s:g} s") from None
+
+    def drop(self, reason: str) -> None:
+        """Gives the node up: every call in flight ends with UnavailableError, and no other is made."""
+        if not self._gone.done():
+            self._gone.set_result(reason)
+
+    async def close(self) -> None:
+        """Waits for what is being given back, then drops the node and closes the channel."""
+        if self._background and not self.is_gone:
+            await asyncio.wait(set(self._background), timeout=CLEANUP_TIMEOUT_S)
+        self.drop("the router is closing")
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=CLEANUP_TIMEOUT_S)
+        await self._channel.close(None)
+
+    async def _call(self, method: Callable[..., Awaitable[Any]], request: object, timeout_s: float) -> Any:
+        if self._gone.done():
+            raise self._gone_error()
+        answer = asyncio.ensure_future(_answer(method, request, timeout_s))
+        try:
+            await asyncio.wait((answer, self._gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answer.add_done_callback(_retrieve)
+            answer.cancel()  # Does nothing to an answer that has come.
+        if not answer.done():
+            raise self._gone_error()
+        if answer.cancelled():  # What grpc.aio makes of a CANCELLED from the other side.
+            raise CancelledByPeerError(f"{self.ref.node_id} cancelled the call")
+        return answer.result()
+
+    def _gone_error(self) -> UnavailableError:
+        return UnavailableError(f"{self.ref.node_id}: {self._gone.result()}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+
+class PrefillClient(NodeClient):
+    """Calls of one prefill node."""
+
+    def __init__(self, info: NodeInfo) -> None:
+        super().__init__(info)
+        self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], timeout_s: float) -> KvHandle:
+        """Computes a prompt's KV; `request_id` must be unique to this attempt. Cancelling drops the work."""
+        request = prefill_pb2.PrefillRequest(
+            request_id=request_id, generation=self.ref.generation, prompt_token_ids=prompt_token_ids
+        )
+        response = await self._call(self._stub.Prefill, request, timeout_s)
+        return wire.kv_handle_from_proto(response.handle)
+
+    def release_kv(self, request_id: str) -> None:
+        """Drops KV that nobody will read, in the background."""
+        if not self.is_gone:
+            self._spawn(self._release_kv(request_id))
+
+    async def _release_kv(self, request_id: str) -> None:
+        request = prefill_pb2.ReleaseKvRequest(request_id=request_id, generation=self.ref.generation)
+        try:
+            await self._call(self._stub.ReleaseKv, request, CLEANUP_TIMEOUT_S)
+        except CorunError as error:
+            log.warning("KV of %s on %s ends by its lease: %s", request_id, self.ref, error)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a decode node needs to run a sample in a leased slot."""
+
+    handle: KvHandle
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+
+
+class Lease:
+    """A slot of one decode node, from the router's side: asked for, held, ended. Its rows go to `take_token`."""
+
+    __slots__ = ("_take_token", "ended", "last_row_at", "lease_id", "reserving", "slot")
+
+    def __init__(self, take_token: TakeToken) -> None:
+        loop = asyncio.get_running_loop()
+        self.lease_id: int | None = None
+        self.slot: int | None = None
+        self.reserving: asyncio.Task[Any] | None = None
+        self.ended: asyncio.Future[FinishReason] = loop.create_future()
+        self.ended.add_done_callback(_retrieve)
+        self.last_row_at = loop.time()
+        self._take_token = take_token
+
+    def row(self, token_id: int, logprob: float, now: float) -> None:
+        if self.ended.done():
+            return
+        self.last_row_at = now
+        try:
+            if self._take_token(token_id, logprob):
+                self.ended.set_result(FinishReason.STOP)
+        except Exception:  # One sample's bug must not break the stream of all.
+            log.exception("lease %s: a token could not be taken", self.lease_id)
+            self.ended.set_exception(InternalError("a token could not be taken"))
+
+    def end(self, reason: FinishReason, detail: str) -> None:
+        if self.ended.done():
+            return
+        if reason is FinishReason.ERROR:
+            self.ended.set_exception(InternalError(detail or "the node ended the sample without a reason"))
+        else:
+            self.ended.set_result(reason)
+
+    def fail(self, error: CorunError) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+
+class DecodeClient(NodeClient):
+    """Calls, leases and the step stream of one decode node.
+
+    Stream and leases belong to a session name of their own, so that the leases of a dropped client end with their time
+    to live even if the router comes back to the same node.
+    """
+
+    def __init__(self, info: NodeInfo, router_id: str, on_lost: Callable[[str], None]) -> None:
+        super().__init__(info)
+        self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._session = f"{router_id}-{secrets.token_hex(4)}"
+        self._on_lost = on_lost
+        self._leases: dict[int, Lease] = {}  # Those the node holds for us, by id.
+        self._reading: asyncio.Task[None] | None = None
+
+    def drop(self, reason: str) -> None:
+        super().drop(reason)
+        error = self._gone_error()
+        leases, self._leases = self._leases, {}
+        for lease in leases.values():
+            lease.fail(error)
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def close(self) -> None:
+        await super().close()
+        if self._reading is not None:
+            await asyncio.wait((self._reading,), timeout=CLEANUP_TIMEOUT_S)
+
+    async def open(self, timeout_s: float) -> None:
+        """Opens the step stream; returns when the node has answered on it."""
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        reading = self._reading = asyncio.ensure_future(self._read_steps(opened))
+        await asyncio.wait((opened, reading, self._gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not opened.done():
+            self.drop(f"its step stream did not open within {timeout_s:g} s")
+        if self._gone.done():
+            raise self._gone_error()
+
+    async def connect(self, peer: NixlEndpoint, timeout_s: float) -> None:
+        """Makes the NIXL connection to a prefill node."""
+        request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=wire.nixl_endpoint_to_proto(peer))
+        await self._call(self._stub.Connect, request, timeout_s)
+
+    async def reserve(self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
+        """Gets a slot for `lease`. Raises OverloadedError if the node has no room now.
+
+        The call runs to its end even if this is cancelled: `release` has to know whether the node granted a slot.
+        """
+        request = decode_pb2.ReserveRequest(
+            router_id=self._session,
+            generation=self.ref.generation,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+        )
+        lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s))
+        lease.reserving.add_done_callback(_retrieve)
+        await asyncio.shield(lease.reserving)
+
+    async def start(self, lease: Lease, start: Start, timeout_s: float) -> None:
+        """Starts decoding; rows follow on the stream."""
+        request = decode_pb2.StartRequest(
+            lease_id=lease.lease_id,
+            generation=self.ref.generation,
+            handle=wire.kv_handle_to_proto(start.handle),
+            prompt_token_ids=start.prompt_token_ids,
+            sampling_params=wire.sampling_params_to_proto(start.params),
+            seed=start.seed,
+        )
+        lease.last_row_at = asyncio.get_running_loop().time()
+        await self._call(self._stub.Start, request, timeout_s)
+
+    def release(self, lease: Lease, freed: Callable[[], None]) -> None:
+        """Ends a lease, whatever its state, in the background; calls `freed` once when its slot is free again."""
+        undecided = lease.reserving is not None and not lease.reserving.done()
+        held = lease.lease_id is not None and self._leases.pop(lease.lease_id, None) is not None
+        if undecided or held:
+            self._spawn(self._release(lease, freed))
+        else:  # Never granted, ended by the node, or gone with it.
+            freed()
+
+    async def _reserve(self, lease: Lease, request: decode_pb2.ReserveRequest, timeout_s: float) -> None:
+        response = await self._call(self._stub.Reserve, request, timeout_s)
+        lease.lease_id, lease.slot = response.lease_id, response.slot
+        self._leases[response.lease_id] = lease
+
+    async def _release(self, lease: Lease, freed: Callable[[], None]) -> None:
+        try:
+            if lease.reserving is not None:
+                await asyncio.wait((lease.reserving,))  # Bounded by the call's own timeout.
+            if lease.lease_id is not None:
+                self._leases.pop(lease.lease_id, None)
+                request = decode_pb2.ReleaseRequest(lease_id=lease.lease_id, generation=self.ref.generation)
+                await self._call(self._stub.Release, request, CLEANUP_TIMEOUT_S)
+        except CorunError as error:
+            log.warning("lease %s on %s ends by itself: %s", lease.lease_id, self.ref, error)
+        finally:
+            freed()
+
+    async def _read_steps(self, opened: asyncio.Future[None]) -> None:
+        """Reads the step stream until it breaks; that is the loss of the node, unless the node was given up before."""
+        reason = "its step stream ended"
+        try:
+            await self._deliver_steps(opened)
+        except grpc.aio.AioRpcError as error:
+            reason = f"its step stream broke: {from_rpc_error(error)}"
+        except CorunError as error:
+            reason = f"its step stream is broken: {error}"
+        finally:  # Also if grpc.aio reports CANCELLED from the other side, which it does as a CancelledError.
+            if not self.is_gone:
+                self.drop(reason)
+                self._on_lost(reason)
+
+    async def _deliver_steps(self, opened: asyncio.Future[None]) -> None:
+        request = decode_pb2.StreamStepsRequest(router_id=self._session, generation=self.ref.generation)
+        expected = 0
+        async for message in self._stub.StreamSteps(request):
+            if message.step != expected:
+                raise DataLossError(f"message {message.step} came instead of {expected}")
+            expected += 1
+            if not opened.done():
+                opened.set_result(None)
+            self._on_step(message)
+
+    def _on_step(self, message: decode_pb2.StreamStepsResponse) -> None:
+        """One decode step. The hot path: constant work per row, no task is woken for a row."""
+        now = asyncio.get_running_loop().time()
+        leases = self._leases
+        if not len(message.lease_ids) == len(message.token_ids) == len(message.logprobs):
+            raise DataLossError(f"message {message.step} has columns of different lengths")
+        for lease_id, token_id, logprob in zip(message.lease_ids, message.token_ids, message.logprobs, strict=True):
+            lease = leases.get(lease_id)
+            if lease is not None:
+                lease.row(token_id, logprob, now)
+        for end in message.ended:
+            ended = leases.pop(end.lease_id, None)
+            if ended is not None:
+                ended.end(wire.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR, end.detail)
+
+
+async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float) -> Any:
+    try:
+        return await method(request, timeout=max(timeout_s, 0))
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Marks an outcome as seen: nobody may be waiting for it any more."""
+    if not future.cancelled():
+        future.exception()

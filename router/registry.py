@@ -1,0 +1,357 @@
+"""Which nodes there are, whether they may be used, and the one contract they share.
+
+Owns: registration, heartbeats, contract admission, loss, and choosing a pair of nodes for a sample. This module must
+not know queues or samples; whoever waits for a change subscribes to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
+from corun.config import RouterConfig
+from corun.contract import Contract
+from corun.errors import (
+    CancelledByPeerError,
+    CorunError,
+    DeadlineError,
+    InvalidArgumentError,
+    NotFoundError,
+    StaleGenerationError,
+    UnavailableError,
+)
+from router.members import DecodeMember, Member, PrefillMember, Seat
+from router.nodes import DecodeClient, PrefillClient
+from router.pinned import ClusterContract, check_info
+from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_pair
+from router.text import Tokenizer
+from router.warmup import Pairs, spawn, until_done
+
+OPEN_TIMEOUT_S = 10.0
+"""Longest wait for a decode node to answer on a new step stream."""
+FORGET_AFTER_S = 600.0
+"""How long lost and refused nodes stay in the cluster's status."""
+REMEMBERED_GENERATIONS = 64
+
+M = TypeVar("M", bound=Member[Any])
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What the router needs to know of the cluster's model."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    """Tokens, prompt and output together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A node that may not join."""
+
+    info: NodeInfo
+    detail: str
+    at: float
+
+
+class Registry:
+    """The nodes of one router."""
+
+    def __init__(self, config: RouterConfig, router_id: str) -> None:
+        self.contract = ClusterContract()
+        self.model: Model | None = None
+        """Known once a tokenizer has been loaded."""
+        self._config = config
+        self._router_id = router_id
+        self._decodes: dict[str, DecodeMember] = {}
+        self._prefills: dict[str, PrefillMember] = {}
+        self._refused: dict[str, Refusal] = {}
+        self._dead: dict[str, deque[str]] = {}  # Generations that were replaced, by node id.
+        self._pairs = Pairs(self.changed)
+        self._preparing: dict[NodeRef, asyncio.Future[None]] = {}
+        self._closing: set[asyncio.Future[None]] = set()
+        self._listeners: list[Callable[[], None]] = []
+        self._loading = asyncio.Lock()
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` after every change that may let a sample start."""
+        self._listeners.append(listener)
+
+    def register(self, info: NodeInfo) -> None:
+        """Takes a node in, or refreshes it; a new generation replaces the old one at once.
+
+        Raises:
+            InvalidArgumentError: the node's own description is not complete.
+            ContractMismatchError: its contract differs from the cluster's; the error has the fields.
+            StaleGenerationError: this generation was replaced before.
+        """
+        check_info(info)
+        self._check_alive(info.ref)
+        known = self._member(info.ref.node_id)
+        if known is not None and known.info.ref == info.ref and not known.lost:
+            self._expect_heartbeat(known)
+            return
+        if known is not None:
+            self._replace(known, info.ref)
+        self._admit(info)
+        self._add(info)
+
+    def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool) -> None:
+        """Keeps a node in use. Raises NotFoundError if it has to register (again)."""
+        member = self._member(ref.node_id)
+        if member is None or member.info.ref != ref or member.lost:
+            raise NotFoundError(f"node {ref} is not registered here")
+        member.report(load, draining=draining, now=_now())
+        self._expect_heartbeat(member)
+        self.changed()
+
+    def lose(self, member: Member[Any], reason: str) -> None:
+        """Gives a node up: its calls end, its leases fail, its pairs are forgotten. It may register again."""
+        if not member.lost:
+            log.warning("node %s is lost: %s", member.info.ref, reason)
+            self._drop(member, reason)
+
+    def note_fault(self, member: Member[Any], error: CorunError) -> None:
+        """A call to a node failed. One that did not answer gets no new work before its next heartbeat; one that was
+        replaced is lost; one that answered with an error of its own may be used."""
+        if member.lost:
+            return
+        if isinstance(error, StaleGenerationError):
+            self.lose(member, str(error))
+        elif isinstance(error, (UnavailableError, DeadlineError, CancelledByPeerError)):
+            member.suspended = str(error)
+            self.changed()
+
+    def place(self, need: Need) -> Seat | None:
+        """Claims a pair of nodes for a sample now; None if it has to wait."""
+        chosen = choose_pair(
+            need,
+            [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)],
+            [PrefillCandidate(node.node_id, node.room) for node in _usable(self._prefills)],
+            self._pairs.is_warm,
+        )
+        if chosen is None:
+            return None
+        return Seat(self._decodes[chosen[0]], self._prefills[chosen[1]], need, self.changed)
+
+    def could_hold(self, num_tokens: int) -> bool:
+        """Whether some decode node, if only later, may have room for a sample."""
+        stay = [node for node in self._decodes.values() if not (node.lost or node.draining)]
+        return any(node.room.could_hold(num_tokens) for node in stay)
+
+    def decode_nodes(self) -> tuple[NodeInfo, ...]:
+        """Those in use, by id."""
+        return tuple(node.info for node in _usable(self._decodes))
+
+    def missing(self) -> str:
+        """What is missing before any sample can start, in words; empty if nothing is."""
+        gaps = [_gap(NodeRole.PREFILL, self._prefills.values()), _gap(NodeRole.DECODE, self._decodes.values())]
+        if any(gaps):
+            return "; ".join(gap for gap in gaps if gap)
+        pairs = itertools.product(_usable(self._decodes), _usable(self._prefills))
+        if any(self._pairs.is_warm(decode.node_id, prefill.node_id) for decode, prefill in pairs):
+            return ""
+        return f"no decode node is connected to a prefill node yet ({_explain(_usable(self._decodes))})"
+
+    async def wait_ready(self, deadline: float) -> Model:
+        """The model, once a pair of nodes is ready. Raises UnavailableError at `deadline`, on the loop's clock."""
+        while (missing := self.missing()) or self.model is None:
+            if _now() >= deadline:
+                raise UnavailableError(missing or "no tokenizer could be loaded")
+            await self._next_change(deadline)
+        return self.model
+
+    def statuses(self) -> tuple[NodeStatus, ...]:
+        """Every node, prefill first, by id."""
+        now = _now()
+        nodes: list[Member[Any]] = [*_by_id(self._prefills), *_by_id(self._decodes)]
+        found = [node.status(now) for node in nodes]
+        refused = [
+            NodeStatus(
+                node=refusal.info,
+                load=NodeLoad(),
+                state=NodeState.REFUSED,
+                detail=refusal.detail,
+                last_heartbeat_ms=round(1000 * (now - refusal.at)),
+            )
+            for _, refusal in sorted(self._refused.items())
+        ]
+        return (*found, *refused)
+
+    async def close(self) -> None:
+        """Gives every node up, after what is held there has been given back."""
+        members: list[Member[Any]] = [*self._decodes.values(), *self._prefills.values()]
+        await asyncio.gather(*(member.client.close() for member in members if not member.lost))
+        for member in members:
+            if not member.lost:
+                self._drop(member, "the router is closing")
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    def changed(self) -> None:
+        """Tells everybody who waits for nodes that something may be possible now."""
+        for change in self._waiting:
+            if not change.done():
+                change.set_result(None)
+        for listener in self._listeners:
+            listener()
+
+    def _drop(self, member: Member[Any], reason: str) -> None:
+        member.lost = reason
+        if member.silence is not None:
+            member.silence.cancel()
+        if preparing := self._preparing.pop(member.info.ref, None):
+            preparing.cancel()
+        self._pairs.forget(member)
+        member.client.drop(reason)
+        self._close_soon(member)
+        self.changed()
+
+    async def _next_change(self, deadline: float) -> None:
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(change)
+        try:
+            await asyncio.wait((change,), timeout=max(0.0, deadline - _now()))
+        finally:
+            self._waiting.discard(change)
+
+    def _member(self, node_id: str) -> Member[Any] | None:
+        return self._decodes.get(node_id) or self._prefills.get(node_id)
+
+    def _check_alive(self, ref: NodeRef) -> None:
+        if ref.generation in self._dead.get(ref.node_id, ()):
+            known = self._member(ref.node_id)
+            raise StaleGenerationError(ref.node_id, ref.generation, known.info.ref.generation if known else "gone")
+
+    def _replace(self, known: Member[Any], ref: NodeRef) -> None:
+        if known.info.ref != ref:
+            dead = self._dead.setdefault(ref.node_id, deque(maxlen=REMEMBERED_GENERATIONS))
+            dead.append(known.info.ref.generation)
+            self.lose(known, f"generation {ref.generation} replaced it")
+        self._forget(known)
+
+    def _admit(self, info: NodeInfo) -> None:
+        try:
+            contract = Contract.from_json(info.contract_json)
+            if contract.role is not info.role:
+                raise InvalidArgumentError("node.contract_json", contract.role.value, f"must be {info.role.value}")
+            self.contract.admit(contract)
+        except CorunError as error:
+            self._refuse(info, str(error))
+            raise
+        self._refused.pop(info.ref.node_id, None)
+
+    def _refuse(self, info: NodeInfo, detail: str) -> None:
+        if info.ref.node_id not in self._refused:
+            log.warning("node %s is refused: %s", info.ref, detail)
+            asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget_refused, info.ref.node_id)
+        self._refused[info.ref.node_id] = Refusal(info=info, detail=detail, at=_now())
+
+    def _add(self, info: NodeInfo) -> None:
+        member: Member[Any]
+        if info.role is NodeRole.DECODE:
+            client = DecodeClient(info, self._router_id, lambda reason: self.lose(member, reason))
+            member = self._decodes[info.ref.node_id] = DecodeMember(info, client, _now())
+        else:
+            member = self._prefills[info.ref.node_id] = PrefillMember(info, PrefillClient(info), _now())
+        log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
+        self._expect_heartbeat(member)
+        self._preparing[info.ref] = spawn(self._prepare(member), f"preparing node {info.ref}")
+
+    async def _prepare(self, member: Member[Any]) -> None:
+        def failed(error: CorunError) -> None:
+            log.warning("node %s is not ready: %s", member.info.ref, error)
+            member.trouble = str(error)
+
+        await until_done(lambda: self._load_tokenizer(member.info), failed)
+        try:
+            await member.client.open(OPEN_TIMEOUT_S)
+        except CorunError as error:
+            self.lose(member, str(error))
+            return
+        member.is_open = True
+        other = NodeRole.PREFILL if member.info.role is NodeRole.DECODE else NodeRole.DECODE
+        member.trouble = f"not connected to a {other.value} node yet"
+        self._connect_pairs()
+        self.changed()
+
+    def _connect_pairs(self) -> None:
+        for decode in _by_id(self._decodes):
+            for prefill in _by_id(self._prefills):
+                if decode.is_open and prefill.is_open and not (decode.lost or prefill.lost):
+                    self._pairs.connect(decode, prefill)
+
+    async def _load_tokenizer(self, info: NodeInfo) -> None:
+        """Any node's copy will do: all nodes of the cluster have the same."""
+        expected = Contract.from_json(info.contract_json).model.tokenizer_digest
+        async with self._loading:
+            if self.model is not None:
+                return
+            tokenizer = await asyncio.to_thread(Tokenizer.load, info.model)
+            if tokenizer.digest != expected:
+                raise UnavailableError(f"the tokenizer in {info.model} is not the one of the contract, {expected}")
+            self.model = Model(tokenizer=tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+
+    def _expect_heartbeat(self, member: Member[Any]) -> None:
+        if member.silence is not None:
+            member.silence.cancel()
+        timeout_s = self._config.heartbeat_timeout_ms / 1000
+        loop = asyncio.get_running_loop()
+        member.silence = loop.call_later(timeout_s, self.lose, member, f"no heartbeat for {timeout_s:g} s")
+
+    def _close_soon(self, member: Member[Any]) -> None:
+        task = spawn(member.client.close(), f"closing the channel to {member.info.ref}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget, member)
+
+    def _forget(self, member: Member[Any]) -> None:
+        if self._decodes.get(member.node_id) is member:
+            del self._decodes[member.node_id]
+        if self._prefills.get(member.node_id) is member:
+            del self._prefills[member.node_id]
+
+    def _forget_refused(self, node_id: str) -> None:
+        refusal = self._refused.get(node_id)
+        if refusal is None:
+            return
+        left = refusal.at + FORGET_AFTER_S - _now()
+        if left > 0:  # It has tried again since.
+            asyncio.get_running_loop().call_later(left, self._forget_refused, node_id)
+        else:
+            del self._refused[node_id]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _by_id(members: Mapping[str, M]) -> list[M]:
+    return [member for _, member in sorted(members.items())]
+
+
+def _usable(members: Mapping[str, M]) -> list[M]:
+    return [member for member in _by_id(members) if member.takes_work]
+
+
+def _gap(role: NodeRole, members: Collection[Member[Any]]) -> str:
+    """Why no node of a role can be used; empty if one can."""
+    if not members:
+        return f"no {role.value} node has joined"
+    if any(member.takes_work for member in members):
+        return ""
+    return f"no {role.value} node is in use ({_explain(members)})"
+
+
+def _explain(members: Iterable[Member[Any]]) -> str:
+    return "; ".join(f"{member.node_id} is {member.state.value}: {member.detail}" for member in members)

@@ -1,0 +1,189 @@
+"""The gRPC face of a router: `ClusterService` for clients, `RegistryService` for nodes.
+
+Owns: between messages and plain values, deadlines of calls, and the end of service. This module must not know how
+samples run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+
+from corun import wire
+from corun.cluster import ClusterStatus, VerifyCase
+from corun.errors import UnavailableError
+from corun.server import Context
+from corun.v1 import cluster_service_pb2 as cluster_pb2
+from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
+from corun.v1 import registry_service_pb2 as registry_pb2
+from router.admission import AdmissionQueue
+from router.failover import SampleRunner
+from router.generations import Generator, Request
+from router.output import Piece
+from router.registry import Registry
+from router.verify import Verifier, naming_case
+
+CLUSTER_SERVICE = "corun.v1.ClusterService"
+REGISTRY_SERVICE = "corun.v1.RegistryService"
+LONGEST_CALL_S = 3600.0
+"""Deadline of a call whose client set none."""
+ANSWER_S = 0.25
+"""How long before the client's deadline a call is given up, so that the reason still reaches the client."""
+
+
+class Activity:
+    """Calls in progress, and whether new ones are taken."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call. Raises UnavailableError when the router is draining."""
+        if self.draining:
+            raise UnavailableError("the router is shutting down")
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def drain(self, grace_s: float) -> bool:
+        """Takes no new calls and waits for the running ones; False if they took longer than `grace_s` seconds."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
+    """Answers clients."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        activity: Activity,
+        registry: Registry,
+        queue: AdmissionQueue,
+        runner: SampleRunner,
+        generator: Generator,
+        verifier: Verifier,
+        max_queued_samples: int,
+    ) -> None:
+        self._router_id = router_id
+        self._activity = activity
+        self._registry = registry
+        self._queue = queue
+        self._runner = runner
+        self._generator = generator
+        self._verifier = verifier
+        self._max_queued_samples = max_queued_samples
+
+    async def Generate(
+        self, request: cluster_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[cluster_pb2.GenerateResponse]:
+        with self._activity.call():
+            samples = await self._generator.accept(_request(request), _deadline(context))
+            generation = self._generator.start(samples)
+            try:
+                async for piece in generation.pieces():
+                    yield _response(samples[0].request_id, piece, with_logprobs=samples[0].params.logprobs)
+            finally:
+                await generation.close()
+
+    async def GetCluster(
+        self, request: cluster_pb2.GetClusterRequest, context: Context
+    ) -> cluster_pb2.GetClusterResponse:
+        status = ClusterStatus(
+            router_id=self._router_id,
+            fingerprint=self._registry.contract.fingerprint,
+            nodes=self._registry.statuses(),
+            queued_samples=self._queue.waiting,
+            max_queued_samples=self._max_queued_samples,
+            finished_samples=self._runner.finished,
+        )
+        return wire.cluster_status_to_proto(status)
+
+    async def Verify(
+        self, request: cluster_pb2.VerifyRequest, context: Context
+    ) -> AsyncIterator[cluster_pb2.VerifyResponse]:
+        with self._activity.call():
+            cases = [_case(index, case) for index, case in enumerate(request.cases)]
+            conditions = [wire.condition_from_proto(condition) for condition in request.conditions]
+            results = self._verifier.verify(
+                cases, conditions, order_seed=request.order_seed, deadline=_deadline(context)
+            )
+            async with aclosing(results):
+                async for result in results:
+                    yield wire.verify_result_to_proto(result)
+
+
+class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
+    """Answers nodes."""
+
+    def __init__(self, *, router_id: str, activity: Activity, registry: Registry, heartbeat_interval_ms: int) -> None:
+        self._router_id = router_id
+        self._activity = activity
+        self._registry = registry
+        self._heartbeat_interval_ms = heartbeat_interval_ms
+
+    async def Register(self, request: registry_pb2.RegisterRequest, context: Context) -> registry_pb2.RegisterResponse:
+        if self._activity.draining:
+            raise UnavailableError("the router is shutting down")
+        self._registry.register(wire.node_info_from_proto(request.node))
+        return registry_pb2.RegisterResponse(
+            router_id=self._router_id, heartbeat_interval_ms=self._heartbeat_interval_ms
+        )
+
+    async def Heartbeat(
+        self, request: registry_pb2.HeartbeatRequest, context: Context
+    ) -> registry_pb2.HeartbeatResponse:
+        ref, load = wire.node_ref_from_proto(request.ref), wire.node_load_from_proto(request.load)
+        self._registry.heartbeat(ref, load, draining=request.draining)
+        return registry_pb2.HeartbeatResponse()
+
+
+def _deadline(context: Context) -> float:
+    """When to give a call up, on the loop's clock."""
+    left = context.time_remaining()
+    left = LONGEST_CALL_S if left is None else min(left, LONGEST_CALL_S)
+    return asyncio.get_running_loop().time() + max(left - ANSWER_S, left / 2)
+
+
+def _request(message: cluster_pb2.GenerateRequest) -> Request:
+    text = message.WhichOneof("prompt") == "text"
+    return Request(
+        prompt=message.text if text else tuple(message.token_ids.ids),
+        params=wire.sampling_params_from_proto(message.sampling_params),
+        request_id=message.request_id,
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def _case(index: int, message: cluster_pb2.VerifyCase) -> VerifyCase:
+    with naming_case(index):
+        return wire.verify_case_from_proto(message)
+
+
+def _response(request_id: str, piece: Piece, *, with_logprobs: bool) -> cluster_pb2.GenerateResponse:
+    receipt = piece.receipt
+    return cluster_pb2.GenerateResponse(
+        request_id=request_id,
+        sample_index=piece.sample_index,
+        seed=piece.seed,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=piece.logprobs if with_logprobs else None,
+        finish_reason=wire.finish_reason_to_proto(receipt.finish_reason if receipt else None),
+        receipt=wire.receipt_to_proto(receipt) if receipt else None,
+    )

@@ -1,0 +1,117 @@
+"""What a router knows of one node's room, between what it holds itself and what the node's heartbeats say.
+
+The node is the authority: an estimate that is too high costs one refused Reserve, one that is too low costs a wait. So
+estimates lean to the high side, and a refusal closes the node until something changes. Pure: no clocks, no I/O.
+"""
+
+from __future__ import annotations
+
+from corun.cluster import NodeLoad
+
+
+class SharedCount:
+    """One counted resource of a node that several routers use."""
+
+    def __init__(self) -> None:
+        self.own = 0
+        self.foreign = 0
+        self._peak = 0
+
+    @property
+    def used(self) -> int:
+        return self.own + self.foreign
+
+    def take(self, amount: int) -> None:
+        self.own += amount
+        self._peak = max(self._peak, self.own)
+
+    def give(self, amount: int) -> None:
+        self.own -= amount
+        assert self.own >= 0
+
+    def report(self, total: int) -> None:
+        """Takes the node's own figure. It may be older than our last changes, so all we ever held since the previous
+        report counts as ours."""
+        self.foreign = max(0, total - self._peak)
+        self._peak = self.own
+
+
+class DecodeRoom:
+    """Slots and KV blocks of one decode node."""
+
+    def __init__(self, *, slots: int, kv_blocks: int, block_size: int) -> None:
+        self._total_slots = slots
+        self._total_blocks = kv_blocks
+        self._block_size = block_size
+        self._slots = SharedCount()
+        self._blocks = SharedCount()
+        self._refused = False
+
+    @property
+    def free_slots(self) -> int:
+        return 0 if self._refused else max(0, self._total_slots - self._slots.used)
+
+    @property
+    def free_blocks(self) -> int:
+        return 0 if self._refused else max(0, self._total_blocks - self._blocks.used)
+
+    def blocks(self, num_tokens: int) -> int:
+        """KV blocks that a sample of `num_tokens` prompt and output tokens needs."""
+        return -(-num_tokens // self._block_size)
+
+    def could_hold(self, num_tokens: int) -> bool:
+        """Whether the node has room for such a sample when it is empty."""
+        return self._total_slots > 0 and self.blocks(num_tokens) <= self._total_blocks
+
+    def has_room(self, num_tokens: int) -> bool:
+        return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
+
+    def take(self, num_tokens: int) -> None:
+        self._slots.take(1)
+        self._blocks.take(self.blocks(num_tokens))
+
+    def give(self, num_tokens: int) -> None:
+        """The sample's slot is free again."""
+        self._give(num_tokens)
+        self._refused = False
+
+    def refuse(self, num_tokens: int) -> None:
+        """The node had no room after all: takes the sample's claim back and closes the node until the next change."""
+        self._give(num_tokens)
+        self._refused = True
+
+    def report(self, load: NodeLoad) -> None:
+        self._slots.report(load.used_slots)
+        self._blocks.report(load.used_kv_blocks)
+        self._refused = False
+
+    def _give(self, num_tokens: int) -> None:
+        self._slots.give(1)
+        self._blocks.give(self.blocks(num_tokens))
+
+
+class PrefillRoom:
+    """The backlog of one prefill node."""
+
+    def __init__(self, *, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+        self._tokens = SharedCount()
+
+    @property
+    def queued_tokens(self) -> int:
+        return self._tokens.used
+
+    def has_room(self) -> bool:
+        return self._in_flight < self._max_in_flight
+
+    def take(self, num_tokens: int) -> None:
+        self._in_flight += 1
+        self._tokens.take(num_tokens)
+
+    def give(self, num_tokens: int) -> None:
+        self._in_flight -= 1
+        self._tokens.give(num_tokens)
+
+    def report(self, load: NodeLoad) -> None:
+        self._tokens.report(load.queued_prompt_tokens)

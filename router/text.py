@@ -1,0 +1,194 @@
+"""Text to tokens and back: the tokenizer of the cluster's model, a detokenizer per sample, a stop-string matcher.
+
+Everything here is a pure function of the token ids seen so far, so a sample that runs again gives the same text at the
+same tokens. This module must not know requests, nodes or gRPC.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+
+from corun.errors import UnavailableError
+
+TOKENIZER_FILE = "tokenizer.json"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""What a ByteFallback decoder makes bytes of, a whole run at a time."""
+
+
+class Detokenizer(Protocol):
+    """The text of one sample as its tokens come. Together the pieces are the decoded text of all tokens."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes: never half a character, often nothing."""
+
+    def flush(self) -> str:
+        """What is left when no more tokens come; an unfinished character becomes U+FFFD."""
+
+
+class Tokenizer:
+    """The tokenizer of one model: prompts to token ids, token ids to text without special tokens."""
+
+    def __init__(self, data: bytes) -> None:
+        self.digest = hashlib.sha256(data).hexdigest()
+        self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        self._tokenizer.no_truncation()  # Files may carry settings of their training.
+        self._tokenizer.no_padding()
+        decoder = json.loads(data).get("decoder") or {}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._token_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, model_dir: str) -> Tokenizer:
+        """Reads the model's tokenizer.json. Raises UnavailableError if there is none that can be read."""
+        path = Path(model_dir) / TOKENIZER_FILE
+        try:
+            return cls(path.read_bytes())
+        except OSError as error:
+            raise UnavailableError(f"the tokenizer {path} cannot be read: {error.strerror}") from error
+        except Exception as error:  # The tokenizers library raises bare Exception for a malformed file.
+            raise UnavailableError(f"the tokenizer {path} cannot be used: {error}") from error
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds."""
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of whole outputs; ids that the tokenizer does not have give none."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh detokenizer for one sample."""
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(self.token_bytes)
+        return WindowDetokenizer(self.decode, self.token)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it; None for those without text, special and unknown ones."""
+        return None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's own UTF-8 bytes under a byte-level decoder; none for tokens without text."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = _bytes_of(self.token(token_id) or "")
+        return found
+
+
+class ByteLevelDetokenizer:
+    """For byte-level decoders, where a token is a fixed run of bytes: constant work per token."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For all other decoders: decodes a short window of tokens again and emits what is new.
+
+    The window starts at the tokens of the last emitted piece, since a decoder may treat the first token in a special
+    way (for example drop its leading space).
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], token: Callable[[int], str | None]) -> None:
+        self._decode = decode
+        self._token = token
+        self._window: list[int] = []
+        self._emitted_ids = 0  # Leading tokens of the window whose text is out.
+        self._emitted = ""  # Their text.
+
+    def push(self, token_id: int) -> str:
+        token = self._token(token_id)
+        if token is None:
+            return ""
+        self._window.append(token_id)
+        if _BYTE_TOKEN.fullmatch(token):  # The text of a run of such tokens is known when the run is over.
+            return ""
+        return self._emit(whole=False)
+
+    def flush(self) -> str:
+        return self._emit(whole=True)
+
+    def _emit(self, *, whole: bool) -> str:
+        text = self._decode(self._window)
+        new = text[len(self._emitted) :]
+        if not new or (new.endswith(REPLACEMENT) and not whole):
+            return ""
+        self._window = self._window[self._emitted_ids :]
+        self._emitted_ids = len(self._window)
+        self._emitted = self._decode(self._window)
+        return new
+
+
+class StopMatcher:
+    """Cuts text at the earliest of some stop strings and holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """The text that is safe to show. Sets `matched` if a stop string ends in `text` and the matcher is armed."""
+        if not self._stops:
+            return text
+        seen, self._held = len(self._held), self._held + text
+        if armed and (start := self._find(seen)) >= 0:
+            self.matched = True
+            return self._take(start, drop_rest=True)
+        return self._take(self._first_open())
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        return self._take(len(self._held))
+
+    def _find(self, seen: int) -> int:
+        """Where the earliest stop string that ends beyond the first `seen` held characters starts; -1 if none does."""
+        starts = [self._held.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stops]
+        return min((start for start in starts if start >= 0), default=-1)
+
+    def _first_open(self) -> int:
+        """Where the earliest possible start of an unfinished stop string is; the text's length if there is none."""
+        for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
+            tail = self._held[start:]
+            if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+                return start
+        return len(self._held)
+
+    def _take(self, length: int, *, drop_rest: bool = False) -> str:
+        taken, self._held = self._held[:length], "" if drop_rest else self._held[length:]
+        return taken
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Which byte each character of a byte-level token stands for (GPT-2's table: printable bytes are themselves)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _bytes_of(token: str) -> bytes:
+    # A token with any other character is added text and stands for itself (tokenizers' ByteLevel decoder).
+    found = [_ALPHABET.get(char) for char in token]
+    return token.encode() if None in found else bytes(byte for byte in found if byte is not None)

@@ -1,0 +1,91 @@
+"""NIXL connections between decode and prefill nodes, made before a pair gets its first sample.
+
+Owns: the task that connects each pair, and which pairs stand. This module must not know registration or placement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from corun.errors import CorunError
+from router.members import DecodeMember, Member, PrefillMember
+from router.nodes import NodeClient
+
+CONNECT_TIMEOUT_S = 30.0
+FIRST_RETRY_S = 0.25
+LONGEST_RETRY_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+async def until_done(attempt: Callable[[], Awaitable[None]], failed: Callable[[CorunError], None]) -> None:
+    """Tries until it works, with growing delays; whoever cancels it ends it."""
+    delay = FIRST_RETRY_S
+    while True:
+        try:
+            await attempt()
+        except CorunError as error:
+            failed(error)
+        else:
+            return
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, LONGEST_RETRY_S)
+
+
+def spawn(work: Awaitable[None], what: str) -> asyncio.Future[None]:
+    """Runs `work` as a task whose bugs are logged."""
+
+    def report(task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", what, exc_info=error)
+
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(report)
+    return task
+
+
+class Pairs:
+    """All pairs of open nodes: being connected, or warm."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._tasks: dict[tuple[str, str], asyncio.Future[None]] = {}
+        self._warm: dict[tuple[str, str], tuple[DecodeMember, PrefillMember]] = {}  # (decode id, prefill id)
+
+    def is_warm(self, decode_id: str, prefill_id: str) -> bool:
+        return (decode_id, prefill_id) in self._warm
+
+    def connect(self, decode: DecodeMember, prefill: PrefillMember) -> None:
+        """Starts to connect a pair, unless that is under way or done."""
+        key = (decode.node_id, prefill.node_id)
+        if key not in self._tasks:
+            self._tasks[key] = spawn(self._connect(decode, prefill), f"connecting {key[0]} to {key[1]}")
+
+    def forget(self, member: Member[NodeClient]) -> None:
+        """Drops every pair of a lost node."""
+        for key in [key for key in self._tasks if member.node_id in key]:
+            self._tasks.pop(key).cancel()
+            if pair := self._warm.pop(key, None):
+                self._mark(pair)
+
+    async def _connect(self, decode: DecodeMember, prefill: PrefillMember) -> None:
+        def failed(error: CorunError) -> None:
+            decode.trouble = prefill.trouble = f"{decode.node_id} cannot connect to {prefill.node_id}: {error}"
+            log.warning("%s", decode.trouble)
+
+        async def attempt() -> None:
+            assert prefill.info.nixl is not None  # Checked at registration.
+            await decode.client.connect(prefill.info.nixl, CONNECT_TIMEOUT_S)
+
+        await until_done(attempt, failed)
+        self._warm[decode.node_id, prefill.node_id] = decode, prefill
+        self._mark((decode, prefill))
+        log.info("%s is connected to %s", decode.info.ref, prefill.info.ref)
+        self._changed()
+
+    def _mark(self, pair: tuple[DecodeMember, PrefillMember]) -> None:
+        decode, prefill = pair
+        decode.is_warm = any(key[0] == decode.node_id for key in self._warm)
+        prefill.is_warm = any(key[1] == prefill.node_id for key in self._warm)

@@ -1,0 +1,499 @@
+"""Fake engines and nodes: real node services and a real router around engines that only hash.
+
+A token is a hash of (prompt, parameters, seed, position) and its log probability likewise, so the output of a sample is
+known ahead (`expected`). KV is a note in a table: a decode engine that is given a handle for KV that is not held there
+fails the sample, as the real one does. Only tests use this; a cluster never falls back to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from corun import wire
+from corun.cluster import (
+    ClusterStatus,
+    FinishReason,
+    KvHandle,
+    NixlEndpoint,
+    NodeInfo,
+    NodeRef,
+    NodeRole,
+    NodeState,
+    NodeStatus,
+    new_generation,
+)
+from corun.config import RouterConfig
+from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
+from corun.errors import UnavailableError, from_rpc_error
+from corun.node.agent import NodeAgent
+from corun.params import SamplingParams
+from corun.receipt import output_digest, prompt_digest
+from corun.server import GrpcServer, channel
+from corun.v1 import (
+    cluster_service_pb2,
+    cluster_service_pb2_grpc,
+    decode_service_pb2_grpc,
+    prefill_service_pb2_grpc,
+)
+from decode_node.service import DecodeRequest, DecodeService, StepRow
+from decode_node.slots import SlotTable
+from prefill_node.service import PrefillService
+from router.app import Router
+from router.text import Tokenizer
+
+VOCAB_SIZE = 256
+EOS = 0
+MAX_MODEL_LEN = 512
+BLOCK_SIZE = 16
+STEP_MS = 1.0
+WAIT_S = 10.0
+"""Longest wait of any test for anything."""
+
+
+def write_tokenizer(directory: Path) -> str:
+    """A byte-level tokenizer of 256 tokens, written as a model's; returns the directory."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fake = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    fake.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fake.decoder = decoders.ByteLevel()
+    (directory / "tokenizer.json").write_text(fake.to_str())
+    return str(directory)
+
+
+def token(prompt: Sequence[int], params: SamplingParams, seed: int, position: int) -> tuple[int, float]:
+    """The token that fake engines draw, and its log probability, an fp32 value."""
+    key = f"{prompt_digest(prompt)} {params.digest()} {seed} {position}"
+    number, fraction = struct.unpack("<II", hashlib.blake2b(key.encode(), digest_size=8).digest())
+    logprob: float = struct.unpack("<f", struct.pack("<f", -fraction / 2**30))[0]
+    return number % VOCAB_SIZE, logprob
+
+
+def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> tuple[list[int], list[float], FinishReason]:
+    """The whole output of a sample, stop strings left aside."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    while True:
+        token_id, logprob = token(prompt, params, seed, len(ids))
+        ids.append(token_id)
+        logprobs.append(logprob)
+        if reason := finish_reason(params, token_id, len(ids)):
+            return ids, logprobs, reason
+
+
+def expected_digest(prompt: Sequence[int], params: SamplingParams, seed: int) -> str:
+    ids, logprobs, _ = expected(prompt, params, seed)
+    return output_digest(ids, logprobs)
+
+
+def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> FinishReason | None:
+    """Whether an engine ends a sample at its newest token. The fake model has no end-of-sequence token."""
+    if token_id in params.stop_token_ids and num_tokens > params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_tokens >= params.max_tokens else None
+
+
+class FakeKv:
+    """The KV that all prefill engines hold: prompts by (engine id, request id)."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], tuple[int, ...]] = {}
+
+
+class FakePrefillEngine:
+    """Takes `delay_s` per prompt, one prompt at a time."""
+
+    def __init__(self, ref: NodeRef, kv: FakeKv) -> None:
+        self.ref = ref
+        self.endpoint = NixlEndpoint(engine_id=f"engine-{ref.generation}", host="127.0.0.1", port=1, tp_size=1)
+        self.delay_s = 0.0
+        self.errors: list[Exception] = []
+        """Raised by the next prefills, one each."""
+        self.hanging = False
+        self.prefilled: list[tuple[int, ...]] = []
+        self.released: list[str] = []
+        self._kv = kv
+        self._turn = asyncio.Lock()
+
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
+        async with self._turn:
+            await asyncio.sleep(self.delay_s)
+            if self.hanging:
+                await asyncio.sleep(3600)
+        if self.errors:
+            raise self.errors.pop(0)
+        prompt = tuple(prompt_token_ids)
+        self.prefilled.append(prompt)
+        self._kv.held[self.endpoint.engine_id, request_id] = prompt
+        return KvHandle(
+            prefill_node=self.ref,
+            engine_id=self.endpoint.engine_id,
+            request_id=request_id,
+            block_ids=((1, 2, 3),),
+            host=self.endpoint.host,
+            port=self.endpoint.port,
+            tp_size=self.endpoint.tp_size,
+            num_tokens=len(prompt),
+            prompt_digest=prompt_digest(prompt),
+        )
+
+    async def held_kv_blocks(self) -> int:
+        held = [prompt for (engine, _), prompt in self._kv.held.items() if engine == self.endpoint.engine_id]
+        return sum(-(-len(prompt) // BLOCK_SIZE) for prompt in held)
+
+    async def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+        self._kv.held.pop((self.endpoint.engine_id, request_id), None)
+
+
+class FakeDecodeEngine:
+    """Draws a token for every running request each `step_ms`; a request without its KV ends with an error."""
+
+    def __init__(self, kv: FakeKv) -> None:
+        self.step_ms = STEP_MS
+        self.hanging = False
+        self.fail_after: int | None = None
+        """Ends the next request that has so many tokens with an error, once."""
+        self.corrupt = False
+        """Draws other log probabilities than it should."""
+        self.connected: list[NixlEndpoint] = []
+        self.connect_errors: list[Exception] = []
+        self.most_running = 0
+        self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
+        self._kv = kv
+        self._running: dict[str, tuple[DecodeRequest, int]] = {}  # with the number of tokens drawn
+        self._clock: asyncio.Task[None] | None = None
+
+    async def start(self, request: DecodeRequest) -> None:
+        self._running[request.request_id] = request, 0
+        self.most_running = max(self.most_running, len(self._running))
+        if self._clock is None or self._clock.done():
+            self._clock = asyncio.ensure_future(self._tick())
+
+    async def abort(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+
+    async def connect(self, peer: NixlEndpoint) -> None:
+        if self.connect_errors:
+            raise self.connect_errors.pop(0)
+        self.connected.append(peer)
+
+    def shutdown(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+
+    async def _tick(self) -> None:
+        while self._running:
+            await asyncio.sleep(self.step_ms / 1000)
+            if not self.hanging:
+                self.on_step([self._step(*running) for running in list(self._running.values())])
+
+    def _step(self, request: DecodeRequest, drawn: int) -> StepRow:
+        handle = request.handle
+        has_kv = drawn > 0 or self._kv.held.pop((handle.engine_id, handle.request_id), None) is not None
+        if not has_kv or self.fail_after == drawn:
+            self.fail_after = None if has_kv else self.fail_after
+            del self._running[request.request_id]
+            return StepRow(request.request_id, None, 0.0, FinishReason.ERROR, "the KV could not be loaded")
+        token_id, logprob = token(request.prompt_token_ids, request.params, request.seed, drawn)
+        reason = finish_reason(request.params, token_id, drawn + 1)
+        if reason is None:
+            self._running[request.request_id] = request, drawn + 1
+        else:
+            del self._running[request.request_id]
+        return StepRow(request.request_id, token_id, -1.0 if self.corrupt else logprob, reason)
+
+
+def model_contract(model: str, **changes: Any) -> ModelContract:
+    values: dict[str, Any] = {
+        "weights_digest": "w" * 64,
+        "tokenizer_digest": Tokenizer.load(model).digest,
+        "config_digest": "c" * 64,
+        "dtype": "float32",
+        "quantization": "none",
+        "kv_cache_dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": MAX_MODEL_LEN,
+        "tensor_parallel_size": 1,
+        "engine": "fake 1",
+        "torch": "none",
+        "kernels": (),
+        "device": "none",
+        "driver": "",
+        "cuda": "",
+        "cpu_isa": "none",
+        "threads": 1,
+        "blas_policy": "default",
+    }
+    return ModelContract(**{**values, **changes})
+
+
+def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> Contract:
+    """A fake node's contract; `changes` go to its model part."""
+    part = model_contract(model, **changes)
+    if role is NodeRole.PREFILL:
+        prefill = PrefillContract(
+            attention_backend="none", runner="fake", chunk_size=64, buckets=(), split_policy="split-kv on"
+        )
+        return Contract(role=role, model=part, prefill=prefill)
+    decode = DecodeContract(
+        attention_backend="none", runner="fake", sampler="hash 1", slots=slots, split_policy="off", graph="none"
+    )
+    return Contract(role=role, model=part, decode=decode)
+
+
+@dataclasses.dataclass(kw_only=True)
+class FakeNode:
+    """A running node: a real service over a fake engine, with the real agent."""
+
+    info: NodeInfo
+    engine: Any
+    service: Any
+    server: GrpcServer
+    agent: NodeAgent
+    membership: asyncio.Task[None] | None = None
+
+    @property
+    def used_slots(self) -> int:
+        return len(self.service._table) if self.info.role is NodeRole.DECODE else 0
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Of a decode node, since its start."""
+        return int(self.service._tokens)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of a prefill node."""
+        return sum(self.service._in_flight.values())
+
+    def join(self) -> None:
+        self.membership = asyncio.ensure_future(self.agent.run())
+
+    async def fall_silent(self) -> None:
+        """No heartbeat any more; the service still answers."""
+        if self.membership is not None:
+            self.membership.cancel()
+            await asyncio.wait((self.membership,))
+
+    async def kill(self) -> None:
+        """Ends at once, as a process that dies."""
+        await self.fall_silent()
+        if isinstance(self.engine, FakeDecodeEngine):
+            self.engine.shutdown()
+        await self.server.stop(0.0)
+
+
+class FakeCluster:
+    """A real router and any number of fake nodes, in one process."""
+
+    def __init__(self, model: str, router: Router) -> None:
+        self.model = model
+        self.router = router
+        self.kv = FakeKv()
+        self.nodes: list[FakeNode] = []
+
+    @property
+    def address(self) -> str:
+        return self.router.server.address
+
+    @contextlib.asynccontextmanager
+    async def stub(self) -> AsyncIterator[Any]:
+        async with channel(self.address) as link:
+            yield cluster_service_pb2_grpc.ClusterServiceStub(link)
+
+    async def add_prefill(self, node_id: str = "p1", *, join: bool = True, **changes: Any) -> FakeNode:
+        ref = NodeRef(node_id=node_id, generation=new_generation())
+        engine = FakePrefillEngine(ref, self.kv)
+        service = PrefillService(ref, engine)
+        register = prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server
+        facts = {"role": NodeRole.PREFILL, "nixl": engine.endpoint, "kv_blocks": 1000}
+        return await self._add(ref, engine, service, register, facts, join=join, changes=changes)
+
+    async def add_decode(
+        self,
+        node_id: str = "d1",
+        *,
+        slots: int = 8,
+        kv_blocks: int = 1000,
+        lease_ttl_ms: int = 60_000,
+        join: bool = True,
+        **changes: Any,
+    ) -> FakeNode:
+        ref = NodeRef(node_id=node_id, generation=new_generation())
+        engine = FakeDecodeEngine(self.kv)
+        table = SlotTable(slots=slots, kv_blocks=kv_blocks, block_size=BLOCK_SIZE)
+        service = DecodeService(ref, engine, table, lease_ttl_ms=lease_ttl_ms)
+        engine.on_step = service.on_step
+        register = decode_service_pb2_grpc.add_DecodeServiceServicer_to_server
+        facts = {"role": NodeRole.DECODE, "slots": slots, "kv_blocks": kv_blocks}
+        return await self._add(ref, engine, service, register, facts, join=join, changes={"slots": slots, **changes})
+
+    async def _add(
+        self,
+        ref: NodeRef,
+        engine: Any,
+        service: Any,
+        register: Any,
+        facts: dict[str, Any],
+        *,
+        join: bool,
+        changes: dict[str, Any],
+    ) -> FakeNode:
+        server = GrpcServer()
+        server.add(register, service)
+        await server.start()
+        info = NodeInfo(
+            ref=ref,
+            address=server.address,
+            contract_json=contract(facts["role"], self.model, **changes).canonical_json(),
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            model=self.model,
+            **facts,
+        )
+        agent = NodeAgent(info, [self.address], service.load)
+        node = FakeNode(info=info, engine=engine, service=service, server=server, agent=agent)
+        self.nodes.append(node)
+        if join:
+            node.join()
+        return node
+
+    async def ready(self, *names: str) -> None:
+        """Waits until each of these nodes, by id or as id@generation, is READY."""
+        await self.until(lambda: all(self.state(name) is NodeState.READY for name in names))
+
+    def state(self, name: str) -> NodeState | None:
+        status = self._status(name)
+        return status.state if status else None
+
+    def detail(self, name: str) -> str:
+        status = self._status(name)
+        return status.detail if status else ""
+
+    def _status(self, name: str) -> NodeStatus | None:
+        found = [s for s in self.router.registry.statuses() if name in (s.node.ref.node_id, str(s.node.ref))]
+        return found[0] if found else None
+
+    async def status(self) -> ClusterStatus:
+        async with self.stub() as stub:
+            answer = await stub.GetCluster(cluster_service_pb2.GetClusterRequest(), timeout=WAIT_S)
+        return wire.cluster_status_from_proto(answer)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition; fails the test if it does not come."""
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while not condition():
+            assert asyncio.get_running_loop().time() < deadline, "the condition did not come"
+            await asyncio.sleep(0.002)
+
+    async def idle(self) -> None:
+        """Waits until nothing is held anywhere: no slot, no KV, no place in the queue, no claim of the router."""
+        await self.until(lambda: not self.held())
+
+    def held(self) -> list[str]:
+        """What is held, in words."""
+        live = [node for node in self.nodes if node.membership is not None and not node.membership.done()]
+        engines = {node.engine.endpoint.engine_id for node in live if isinstance(node.engine, FakePrefillEngine)}
+        found = [f"{node.used_slots} slots of {node.info.ref}" for node in live if node.used_slots]
+        found += [f"KV {key}" for key in self.kv.held if key[0] in engines]
+        found += [f"{self.router.queue.waiting} samples wait"] * (self.router.queue.waiting > 0)
+        return found + claims(self.router)
+
+    async def close(self) -> None:
+        await self.router.stop()
+        for node in self.nodes:
+            await node.kill()
+
+
+def claims(router: Router) -> list[str]:
+    """The router's own claims on nodes, in words."""
+    registry = router.registry
+    decodes = [f"claim on a slot of {m.info.ref}" for m in registry._decodes.values() if m.room._slots.own]
+    decodes += [f"claim on KV of {m.info.ref}" for m in registry._decodes.values() if m.room._blocks.own]
+    return decodes + [f"claim on a turn of {m.info.ref}" for m in registry._prefills.values() if m.room._in_flight]
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    model: str, *, prefills: int = 1, decodes: int = 1, slots: int = 8, **config: Any
+) -> AsyncIterator[FakeCluster]:
+    """A running cluster whose nodes are READY; closed, and checked to hold nothing, at the end."""
+    values = {"port": 0, "seed_key": "00" * 32, "heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 2000}
+    router = Router(RouterConfig(**{**values, **config}))
+    await router.start()
+    fake = FakeCluster(model, router)
+    try:
+        for number in range(1, prefills + 1):
+            await fake.add_prefill(f"p{number}")
+        for number in range(1, decodes + 1):
+            await fake.add_decode(f"d{number}", slots=slots)
+        if prefills and decodes:
+            await fake.ready(*(node.info.ref.node_id for node in fake.nodes))
+        yield fake
+        await fake.idle()
+    finally:
+        await fake.close()
+
+
+@dataclasses.dataclass(kw_only=True)
+class Output:
+    """One sample as a client saw it."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    seed: int = 0
+    receipt: Any = None
+    messages: int = 0
+
+
+async def generate(
+    fake: FakeCluster,
+    prompt: str | Sequence[int],
+    params: SamplingParams | None = None,
+    *,
+    seed: int | None = None,
+    request_id: str = "",
+    timeout_s: float = WAIT_S,
+) -> list[Output]:
+    """Runs a request over gRPC; one output per sample. Raises typed errors."""
+    params = params or SamplingParams(logprobs=True)
+    request = wire.generate_request(prompt, params, seed=seed, request_id=request_id)
+    return await send(fake, request, timeout_s=timeout_s)
+
+
+async def send(
+    fake: FakeCluster, request: cluster_service_pb2.GenerateRequest, *, timeout_s: float = WAIT_S
+) -> list[Output]:
+    """Sends a request as it is."""
+    outputs = [Output() for _ in range(max(1, request.sampling_params.n))]
+    try:
+        async with fake.stub() as stub:
+            async for message in stub.Generate(request, timeout=timeout_s):
+                take(outputs[message.sample_index], message)
+    except Exception as error:
+        raise from_rpc_error(error) if hasattr(error, "code") else error from None
+    if any(output.receipt is None for output in outputs):
+        raise UnavailableError("the stream ended before every sample had its receipt")
+    return outputs
+
+
+def take(output: Output, message: cluster_service_pb2.GenerateResponse) -> None:
+    output.text += message.text
+    output.token_ids.extend(message.token_ids)
+    output.logprobs.extend(message.logprobs)
+    output.seed = message.seed
+    output.messages += 1
+    if message.HasField("receipt"):
+        output.receipt = wire.receipt_from_proto(message.receipt)

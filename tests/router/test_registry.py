@@ -1,0 +1,96 @@
+"""Contract admission and what a node says of itself. Life and loss of nodes: test_router_over_fakes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
+from corun.config import RouterConfig
+from corun.contract import pair_fingerprint
+from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError
+from router.pinned import ClusterContract
+from router.registry import Registry
+from tests.fakes import contract
+
+P, D = NodeRole.PREFILL, NodeRole.DECODE
+
+
+def info(model: str, node_id: str = "d1", role: NodeRole = D) -> NodeInfo:
+    return NodeInfo(
+        ref=NodeRef(node_id=node_id, generation="0" * 16),
+        role=role,
+        address="127.0.0.1:1",
+        contract_json=contract(role, model).canonical_json(),
+        slots=8 if role is D else 0,
+        kv_blocks=10,
+        block_size=16,
+        max_model_len=100,
+        vocab_size=256,
+        nixl=NixlEndpoint(engine_id="e", host="h", port=1, tp_size=1) if role is P else None,
+        model=model,
+    )
+
+
+def test_the_first_node_of_each_role_sets_the_contract(model: str) -> None:
+    pinned = ClusterContract()
+    assert pinned.fingerprint == ""
+    pinned.admit(contract(D, model))
+    assert pinned.fingerprint == ""
+    pinned.admit(contract(P, model))
+    assert pinned.fingerprint == pair_fingerprint(contract(P, model), contract(D, model))
+    pinned.admit(contract(D, model))
+
+
+def test_a_differing_field_of_the_same_role_is_named(model: str) -> None:
+    pinned = ClusterContract()
+    pinned.admit(contract(D, model, slots=8))
+    with pytest.raises(ContractMismatchError) as caught:
+        pinned.admit(contract(D, model, slots=16, driver="2"))
+    assert caught.value.differences == {"decode.slots": ("8", "16"), "model.driver": ("", "2")}
+
+
+def test_roles_share_the_model_part_only(model: str) -> None:
+    pinned = ClusterContract()
+    pinned.admit(contract(D, model))
+    with pytest.raises(ContractMismatchError) as caught:
+        pinned.admit(contract(P, model, dtype="bfloat16"))
+    assert caught.value.differences == {"model.dtype": ("float32", "bfloat16")}
+    pinned.admit(contract(P, model))
+    assert pinned.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("role", "field", "value"),
+    [
+        (D, "slots", 0),
+        (D, "kv_blocks", 0),
+        (D, "vocab_size", 0),
+        (D, "address", ""),
+        (D, "model", ""),
+        (P, "nixl", None),
+        (D, "ref", NodeRef(node_id="", generation="1")),
+        (D, "contract_json", "{}"),
+        (D, "role", P),
+    ],
+)
+async def test_an_incomplete_description_is_refused(model: str, role: NodeRole, field: str, value: object) -> None:
+    registry = Registry(RouterConfig(), "r")
+    with pytest.raises(InvalidArgumentError):
+        registry.register(dataclasses.replace(info(model, role=role), **{field: value}))
+    assert all(status.state is NodeState.REFUSED for status in registry.statuses())
+
+
+async def test_an_unknown_node_has_to_register(model: str) -> None:
+    registry = Registry(RouterConfig(), "r")
+    node = info(model)
+    with pytest.raises(NotFoundError):
+        registry.heartbeat(node.ref, NodeLoad(), draining=False)
+    registry.register(node)
+    registry.heartbeat(node.ref, NodeLoad(), draining=False)
+    with pytest.raises(NotFoundError):
+        registry.heartbeat(dataclasses.replace(node.ref, generation="1"), NodeLoad(), draining=False)
+    assert [status.state for status in registry.statuses()] == [NodeState.JOINING]
+    assert registry.missing() == "no prefill node has joined; no decode node is in use (d1 is joining: being prepared)"
+    await registry.close()

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corun.cluster import NodeLoad
+from router.slots import DecodeRoom, PrefillRoom, SharedCount
+
+
+def room(slots: int = 2, kv_blocks: int = 10, block_size: int = 16) -> DecodeRoom:
+    return DecodeRoom(slots=slots, kv_blocks=kv_blocks, block_size=block_size)
+
+
+def test_blocks_are_rounded_up() -> None:
+    assert [room().blocks(n) for n in (1, 16, 17, 32)] == [1, 1, 2, 2]
+
+
+def test_a_sample_needs_a_slot_and_its_whole_kv() -> None:
+    decode = room()
+    assert decode.has_room(160)
+    assert not decode.has_room(161)
+    assert decode.could_hold(160)
+    assert not decode.could_hold(161)
+    decode.take(96)
+    assert decode.has_room(64)
+    assert not decode.has_room(65)
+    decode.take(16)
+    assert (decode.free_slots, decode.free_blocks) == (0, 3)
+    assert not decode.has_room(1)
+    decode.give(96)
+    assert decode.has_room(144)
+
+
+def test_a_refusal_closes_the_node_until_something_changes() -> None:
+    decode = room()
+    decode.take(16)
+    decode.take(16)
+    decode.refuse(16)
+    assert (decode.free_slots, decode.free_blocks) == (0, 0)
+    decode.give(16)
+    assert (decode.free_slots, decode.free_blocks) == (2, 10)
+    decode.take(16)
+    decode.refuse(16)
+    decode.report(NodeLoad(used_slots=1, used_kv_blocks=1))  # Perhaps our own of a moment ago.
+    assert (decode.free_slots, decode.free_blocks) == (2, 10)
+
+
+def test_slots_of_other_routers_count() -> None:
+    decode = room(slots=4)
+    decode.take(16)
+    decode.report(NodeLoad(used_slots=3, used_kv_blocks=3))
+    assert (decode.free_slots, decode.free_blocks) == (1, 7)
+    decode.report(NodeLoad(used_slots=1, used_kv_blocks=1))
+    assert (decode.free_slots, decode.free_blocks) == (3, 9)
+
+
+def test_an_old_report_does_not_count_our_ended_leases_as_foreign() -> None:
+    decode = room(slots=4)
+    for _ in range(4):
+        decode.take(16)
+    for _ in range(4):
+        decode.give(16)
+    decode.report(NodeLoad(used_slots=4, used_kv_blocks=4))  # Sampled before they ended.
+    assert decode.free_slots == 4
+
+
+def test_an_empty_report_does_not_free_our_leases() -> None:
+    decode = room()
+    decode.take(16)
+    decode.report(NodeLoad())
+    assert decode.free_slots == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "report"]), st.integers(1, 5)), max_size=50))
+def test_counts_never_go_below_zero_or_lose_own_claims(steps: list[tuple[str, int]]) -> None:
+    count, held = SharedCount(), []
+    for action, amount in steps:
+        if action == "take":
+            held.append(amount)
+            count.take(amount)
+        elif action == "give" and held:
+            count.give(held.pop())
+        elif action == "report":
+            count.report(amount)
+        assert count.own == sum(held)
+        assert count.foreign >= 0
+        assert count.used >= sum(held)
+
+
+def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
+    prefill = PrefillRoom(max_in_flight=2)
+    prefill.take(100)
+    assert prefill.has_room()
+    prefill.take(50)
+    assert not prefill.has_room()
+    assert prefill.queued_tokens == 150
+    prefill.give(100)
+    prefill.report(NodeLoad(queued_prompt_tokens=1150))
+    assert prefill.has_room()
+    assert prefill.queued_tokens == 50 + 1000

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from corun.errors import UnavailableError
+from router.text import ByteLevelDetokenizer, StopMatcher, Tokenizer, WindowDetokenizer
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<bos>", "<eos>"])
+    made.add_tokens([AddedToken("two wörds"), AddedToken("naïve"), AddedToken("é")])
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+    return Tokenizer(made.to_str().encode())
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2: words with a leading ▁, bytes as <0xNN>."""
+    pieces = ["<unk>", "<s>", "▁", "▁a", "b", "▁cd", "e", "好", "�", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<s>"])
+    return Tokenizer(made.to_str().encode())
+
+
+BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = tokenizer.detokenizer()
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+
+
+@given(st.lists(st.integers(0, 262), max_size=40))
+def test_byte_level_pieces_are_the_decoded_whole(ids: list[int]) -> None:
+    assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+
+
+@given(st.lists(st.integers(0, 265), max_size=40))
+def test_window_pieces_are_the_decoded_whole(ids: list[int]) -> None:
+    assert "".join(pieces(SENTENCEPIECE, ids)) == SENTENCEPIECE.decode(ids)
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="éï"), max_size=20))  # Those spell added tokens above.
+def test_text_survives_whole_characters_only(text: str) -> None:
+    ids = list(BYTE_LEVEL.encode(text))
+    found = pieces(BYTE_LEVEL, ids)
+    assert "".join(found) == BYTE_LEVEL.decode(ids)
+    assert all("�" not in piece for piece in found) or "�" in text
+
+
+def test_half_a_character_is_held_back() -> None:
+    ids = list(BYTE_LEVEL.encode("é😀x"))
+    assert ids[0] == 256  # The post-processor's own special token.
+    emoji = pieces(BYTE_LEVEL, [*BYTE_LEVEL.encode("😀")][1:])
+    assert emoji == ["", "", "", "😀", ""]
+    assert pieces(SENTENCEPIECE, [9 + byte for byte in "好".encode()] + [4]) == ["", "", "", "好b", ""]
+
+
+def test_an_unfinished_character_comes_out_at_the_end() -> None:
+    ids = [*BYTE_LEVEL.encode("😀")][1:3]
+    assert pieces(BYTE_LEVEL, ids) == ["", "", "�"]
+
+
+def test_the_detokenizer_fits_the_decoder() -> None:
+    assert isinstance(BYTE_LEVEL.detokenizer(), ByteLevelDetokenizer)
+    assert isinstance(SENTENCEPIECE.detokenizer(), WindowDetokenizer)
+
+
+def test_special_and_unknown_tokens_have_no_text() -> None:
+    assert pieces(BYTE_LEVEL, [256, 257, 9999]) == ["", "", "", ""]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="No such file"):
+        Tokenizer.load(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnavailableError, match="cannot be used"):
+        Tokenizer.load(str(tmp_path))
+
+
+def run(stops: list[str], texts: list[str], *, armed_from: int = 0) -> tuple[list[str], bool]:
+    matcher = StopMatcher(stops)
+    shown = []
+    for number, text in enumerate(texts):
+        shown.append(matcher.push(text, armed=number >= armed_from))
+        if matcher.matched:
+            return shown, True
+    return [*shown, matcher.flush()], False
+
+
+def test_without_stops_text_passes() -> None:
+    assert run([], ["a", "b"]) == (["a", "b", ""], False)
+
+
+def test_what_may_be_a_stop_is_held_back() -> None:
+    assert run(["END"], ["xE", "N", "q"]) == (["x", "", "ENq", ""], False)
+    assert run(["END"], ["xE", "N", "Dq"]) == (["x", "", ""], True)
+    assert run(["END"], ["xEN"]) == (["x", "EN"], False)
+
+
+def test_the_earliest_match_cuts() -> None:
+    assert run(["cd", "bc"], ["abcde"]) == (["a"], True)
+    assert run(["aab"], ["aa", "aab"]) == (["", "aa"], True)
+
+
+def test_a_stop_may_not_end_before_it_is_armed() -> None:
+    assert run(["ab"], ["ab", "x", "ab"], armed_from=1) == (["ab", "x", ""], True)
+    assert run(["ab"], ["a", "b", "c"], armed_from=1) == (["", ""], True)
+    assert run(["ab"], ["ab", "", ""], armed_from=1) == (["ab", "", "", ""], False)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3), st.lists(st.text("ab", max_size=3)))
+def test_shown_text_is_the_text_before_the_first_stop(stops: list[str], texts: list[str]) -> None:
+    shown, matched = run(stops, texts)
+    whole, so_far = "".join(texts), ""
+    for text in texts:  # Token by token, as the text comes.
+        so_far += text
+        starts = [start for stop in stops if (start := so_far.find(stop)) >= 0]
+        if starts:
+            assert ("".join(shown), matched) == (whole[: min(starts)], True)
+            return
+    assert ("".join(shown), matched) == (whole, False)
