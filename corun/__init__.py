@@ -1,0 +1,50 @@
+"""CoRun: a prefill-decode LLM serving cluster whose output is bitwise reproducible.
+
+These are the public names. Importing them starts nothing and loads neither serving code nor torch.
+"""
+
+from corun.client import AsyncClient, Client
+from corun.cluster import ClusterStatus, Condition, FinishReason
+from corun.errors import (
+    CancelledByPeerError,
+    ContractMismatchError,
+    CorunError,
+    DataLossError,
+    DeadlineError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    StaleGenerationError,
+    UnavailableError,
+)
+from corun.generation import Chunk, Generation, Sample
+from corun.params import SamplingParams
+from corun.receipt import Receipt
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "CancelledByPeerError",
+    "Chunk",
+    "Client",
+    "ClusterStatus",
+    "Condition",
+    "ContractMismatchError",
+    "CorunError",
+    "DataLossError",
+    "DeadlineError",
+    "FinishReason",
+    "Generation",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "OverloadedError",
+    "Receipt",
+    "Sample",
+    "SamplingParams",
+    "StaleGenerationError",
+    "UnavailableError",
+    "__version__",
+]

@@ -1,0 +1,130 @@
+"""The command `corun`: one verb per command, one line per error, and exit codes that scripts can use.
+
+Owns the list of commands, their help and what an error means to a shell. This module must not know what a command does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol, Union, cast
+
+import tyro
+
+import corun
+from corun.cli.batch import Batch
+from corun.cli.fingerprint import Fingerprint
+from corun.cli.generate import Generate
+from corun.cli.model import Model
+from corun.cli.status import Status
+from corun.cli.up import Up
+from corun.cli.verify import Verify
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    DataLossError,
+    InvalidArgumentError,
+    OverloadedError,
+    UnavailableError,
+)
+
+OK, FAILURE, USAGE, MISMATCH, UNAVAILABLE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 130, 141
+
+_DESCRIPTION = """A prefill-decode LLM serving cluster whose output is bitwise reproducible.
+
+examples:
+  corun up                                             start a cluster with the built-in tiny model
+  corun generate "Once upon a time" --seed 42          stream one prompt
+  corun batch prompts.jsonl -o results.jsonl           run a file of prompts; run it again to resume
+  corun verify results.jsonl                           run results again and compare every bit
+
+corun COMMAND --help says more. Exit codes: 0 ok, 1 failure, 2 usage or bad input, 3 bits or contracts differ,
+4 cluster unavailable or overloaded, 130 interrupted."""
+
+_EXIT_CODES: tuple[tuple[type[CorunError], int], ...] = (
+    (InvalidArgumentError, USAGE),
+    (ContractMismatchError, MISMATCH),
+    (DataLossError, MISMATCH),
+    (UnavailableError, UNAVAILABLE),
+    (OverloadedError, UNAVAILABLE),
+)
+
+
+class Command(Protocol):
+    """A parsed command line."""
+
+    def run(self) -> int:
+        """The exit code."""
+        ...
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "up": Up,
+    "generate": Generate,
+    "batch": Batch,
+    "status": Status,
+    "verify": Verify,
+    "fingerprint": Fingerprint,
+    "model": Model,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; `--help` and usage errors raise SystemExit, as argparse does."""
+    try:
+        code = parse(sys.argv[1:] if argv is None else argv).run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _reader_left()
+    except CorunError as error:
+        return _fail(str(error), exit_code(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), USAGE)
+    return code
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """The command of a command line."""
+    if argv and argv[0] in COMMANDS:
+        command = COMMANDS[argv[0]]
+        description = inspect.getdoc(command) or ""
+        return cast(
+            Command, tyro.cli(command, prog=f"corun {argv[0]}", description=description, args=argv[1:], config=_STYLE)
+        )
+    if list(argv) == ["--version"]:
+        print(f"corun {corun.__version__}")
+        raise SystemExit(OK)
+    _show_commands(argv)
+    raise SystemExit(USAGE)
+
+
+def exit_code(error: CorunError) -> int:
+    """What an error means to a shell."""
+    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), FAILURE)
+
+
+_STYLE = (tyro.conf.FlagCreatePairsOff,)
+
+
+def _show_commands(argv: Sequence[str]) -> None:
+    """Help, or the usage error of a command line that names no command."""
+    kinds = tuple(
+        Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
+        for name, kind in COMMANDS.items()
+    )
+    tyro.cli(cast(Any, Union.__getitem__(kinds)), prog="corun", description=_DESCRIPTION, args=argv, config=_STYLE)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"corun: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _reader_left() -> int:
+    """The reader of our output is gone, as in `corun batch … | head`: nothing is wrong, and nothing can be said."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE

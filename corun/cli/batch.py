@@ -1,0 +1,145 @@
+"""`corun batch`: a file of prompts to a file of results, resumable at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import tyro
+
+from corun.calls import DEFAULT_CONCURRENCY, Deadline, check_concurrency, retry_delay_s
+from corun.cli.options import OptionalInt, RouterOptions, SamplingOptions
+from corun.client import AsyncClient
+from corun.errors import InvalidArgumentError, OverloadedError
+from corun.generation import Generation
+from corun.params import check_seed
+from corun.progress import ProgressBar
+from corun.rows import PromptRow, check_same, drop_torn_line, located, read_prompts, read_results, result_row, to_line
+from corun.seeds import derive_seed
+
+MAX_SHOWN_REFUSALS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Run a file of prompts; run it again to resume.
+
+    Each input line is an object: {"prompt": "text" or [token ids], "id"?, "seed"?, "params"?: {"temperature": 0.6, …}}.
+    Each output line is a finished prompt with its token ids, log probabilities and receipt, in order of completion.
+    Sampling options are the defaults of rows that do not set them.
+    A prompt that the cluster refuses is reported at the end, with exit code 2; the others run on.
+
+    examples:
+      corun batch prompts.jsonl -o results.jsonl --max-tokens 256 --logprobs --seed 7
+      corun verify results.jsonl
+    """
+
+    input: tyro.conf.Positional[Path]
+    """JSON lines of prompts."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """JSON lines of results; rows whose id is already there are not run again."""
+    seed: OptionalInt = None
+    """Gives each row without a seed one that depends on this seed and the row's id."""
+    concurrency: int = DEFAULT_CONCURRENCY
+    """Prompts in flight at once."""
+    cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
+    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
+
+    def run(self) -> int:
+        check_concurrency(self.concurrency)
+        if self.output.exists() and self.output.samefile(self.input):
+            raise InvalidArgumentError("output", str(self.output), "must not be the input")
+        rows = [self._seeded(row) for row in read_prompts(self.input, self.sampling.params())]
+        todo = unfinished(rows, self.output)
+        run = _Run(len(rows) - len(todo))
+        try:
+            with self.output.open("a", encoding="utf-8") as sink, ProgressBar(len(todo), "prompts") as bar:
+                asyncio.run(self._run_all(todo, run, sink, bar))
+        finally:
+            print(run.summary(len(rows), self.output), file=sys.stderr)
+        return 2 if run.refused else 0
+
+    def _seeded(self, row: PromptRow) -> PromptRow:
+        if self.seed is None or row.seed is not None:
+            return row
+        return replace(row, seed=derive_seed(check_seed(self.seed).to_bytes(8, "little"), row.id))
+
+    async def _run_all(self, todo: list[PromptRow], run: _Run, sink: TextIO, bar: ProgressBar) -> None:
+        rows = iter(todo)
+        async with self.cluster.async_client() as client:
+            workers = [
+                asyncio.create_task(self._work(client, rows, run, sink, bar))
+                for _ in range(min(self.concurrency, len(todo)))
+            ]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _work(
+        self, client: AsyncClient, rows: Iterator[PromptRow], run: _Run, sink: TextIO, bar: ProgressBar
+    ) -> None:
+        for row in rows:  # Shared by all workers: each takes the next.
+            done = await self._generate(client, row, run)
+            if done is not None:
+                sink.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
+                sink.flush()
+                run.finished += 1
+            bar.advance()
+
+    async def _generate(self, client: AsyncClient, row: PromptRow, run: _Run) -> Generation | None:
+        """None if the cluster refuses the prompt."""
+        deadline = Deadline(self.cluster.timeout_s)
+        while True:
+            try:
+                return await client.generate(row.prompt, row.params, seed=row.seed, timeout_s=deadline.remaining_s)
+            except OverloadedError as error:
+                delay = retry_delay_s(error, deadline)
+            except InvalidArgumentError as error:
+                run.refused.append(str(located(row.where, error)))
+                return None
+            await asyncio.sleep(delay)
+
+
+class _Run:
+    """What became of the rows."""
+
+    def __init__(self, before: int) -> None:
+        self.before = before
+        self.finished = 0
+        self.refused: list[str] = []
+
+    def summary(self, total: int, output: Path) -> str:
+        lines = [f"refused {line}" for line in self.refused[:MAX_SHOWN_REFUSALS]]
+        if len(self.refused) > MAX_SHOWN_REFUSALS:
+            lines.append(f"refused {len(self.refused) - MAX_SHOWN_REFUSALS} more")
+        left = total - self.before - self.finished - len(self.refused)
+        parts = [f"{self.finished} finished", f"{self.before} were there before" if self.before else ""]
+        parts += [f"{len(self.refused)} refused" if self.refused else "", f"{left} left" if left else ""]
+        again = "; run the same command again to continue" if left else ""
+        return "\n".join([*lines, f"{output}: {', '.join(filter(None, parts))} of {total} prompts{again}"])
+
+
+def unfinished(rows: list[PromptRow], output: Path) -> list[PromptRow]:
+    """The rows that `output` does not have yet; cuts off a line that an interrupted run left torn.
+
+    Raises InvalidArgumentError if it holds the answer to another prompt under the id of one of them.
+    """
+    if not output.exists():
+        return rows
+    by_id = {row.id: row for row in rows}
+    done = set()
+    for where, result in read_results(output, skip_torn=True):
+        row_id = str(result["id"])
+        if row_id in by_id:
+            check_same(by_id[row_id], result, where)
+            done.add(row_id)
+    if drop_torn_line(output):
+        print(f"{output}: dropped an unfinished last line", file=sys.stderr)
+    return [row for row in rows if row.id not in done]

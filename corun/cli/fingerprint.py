@@ -1,0 +1,152 @@
+"""`corun fingerprint`: the contract a cluster keeps, in one line, in full, or against another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from corun.cli.options import RouterOptions
+from corun.cluster import ClusterStatus, NodeRole, NodeState
+from corun.contract import Contract, diff
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.rows import to_line
+
+Contracts = dict[NodeRole, Contract]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Show the contract that the cluster's bits depend on.
+
+    Equal fingerprints give equal bits. With --diff, the exit code is 3 if anything differs.
+
+    examples:
+      corun fingerprint
+      corun fingerprint --explain
+      corun fingerprint --json > monday.jsonl
+      corun fingerprint --diff monday.jsonl cluster
+      corun fingerprint --diff decode-0 decode-1
+    """
+
+    explain: bool = False
+    """Show every field of the contract."""
+    diff: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="A B")] = None
+    """Show the fields in which two contracts differ, each a node id, "cluster", or a file made with --json."""
+    json: bool = False
+    """Print JSON objects instead: one a node, or, with --diff, one a field."""
+    cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
+
+    def run(self) -> int:
+        if self.diff is not None:
+            return self._diff(*self.diff)
+        status = self._status()
+        if self.json:
+            for node in status.nodes:
+                ref = {"node_id": node.node.ref.node_id, "state": node.state.value, "fingerprint": status.fingerprint}
+                print(to_line(ref | {"contract": json.loads(node.node.contract_json)}))
+            return 0
+        print(status.fingerprint)
+        if self.explain:
+            _explain(of_cluster(status))
+        return 0
+
+    def _status(self) -> ClusterStatus:
+        with self.cluster.client() as client:
+            status = client.get_cluster()
+        if not status.fingerprint:
+            raise UnavailableError("no node has joined, so there is no contract yet")
+        return status
+
+    def _diff(self, first: str, second: str) -> int:
+        differences = differing(self._read(first), self._read(second))
+        for name, values in differences.items():
+            if self.json:
+                print(to_line({"field": name, "values": list(values)}))
+        if not self.json:
+            _show_differences(first, second, differences)
+        return 3 if differences else 0
+
+    def _read(self, name: str) -> Contracts:
+        if Path(name).is_file():
+            return of_file(Path(name))
+        status = self._status()
+        return of_cluster(status) if name == "cluster" else of_node(status, name)
+
+
+def of_cluster(status: ClusterStatus) -> Contracts:
+    """The contracts that the cluster keeps: those of the first node of each role that is not refused."""
+    found: Contracts = {}
+    for node in status.nodes:
+        if node.state is not NodeState.REFUSED:
+            found.setdefault(node.node.role, Contract.from_json(node.node.contract_json))
+    return found
+
+
+def of_node(status: ClusterStatus, node_id: str) -> Contracts:
+    """One node's contract. Raises InvalidArgumentError if the cluster has no such node."""
+    for node in status.nodes:
+        if node.node.ref.node_id == node_id:
+            return {node.node.role: Contract.from_json(node.node.contract_json)}
+    known = ", ".join(node.node.ref.node_id for node in status.nodes)
+    raise InvalidArgumentError("diff", node_id, f"must be a file, 'cluster' or one of the nodes {known}")
+
+
+def of_file(path: Path) -> Contracts:
+    """The contracts that `corun fingerprint --json` printed; of each role the first that was not refused."""
+    found: Contracts = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            state, contract = NodeState(values["state"]), Contract.from_json(json.dumps(values["contract"]))
+        except (KeyError, TypeError, ValueError):
+            limit = "must be the output of corun fingerprint --json"
+            raise InvalidArgumentError(f"{path}:{number}", line, limit) from None
+        if state is not NodeState.REFUSED:
+            found.setdefault(contract.role, contract)
+    if not found:
+        raise InvalidArgumentError("diff", str(path), "must hold a contract: the output of corun fingerprint --json")
+    return found
+
+
+def differing(first: Contracts, second: Contracts) -> dict[str, tuple[str, str]]:
+    """The differing fields of the roles that both have; of two nodes of different roles, all of them."""
+    pairs = [(first[role], second[role]) for role in NodeRole if role in first and role in second]
+    if not pairs:
+        pairs = [(next(iter(first.values())), next(iter(second.values())))]
+    return {name: values for a, b in pairs for name, values in diff(a, b).items()}
+
+
+def _explain(contracts: Contracts) -> None:
+    table = Table("field", "value", box=None, show_header=False, pad_edge=False)
+    parts: dict[str, Any] = {"model": {}}
+    for contract in contracts.values():
+        parts |= json.loads(contract.canonical_json())
+    del parts["role"]
+    rows = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    for name, value in rows.items():
+        table.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+    _console().print(table)
+
+
+def _show_differences(first: str, second: str, differences: dict[str, tuple[str, str]]) -> None:
+    if not differences:
+        print("no field differs")
+        return
+    table = Table("field", first, second, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, values in sorted(differences.items()):
+        table.add_row(name, *values)
+    _console().print(table)
+
+
+def _console() -> Console:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 160  # Two digests side by side; a file has no edge.
+    return console

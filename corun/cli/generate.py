@@ -1,0 +1,114 @@
+"""`corun generate`: one prompt, its text as it comes, its seeds and receipts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import tyro
+
+from corun.cli.options import OptionalInt, RouterOptions, SamplingOptions
+from corun.errors import InvalidArgumentError
+from corun.generation import Assembler, Chunk, Generation, Prompt
+from corun.rows import result_row, short_fp32, to_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Stream one prompt's text, then its seed and receipt.
+
+    examples:
+      corun generate "Once upon a time" --temperature 0.6 --max-tokens 64 --seed 42
+      corun generate --token-ids 1 2 3 --n 4 --logprobs --json
+    """
+
+    prompt: tyro.conf.Positional[str] = ""
+    """The prompt, as text."""
+    token_ids: tuple[int, ...] = ()
+    """The prompt, as token ids."""
+    seed: OptionalInt = None
+    """In [0, 2^63); without one the router derives it and says which."""
+    request_id: str = ""
+    """Your name for the request, at most 128 characters; without one the router draws it."""
+    json: bool = False
+    """Print one JSON object instead, once finished: all samples with token ids and receipts."""
+    cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
+    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
+
+    def run(self) -> int:
+        prompt, params = self._prompt(), self.sampling.params()
+        assembler = Assembler(params.n, None if isinstance(prompt, str) else prompt)
+        with self.cluster.client() as client, SampleWriter(params.n) as writer:
+            for chunk in client.stream(prompt, params, seed=self.seed, request_id=self.request_id):
+                assembler.add(chunk)
+                if not self.json:
+                    writer.write(chunk)
+        done = assembler.finish()
+        print(to_line(result_row(done.request_id, prompt, params, done)) if self.json else receipts(done))
+        return 0
+
+    def _prompt(self) -> Prompt:
+        if bool(self.prompt) == bool(self.token_ids):
+            raise InvalidArgumentError("prompt", self.prompt, "must be given, as text or as --token-ids, not both")
+        return self.prompt or self.token_ids
+
+
+class SampleWriter:
+    """Writes text sample by sample: one as it comes, the next ones when those before them have ended."""
+
+    def __init__(self, n: int) -> None:
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._ended = [False] * n
+        self._current = 0
+        self._in_line = False
+
+    def __enter__(self) -> SampleWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the line, so that what comes next, be it an error, has its own."""
+        if self._in_line:
+            sys.stdout.write("\n")
+
+    def write(self, chunk: Chunk) -> None:
+        self._texts[chunk.sample_index].append(chunk.text)
+        self._ended[chunk.sample_index] |= chunk.finish_reason is not None
+        self._write_current()
+        while self._ended[self._current] and self._current + 1 < len(self._ended):
+            self._current += 1
+            sys.stdout.write("\n\n")
+            self._write_current()
+        sys.stdout.flush()
+
+    def _write_current(self) -> None:
+        text = "".join(self._texts[self._current])
+        self._texts[self._current].clear()
+        sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
+        self._in_line = True
+
+
+def for_terminal(text: str) -> str:
+    """`text` without characters that could command a terminal: a model may say anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def receipts(done: Generation) -> str:
+    """Seed and receipt of each sample, to print after the text."""
+    return "\n\n".join(_receipt(done, index) for index in range(len(done.samples)))
+
+
+def _receipt(done: Generation, index: int) -> str:
+    sample = done.samples[index]
+    receipt = sample.receipt
+    lines = {
+        "sample": str(index) if len(done.samples) > 1 else "",
+        "seed": str(sample.seed),
+        "finish reason": f"{sample.finish_reason.value}, {len(sample.token_ids)} tokens",
+        "logprobs": " ".join(map(str, map(short_fp32, sample.logprobs))),
+        "request id": receipt.request_id,
+        "fingerprint": receipt.fingerprint,
+        "prompt digest": receipt.prompt_digest,
+        "output digest": receipt.output_digest,
+        "nodes": f"{receipt.prefill_node} -> {receipt.decode_node}",
+    }
+    return "\n".join(f"{name:<14} {value}" for name, value in lines.items() if value)

@@ -1,0 +1,153 @@
+"""`corun status`: the cluster as a picture: nodes, queue, and every decode slot."""
+
+from __future__ import annotations
+
+import enum
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import tyro
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from corun.cli.options import OptionalFloat, RouterOptions
+from corun.cluster import ClusterStatus, NodeRole, NodeState, NodeStatus
+from corun.errors import InvalidArgumentError
+from corun.rows import to_line
+
+SLOTS_PER_LINE = 64
+_STYLES = {
+    NodeState.READY: "green",
+    NodeState.JOINING: "yellow",
+    NodeState.DRAINING: "yellow",
+    NodeState.LOST: "red",
+    NodeState.REFUSED: "red",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Show slots, queue, nodes and fingerprint.
+
+    The exit code is 4 while the cluster cannot serve: no router answers, or no pair of nodes is ready.
+
+    examples:
+      corun status
+      corun status --watch 1
+      corun status --json
+    """
+
+    watch: OptionalFloat = None
+    """Show it again every so many seconds, until Ctrl-C."""
+    json: bool = False
+    """Print one JSON object instead."""
+    cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
+
+    def run(self) -> int:
+        if self.watch is not None and not 0.1 <= self.watch <= 3600:
+            raise InvalidArgumentError("watch", self.watch, "must be in [0.1, 3600] seconds")
+        with self.cluster.client() as client:
+            status = client.get_cluster()
+            if self.watch is None:
+                self._show(status)
+                return 0 if is_serving(status) else 4
+            with Live(picture(status, self.cluster.router), auto_refresh=False) as live:
+                while True:
+                    time.sleep(self.watch)
+                    live.update(picture(client.get_cluster(), self.cluster.router), refresh=True)
+
+    def _show(self, status: ClusterStatus) -> None:
+        if self.json:
+            print(to_line(status_to_dict(status)))
+        else:
+            Console(highlight=False, markup=False).print(picture(status, self.cluster.router))
+
+
+def is_serving(status: ClusterStatus) -> bool:
+    """True if a prefill node and a decode node are ready."""
+    return {node.node.role for node in status.nodes if node.state is NodeState.READY} == set(NodeRole)
+
+
+def picture(status: ClusterStatus, address: str) -> RenderableType:
+    """The whole status, for a terminal."""
+    head = Text.assemble(("router ", "bold"), f"{status.router_id} at {address}")
+    contract = Text.assemble(("fingerprint ", "bold"), status.fingerprint or "none: no node has joined")
+    queue = Text.assemble(
+        ("queue ", "bold"),
+        f"{status.queued_samples} of {status.max_queued_samples} samples waiting",
+        (", finished ", "bold"),
+        str(status.finished_samples),
+    )
+    slots = [slot_map(node) for node in status.nodes if node.node.role is NodeRole.DECODE and node.node.slots]
+    return Group(
+        head, contract, queue, "", _node_table(status.nodes), *(part for squares in slots for part in ("", squares))
+    )
+
+
+def slot_map(node: NodeStatus) -> RenderableType:
+    """The slots of a decode node, each a square: full if leased."""
+    used, total = frozenset(node.load.slots_in_use), node.node.slots
+    title = Text.assemble((f"{node.node.ref.node_id} ", "bold"), f"{node.load.used_slots} of {total} slots in use")
+    rows = (range(start, min(start + SLOTS_PER_LINE, total)) for start in range(0, total, SLOTS_PER_LINE))
+    return Group(title, *(_Squares([slot in used for slot in row]) for row in rows))
+
+
+def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
+    """Plain values for JSON; contracts as objects."""
+    values: dict[str, Any] = _plain(asdict(status))
+    for node in values["nodes"]:
+        node["node"]["contract"] = json.loads(node["node"].pop("contract_json") or "null")
+    return {"serving": is_serving(status), **values}
+
+
+class _Squares:
+    """A line of slots; ASCII where the terminal has no squares."""
+
+    def __init__(self, used: list[bool]) -> None:
+        self._used = used
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterable[Text]:
+        full, empty = ("#", ".") if options.ascii_only else ("■", "□")
+        yield Text.assemble("  ", *((full, "green") if used else (empty, "dim") for used in self._used))
+
+
+def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("node", "role", "state", "generation", "load", "done", "heard"):
+        table.add_column(name, overflow="fold")  # Nothing is cut off, however narrow the terminal.
+    for status in nodes:
+        node, style = status.node, _STYLES[status.state]
+        state = Text(status.state.value, style=style)
+        if status.detail:
+            state.append(f": {status.detail}")
+        ref = node.ref
+        heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
+        table.add_row(ref.node_id, node.role.value, state, ref.generation, _load(status), _done(status), heard)
+    return table
+
+
+def _load(status: NodeStatus) -> str:
+    load, node = status.load, status.node
+    blocks = f"{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
+    if node.role is NodeRole.PREFILL:
+        return f"{load.queued_prompt_tokens} queued tokens\n{blocks}"
+    return f"{load.used_slots}/{node.slots} slots\n{blocks}"
+
+
+def _done(status: NodeStatus) -> str:
+    if status.node.role is NodeRole.PREFILL:
+        return f"{status.load.tokens} tokens"
+    return f"{status.load.tokens} tokens\n{status.load.steps} steps"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, enum.Enum) else value

@@ -1,0 +1,90 @@
+"""`corun verify`: results or built-in prompts, run again under every condition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from corun import verify
+from corun.cli.options import OptionalInt, OptionalPath, RouterOptions
+from corun.client import Client
+from corun.cluster import Condition
+from corun.errors import InvalidArgumentError
+from corun.progress import ProgressBar
+from corun.rows import read_results, to_line
+
+VERIFY_TIMEOUT_S = 3600.0
+MAX_SHOWN_DIFFERENCES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Run results again and compare every bit.
+
+    Each case runs alone, in a crowd, in other slots and in another order. Prints a table and one JSON object; the exit
+    code is 3 if anything differs.
+
+    examples:
+      corun verify                                         built-in prompts: each condition against the first
+      corun verify results.jsonl                           the output of corun batch: against its receipts
+      corun verify results.jsonl --conditions alone crowded --json
+    """
+
+    results: tyro.conf.Positional[OptionalPath] = None
+    """Output of corun batch; without it, built-in prompts are run."""
+    conditions: tyro.conf.EnumChoicesFromValues[tuple[Condition, ...]] = tuple(Condition)
+    """Conditions to run under."""
+    limit: OptionalInt = None
+    """Verify the first so many samples only."""
+    order_seed: int = 0
+    """Draws the orders and the crowds."""
+    json: bool = False
+    """Print the JSON object only."""
+    cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(
+        default_factory=lambda: RouterOptions(timeout_s=VERIFY_TIMEOUT_S)
+    )
+
+    def run(self) -> int:
+        with self.cluster.client() as client:
+            cases = self._cases(client)
+            with ProgressBar(len(cases) * len(self.conditions), "runs") as bar:
+                report = verify.run(client, cases, self.conditions, order_seed=self.order_seed, on_result=bar.advance)
+        if not self.json:
+            show(report)
+        print(to_line(report.to_dict()))
+        return 0 if report.match else 3
+
+    def _cases(self, client: Client) -> list[verify.NamedCase]:
+        if self.limit is not None and self.limit < 1:
+            raise InvalidArgumentError("limit", self.limit, "must be at least 1")
+        if self.results is None:
+            return verify.built_in_cases(client.get_cluster())[: self.limit]
+        rows = read_results(self.results)
+        cases = list(islice((case for row in rows for case in verify.cases_from_row(*row)), self.limit))
+        if not cases:
+            raise InvalidArgumentError("results", str(self.results), "must hold at least one result")
+        return cases
+
+
+def show(report: verify.Report) -> None:
+    """The report as a table, with the first differences."""
+    console = Console(highlight=False, markup=False)
+    table = Table("condition", "runs", "equal", "different", box=box.SIMPLE_HEAD, pad_edge=False)
+    for condition in Condition:
+        if runs := report.runs[condition]:
+            equal = report.equal[condition]
+            style = "green" if equal == runs else "red"
+            table.add_row(condition.value, str(runs), str(equal), str(runs - equal), style=style)
+    console.print(table)
+    for difference in report.differences[:MAX_SHOWN_DIFFERENCES]:
+        line = f"{difference.name}, {difference.condition.value}: {difference.reason}"
+        console.print(line, style="red", soft_wrap=True)
+    if more := len(report.differences[MAX_SHOWN_DIFFERENCES:]):
+        console.print(f"and {more} more", style="red")
+    verdict = "every bit agrees" if report.match else "BITS DIFFER"
+    console.print(f"{report.num_cases} cases, {report.runs.total()} runs: {verdict}", style="bold", soft_wrap=True)

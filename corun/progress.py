@@ -1,0 +1,75 @@
+"""A progress bar on stderr that stays away from short work and from files.
+
+This module must not know what is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+DELAY_S = 1.0
+"""Work that ends sooner shows no bar."""
+
+
+class ProgressBar:
+    """Counts to `total`, as a context manager. shown=None: only where stderr is a terminal."""
+
+    def __init__(self, total: int, label: str, *, shown: bool | None = None, delay_s: float = DELAY_S) -> None:
+        self._total = total
+        self._label = label
+        self._done = 0
+        self._shown = sys.stderr.isatty() if shown is None else shown
+        self._timer = threading.Timer(delay_s, self._show)
+        self._timer.daemon = True
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> ProgressBar:
+        if self._shown and self._total:
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._shown = False
+            if self._bar is not None:
+                self._bar.stop()
+
+    def advance(self, count: int = 1) -> None:
+        with self._lock:
+            self._done += count
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=self._done)
+
+    def _show(self) -> None:
+        bar = _new_bar()
+        with self._lock:
+            if not self._shown:
+                return
+            bar.add_task(self._label, total=self._total, completed=self._done)
+            bar.start()
+            self._bar = bar
+
+
+def _new_bar() -> Progress:
+    # Loading rich takes longer than the whole client; a program without a terminal never pays for it.
+    from rich import progress  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    return progress.Progress(*columns, console=Console(stderr=True))

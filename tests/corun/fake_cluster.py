@@ -1,0 +1,243 @@
+"""A router for client tests: the real public service over a real socket, with a hash of the prompt for a model.
+
+Its outputs are a pure function of (prompt, seed, position), as a cluster's are. Failures are scripted by the test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from corun import wire
+from corun.cluster import (
+    ClusterStatus,
+    Condition,
+    FinishReason,
+    NodeInfo,
+    NodeLoad,
+    NodeRef,
+    NodeRole,
+    NodeState,
+    NodeStatus,
+    VerifyCase,
+    VerifyResult,
+)
+from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
+from corun.errors import CorunError, to_status
+from corun.params import SamplingParams
+from corun.receipt import Receipt, output_digest, prompt_digest
+from corun.seeds import sample_seed
+from corun.v1 import cluster_service_pb2 as pb
+from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
+
+FINGERPRINT = "f" * 64
+VOCAB_SIZE, MAX_MODEL_LEN, SLOTS = 1000, 512, 100
+PREFILL, DECODE = NodeRef(node_id="prefill-0", generation="1" * 16), NodeRef(node_id="decode-0", generation="2" * 16)
+
+
+class FakeCluster(ClusterServiceServicer):
+    """Answers as a healthy cluster; tests change its fields to make it another."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.verified: list[pb.VerifyRequest] = []
+        self.errors: list[CorunError] = []
+        """Raised by the next calls, first in, first out."""
+        self.refused_prompts: dict[str, CorunError] = {}
+        self.gate = threading.Event()
+        """While it is not set, samples stay after their first token."""
+        self.gate.set()
+        self.cancelled = threading.Event()
+        """Set once a call has ended early."""
+        self.running = self.most_running = 0
+        self.tamper = False
+        """Deliver another token than the receipt says."""
+        self.cut = False
+        """End streams before their samples."""
+        self.silent = False
+        """Verify nothing."""
+        self.broken: set[Condition] = set()
+        """Conditions under which bits differ."""
+        self.status = healthy_status()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> FakeCluster:
+        return self.start("127.0.0.1:0")
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, address: str) -> FakeCluster:
+        self._server = grpc.server(ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0)])
+        add_ClusterServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"
+        self._server.start()
+        return self
+
+    def stop(self) -> None:
+        self.gate.set()
+        self._server.stop(None).wait()
+
+    def Generate(self, request: Any, context: Any) -> Iterator[pb.GenerateResponse]:  # noqa: N802
+        with self._lock:
+            self.requests.append(request)
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        try:
+            self._refuse(request.text, context)
+            yield from self._responses(request, context)
+        finally:
+            with self._lock:
+                self.running -= 1
+            if not context.is_active():
+                self.cancelled.set()
+
+    def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:  # noqa: N802
+        self._refuse("", context)
+        return wire.cluster_status_to_proto(self.status)
+
+    def Verify(self, request: Any, context: Any) -> Iterator[pb.VerifyResponse]:  # noqa: N802
+        self.verified.append(request)
+        self._refuse("", context)
+        if self.silent:
+            return
+        for condition in map(wire.condition_from_proto, request.conditions):
+            for index, case in enumerate(map(wire.verify_case_from_proto, request.cases)):
+                yield wire.verify_result_to_proto(self._verify(index, case, condition))
+
+    def _refuse(self, text: str, context: Any) -> None:
+        with self._lock:
+            error = self.refused_prompts.get(text) or (self.errors.pop(0) if self.errors else None)
+        if error is not None:
+            context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+    def _responses(self, request: Any, context: Any) -> Iterator[pb.GenerateResponse]:
+        prompt = tuple(request.text.encode()) if request.text else tuple(request.token_ids.ids)
+        params = wire.sampling_params_from_proto(request.sampling_params)
+        seed = request.seed if request.HasField("seed") else 77
+        samples = [sample_output(prompt, sample_seed(seed, i), params.max_tokens) for i in range(params.n)]
+        request_id = request.request_id or "drawn-by-router"
+        for position in range(params.max_tokens):
+            while position and not self.gate.wait(0.01):
+                if not context.is_active():
+                    return
+            for index, tokens in enumerate(samples):
+                token_id, logprob = tokens[position]
+                last = position + 1 == params.max_tokens
+                if last and self.cut:
+                    return
+                receipt = make_receipt(
+                    request_id, index, prompt=prompt, seed=sample_seed(seed, index), params=params, tokens=tokens
+                )
+                yield pb.GenerateResponse(
+                    request_id=request_id,
+                    sample_index=index,
+                    seed=sample_seed(seed, index),
+                    text=text_of(token_id),
+                    token_ids=[token_id ^ 1 if self.tamper and last else token_id],
+                    logprobs=[logprob] if params.logprobs else [],
+                    finish_reason=wire.finish_reason_to_proto(FinishReason.LENGTH if last else None),
+                    receipt=wire.receipt_to_proto(receipt) if last else None,
+                )
+
+    def _verify(self, index: int, case: VerifyCase, condition: Condition) -> VerifyResult:
+        params = case.sampling_params
+        tokens = sample_output(case.prompt_token_ids, case.seed, params.max_tokens)
+        receipt = make_receipt("verify", 0, prompt=case.prompt_token_ids, seed=case.seed, params=params, tokens=tokens)
+        expected = case.output_digest or receipt.output_digest
+        match = expected == receipt.output_digest and condition not in self.broken
+        return VerifyResult(
+            case_index=index, condition=condition, match=match, expected_digest=expected, receipt=receipt
+        )
+
+
+def text_of(token_id: int) -> str:
+    return chr(97 + token_id % 26)
+
+
+def sample_output(prompt: tuple[int, ...], seed: int, count: int) -> list[tuple[int, float]]:
+    """(token id, fp32 log probability) at each position."""
+    return [_draw(prompt, seed, position) for position in range(count)]
+
+
+def make_receipt(
+    request_id: str,
+    index: int,
+    *,
+    prompt: tuple[int, ...],
+    seed: int,
+    params: SamplingParams,
+    tokens: list[tuple[int, float]],
+) -> Receipt:
+    return Receipt(
+        fingerprint=FINGERPRINT,
+        request_id=request_id,
+        sample_index=index,
+        seed=seed,
+        prompt_digest=prompt_digest(prompt),
+        params_digest=params.digest(),
+        output_digest=output_digest(*zip(*tokens, strict=True)),
+        num_prompt_tokens=len(prompt),
+        num_output_tokens=len(tokens),
+        finish_reason=FinishReason.LENGTH,
+        prefill_node=PREFILL,
+        decode_node=DECODE,
+    )
+
+
+def healthy_status() -> ClusterStatus:
+    common = {
+        "max_model_len": MAX_MODEL_LEN,
+        "vocab_size": VOCAB_SIZE,
+        "block_size": 16,
+        "kv_blocks": 640,
+        "model": "m",
+    }
+    prefill = NodeInfo(
+        ref=PREFILL, role=NodeRole.PREFILL, address="h:1", contract_json=contract(NodeRole.PREFILL), **common
+    )
+    decode = NodeInfo(
+        ref=DECODE, role=NodeRole.DECODE, address="h:2", contract_json=contract(NodeRole.DECODE), slots=SLOTS, **common
+    )
+    load = NodeLoad(used_slots=3, used_kv_blocks=9, steps=50, tokens=120, slots_in_use=(0, 1, 99))
+    return ClusterStatus(
+        router_id="router-a",
+        fingerprint=FINGERPRINT,
+        nodes=(
+            NodeStatus(node=prefill, load=NodeLoad(queued_prompt_tokens=5, tokens=40), state=NodeState.READY),
+            NodeStatus(node=decode, load=load, state=NodeState.READY, last_heartbeat_ms=300),
+        ),
+        queued_samples=2,
+        max_queued_samples=4096,
+        finished_samples=7,
+    )
+
+
+def contract(role: NodeRole, **model: Any) -> str:
+    """A contract's canonical JSON, with the given fields of the model part."""
+    texts = ("weights_digest", "tokenizer_digest", "config_digest", "dtype", "quantization", "kv_cache_dtype", "engine")
+    texts += ("torch", "device", "driver", "cuda", "cpu_isa", "blas_policy")
+    numbers = {"block_size": 16, "max_model_len": MAX_MODEL_LEN, "tensor_parallel_size": 1, "threads": 2}
+    facts: dict[str, Any] = dict.fromkeys(texts, "x") | numbers | {"kernels": ("a", "b")} | model
+    parts = {
+        NodeRole.PREFILL: PrefillContract(
+            attention_backend="x", runner="x", chunk_size=64, buckets=(1, 2), split_policy="x"
+        ),
+        NodeRole.DECODE: DecodeContract(
+            attention_backend="x", runner="x", sampler="x", slots=SLOTS, split_policy="x", graph="x"
+        ),
+    }
+    return Contract(role=role, model=ModelContract(**facts), **{role.value: parts[role]}).canonical_json()
+
+
+def _draw(prompt: tuple[int, ...], seed: int, position: int) -> tuple[int, float]:
+    word = hashlib.blake2b(struct.pack(f"<{len(prompt)}IQI", *prompt, seed, position), digest_size=8).digest()
+    token, level = struct.unpack("<II", word)
+    return token % VOCAB_SIZE, struct.unpack("<f", struct.pack("<f", -(level % 5000) / 977))[0]

@@ -1,0 +1,642 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corun.cli import COMMANDS, main
+from corun.cli.generate import for_terminal
+from corun.cluster import Condition, NodeRole, NodeState
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    OverloadedError,
+    UnavailableError,
+)
+from corun.params import SamplingParams
+from corun.receipt import Receipt, output_digest
+from corun.rows import params_from_dict, params_to_dict, short_fp32
+from tests.corun.fake_cluster import FINGERPRINT, FakeCluster, contract
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCluster]:
+    with FakeCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def corun(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command line against the fake; code, stdout and stderr."""
+
+    def run(*argv: object) -> SimpleNamespace:
+        code = main([*map(str, argv), "--router", fake.address])
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return run
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# Help and errors
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    help_text = capsys.readouterr().out
+    assert "examples:\n" in help_text
+    assert f"corun {command}" in help_text.partition("examples:")[2]
+
+
+def test_help_lists_every_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    help_text = capsys.readouterr().out
+    for name, kind in COMMANDS.items():
+        line = next(line for line in help_text.splitlines() if f"• {name}" in line)
+        assert (kind.__doc__ or "").partition("\n")[0] in line
+
+
+@pytest.mark.parametrize("argv", [[], ["frobnicate"], ["generate", "--frobnicate"], ["generate", "x", "--seed", "y"]])
+def test_usage_errors_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, "corun 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgumentError("prompt.text", "x", "must be y"), 2),
+        (ContractMismatchError("they differ", {"dtype": ("a", "b")}), 3),
+        (UnavailableError("no prefill node has joined"), 4),
+        (OverloadedError("queue full", 1), 4),
+        (InternalError("internal error, id 7"), 1),
+    ],
+)
+def test_errors_are_one_line_with_an_exit_code(corun: Any, fake: FakeCluster, error: CorunError, code: int) -> None:
+    fake.errors.append(error)
+    done = corun("generate", PROMPT)
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith("corun: ")
+    assert done.err.count("\n") == 1
+
+
+def test_no_router_is_exit_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--router", "127.0.0.1:1", "--connect-timeout-s", "0.2"]) == 4
+    assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_bad_sampling_options_are_exit_2(corun: Any) -> None:
+    done = corun("generate", PROMPT, "--top-p", 1.5)
+    assert (done.code, done.err) == (2, "corun: sampling_params.top_p = 1.5: must be in (0, 1]\n")
+
+
+def test_the_commands_need_no_serving_packages() -> None:
+    heavy = {"ray", "torch", "vllm", "numpy", "tokenizers", "nixl"}
+    code = f"import sys, corun.cli; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+# generate
+
+
+def test_generate_prints_text_then_seed_and_receipt(corun: Any) -> None:
+    done = corun("generate", PROMPT, "--seed", 42, "--max-tokens", 5)
+    reference = json.loads(corun("generate", PROMPT, "--seed", 42, "--max-tokens", 5, "--json").out)
+    text, _, receipt = done.out.partition("\n")
+    assert (done.code, text, len(text)) == (0, reference["text"], 5)
+    fields = {line[:14].strip(): line[15:] for line in receipt.splitlines()}
+    assert fields["seed"] == "42"
+    assert fields["fingerprint"] == FINGERPRINT
+    assert fields["output digest"] == reference["receipt"]["output_digest"]
+    assert fields["finish reason"] == "length, 5 tokens"
+
+
+def test_generate_json_is_one_object(corun: Any, fake: FakeCluster) -> None:
+    done = corun(
+        "generate", "--token-ids", 1, 2, "--logprobs", "--n", 2, "--seed", 3, "--json", "--stop", "a", "--stop", "b c"
+    )
+    assert done.out.count("\n") == 1
+    row = json.loads(done.out)
+    assert (row["prompt"], row["seed"], row["params"]["n"]) == ([1, 2], 3, 2)
+    assert row["params"]["stop"] == ["a", "b c"]
+    assert [sample["sample_index"] for sample in row["samples"]] == [0, 1]
+    assert row["samples"][0]["token_ids"] == row["token_ids"]
+    assert output_digest(row["token_ids"], row["logprobs"]) == row["receipt"]["output_digest"]
+    assert Receipt.from_dict(row["receipt"]).seed == 3
+
+
+def test_generate_shows_samples_one_after_another(corun: Any) -> None:
+    options = ("generate", PROMPT, "--seed", 4, "--n", 3, "--max-tokens", 6)
+    texts = [sample["text"] for sample in json.loads(corun(*options, "--json").out)["samples"]]
+    assert corun(*options).out.startswith("\n\n".join(texts) + "\nsample         0\n")
+
+
+def test_generate_wants_one_prompt(corun: Any, fake: FakeCluster) -> None:
+    assert corun("generate").code == 2
+    assert corun("generate", "x", "--token-ids", 1).code == 2
+    assert not fake.requests
+
+
+def test_a_model_cannot_command_the_terminal() -> None:
+    assert for_terminal("ok\tü\n\x1b[2J\x07") == "ok\tü\n\\x1b[2J\\x07"
+
+
+def test_generate_streams(fake: FakeCluster) -> None:
+    fake.gate.clear()
+    with start(fake, "generate", PROMPT) as process:
+        assert process.stdout is not None
+        assert len(process.stdout.read(1)) == 1  # Before the second token exists.
+        fake.gate.set()
+        assert "receipt" not in process.stdout.read()
+        assert process.wait(10) == 0
+
+
+def test_ctrl_c_exits_130_without_a_traceback(fake: FakeCluster) -> None:
+    fake.gate.clear()
+    with start(fake, "generate", PROMPT) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert fake.cancelled.wait(5)
+
+
+def test_a_reader_that_leaves_is_no_error(fake: FakeCluster) -> None:
+    with start(fake, "fingerprint", "--explain") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(10) == 141
+        assert process.stderr.read() == ""
+
+
+def start(fake: FakeCluster, *argv: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "corun", *map(str, argv), "--router", fake.address]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+
+
+# batch
+
+
+def test_batch_writes_verifiable_rows(corun: Any, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "hello", "seed": 5, "params": {"max_tokens": 3, "logprobs": True, "logit_bias": {"7": 0.1}}},
+        {"prompt": [1, 2], "id": "two", "seed": 6},
+    ]
+    output = tmp_path / "out.jsonl"
+    done = corun("batch", write_rows(tmp_path / "in.jsonl", *rows), "-o", output, "--max-tokens", 4)
+    assert (done.code, done.out) == (0, "")
+    found = {row["id"]: row for row in read_rows(output)}
+    assert set(found) == {"1", "two"}
+    assert len(found["1"]["token_ids"]) == 3
+    assert len(found["two"]["token_ids"]) == 4
+    assert found["1"]["params"]["logit_bias"] == {"7": 0.1}
+    assert found["1"]["finish_reason"] == "length"
+    assert output_digest(found["1"]["token_ids"], found["1"]["logprobs"]) == found["1"]["receipt"]["output_digest"]
+    assert params_from_dict(found["1"]["params"]).digest() == found["1"]["receipt"]["params_digest"]
+
+
+def test_batch_resumes(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", *({"prompt": f"ü{i}", "seed": i} for i in range(6)))
+    output = tmp_path / "out.jsonl"
+    assert corun("batch", source, "-o", output).code == 0
+    whole = output.read_bytes().splitlines(keepends=True)
+    before, umlaut, _ = whole[3].partition("ü".encode())
+    torn = before + umlaut[:1]
+    output.write_bytes(b"".join(whole[:3]) + torn)  # As a power cut leaves it, in the middle of a character.
+    fake.requests.clear()
+    done = corun("batch", source, "-o", output)
+    assert done.code == 0
+    assert "dropped an unfinished last line" in done.err
+    assert "3 finished, 3 were there before of 6 prompts" in done.err
+    assert len(fake.requests) == 3
+    assert sorted(json.loads(line)["id"] for line in output.read_text().splitlines()) == list("123456")
+    fake.requests.clear()
+    assert corun("batch", source, "-o", output).code == 0
+    assert not fake.requests
+
+
+@pytest.mark.parametrize("change", [{"prompt": "other"}, {"seed": 9}, {"params": {"max_tokens": 9}}])
+def test_batch_does_not_mix_two_inputs(corun: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+    row = {"prompt": "p", "seed": 1, "id": "a"}
+    output = tmp_path / "out.jsonl"
+    assert corun("batch", write_rows(tmp_path / "in.jsonl", row), "-o", output).code == 0
+    before = output.read_bytes()
+    done = corun("batch", write_rows(tmp_path / "in.jsonl", row | change), "-o", output)
+    assert done.code == 2
+    assert "which has the same id" in done.err
+    assert output.read_bytes() == before
+
+
+def test_batch_goes_on_past_refused_prompts(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    fake.refused_prompts["bad"] = InvalidArgumentError("prompt.text", "bad", "must be good")
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "bad"}, {"prompt": "a"}, {"prompt": "b"})
+    done = corun("batch", source, "-o", tmp_path / "out.jsonl")
+    assert done.code == 2
+    assert f"refused {source}:1: prompt.text = 'bad': must be good" in done.err
+    assert "2 finished, 1 refused of 3 prompts" in done.err
+    assert len(read_rows(tmp_path / "out.jsonl")) == 2
+
+
+def test_batch_keeps_what_it_has_when_the_cluster_goes(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    fake.refused_prompts["p3"] = UnavailableError("no decode node has joined")
+    source = write_rows(tmp_path / "in.jsonl", *({"prompt": f"p{i}"} for i in range(6)))
+    done = corun("batch", source, "-o", tmp_path / "out.jsonl", "--concurrency", 1)
+    assert done.code == 4
+    assert "3 finished, 3 left of 6 prompts; run the same command again" in done.err
+    assert "no decode node has joined" in done.err
+    assert len(read_rows(tmp_path / "out.jsonl")) == 3
+
+
+def test_batch_waits_for_an_overloaded_router(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    fake.errors.append(OverloadedError("queue full", 0.1))
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "a"})
+    assert corun("batch", source, "-o", tmp_path / "out.jsonl").code == 0
+    assert len(fake.requests) == 2
+
+
+def test_batch_bounds_what_is_in_flight(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", *({"prompt": f"p{i}"} for i in range(30)))
+    assert corun("batch", source, "-o", tmp_path / "out.jsonl", "--concurrency", 3).code == 0
+    assert fake.most_running <= 3
+
+
+def test_batch_seed_depends_on_the_row_not_on_the_order(corun: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "id": i} for i in range(4)] + [{"prompt": "q", "id": "own", "seed": 8}]
+    outputs = []
+    for name, order in (("a", rows), ("b", rows[::-1])):
+        assert (
+            corun("batch", write_rows(tmp_path / name, *order), "-o", tmp_path / f"{name}.out", "--seed", 7).code == 0
+        )
+        outputs.append({row["id"]: (row["seed"], row["text"]) for row in read_rows(tmp_path / f"{name}.out")})
+    assert outputs[0] == outputs[1]
+    assert outputs[0]["own"][0] == 8
+    assert len({seed for seed, _ in outputs[0].values()}) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "must be a JSON object"),
+        ("\udcff", "must be a JSON object in UTF-8"),
+        ("[]", "must be a JSON object"),
+        ("{}", "prompt = None: must be text or a list of token ids"),
+        ('{"prompt": ""}', "prompt = '': must not be empty"),
+        ('{"prompt": [1, "a"]}', "prompt[1] = 'a': must be an integer"),
+        ('{"prompt": "a", "seeds": 1}', "seeds = 1: must be one of id, prompt, seed, params"),
+        ('{"prompt": "a", "seed": -1}', "seed = -1: must be in [0, 2^63)"),
+        ('{"prompt": "a", "id": [1]}', "id = [1]: must be text or an integer"),
+        ('{"prompt": "a", "params": {"top_pp": 1}}', "params.top_pp = 1: is not a sampling parameter"),
+        ('{"prompt": "a", "params": {"top_p": 1.5}}', "sampling_params.top_p = 1.5: must be in (0, 1]"),
+        ('{"prompt": "a", "params": {"logit_bias": {"x": 1}}}', "sampling_params.logit_bias = 'x': must be an integer"),
+        ('{"prompt": "a", "id": "1"}', "must be unique"),
+    ],
+)
+def test_batch_checks_every_row_before_the_first_is_sent(
+    corun: Any, fake: FakeCluster, tmp_path: Path, line: str, message: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "fine"}\n\n' + line.encode(errors="surrogateescape") + b"\n")
+    done = corun("batch", source, "-o", tmp_path / "out.jsonl")
+    assert done.code == 2
+    assert f"{source}:3: " in done.err or "must be a JSON object" in message
+    assert message in done.err
+    assert not fake.requests
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_batch_files_that_cannot_be(corun: Any, tmp_path: Path) -> None:
+    missing = corun("batch", tmp_path / "none.jsonl", "-o", tmp_path / "out.jsonl")
+    assert (missing.code, missing.err) == (2, f"corun: {tmp_path}/none.jsonl: No such file or directory\n")
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "a"})
+    assert corun("batch", source, "-o", source).code == 2
+    for content in (b"something else\n", b"something else", b'{"id": 1}\n{"id": 2', b"\xff"):
+        (tmp_path / "other").write_bytes(content)
+        assert corun("batch", source, "-o", tmp_path / "other").code == 2
+        assert (tmp_path / "other").read_bytes() == content
+
+
+def test_batch_interrupted_says_how_to_go_on(fake: FakeCluster, tmp_path: Path) -> None:
+    fake.gate.clear()
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    with start(fake, "batch", source, "-o", tmp_path / "out.jsonl") as process:
+        while len(fake.requests) < 2:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == (
+            f"{tmp_path}/out.jsonl: 0 finished, 2 left of 2 prompts; run the same command again to continue\n"
+        )
+
+
+@given(st.floats(width=32, allow_nan=False))
+def test_short_floats_keep_every_fp32_bit(value: float) -> None:
+    short = json.loads(json.dumps(short_fp32(value)))
+    assert struct.pack("<f", short) == struct.pack("<f", value)
+    assert len(repr(short)) <= len(repr(value))
+
+
+def test_short_floats_are_short() -> None:
+    assert [short_fp32(struct.unpack("<f", struct.pack("<f", x))[0]) for x in (0.1, -0.693147, 1e-7)] == [
+        0.1,
+        -0.693147,
+        1e-7,
+    ]
+
+
+def test_params_survive_json() -> None:
+    params = SamplingParams(
+        temperature=0.3, stop="x", logit_bias={5: 0.1, 2: -3}, stop_token_ids=[4], n=2, logprobs=True
+    )
+    assert params_from_dict(json.loads(json.dumps(params_to_dict(params)))) == params
+
+
+# verify
+
+
+@pytest.fixture
+def results(corun: Any, tmp_path: Path) -> Path:
+    rows = [
+        {"prompt": [1, 2, 3], "id": "plain", "params": {"logprobs": True}},
+        {"prompt": [4], "id": "many", "params": {"n": 3, "max_tokens": 5, "logprobs": True}},
+        {"prompt": [5], "id": "quiet"},
+    ]
+    assert corun("batch", write_rows(tmp_path / "in.jsonl", *rows), "-o", tmp_path / "results.jsonl").code == 0
+    return tmp_path / "results.jsonl"
+
+
+def test_verify_runs_built_in_prompts_under_every_condition(corun: Any, fake: FakeCluster) -> None:
+    done = corun("verify")
+    assert done.code == 0
+    report = json.loads(done.out.splitlines()[-1])
+    assert report["match"] is True
+    assert report["cases"] == 12
+    assert report["conditions"] == {c.value: {"runs": 12, "equal": 12} for c in Condition}
+    assert report["fingerprints"] == [FINGERPRINT]
+    assert "every bit agrees" in done.out
+    cases = fake.verified[0].cases
+    assert all(max(case.prompt_token_ids) < 1000 for case in cases)
+    assert {case.sampling_params.temperature == 0 for case in cases} == {True, False}
+    assert len({len(case.prompt_token_ids) for case in cases}) == 12
+    assert not any(case.output_digest for case in cases)
+
+
+def test_verify_runs_results_against_their_receipts(corun: Any, fake: FakeCluster, results: Path) -> None:
+    done = corun("verify", results, "--json", "--conditions", "alone", "shuffled", "--order-seed", 3)
+    assert done.code == 0
+    report = json.loads(done.out)
+    assert (report["cases"], report["runs"]) == (5, 10)
+    receipts = {row["receipt"]["output_digest"] for row in read_rows(results)}
+    assert receipts <= {case.output_digest for case in fake.verified[0].cases}
+    assert {case.sampling_params.n for case in fake.verified[0].cases} == {1}
+    assert fake.verified[0].order_seed == 3
+
+
+def test_verify_limit(corun: Any, results: Path) -> None:
+    assert json.loads(corun("verify", results, "--json", "--limit", 2).out)["cases"] == 2
+    assert corun("verify", results, "--limit", 0).code == 2
+
+
+def test_verify_exits_3_when_bits_differ(corun: Any, fake: FakeCluster, results: Path) -> None:
+    fake.broken = {Condition.CROWDED}
+    done = corun("verify", results)
+    assert done.code == 3
+    report = json.loads(done.out.splitlines()[-1])
+    assert report["match"] is False
+    assert report["conditions"]["crowded"] == {"runs": 5, "equal": 0}
+    assert report["conditions"]["alone"] == {"runs": 5, "equal": 5}
+    assert {d["condition"] for d in report["differences"]} == {"crowded"}
+    assert "BITS DIFFER" in done.out
+    assert "plain, crowded: expected" in done.out
+
+
+def test_verify_does_not_take_silence_for_agreement(corun: Any, fake: FakeCluster) -> None:
+    fake.silent = True
+    done = corun("verify", "--json")
+    assert done.code == 3
+    assert json.loads(done.out)["differences"][0]["reason"] == "the router gave no answer"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"prompt": [1, 2, 4]},
+        {"params": {"temperature": 0.5}},
+        {"token_ids": [1, 2]},
+        {"logprobs": [-0.5] * 16},
+    ],
+)
+def test_verify_finds_rows_that_were_changed(
+    corun: Any, fake: FakeCluster, results: Path, change: dict[str, Any]
+) -> None:
+    rows = read_rows(results)
+    index = next(i for i, row in enumerate(rows) if row["id"] == "plain")
+    rows[index] |= change
+    assert corun("verify", write_rows(results, *rows)).code in (2, 3)
+    assert not fake.verified
+
+
+def test_verify_says_that_the_contract_is_another(corun: Any, results: Path) -> None:
+    rows = read_rows(results)
+    row = next(row for row in rows if row["id"] == "plain")
+    row["receipt"]["fingerprint"] = "a" * 64
+    done = corun("verify", write_rows(results, row), "--json")
+    assert done.code == 3
+    assert "made under contract aaaa" in json.loads(done.out)["differences"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"id": 1}, {"id": "a", "prompt": [1], "params": {}, "seed": 1, "receipt": {}, "samples": [3]}]
+)
+def test_verify_refuses_what_is_no_result(corun: Any, tmp_path: Path, row: dict[str, Any]) -> None:
+    done = corun("verify", write_rows(tmp_path / "bad.jsonl", row))
+    assert done.code == 2
+    assert "bad.jsonl:1" in done.err
+
+
+def test_verify_of_nothing_is_refused(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    assert corun("verify", write_rows(tmp_path / "empty.jsonl")).code == 2
+    fake.status = replace(fake.status, nodes=())
+    assert corun("verify").code == 4
+
+
+# status
+
+
+def test_status_shows_slots_nodes_queue_and_fingerprint(corun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    done = corun("status")
+    assert done.code == 0
+    lines = [line.strip() for line in done.out.splitlines()]
+    assert "■■" + "□" * 62 in lines
+    assert "□" * 35 + "■" in lines
+    for text in ("router-a", FINGERPRINT, "2 of 4096", "finished 7", "prefill-0", "decode-0", "3/100 slots", "2" * 16):
+        assert text in done.out
+
+
+def test_status_says_why_a_node_is_not_used(corun: Any, fake: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    prefill, decode = fake.status.nodes
+    refused = replace(decode, state=NodeState.REFUSED, detail="model.dtype: [bold]x[/] != y")
+    fake.status = replace(fake.status, nodes=(prefill, refused))
+    done = corun("status")
+    assert done.code == 4
+    assert "refused: model.dtype: [bold]x[/] != y" in done.out
+
+
+def test_status_json(corun: Any) -> None:
+    done = corun("status", "--json")
+    status = json.loads(done.out)
+    assert done.out.count("\n") == 1
+    assert (status["serving"], status["fingerprint"]) == (True, FINGERPRINT)
+    assert status["nodes"][1]["load"]["slots_in_use"] == [0, 1, 99]
+    assert status["nodes"][1]["node"]["contract"]["decode"]["slots"] == 100
+    assert status["nodes"][1]["state"] == "ready"
+
+
+def test_status_of_an_empty_cluster(corun: Any, fake: FakeCluster) -> None:
+    fake.status = replace(fake.status, nodes=(), fingerprint="")
+    done = corun("status")
+    assert done.code == 4
+    assert "no node has joined" in done.out
+
+
+def test_status_without_unicode(fake: FakeCluster) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "corun", "status", "--router", fake.address]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "##" + "." * 62 in found.stdout
+
+
+# fingerprint
+
+
+def test_fingerprint_is_one_line(corun: Any, fake: FakeCluster) -> None:
+    assert corun("fingerprint").out == FINGERPRINT + "\n"
+    fake.status = replace(fake.status, nodes=(), fingerprint="")
+    assert corun("fingerprint").code == 4
+
+
+def test_fingerprint_explains(corun: Any) -> None:
+    out = corun("fingerprint", "--explain").out
+    for name in ("model.weights_digest", "prefill.chunk_size", "decode.sampler"):
+        assert name in out
+
+
+def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    saved = tmp_path / "monday.jsonl"
+    saved.write_text(corun("fingerprint", "--json").out)
+    assert len(read_rows(saved)) == 2
+    same = corun("fingerprint", "--diff", saved, "cluster")
+    assert (same.code, same.out) == (0, "no field differs\n")
+
+    nodes = [
+        replace(n, node=replace(n.node, contract_json=contract(n.node.role, driver="9"))) for n in fake.status.nodes
+    ]
+    fake.status = replace(fake.status, nodes=tuple(nodes))
+    different = corun("fingerprint", "--diff", saved, "cluster", "--json")
+    assert different.code == 3
+    assert json.loads(different.out) == {"field": "model.driver", "values": ["x", "9"]}
+    assert "model.driver" in corun("fingerprint", "--diff", saved, "decode-0").out
+
+
+def test_fingerprint_diff_of_nodes(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    prefill, decode = fake.status.nodes
+    other = replace(
+        decode.node,
+        ref=replace(decode.node.ref, node_id="decode-1"),
+        contract_json=contract(NodeRole.DECODE, dtype="y"),
+    )
+    refused = replace(decode, node=other, state=NodeState.REFUSED)
+    fake.status = replace(fake.status, nodes=(prefill, decode, refused))
+    done = corun("fingerprint", "--diff", "decode-0", "decode-1", "--json")
+    assert (done.code, json.loads(done.out)["field"]) == (3, "model.dtype")
+    unknown = corun("fingerprint", "--diff", "decode-0", "decode-7")
+    assert unknown.code == 2
+    assert "prefill-0, decode-0, decode-1" in unknown.err
+    bad = tmp_path / "bad"
+    bad.write_text("{}\n")
+    assert corun("fingerprint", "--diff", bad, "cluster").code == 2
+
+
+# up and model
+
+
+def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    launch = SimpleNamespace(up=lambda **options: calls.append(options) or 7)
+    monkeypatch.setitem(sys.modules, "corun.launch", launch)  # type: ignore[arg-type]
+    assert main(["up", "--decode", "2", "--slots", "8", "--port", "0"]) == 7
+    assert {"model": "tiny", "prefill": 1, "decode": 2, "slots": 8, "port": 0}.items() <= calls[0].items()
+    names = {
+        "model",
+        "prefill",
+        "decode",
+        "slots",
+        "port",
+        "host",
+        "threads",
+        "chunk_size",
+        "dtype",
+        "ray_address",
+        "log_dir",
+    }
+    assert set(calls[0]) == names
+
+
+@pytest.mark.parametrize(("command", "module"), [("up", "corun.launch"), ("model", "corun.tiny")])
+def test_a_bare_install_says_what_is_missing(
+    command: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # As if the package were not there.
+    assert main([command]) == 1
+    assert "pip install 'corun[cpu]'" in capsys.readouterr().err
+
+
+def test_model_prints_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("safetensors")
+    assert main(["model", str(tmp_path / "tiny")]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()

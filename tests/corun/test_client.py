@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import corun
+from corun import (
+    AsyncClient,
+    Client,
+    Condition,
+    DataLossError,
+    DeadlineError,
+    FinishReason,
+    Generation,
+    InvalidArgumentError,
+    OverloadedError,
+    SamplingParams,
+    UnavailableError,
+)
+from corun.cluster import VerifyCase
+from corun.progress import ProgressBar
+from corun.receipt import output_digest
+from corun.seeds import sample_seed
+from tests.corun.fake_cluster import FakeCluster, sample_output, text_of
+
+PROMPT = "Once upon a time"
+PARAMS = SamplingParams(max_tokens=6, logprobs=True)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCluster]:
+    with FakeCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(fake: FakeCluster) -> Iterator[Client]:
+    with Client(fake.address, timeout_s=20) as client:
+        yield client
+
+
+def expected(prompt: str, seed: int, count: int) -> list[tuple[int, float]]:
+    return sample_output(tuple(prompt.encode()), seed, count)
+
+
+def test_the_public_names_are_these() -> None:
+    # fmt: off
+    assert corun.__all__ == [
+        "AsyncClient", "CancelledByPeerError", "Chunk", "Client", "ClusterStatus", "Condition",
+        "ContractMismatchError", "CorunError", "DataLossError", "DeadlineError", "FinishReason", "Generation",
+        "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "Receipt", "Sample",
+        "SamplingParams", "StaleGenerationError", "UnavailableError", "__version__",
+    ]
+    # fmt: on
+    assert all(hasattr(corun, name) for name in corun.__all__)
+
+
+def test_importing_is_light() -> None:
+    heavy = {
+        "corun.server",
+        "corun.cli",
+        "grpc_health.v1",
+        "rich",
+        "tyro",
+        "torch",
+        "vllm",
+        "ray",
+        "numpy",
+        "tokenizers",
+    }
+    code = f"import sys, corun; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_generate_returns_everything_about_sample_0(client: Client, fake: FakeCluster) -> None:
+    done = client.generate(PROMPT, PARAMS, seed=42, request_id="mine")
+    tokens = expected(PROMPT, 42, 6)
+    assert done.token_ids == tuple(token for token, _ in tokens)
+    assert done.logprobs == tuple(logprob for _, logprob in tokens)
+    assert done.text == "".join(text_of(token) for token in done.token_ids)
+    assert (done.seed, done.finish_reason, done.request_id) == (42, FinishReason.LENGTH, "mine")
+    assert done.receipt.output_digest == output_digest(done.token_ids, done.logprobs)
+    assert fake.requests[0].text == PROMPT
+    assert len(done.samples) == 1
+
+
+def test_logprobs_keep_their_fp32_bits(client: Client) -> None:
+    for found, (_, sent) in zip(client.generate(PROMPT, PARAMS, seed=1).logprobs, expected(PROMPT, 1, 6), strict=True):
+        assert struct.pack("<f", found) == struct.pack("<f", sent)
+        assert struct.unpack("<f", struct.pack("<f", found))[0] == found
+
+
+def test_logprobs_are_empty_unless_asked_for(client: Client) -> None:
+    assert client.generate(PROMPT, SamplingParams(max_tokens=3)).logprobs == ()
+
+
+def test_a_prompt_may_be_token_ids(client: Client, fake: FakeCluster) -> None:
+    assert client.generate([1, 2, 3], PARAMS, seed=5).receipt.num_prompt_tokens == 3
+    assert list(fake.requests[0].token_ids.ids) == [1, 2, 3]
+
+
+def test_defaults_reach_the_router_and_its_seed_comes_back(client: Client, fake: FakeCluster) -> None:
+    done = client.generate(PROMPT)
+    assert (done.seed, len(done.token_ids)) == (77, SamplingParams().max_tokens)
+    assert not fake.requests[0].HasField("seed")
+
+
+def test_n_samples_have_their_own_seeds(client: Client) -> None:
+    done = client.generate(PROMPT, SamplingParams(max_tokens=4, n=3, logprobs=True), seed=9)
+    assert [sample.index for sample in done.samples] == [0, 1, 2]
+    assert [sample.seed for sample in done.samples] == [sample_seed(9, i) for i in range(3)]
+    assert len({sample.text for sample in done.samples}) == 3
+    assert done.samples[0].token_ids == done.token_ids
+    again = client.generate(PROMPT, SamplingParams(max_tokens=4), seed=done.samples[2].seed)
+    assert again.token_ids == done.samples[2].token_ids
+
+
+def test_stream_adds_up_to_generate(client: Client) -> None:
+    chunks = list(client.stream(PROMPT, PARAMS, seed=3))
+    done = client.generate(PROMPT, PARAMS, seed=3)
+    assert "".join(chunk.text for chunk in chunks) == done.text
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == done.token_ids
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 5 + [FinishReason.LENGTH]
+    assert [chunk.receipt is not None for chunk in chunks] == [False] * 5 + [True]
+
+
+def test_stream_delivers_before_the_end(client: Client, fake: FakeCluster) -> None:
+    fake.gate.clear()
+    stream = client.stream(PROMPT, PARAMS, seed=3)
+    assert next(stream).finish_reason is None
+    fake.gate.set()
+    assert len(list(stream)) == 5
+
+
+def test_leaving_a_stream_cancels_it(client: Client, fake: FakeCluster) -> None:
+    fake.gate.clear()
+    for _ in client.stream(PROMPT, PARAMS):
+        break
+    assert fake.cancelled.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seed", "field"),
+    [
+        ("", None, "prompt.text"),
+        ([], None, "prompt.token_ids"),
+        ([1, -1], None, "prompt.token_ids[1]"),
+        ([1, 2.5], None, "prompt.token_ids[1]"),
+        ("a", -1, "seed"),
+        ("a", 2**63, "seed"),
+        ("a\ud800", None, "prompt.text"),
+        (7, None, "prompt.token_ids"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_sent(
+    client: Client, fake: FakeCluster, prompt: str, seed: int | None, field: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.stream(prompt, seed=seed)
+    assert caught.value.field == field
+    assert not fake.requests
+
+
+def test_a_refusal_by_the_router_is_typed(client: Client, fake: FakeCluster) -> None:
+    fake.errors.append(InvalidArgumentError("sampling_params.max_tokens", 9000, "must be at most 500"))
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.generate(PROMPT)
+    assert str(caught.value) == "sampling_params.max_tokens = 9000: must be at most 500"
+
+
+def test_a_message_beyond_the_limit_is_refused(client: Client, fake: FakeCluster) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"message = .*: must be at most 16777216 bytes"):
+        client.generate("a" * (17 * 1024 * 1024))
+    assert not fake.requests
+
+
+def test_what_is_missing_is_named_with_the_address(client: Client, fake: FakeCluster) -> None:
+    fake.errors.append(UnavailableError("no decode node has joined"))
+    with pytest.raises(UnavailableError, match=rf"router {fake.address}: no decode node has joined"):
+        client.generate(PROMPT)
+
+
+@pytest.mark.parametrize("call", [lambda c: c.generate("a"), lambda c: c.get_cluster(), lambda c: list(c.verify([]))])
+def test_an_unreachable_router_is_named(call: object) -> None:
+    started = time.monotonic()
+    with (
+        Client("127.0.0.1:1", connect_timeout_s=0.3) as client,
+        pytest.raises(UnavailableError, match=r"at 127\.0\.0\.1:1 "),
+    ):
+        call(client)  # type: ignore[operator]
+    assert 0.2 < time.monotonic() - started < 5
+
+
+def test_a_router_that_starts_later_is_waited_for(fake: FakeCluster) -> None:
+    late = FakeCluster()
+    with FakeCluster() as probe:
+        address = probe.address  # Free again once this one has ended.
+    with Client(address, connect_timeout_s=15) as client:
+        timer = threading.Timer(0.3, lambda: late.start(address))
+        timer.start()
+        try:
+            assert client.generate(PROMPT, PARAMS, seed=1).seed == 1
+        finally:
+            timer.join()
+            late.stop()
+
+
+def test_the_deadline_ends_a_call(client: Client, fake: FakeCluster) -> None:
+    fake.gate.clear()
+    with pytest.raises(DeadlineError):
+        client.generate(PROMPT, PARAMS, timeout_s=0.3)
+    assert fake.cancelled.wait(5)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan])
+def test_a_timeout_is_finite_and_above_zero(client: Client, timeout: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="timeout_s"):
+        client.generate(PROMPT, timeout_s=timeout)
+
+
+def test_an_output_that_is_not_its_receipts_is_refused(client: Client, fake: FakeCluster) -> None:
+    fake.tamper = True
+    with pytest.raises(DataLossError, match="output digest"):
+        client.generate(PROMPT, PARAMS)
+
+
+def test_a_stream_that_ends_early_is_refused(client: Client, fake: FakeCluster) -> None:
+    fake.cut = True
+    with pytest.raises(DataLossError, match="the stream ended before sample 0 did"):
+        client.generate(PROMPT, PARAMS)
+
+
+def test_generate_many_keeps_the_order_and_the_bound(client: Client, fake: FakeCluster) -> None:
+    prompts = [f"prompt {i}" for i in range(30)]
+    done = client.generate_many(prompts, PARAMS, seeds=list(range(30)), concurrency=4)
+    assert [g.seed for g in done] == list(range(30))
+    assert [g.token_ids for g in done] == [tuple(t for t, _ in expected(p, i, 6)) for i, p in enumerate(prompts)]
+    assert fake.most_running <= 4
+
+
+def test_generate_many_takes_params_for_each(client: Client) -> None:
+    done = client.generate_many(["a", [1]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=3)])
+    assert [len(g.token_ids) for g in done] == [2, 3]
+    assert client.generate_many([]) == []
+
+
+def test_generate_many_comes_back_to_an_overloaded_router(client: Client, fake: FakeCluster) -> None:
+    fake.errors += [OverloadedError("queue full", 0.1), OverloadedError("queue full", 0.1)]
+    assert len(client.generate_many(["a", "b"], PARAMS)) == 2
+    assert len(fake.requests) == 4
+
+
+def test_generate_many_gives_up_when_the_delay_is_beyond_the_deadline(client: Client, fake: FakeCluster) -> None:
+    fake.errors.append(OverloadedError("queue full", 60))
+    with pytest.raises(OverloadedError, match="queue full"):
+        client.generate_many(["a"], PARAMS, timeout_s=5)
+
+
+def test_generate_does_not_retry(client: Client, fake: FakeCluster) -> None:
+    fake.errors.append(OverloadedError("queue full", 0.1))
+    with pytest.raises(OverloadedError) as caught:
+        client.generate("a")
+    assert caught.value.retry_after_s == 0.1
+
+
+def test_the_first_error_ends_a_batch(client: Client, fake: FakeCluster) -> None:
+    fake.gate.clear()
+    fake.refused_prompts["bad"] = InvalidArgumentError("prompt.text", "bad", "must be good")
+    with pytest.raises(InvalidArgumentError, match=r"prompts\[1\]\.prompt\.text = 'bad': must be good"):
+        client.generate_many(["a", "bad", "c", "d"], PARAMS, concurrency=2)
+    assert fake.cancelled.wait(5)
+    assert len(fake.requests) < 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompts": "text"}, "prompts"),
+        ({"prompts": ["a", ""]}, "prompts[1].prompt.text"),
+        ({"prompts": ["a"], "seeds": [1, 2]}, "seeds"),
+        ({"prompts": ["a"], "params": []}, "params"),
+        ({"prompts": ["a"], "concurrency": 0}, "concurrency"),
+    ],
+)
+def test_a_bad_batch_is_refused_before_anything_is_sent(
+    client: Client, fake: FakeCluster, arguments: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.generate_many(**arguments)  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert not fake.requests
+
+
+def test_only_long_work_shows_a_bar(
+    client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # As on a terminal.
+    client.generate_many(["a", "b"], PARAMS, progress=True)
+    assert capsys.readouterr().err == ""
+    shown, deadline = "", time.monotonic() + 20
+    with ProgressBar(2, "prompts", shown=True, delay_s=0.01) as bar:
+        bar.advance()
+        while "prompts" not in shown and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    assert "prompts" in shown
+
+
+def test_get_cluster(client: Client, fake: FakeCluster) -> None:
+    assert client.get_cluster() == fake.status
+
+
+def test_verify_yields_every_case_under_every_condition(client: Client, fake: FakeCluster) -> None:
+    fake.broken = {Condition.CROWDED}
+    cases = [VerifyCase(prompt_token_ids=(1, 2), sampling_params=PARAMS, seed=seed) for seed in range(3)]
+    results = list(client.verify(cases, [Condition.ALONE, Condition.CROWDED], order_seed=4))
+    assert [(r.case_index, r.condition, r.match) for r in results] == [
+        *((i, Condition.ALONE, True) for i in range(3)),
+        *((i, Condition.CROWDED, False) for i in range(3)),
+    ]
+    assert fake.verified[0].order_seed == 4
+
+
+async def test_async_client_gives_the_same(fake: FakeCluster) -> None:
+    with Client(fake.address) as client:
+        want = client.generate(PROMPT, PARAMS, seed=42, request_id="r")
+    async with AsyncClient(fake.address) as aclient:
+        done = await aclient.generate(PROMPT, PARAMS, seed=42, request_id="r")
+        chunks = [chunk async for chunk in aclient.stream(PROMPT, PARAMS, seed=42)]
+        status = await aclient.get_cluster()
+        case = VerifyCase(prompt_token_ids=(1, 2), sampling_params=PARAMS, seed=1)
+        results = [result async for result in aclient.verify([case], [Condition.ALONE])]
+    assert done == want
+    assert "".join(chunk.text for chunk in chunks) == want.text
+    assert status == fake.status
+    assert [result.match for result in results] == [True]
+
+
+async def test_async_generate_many(fake: FakeCluster) -> None:
+    fake.errors.append(OverloadedError("queue full", 0.1))
+    async with AsyncClient(fake.address) as client:
+        done: list[Generation] = await client.generate_many(list("abcdefgh"), PARAMS, seeds=range(8), concurrency=3)
+    assert [g.seed for g in done] == list(range(8))
+    assert fake.most_running <= 3
+
+
+async def test_async_errors_are_typed(fake: FakeCluster) -> None:
+    async with AsyncClient("127.0.0.1:1", connect_timeout_s=0.3) as client:
+        with pytest.raises(UnavailableError, match=r"at 127\.0\.0\.1:1 "):
+            await client.generate(PROMPT)
+    fake.refused_prompts["bad"] = InvalidArgumentError("prompt.text", "bad", "must be good")
+    async with AsyncClient(fake.address) as client:
+        with pytest.raises(InvalidArgumentError, match=r"prompts\[1\]"):
+            await client.generate_many(["a", "bad"], PARAMS)
+        fake.gate.clear()
+        with pytest.raises(DeadlineError):
+            await client.generate(PROMPT, PARAMS, timeout_s=0.3)
+
+
+async def test_cancelling_an_async_call_reaches_the_router(fake: FakeCluster) -> None:
+    fake.gate.clear()
+    async with AsyncClient(fake.address) as client:
+        task = asyncio.create_task(client.generate(PROMPT, PARAMS))
+        while not fake.requests:  # noqa: ASYNC110  The fake is in another thread.
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(fake.cancelled.wait, 5)
+
+
+def test_an_async_client_needs_no_loop_to_be_made() -> None:
+    AsyncClient("127.0.0.1:1")
