@@ -34,7 +34,7 @@ class VllmDecodeEngine:
         self.on_death: Callable[[], None] = lambda: None
         self._llm = llm
         llm.on_outputs = self._take
-        llm.on_dead = lambda: self.on_death()
+        llm.on_dead = self._die
 
     @classmethod
     async def launch(cls, config: DecodeConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmDecodeEngine:
@@ -131,6 +131,9 @@ class VllmDecodeEngine:
             },
         )
 
+    def _die(self) -> None:
+        self.on_death()
+
     def _take(self, outputs: list[Any]) -> None:
         """Turns one engine step into rows."""
         self.on_step([row for output in outputs for row in _rows(output)])
@@ -145,7 +148,7 @@ def _rows(output: Any) -> list[StepRow]:
     last = len(tokens) - 1
     return [
         StepRow(output.request_id, token, logprob, *((finish, detail) if i == last else (None, "")))
-        for i, (token, logprob) in enumerate(zip(tokens, logprobs))
+        for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
     ]
 
 
@@ -165,6 +168,8 @@ def _step_llm() -> Any:
     class StepLLM(AsyncLLM):  # type: ignore[misc]
         on_outputs: Callable[[list[Any]], None] = staticmethod(lambda outputs: None)
         on_dead: Callable[[], None] = staticmethod(lambda: None)
+
+        output_handler: asyncio.Task[None] | None
 
         def _run_output_handler(self) -> None:
             if self.output_handler is None:

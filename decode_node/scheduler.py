@@ -1,8 +1,8 @@
 """Fixed slots: at most `max_num_seqs` requests, one token each, admitted only with KV room for their whole sequence.
 
-Owns: admission into the engine and the promise that a step holds no prompt token and nothing is preempted. It repeats the
-node's own lease accounting on purpose: the blocks of an aborted request come back late, and only the engine knows when.
-Must not know: leases, gRPC, sampling.
+Owns: admission into the engine and the promise that a step holds no prompt token and nothing is preempted. It repeats
+the node's own lease accounting on purpose: the blocks of an aborted request come back late, and only the engine knows
+when. Must not know: leases, gRPC, sampling.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class FixedSlotScheduler(ReservingScheduler):
     def _check_shape(self, output: SchedulerOutput) -> None:
         tokens = output.num_scheduled_tokens
         if len(tokens) > self.max_num_running_reqs or any(count != 1 for count in tokens.values()):
-            raise RuntimeError(f"a decode step of {self.max_num_running_reqs} slots, one token each, would hold {tokens}")
+            raise RuntimeError(
+                f"a decode step holds one token for up to {self.max_num_running_reqs} requests: {tokens}"
+            )
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         raise RuntimeError(f"request {request.request_id} would be preempted, but its KV room was reserved")

@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import grpc
-
 from corun import wire
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
+from corun.server import Context
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.slots import Lease, NoRoomError, SlotTable
@@ -121,7 +120,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._steps = 0
         self._tokens = 0
 
-    def load(self) -> NodeLoad:
+    async def load(self) -> NodeLoad:
         return NodeLoad(
             used_slots=len(self._table),
             used_kv_blocks=self._table.used_kv_blocks,
@@ -148,7 +147,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         for stream in touched.values():
             stream.flush()
 
-    async def Reserve(self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext) -> pb.ReserveResponse:
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         self._check_generation(request.generation)
         if self.draining:
             raise UnavailableError(f"decode node {self.ref.node_id} is draining")
@@ -162,7 +161,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._expire_later(lease)
         return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
 
-    async def Start(self, request: pb.StartRequest, context: grpc.aio.ServicerContext) -> pb.StartResponse:
+    async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_generation(request.generation)
         lease = self._table.get(request.lease_id)
         if lease is None:
@@ -175,21 +174,23 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         except BaseException:
             self._drop(lease)
             raise
+        if decode.request_id not in self._running:  # Ended meanwhile, maybe before the engine knew the request.
+            await self._engine.abort(decode.request_id)
         return pb.StartResponse()
 
-    async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         lease = self._table.get(request.lease_id) if request.generation == self.ref.generation else None
         if lease is not None:
             self._drop(lease)
         return pb.ReleaseResponse()
 
-    async def Connect(self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext) -> pb.ConnectResponse:
+    async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectResponse:
         self._check_generation(request.generation)
         await self._engine.connect(wire.nixl_endpoint_from_proto(request.peer))
         return pb.ConnectResponse()
 
     async def StreamSteps(
-        self, request: pb.StreamStepsRequest, context: grpc.aio.ServicerContext
+        self, request: pb.StreamStepsRequest, context: Context
     ) -> AsyncIterator[pb.StreamStepsResponse]:
         self._check_generation(request.generation)
         stream = self._attach(request.router_id)

@@ -133,8 +133,8 @@ def pad_batch(batch: Any, rows: int) -> Any:
 
     def pad(column: Any) -> Any:
         """[>= live] -> [rows], the first value repeated."""
-        extra = column[:1].repeat(rows - live)
-        return np.concatenate([column[:live], extra]) if isinstance(column, np.ndarray) else torch.cat([column[:live], extra])
+        parts = [column[:live], column[:1].repeat(rows - live)]
+        return np.concatenate(parts) if isinstance(column, np.ndarray) else torch.cat(parts)
 
     starts = np.arange(rows + 1, dtype=batch.cu_num_logits_np.dtype)
     return replace(

@@ -11,13 +11,14 @@ from typing import Any
 from corun.cluster import KvHandle, NixlEndpoint, NodeRef, NodeRole
 from corun.config import PrefillConfig
 from corun.contract import Contract
-from corun.errors import InternalError, InvalidArgumentError
+from corun.errors import InternalError, InvalidArgumentError, UnavailableError
 from corun.node import engine as base
 from corun.receipt import prompt_digest
 
 # One computes; the others are done and wait for their output to be read back (async scheduling).
 MAX_SEQUENCES = 8
 RELEASE_TIMEOUT_S = 30.0
+HELD_TIMEOUT_S = 1.0
 
 
 def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
@@ -35,6 +36,8 @@ class VllmPrefillEngine:
         self.on_death: Callable[[], None] = lambda: None
         self._llm = llm
         self._ref = ref
+        self._kept: dict[str, int] = {}  # request id -> KV blocks, until the worker no longer holds them
+        self._fresh: set[str] = set()  # kept since the worker was last asked, and maybe not known to it yet
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
@@ -69,6 +72,8 @@ class VllmPrefillEngine:
         """
         self._check_fits(len(prompt_token_ids))
         params = await self._run(request_id, prompt_token_ids)
+        self._kept[request_id] = sum(len(group) for group in params["remote_block_ids"])
+        self._fresh.add(request_id)
         return KvHandle(
             prefill_node=self._ref,
             engine_id=params["remote_engine_id"],
@@ -85,13 +90,25 @@ class VllmPrefillEngine:
         """See `PrefillEngine.release`."""
         await base.call_workers(self._llm, "release_kv", request_id, timeout_s=RELEASE_TIMEOUT_S)
 
+    async def held_kv_blocks(self) -> int:
+        """See `PrefillEngine.held_kv_blocks`. While the engine is deep in a step, the last known number."""
+        fresh, self._fresh = self._fresh, set()
+        try:
+            held = await base.call_workers(self._llm, "held_kv", timeout_s=HELD_TIMEOUT_S)
+        except UnavailableError:
+            self._fresh |= fresh
+        else:
+            known = fresh | self._fresh | {name for rank in held for name in rank}
+            self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
+        return sum(self._kept.values())
+
     def shutdown(self) -> None:
         self._llm.shutdown()
 
     def _check_fits(self, num_tokens: int) -> None:
         room = self.facts.kv_blocks * self.facts.block_size - 1
         if num_tokens > room:
-            raise InvalidArgumentError("prompt_token_ids", f"{num_tokens} tokens", f"must be at most {room} tokens here")
+            raise InvalidArgumentError("prompt_token_ids", f"{num_tokens} tokens", f"must be at most {room} tokens")
 
     async def _run(self, request_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         from vllm.inputs import TokensPrompt

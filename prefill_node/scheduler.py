@@ -1,8 +1,8 @@
 """Isolated prefill: a scheduling step that holds prompt tokens holds one request (paper, Algorithms 1 and 2).
 
-Owns: which request may prefill next. The stock scheduler does the rest, shown only that request. Chunk boundaries follow
-from the request's own length, because an isolated request always has the step's whole token budget.
-Must not know: connectors, sampling, slots.
+Owns: which request may prefill next. The stock scheduler does the rest, shown only that request. Chunk boundaries
+follow from the request's own length, because an isolated request always has the step's whole token budget. Must not
+know: connectors, sampling, slots.
 """
 
 from __future__ import annotations

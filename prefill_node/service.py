@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-import grpc
-
 from corun import wire
 from corun.cluster import KvHandle, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
+from corun.server import Context
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
 SERVICE_NAME = "corun.v1.PrefillService"
@@ -32,6 +31,9 @@ class PrefillEngine(Protocol):
     async def release(self, request_id: str) -> None:
         """Drops the KV of a finished prefill; unknown ids are ignored."""
 
+    async def held_kv_blocks(self) -> int:
+        """KV blocks of finished prefills that are neither read, released nor expired."""
+
 
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Answers `corun.v1.PrefillService` for one generation of one node."""
@@ -44,11 +46,15 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._computed_tokens = 0
         self._releases: set[asyncio.Task[None]] = set()
 
-    def load(self) -> NodeLoad:
-        return NodeLoad(queued_prompt_tokens=sum(self._in_flight.values()), tokens=self._computed_tokens)
+    async def load(self) -> NodeLoad:
+        return NodeLoad(
+            used_kv_blocks=await self._engine.held_kv_blocks(),
+            queued_prompt_tokens=sum(self._in_flight.values()),
+            tokens=self._computed_tokens,
+        )
 
     async def Prefill(
-        self, request: prefill_service_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+        self, request: prefill_service_pb2.PrefillRequest, context: Context
     ) -> prefill_service_pb2.PrefillResponse:
         self._admit(request)
         prompt = list(request.prompt_token_ids)
@@ -65,7 +71,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
 
     async def ReleaseKv(
-        self, request: prefill_service_pb2.ReleaseKvRequest, context: grpc.aio.ServicerContext
+        self, request: prefill_service_pb2.ReleaseKvRequest, context: Context
     ) -> prefill_service_pb2.ReleaseKvResponse:
         # Another generation's KV died with it: there is nothing to release and nothing to complain about.
         if request.generation == self.ref.generation:

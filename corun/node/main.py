@@ -28,7 +28,7 @@ class Service(Protocol):
 
     draining: bool
 
-    def load(self) -> NodeLoad: ...
+    async def load(self) -> NodeLoad: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +88,13 @@ async def _drain(service: Service, agent: NodeAgent, grace_s: float) -> None:
     """Takes no new work and waits for the running work, at most `grace_s` seconds."""
     service.draining = agent.draining = True
     deadline = asyncio.get_running_loop().time() + grace_s
-    while _busy(service.load()) and asyncio.get_running_loop().time() < deadline:
+    # Only the engine's worker knows when the last KV was read, and it can only be asked.
+    while _busy(await service.load()) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
 def _busy(load: NodeLoad) -> bool:
-    return load.used_slots > 0 or load.queued_prompt_tokens > 0
+    return load.used_slots > 0 or load.used_kv_blocks > 0 or load.queued_prompt_tokens > 0
 
 
 async def _first(*events: asyncio.Event) -> None:

@@ -37,7 +37,7 @@ def gpu_settings(role: NodeRole) -> dict[str, str]:
     }
 
 
-# Not about bits: request ids stay the caller's, so that a KV handle names the prefill the router asked for; no usage reports.
+# Not about bits. Request ids stay the caller's, so that a KV handle names the prefill that the router asked for.
 PLUMBING = {
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -1,7 +1,7 @@
 """What both nodes' vLLM workers add: digests of what was loaded, observed settings, KV release, NIXL connections.
 
-Runs inside the engine's worker processes; its methods are called by name through `collective_rpc` and return plain values.
-Must not know: gRPC, routers.
+Runs inside the engine's worker processes; its methods are called by name through `collective_rpc` and return plain
+values. Must not know: gRPC, routers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc, valid-type]
         self.weights_digest = weights_digest(self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        # vLLM's connector moves the CPU worker's main thread, which computes, to one reserved core
-        # (nixl/base_worker.py): with all cores given to computation that would put two threads on that core.
-        allowed = os.sched_getaffinity(0)
+        # On CPU this thread computes, bound to one core. NIXL's threads are started here and inherit its affinity, so
+        # it is widened for them; afterwards vLLM's connector has moved this thread to the core it reserves for KV
+        # (nixl/base_worker.py), where it would share a core with a thread of its own team, so it is moved back.
+        bound = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
         super().initialize_from_config(kv_cache_config)
-        os.sched_setaffinity(0, allowed)
+        os.sched_setaffinity(0, bound)
 
     def observe(self) -> dict[str, Any]:
         """Everything this process can see that may change a bit, after loading."""
@@ -71,6 +73,10 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc, valid-type]
     def release_kv(self, request_id: str) -> None:
         """Frees the KV of a finished prefill that no decode node will read."""
         get_kv_transfer_group().release(request_id)
+
+    def held_kv(self) -> list[str]:
+        """The finished prefills whose KV waits to be read."""
+        return list(get_kv_transfer_group().held())
 
     def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> bool:
         """Begins the NIXL handshake with a prefill engine; True once it is complete. Call again until then."""
