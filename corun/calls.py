@@ -141,6 +141,7 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
         logprobs=tuple(response.logprobs),
         finish_reason=wire.finish_reason_from_proto(response.finish_reason),
         receipt=wire.receipt_from_proto(response.receipt) if response.HasField("receipt") else None,
+        prompt_token_ids=tuple(response.prompt_token_ids),
     )
 
 

@@ -33,6 +33,7 @@ from corun.calls import (
     read_chunk,
     retry_delay_s,
 )
+from corun.channel import channel, sync_channel
 from corun.cluster import ClusterStatus, Condition, VerifyCase, VerifyResult
 from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.generation import Chunk, Generation, Prompt
@@ -59,8 +60,6 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
     ) -> None:
-        from corun.server import sync_channel  # noqa: PLC0415  `import corun` loads no serving code.
-
         self._endpoint = Endpoint(address=address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
         self._channel = sync_channel(address)
         # gRPC's own wait for a channel polls it in a thread, which dies of a traceback if the channel closes meanwhile.
@@ -353,7 +352,6 @@ class AsyncClient:
         return stub
 
     def _connect(self) -> tuple[grpc.aio.Channel, Any]:
-        from corun.server import channel  # noqa: PLC0415  `import corun` loads no serving code.
 
         opened = channel(self._endpoint.address)  # Needs the running loop, so not in the constructor.
         return opened, ClusterServiceStub(opened)  # type: ignore[no-untyped-call]

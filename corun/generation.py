@@ -31,6 +31,8 @@ class Chunk:
     """fp32 values, one per token id; empty unless asked for."""
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    """What the prompt became; in the request's first chunk, if the prompt was text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,7 @@ class Generation:
     """All samples of one prompt; the properties are those of sample 0."""
 
     request_id: str
+    prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     """In order of their index; never empty."""
 
@@ -88,22 +91,26 @@ class Assembler:
     """
 
     def __init__(self, n: int, prompt_token_ids: Sequence[int] | None = None) -> None:
-        self._prompt_digest = None if prompt_token_ids is None else prompt_digest(prompt_token_ids)
+        self._prompt_token_ids = tuple(prompt_token_ids or ())
         self._chunks: list[list[Chunk]] = [[] for _ in range(n)]
 
     def add(self, chunk: Chunk) -> None:
         if chunk.sample_index >= len(self._chunks):
             raise DataLossError(f"the router sent sample {chunk.sample_index} of {len(self._chunks)}")
         self._chunks[chunk.sample_index].append(chunk)
+        self._prompt_token_ids = self._prompt_token_ids or chunk.prompt_token_ids
 
     def finish(self) -> Generation:
         """The generation. Raises DataLossError if a sample is not whole, or not what its receipt says."""
         samples = tuple(_join(index, chunks) for index, chunks in enumerate(self._chunks))
+        sent = prompt_digest(self._prompt_token_ids)
         for sample in samples:
             check_receipt(sample)
-            if self._prompt_digest not in (None, sample.receipt.prompt_digest):
+            if sample.receipt.prompt_digest != sent:
                 raise DataLossError(f"sample {sample.index} was computed from another prompt than the one sent")
-        return Generation(request_id=samples[0].receipt.request_id, samples=samples)
+        return Generation(
+            request_id=samples[0].receipt.request_id, prompt_token_ids=self._prompt_token_ids, samples=samples
+        )
 
 
 def check_receipt(sample: Sample) -> None:

@@ -55,6 +55,8 @@ def result_row(row_id: str, prompt: Prompt, params: SamplingParams, done: Genera
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "params": params_to_dict(params),
     }
+    if isinstance(prompt, str):
+        row["prompt_token_ids"] = list(done.prompt_token_ids)
     row |= _sample_values(done.samples[0])
     if len(done.samples) > 1:
         row["samples"] = [{"sample_index": sample.index, **_sample_values(sample)} for sample in done.samples]

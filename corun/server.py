@@ -1,7 +1,6 @@
-"""One gRPC server for every process, and the channels to it: error translation, health, limits, lifecycle.
+"""One gRPC server for every process: error translation, health, limits, lifecycle.
 
-All channel and server options live here, so that both ends agree on sizes and keepalive. This module must not know any
-service of ours.
+This module must not know any service of ours.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_status import rpc_status
 
+from corun.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
 from corun.config import MAX_MESSAGE_BYTES
 from corun.errors import (
     CorunError,
@@ -39,59 +39,22 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Options: TypeAlias = list[tuple[str, int]]
 
-_KEEPALIVE_MS = 15_000
-_KEEPALIVE_TIMEOUT_MS = 10_000
-_MAX_METADATA_BYTES = 64 * 1024
-# gRPC refuses beyond its own limit with a status that names no field, so its limit is wider than ours. Up to it, a
-# message is read and refused by us.
-_HARD_LIMIT_FACTOR = 4
-"""gRPC's size limit, as a multiple of ours."""
 _CLOSE_TIMEOUT_S = 30.0
 """For a handler to release what it holds, when its client is gone."""
-
-
-def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """An asyncio channel to a process of ours. Connects when first used; make it inside a running loop."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
-
-
-def sync_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """The same for blocking calls."""
-    return grpc.insecure_channel(address, options=channel_options(max_message_bytes))
-
-
-def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Options of a client's channel."""
-    return [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes * _HARD_LIMIT_FACTOR),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),  # A long quiet stream still has to notice a dead peer.
-        # A restarted process comes back soon: gRPC's own backoff grows to two minutes.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1_000),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.use_local_subchannel_pool", 1),  # One connection, and one backoff, per channel.
-        ("grpc.enable_http_proxy", 0),  # A proxy for web traffic must not swallow calls inside a cluster.
-    ]
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """Options of a server; they permit the pings of `channel_options`."""
     return [
-        ("grpc.max_receive_message_length", max_message_bytes * _HARD_LIMIT_FACTOR),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # A client whose machine is gone frees what it holds.
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # A client whose machine is gone frees what it holds.
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 3),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 3),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
         ("grpc.so_reuseport", 0),  # Two processes on one port must be an error, not a lottery.
     ]
 
@@ -264,7 +227,7 @@ async def _close(responses: AsyncGenerator[Any, Any], method: str) -> None:
     while not closing.done() and time.monotonic() < deadline:
         try:
             await asyncio.wait({closing}, timeout=deadline - time.monotonic())
-        except asyncio.CancelledError:  # noqa: PERF203  # Not a loop over items.
+        except asyncio.CancelledError:  # Not a loop over items.
             cancelled = True
     if not closing.done():
         logger.error("%s: the handler did not close within %g s", method, _CLOSE_TIMEOUT_S)

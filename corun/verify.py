@@ -158,9 +158,8 @@ def _collect(
 
 def _case_of(name: str, row: Mapping[str, Any], sample: Mapping[str, Any]) -> NamedCase:
     receipt = Receipt.from_dict(sample["receipt"])
-    if isinstance(row["prompt"], str):
-        raise InvalidArgumentError("prompt", row["prompt"], "must be token ids to be verified")
-    prompt = check_token_ids(row["prompt"], 2**32, "prompt")
+    field = "prompt_token_ids" if isinstance(row["prompt"], str) else "prompt"
+    prompt = check_token_ids(row[field], 2**32, field)
     params = replace(params_from_dict(row["params"]), n=1)  # Each sample is run by itself, with its own seed.
     _check_row(name, receipt, prompt, params, sample)
     case = VerifyCase(

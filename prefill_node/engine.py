@@ -92,6 +92,8 @@ class VllmPrefillEngine:
 
     async def held_kv_blocks(self) -> int:
         """See `PrefillEngine.held_kv_blocks`. While the engine is deep in a step, the last known number."""
+        if not self._kept:  # Asking keeps an idle worker spinning for a second (device_communicators/shm_broadcast.py).
+            return 0
         fresh, self._fresh = self._fresh, set()
         try:
             held = await base.call_workers(self._llm, "held_kv", timeout_s=HELD_TIMEOUT_S)

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from corun import wire
+from corun.channel import channel
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo
 from corun.errors import (
     CancelledByPeerError,
@@ -28,7 +29,6 @@ from corun.errors import (
     from_rpc_error,
 )
 from corun.params import SamplingParams
-from corun.server import channel
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2

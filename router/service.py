@@ -95,9 +95,14 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         with self._activity.call():
             samples = await self._generator.accept(_request(request), _deadline(context))
             generation = self._generator.start(samples)
+            # Whoever sent text learns what was computed from, and can check the receipt or run it again.
+            prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
             try:
                 async for piece in generation.pieces():
-                    yield _response(samples[0].request_id, piece, with_logprobs=samples[0].params.logprobs)
+                    response = _response(samples[0].request_id, piece, with_logprobs=samples[0].params.logprobs)
+                    response.prompt_token_ids.extend(prompt)
+                    prompt = ()
+                    yield response
             finally:
                 await generation.close()
 

@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from corun import wire
+from corun.channel import channel
 from corun.cluster import (
     ClusterStatus,
     FinishReason,
@@ -38,7 +39,7 @@ from corun.errors import UnavailableError, from_rpc_error
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
-from corun.server import GrpcServer, channel
+from corun.server import GrpcServer
 from corun.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 
 from corun import wire
+from corun.channel import channel
 from corun.cluster import NodeInfo, NodeLoad
 from corun.errors import ContractMismatchError, CorunError, NotFoundError, from_rpc_error
-from corun.server import channel
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc
 

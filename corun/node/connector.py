@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 RELEASE_TTL_S = 60.0
 
 
-class CorunNixlConnector(NixlPullConnector):
+class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     """Pull mode: a decode node reads the KV that a prefill node holds."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -38,9 +38,14 @@ class CorunNixlConnector(NixlPullConnector):
         if ended:
             # The expiry check reads from the front and stops at the first live lease.
             worker._reqs_to_send = dict.fromkeys(ended, 0.0) | {k: v for k, v in leases.items() if k not in ended}
-        now = time.monotonic()
-        self._released = {k: until for k, until in self._released.items() if k not in ended and until > now}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        # A heartbeat read in this very step has renewed its lease: such a release is for the next step.
+        now = time.monotonic()
+        self._released = {
+            name: until
+            for name, until in self._released.items()
+            if name in worker._reqs_to_send or (name not in ended and until > now)
+        }
         return finished
 
     def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> bool:

@@ -83,6 +83,8 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint)
         kv_connector_module_path="corun.node.connector",
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
+        # NIXL's default of 4 UCX threads: they spin, and on a GPU they have no CUDA context, which loses cuda_ipc.
+        kv_connector_extra_config={"num_threads": 0},
         # Never computed again on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +65,8 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
     await server.start()
     agent = NodeAgent(role.info(server.address), config.router, role.service.load)
     membership = asyncio.create_task(agent.run())
+    # It ends by itself only when the engine can no longer be asked: an idle engine's death is seen here first.
+    membership.add_done_callback(lambda task: None if task.cancelled() else died.set())
     await _set_serving(server, role, True)
     log.info("serving on %s", server.address)
     await _first(stop, died)
@@ -106,5 +107,6 @@ async def _first(*events: asyncio.Event) -> None:
 
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait((task,))
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("membership ended", exc_info=error)

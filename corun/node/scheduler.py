@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.request import Request
 
 
-class ReservingScheduler(AsyncScheduler):
+class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     """A vLLM scheduler that counts prompt + max_tokens of every admitted request as used KV.
 
     It subclasses `AsyncScheduler`, because vLLM turns async scheduling off for any other custom scheduler
     (`config/vllm.py`).
     """
+
+    waiting: Any  # a vLLM RequestQueue
+    running: list[Request]
 
     def free_blocks(self, admitted: Iterable[Request]) -> int:
         """KV blocks that are free and not owed to the `admitted` requests' remaining tokens."""
@@ -28,11 +32,12 @@ class ReservingScheduler(AsyncScheduler):
 
     def blocks_of(self, request: Request) -> int:
         """KV blocks of the whole sequence, over all KV cache groups."""
-        tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return -(-tokens // self.block_size) * len(self.kv_cache_config.kv_cache_groups)
+        tokens: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return -(-tokens // int(self.block_size)) * len(self.kv_cache_config.kv_cache_groups)
 
     def _blocks_held(self, request: Request) -> int:
-        return sum(len(group) for group in self.kv_cache_manager.get_block_ids(request.request_id))
+        groups: tuple[list[int], ...] = self.kv_cache_manager.get_block_ids(request.request_id)
+        return sum(map(len, groups))
 
     @contextmanager
     def showing_waiting(self, shown: Iterable[Request]) -> Iterator[None]:

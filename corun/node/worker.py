@@ -27,7 +27,7 @@ else:
 CHUNK_BYTES = 64 * 1024 * 1024
 
 
-class NodeWorker(PlatformWorker):  # type: ignore[misc, valid-type]
+class NodeWorker(PlatformWorker):  # type: ignore[misc]
     """A stock worker that can tell what it loaded and manage the KV it holds."""
 
     weights_digest = ""

@@ -145,6 +145,7 @@ class FakeCluster(ClusterServiceServicer):
                     logprobs=[logprob] if params.logprobs else [],
                     finish_reason=wire.finish_reason_to_proto(FinishReason.LENGTH if last else None),
                     receipt=wire.receipt_to_proto(receipt) if last else None,
+                    prompt_token_ids=prompt if request.text and (position, index) == (0, 0) else (),
                 )
 
     def _verify(self, index: int, case: VerifyCase, condition: Condition) -> VerifyResult:

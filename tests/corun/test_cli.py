@@ -401,6 +401,7 @@ def results(corun: Any, tmp_path: Path) -> Path:
         {"prompt": [1, 2, 3], "id": "plain", "params": {"logprobs": True}},
         {"prompt": [4], "id": "many", "params": {"n": 3, "max_tokens": 5, "logprobs": True}},
         {"prompt": [5], "id": "quiet"},
+        {"prompt": PROMPT, "id": "text", "params": {"logprobs": True}},
     ]
     assert corun("batch", write_rows(tmp_path / "in.jsonl", *rows), "-o", tmp_path / "results.jsonl").code == 0
     return tmp_path / "results.jsonl"
@@ -426,7 +427,8 @@ def test_verify_runs_results_against_their_receipts(corun: Any, fake: FakeCluste
     done = corun("verify", results, "--json", "--conditions", "alone", "shuffled", "--order-seed", 3)
     assert done.code == 0
     report = json.loads(done.out)
-    assert (report["cases"], report["runs"]) == (5, 10)
+    assert (report["cases"], report["runs"]) == (6, 12)
+    assert tuple(PROMPT.encode()) in {tuple(case.prompt_token_ids) for case in fake.verified[0].cases}
     receipts = {row["receipt"]["output_digest"] for row in read_rows(results)}
     assert receipts <= {case.output_digest for case in fake.verified[0].cases}
     assert {case.sampling_params.n for case in fake.verified[0].cases} == {1}
@@ -444,8 +446,8 @@ def test_verify_exits_3_when_bits_differ(corun: Any, fake: FakeCluster, results:
     assert done.code == 3
     report = json.loads(done.out.splitlines()[-1])
     assert report["match"] is False
-    assert report["conditions"]["crowded"] == {"runs": 5, "equal": 0}
-    assert report["conditions"]["alone"] == {"runs": 5, "equal": 5}
+    assert report["conditions"]["crowded"] == {"runs": 6, "equal": 0}
+    assert report["conditions"]["alone"] == {"runs": 6, "equal": 6}
     assert {d["condition"] for d in report["differences"]} == {"crowded"}
     assert "BITS DIFFER" in done.out
     assert "plain, crowded: expected" in done.out

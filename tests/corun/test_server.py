@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from corun.channel import channel, sync_channel
 from corun.errors import (
     CorunError,
     DataLossError,
@@ -25,7 +26,7 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from corun.server import GrpcServer, channel, join_address, run, sync_channel
+from corun.server import GrpcServer, join_address, run
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
 
