@@ -91,7 +91,17 @@ class VllmDecodeEngine:
             await asyncio.sleep(CONNECT_POLL_S)
         raise UnavailableError(f"no NIXL handshake with {peer.host}:{peer.port} within {CONNECT_TIMEOUT_S:.0f} s")
 
-    def shutdown(self) -> None:
+    async def _log_handoffs(self) -> None:
+        """One line on all KV reads since start."""
+        ranks = await base.call_workers(self._llm, "handoffs", timeout_s=CONNECT_TIMEOUT_S)
+        for rank, done in enumerate(ranks):
+            speed = done["bytes"] / done["seconds"] / 1e9 if done["seconds"] else 0.0
+            log.info("KV reads of rank %d: %s, %.2f GB/s each", rank, done, speed)
+
+    async def close(self) -> None:
+        """Ends the engine's processes."""
+        if not self._llm.errored:
+            await self._log_handoffs()
         self._llm.shutdown()
 
     def _sampling(self, request: DecodeRequest) -> Any:

@@ -68,9 +68,11 @@ class VllmPrefillEngine:
         """See `PrefillEngine.prefill`.
 
         Raises:
-            InvalidArgumentError: the prompt can never fit this node's KV.
+            InvalidArgumentError: the prompt can never fit this node's KV, or the id still names KV that is held here.
         """
         self._check_fits(len(prompt_token_ids))
+        if request_id in self._kept:  # vLLM's scheduler dies of an id that it still knows.
+            raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
         params = await self._run(request_id, prompt_token_ids)
         self._kept[request_id] = sum(len(group) for group in params["remote_block_ids"])
         self._fresh.add(request_id)
@@ -92,6 +94,8 @@ class VllmPrefillEngine:
 
     async def held_kv_blocks(self) -> int:
         """See `PrefillEngine.held_kv_blocks`. While the engine is deep in a step, the last known number."""
+        if self._llm.errored:  # With no prefill under way, nobody else notices.
+            self.on_death()
         if not self._kept:  # Asking keeps an idle worker spinning for a second (device_communicators/shm_broadcast.py).
             return 0
         fresh, self._fresh = self._fresh, set()
@@ -104,7 +108,8 @@ class VllmPrefillEngine:
             self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
         return sum(self._kept.values())
 
-    def shutdown(self) -> None:
+    async def close(self) -> None:
+        """Ends the engine's processes."""
         self._llm.shutdown()
 
     def _check_fits(self, num_tokens: int) -> None:

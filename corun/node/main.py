@@ -75,7 +75,7 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
         await _drain(role.service, agent, config.drain_grace_s)
     await _cancel(membership)
     await server.stop(1.0)
-    role.engine.shutdown()
+    await role.engine.close()
     if died.is_set():
         raise UnavailableError("the engine died")
 

@@ -57,8 +57,11 @@ def pin(settings: Mapping[str, str]) -> None:
             raise InvalidArgumentError(f"environment variable {name}", found, f"must be unset or {value!r}")
 
 
-def cores(threads: int) -> list[int]:
-    """The first `threads` cores this process may use, ascending; all of them for 0.
+def cores(role: NodeRole, threads: int) -> list[int]:
+    """`threads` of the cores this process may use; all of them for 0.
+
+    A decode node counts up and a prefill node down: on one machine they meet as late as possible, and the first core
+    of each, which carries the engine's busiest thread, is not the other's.
 
     Raises:
         InvalidArgumentError: fewer cores are available.
@@ -66,4 +69,5 @@ def cores(threads: int) -> list[int]:
     available = sorted(os.sched_getaffinity(0))
     if threads > len(available):
         raise InvalidArgumentError("threads", threads, f"must be at most {len(available)}, the cores available here")
-    return available[: threads or None]
+    ordered = available if role is NodeRole.DECODE else available[::-1]
+    return ordered[: threads or None]

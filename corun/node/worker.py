@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     def held_kv(self) -> list[str]:
         """The finished prefills whose KV waits to be read."""
         return list(get_kv_transfer_group().held())
+
+    def handoffs(self) -> dict[str, float]:
+        """Count, bytes, seconds and failures of the KV reads since start."""
+        return asdict(get_kv_transfer_group().handoffs)
 
     def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> bool:
         """Begins the NIXL handshake with a prefill engine; True once it is complete. Call again until then."""

@@ -1,0 +1,138 @@
+"""From vLLM's step outputs to rows, and from our parameters to vLLM's."""
+
+from __future__ import annotations
+
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corun.cluster import FinishReason, KvHandle, NodeRef
+from corun.node.engine import EngineFacts
+from corun.params import SamplingParams
+from corun.receipt import prompt_digest
+from decode_node.engine import VllmDecodeEngine
+from decode_node.service import DecodeRequest, StepRow
+from tests.loading import load
+
+FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0, 9))
+HANDLE = KvHandle(
+    prefill_node=NodeRef(node_id="p0", generation="a" * 16),
+    engine_id="p0-engine",
+    request_id="prefill-1",
+    block_ids=((4, 5),),
+    host="127.0.0.1",
+    port=7000,
+    tp_size=1,
+    num_tokens=3,
+    prompt_digest=prompt_digest((1, 2, 3)),
+)
+
+
+@pytest.fixture
+def engine() -> VllmDecodeEngine:
+    llm, contract = SimpleNamespace(), None
+    return VllmDecodeEngine(llm, FACTS, contract)  # type: ignore[arg-type]
+
+
+def output(name: str, tokens: list[int], logprobs: list[float], reason: Any = None) -> Any:
+    """What one step gives one request (vllm/v1/engine/__init__.py: EngineCoreOutput)."""
+    table = SimpleNamespace(logprobs=np.array([[value] for value in logprobs], dtype=np.float32))
+    return SimpleNamespace(request_id=name, new_token_ids=tokens, new_logprobs=table, finish_reason=reason)
+
+
+def rows_of(engine: VllmDecodeEngine, *outputs: Any) -> list[StepRow]:
+    steps: list[list[StepRow]] = []
+    engine.on_step = steps.append
+    engine._take(list(outputs))
+    (rows,) = steps
+    return rows
+
+
+def test_a_step_is_handed_on_whole(engine: VllmDecodeEngine) -> None:
+    rows = rows_of(engine, output("a", [7], [-0.5]), output("b", [8], [-0.25]))
+    assert rows == [StepRow("a", 7, -0.5), StepRow("b", 8, -0.25)]
+
+
+def test_log_probabilities_keep_their_bits(engine: VllmDecodeEngine) -> None:
+    value = struct.unpack("<f", struct.pack("<I", 0xBDCCCCCD))[0]
+    (row,) = rows_of(engine, output("a", [7], [value]))
+    assert struct.pack("<f", row.logprob) == struct.pack("<I", 0xBDCCCCCD)
+
+
+def test_every_reason_of_vllm_has_a_meaning(engine: VllmDecodeEngine) -> None:
+    """Stop and length are ends; all others mean that the sample has to run again."""
+    ours = {"STOP": FinishReason.STOP, "LENGTH": FinishReason.LENGTH}
+    for reason in load("vllm.v1.engine").FinishReason:
+        (row,) = rows_of(engine, output("a", [7], [-1.0], reason))
+        assert row.finish is ours.get(reason.name, FinishReason.ERROR)
+        assert bool(row.detail) is (row.finish is FinishReason.ERROR)
+
+
+def test_an_end_comes_with_the_last_token_or_alone(engine: VllmDecodeEngine) -> None:
+    reasons = load("vllm.v1.engine").FinishReason
+    detail = "the engine ended the request: error"
+    assert rows_of(engine, output("a", [7, 8], [-1.0, -2.0], reasons.STOP)) == [
+        StepRow("a", 7, -1.0),
+        StepRow("a", 8, -2.0, FinishReason.STOP),
+    ]
+    assert rows_of(engine, output("a", [], [], reasons.ERROR), output("b", [], [])) == [
+        StepRow("a", None, 0.0, FinishReason.ERROR, detail)
+    ]
+
+
+def sampling(engine: VllmDecodeEngine, **fields: Any) -> Any:
+    request = DecodeRequest("lease-1", HANDLE, (1, 2, 3), SamplingParams(**fields), seed=2**63 - 1)
+    return engine._sampling(request)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vllm() -> None:
+    load("vllm.sampling_params")
+
+
+def test_all_parameters_reach_the_engine(engine: VllmDecodeEngine) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 7,
+        "min_p": 0.125,
+        "max_tokens": 20,
+        "min_tokens": 3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+    }
+    made = sampling(engine, **fields, logit_bias={3: 1.5, 2: -2.0})
+    assert {name: getattr(made, name) for name in fields} == fields
+    assert (made.seed, made.n, made.logprobs, made.detokenize) == (2**63 - 1, 1, 0, False)
+    assert made.logit_bias == {2: -2.0, 3: 1.5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "stops"),
+    [
+        ({}, {0, 9}),
+        ({"stop_token_ids": [5]}, {0, 5, 9}),
+        ({"ignore_eos": True}, set()),
+        ({"ignore_eos": True, "stop_token_ids": [9]}, {9}),
+    ],
+)
+def test_stop_tokens_are_explicit(engine: VllmDecodeEngine, fields: dict[str, Any], stops: set[int]) -> None:
+    """The end of sequence is one of them: vLLM has no tokenizer here that would know it."""
+    made = sampling(engine, **fields)
+    assert set(made.stop_token_ids or ()) == stops
+    assert made.ignore_eos
+
+
+def test_the_handle_becomes_a_read(engine: VllmDecodeEngine) -> None:
+    transfer = sampling(engine).extra_args["kv_transfer_params"]
+    assert (transfer["do_remote_prefill"], transfer["do_remote_decode"]) == (True, False)
+    assert (transfer["remote_engine_id"], transfer["remote_request_id"]) == ("p0-engine", "prefill-1")
+    assert (transfer["remote_block_ids"], transfer["remote_host"], transfer["remote_port"]) == (
+        [[4, 5]],
+        "127.0.0.1",
+        7000,
+    )

@@ -1,0 +1,282 @@
+"""R(seed, position) and the way from logits to a token, which reads nothing of other rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_node import sampling
+from decode_node.sampling import IDLE, Draw, sample, variate
+
+STEPS = 2**53
+"""Values that R can take."""
+SAMPLED = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42, position=0)
+INF = math.inf
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Waking a second thread takes far longer than these tiny tensors do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R is position / 2^53, so that a test can ask for any variate."""
+    monkeypatch.setattr(sampling, "variate", lambda seed, position: position / STEPS)
+
+
+def logits_of(probs: Sequence[float]) -> list[float]:
+    return [math.log(p) if p > 0 else -INF for p in probs]
+
+
+def sweep(logits: Sequence[float], draw: Draw, points: int = 1000) -> list[int]:
+    """How often each token is drawn when R goes once through [0, 1)."""
+    draws = [replace(draw, position=i * STEPS // points) for i in range(points)]
+    tokens = sample(torch.tensor([logits] * points), draws)
+    return torch.bincount(tokens, minlength=len(logits)).tolist()
+
+
+def drawn(logits: Sequence[float], **filters: float) -> set[int]:
+    """The tokens that can be drawn at all; `filters` are fields of `Draw`."""
+    return {token for token, count in enumerate(sweep(logits, replace(SAMPLED, **filters))) if count}
+
+
+def test_variates_are_pinned() -> None:
+    """Any change here changes every sampled token: it needs a new SAMPLER_VERSION."""
+    vectors = {
+        (0, 0): "0x1.c2697bf7ee569p-1",
+        (0, 1): "0x1.021ba96185359p-1",
+        (1, 0): "0x1.fb4b7bad2965fp-1",
+        (42, 0): "0x1.8a9e3cb55cf60p-6",
+        (42, 1): "0x1.c6850a01e9822p-2",
+        (42, 4095): "0x1.124bfcec0d924p-2",
+        (2**63 - 1, 2**32 - 1): "0x1.c22d6a8dcc202p-2",
+    }
+    assert {key: variate(*key).hex() for key in vectors} == vectors
+    assert sampling.SAMPLER_VERSION == "corun-inverse-cdf-1"
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**32))
+def test_variates_are_in_range_on_the_grid_of_53_bits(seed: int, position: int) -> None:
+    value = variate(seed, position)
+    assert 0 <= value < 1
+    assert (value * STEPS).is_integer()
+
+
+def test_variates_are_uniform_along_both_axes() -> None:
+    """64 bins of 100 a row: chi-square has 63 degrees of freedom, 120 is beyond 1 in 10^4. Always the same values."""
+    along = {
+        "positions": [variate(7, i) for i in range(6400)],
+        "seeds": [variate(i, 7) for i in range(6400)],
+        "diagonal": [variate(i, 6400 - i) for i in range(6400)],
+    }
+    for name, values in along.items():
+        counts = [0] * 64
+        for value in values:
+            counts[int(value * 64)] += 1
+        assert sum((count - 100) ** 2 / 100 for count in counts) < 120, name
+    neighbours = [(a - 0.5) * (b - 0.5) * 12 for a, b in itertools.pairwise(along["positions"])]
+    assert abs(sum(neighbours) / len(neighbours)) < 4 / math.sqrt(len(neighbours))
+
+
+def test_greedy_takes_the_first_of_the_likeliest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, -INF, 5.0, 5.0], [-INF, -INF, -INF, -2.0]])
+    greedy = replace(SAMPLED, temperature=0.0, top_k=3, top_p=0.1, min_p=0.9)
+    for draws in ([IDLE] * 3, [greedy] * 3, [replace(greedy, seed=9, position=9), IDLE, greedy]):
+        assert sample(logits, draws).tolist() == [1, 0, 3]
+
+
+def test_greedy_rows_stay_greedy_beside_sampled_ones() -> None:
+    logits = torch.tensor([[0.0, 0.1, 0.0, 0.0]] * 64)
+    draws = [IDLE if row % 2 else replace(SAMPLED, seed=row) for row in range(64)]
+    tokens = sample(logits, draws).tolist()
+    assert set(tokens[1::2]) == {1}
+    assert set(tokens[::2]) == {0, 1, 2, 3}
+
+
+@pytest.mark.usefixtures("swept")
+def test_tokens_divide_the_unit_interval_in_proportion() -> None:
+    probs = [0.125, 0.5, 0.0, 0.25, 0.125]
+    assert sweep(logits_of(probs), SAMPLED) == pytest.approx([1000 * p for p in probs], abs=1)
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 2.0])
+def test_temperature(temperature: float) -> None:
+    probs = [0.1, 0.2, 0.3, 0.4]
+    weights = [p ** (1 / temperature) for p in probs]
+    expected = [1000 * weight / sum(weights) for weight in weights]
+    assert sweep(logits_of(probs), replace(SAMPLED, temperature=temperature)) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(0, {0, 1, 2, 3}), (1, {2}), (2, {0, 2}), (3, {0, 1, 2}), (4, {0, 1, 2, 3}), (99, {0, 1, 2, 3})]
+)
+def test_top_k_keeps_exactly_k_and_the_first_of_a_tie(top_k: int, kept: set[int]) -> None:
+    """Tokens 0, 1 and 3 tie; 2 is the likeliest."""
+    assert drawn([1.0, 1.0, 2.0, 1.0], top_k=top_k) == kept
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(1e-9, 1), (0.25, 1), (0.2500001, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.99, 4), (1.0, 4)]
+)
+def test_top_p_stops_at_the_token_that_reaches_it(top_p: float, kept: int) -> None:
+    """Four equal tokens, whose probabilities are exactly 1/4."""
+    assert drawn([0.0] * 4, top_p=top_p) == set(range(kept))
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.parametrize(("top_p", "kept"), [(0.3, {3}), (0.41, {2, 3}), (0.69, {2, 3}), (0.71, {1, 2, 3})])
+def test_top_p_goes_by_probability_not_by_id(top_p: float, kept: set[int]) -> None:
+    assert drawn(logits_of([0.1, 0.2, 0.3, 0.4]), top_p=top_p) == kept
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.24, {0, 1, 2, 3}), (0.26, {1, 2, 3}), (0.76, {2, 3}), (1.0, {2, 3})]
+)
+def test_min_p_is_relative_to_the_likeliest(min_p: float, kept: set[int]) -> None:
+    """1.0 keeps every token as likely as the likeliest."""
+    assert drawn(logits_of([0.1, 0.3, 0.4, 0.4]), min_p=min_p) == kept
+
+
+@pytest.mark.usefixtures("swept")
+def test_filters_work_on_what_the_one_before_kept() -> None:
+    """min_p, top_k, top_p: top_k = 2 leaves 4/7 and 3/7, so top_p = 0.5 keeps one token, and 0.6 both."""
+    logits = logits_of([0.4, 0.3, 0.2, 0.1])
+    assert drawn(logits, top_p=0.5) == {0, 1}
+    assert drawn(logits, top_p=0.5, top_k=2) == {0}
+    assert drawn(logits, top_p=0.6, top_k=2) == {0, 1}
+    assert drawn(logits, top_p=0.6, min_p=0.6) == {0, 1}
+    assert drawn(logits, top_p=0.9, top_k=3, min_p=0.7) == {0, 1}
+    assert drawn(logits, temperature=0.1, min_p=0.2) == {0}
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.999}, {"min_p": 1e-6}])
+@pytest.mark.parametrize("position", [0, 1, STEPS // 2, STEPS - 2, STEPS - 1])
+def test_a_token_of_probability_zero_is_never_drawn(position: int, filters: dict[str, float]) -> None:
+    """Masked, or too unlikely for fp32, at both ends of the vocabulary and in between."""
+    rows = [[-INF, -INF, 0.0, -INF, 1.0, -INF], [-200.0, 0.0, -INF, 0.0, -200.0, -300.0], [-INF] * 5 + [-99.0]]
+    draws = [replace(SAMPLED, position=position, **filters)] * 3
+    first, second, third = sample(torch.tensor(rows), draws).tolist()
+    assert first in {2, 4}
+    assert second in {1, 3}
+    assert third == 5
+    if position >= STEPS - 2:
+        assert (first, second) == (4, 3)
+    if position == 0:
+        assert (first, second) == (2, 1)
+
+
+@pytest.mark.usefixtures("swept")
+def test_the_ends_of_a_large_vocabulary() -> None:
+    """The sum of 150,000 rounded probabilities is not 1; R near 0 and 1 still finds the first and the last token."""
+    logits = torch.randn(2, 150_000, generator=torch.Generator().manual_seed(0))
+    draws = [replace(SAMPLED, position=0), replace(SAMPLED, position=STEPS - 1)]
+    assert sample(logits, draws).tolist() == [0, 149_999]
+
+
+def test_the_distribution_over_seeds_and_positions() -> None:
+    """Chi-square with 7 degrees of freedom: 30 is beyond 1 in 10^4. Always the same draws."""
+    probs = [0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05]
+    logits = torch.tensor([logits_of(probs)] * 8000)
+    for draws in (
+        [replace(SAMPLED, seed=42, position=i) for i in range(8000)],
+        [replace(SAMPLED, seed=i, position=0) for i in range(8000)],
+    ):
+        counts = torch.bincount(sample(logits, draws), minlength=8).tolist()
+        assert sum((count - 8000 * p) ** 2 / (8000 * p) for count, p in zip(counts, probs, strict=True)) < 30
+
+
+SOURCES = st.integers(0, 2**32).map(random.Random)
+TEMPERATURES, TOP_KS, TOP_PS, MIN_PS = (
+    [0.0, 0.01, 0.6, 1.0, 3.0],
+    [0, 0, 1, 2, 5, 50],
+    [1.0, 1.0, 0.999, 0.5, 1e-6],
+    [0, 0, 0.1, 1],
+)
+
+
+def random_draw(source: random.Random) -> Draw:
+    return Draw(
+        temperature=source.choice(TEMPERATURES),
+        top_k=source.choice(TOP_KS),
+        top_p=source.choice(TOP_PS),
+        min_p=source.choice(MIN_PS),
+        seed=source.getrandbits(63),
+        position=source.randrange(10_000),
+    )
+
+
+def random_logits(source: random.Random, vocab: int) -> list[float]:
+    """Multiples of 1/8, so that ties are real ones; some tokens are masked, never all."""
+    logits = [source.choice([source.randrange(-240, 240) / 8, source.randrange(-8, 8) / 8, -INF]) for _ in range(vocab)]
+    logits[source.randrange(vocab)] = 1.0
+    return logits
+
+
+@settings(deadline=None, max_examples=300)
+@given(SOURCES, st.integers(2, 200), st.integers(1, 9))
+def test_a_row_reads_nothing_of_other_rows(source: random.Random, vocab: int, count: int) -> None:
+    """The same logits and draw give the same token in any row, beside any neighbours, with or without their filters."""
+    logits, draw = random_logits(source, vocab), random_draw(source)
+    tokens = set()
+    for quiet in (False, False, False, True):
+        batch = [random_logits(source, vocab) for _ in range(count)]
+        draws = [IDLE if quiet else random_draw(source) for _ in range(count)]
+        at = source.randrange(count)
+        batch[at], draws[at] = logits, draw
+        tokens.add(int(sample(torch.tensor(batch), draws)[at]))
+    assert len(tokens) == 1
+    assert logits[tokens.pop()] > -INF
+
+
+@settings(deadline=None, max_examples=300)
+@given(SOURCES, st.integers(2, 300))
+def test_filters_of_neighbours_do_not_move_a_bit(source: random.Random, vocab: int) -> None:
+    """Of the logits themselves, not only of the token: a row without filters leaves the filtering as it came."""
+    draws = [SAMPLED if row % 2 else random_draw(source) for row in range(6)]
+    scaled = torch.tensor([[source.gauss(0, 5) for _ in range(vocab)] for _ in draws])
+    filtered = sampling._filtered(scaled, draws)
+    assert torch.equal(filtered[1::2], scaled[1::2])
+    assert torch.equal(filtered[::2][filtered[::2] > -INF], scaled[::2][filtered[::2] > -INF])
+
+
+@settings(deadline=None, max_examples=300)
+@given(SOURCES, st.integers(2, 50))
+def test_filters_keep_what_their_definition_says(source: random.Random, vocab: int) -> None:
+    """Against the definition in double precision, a hair wider at the edges of top_p and min_p."""
+    batch = [random_logits(source, vocab) for _ in range(8)]
+    draws = [random_draw(source) for _ in batch]
+    for token, logits, draw in zip(sample(torch.tensor(batch), draws).tolist(), batch, draws, strict=True):
+        assert token in allowed(logits, draw)
+
+
+def allowed(logits: Sequence[float], draw: Draw, slack: float = 1e-4) -> set[int]:
+    top = max(logits)
+    if draw.temperature == 0:
+        return {logits.index(top)}
+    weights = [math.exp((value - top) / draw.temperature) for value in logits]
+    likely = [i for i, weight in enumerate(weights) if weight > 0 and weight >= draw.min_p * (1 - slack)]
+    ordered = sorted(likely, key=lambda i: (-logits[i], i))[: draw.top_k or None]
+    total, before, chosen = sum(weights[i] for i in ordered), 0.0, set()
+    for i in ordered:
+        if before / total < draw.top_p + slack:
+            chosen.add(i)
+        before += weights[i]
+    return chosen

@@ -1,0 +1,123 @@
+"""Fixed slots on vLLM's own scheduler: random traces, and the same traces on the stock one, which breaks the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from corun.cluster import NodeRole
+from tests.loading import load
+from tests.traces import CPU, GPU, Abort, Arrive, Platform, Record, Run, Trace, decode_traces, in_order
+from tests.traces import violations as common_violations
+
+FIXED = "decode_node.scheduler.FixedSlotScheduler"
+STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+PLATFORMS = pytest.mark.parametrize("platform", [CPU, GPU], ids=["cpu", "gpu"])
+
+
+def examples(count: int) -> settings:
+    """Always the same traces: a failure is one for everybody."""
+    return settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+@pytest.fixture(scope="module")
+def stepping() -> ModuleType:
+    return load("tests.stepping")
+
+
+def violations(record: Record, slots: int) -> Iterator[str]:
+    yield from common_violations(record)
+    for step in record.steps:
+        if step.admitted > slots:
+            yield "more requests than slots"
+        if any(row.tokens != 1 for row in step.rows.values()):
+            yield "not one token each"
+        if any(row.start < record.requests[n].prompt - 1 for n, row in step.rows.items()):
+            yield "a prompt token is computed"
+        if any(record.requests[n].fails for n in step.rows):
+            yield "runs without its KV"
+    if not in_order([number for step in record.steps for number in step.loads]):
+        yield "not first come, first served"
+
+
+@PLATFORMS
+def test_every_step_is_one_token_for_each_slot(stepping: ModuleType, platform: Platform) -> None:
+    @examples(400)
+    @given(decode_traces())
+    def check(trace: Trace) -> None:
+        record = stepping.play(FIXED, trace, platform, role=NodeRole.DECODE)
+        assert list(violations(record, trace.slots)) == []
+
+    check()
+
+
+@PLATFORMS
+def test_the_stock_scheduler_breaks_the_rules(stepping: ModuleType, platform: Platform) -> None:
+    """The same traces: a check that cannot fail proves nothing."""
+    found: set[str] = set()
+
+    @examples(300)
+    @given(decode_traces())
+    def watch(trace: Trace) -> None:
+        record = stepping.play(STOCK, trace, platform, role=NodeRole.DECODE)
+        found.update(violations(record, trace.slots))
+
+    watch()
+    assert found >= {"more requests than slots", "more KV promised than exists"}
+
+
+@PLATFORMS
+def test_recomputing_failed_loads_breaks_the_rules(stepping: ModuleType, platform: Platform) -> None:
+    """vLLM's other policy: it would compute the prompt here, were the step not refused."""
+    trace = Trace(slots=4, chunk=4, blocks=20, ops=(Arrive(prompt=40, max_tokens=4, fails=True),))
+    record = stepping.play(STOCK, trace, platform, role=NodeRole.DECODE, kv_load_failure_policy="recompute")
+    assert {"not one token each", "a prompt token is computed"} <= set(violations(record, 4))
+    with pytest.raises(RuntimeError, match="decode step"):
+        stepping.play(FIXED, trace, platform, role=NodeRole.DECODE, kv_load_failure_policy="recompute")
+
+
+@PLATFORMS
+def test_two_samples_that_would_outgrow_the_kv(stepping: ModuleType, platform: Platform) -> None:
+    """Both prompts fit five blocks, both outputs do not: the stock scheduler preempts one and recomputes its prompt."""
+    trace = Trace(slots=2, chunk=2, blocks=5, ops=(Arrive(prompt=32, max_tokens=24),) * 2)
+    records = [stepping.play(scheduler, trace, platform, role=NodeRole.DECODE) for scheduler in (FIXED, STOCK)]
+    assert list(violations(records[0], 2)) == []
+    assert max(len(step.rows) for step in records[0].steps) == 1
+    assert {"preempted", "a prompt token is computed"} <= set(violations(records[1], 2))
+
+
+@PLATFORMS
+def test_slots_and_kv_room_are_both_needed(stepping: ModuleType, platform: Platform) -> None:
+    """Two slots, five blocks: the second request has a slot but no room; the third, which fits, does not pass it."""
+    ops = (Arrive(prompt=40, max_tokens=20), Arrive(prompt=30, max_tokens=3), Arrive(prompt=1, max_tokens=1))
+    record = stepping.play(FIXED, Trace(2, 2, 5, ops), platform, role=NodeRole.DECODE)
+    assert list(violations(record, 2)) == []
+    loads = {number: i for i, step in enumerate(record.steps) for number in step.loads}
+    assert loads[1] - loads[0] > 20
+    assert loads[2] == loads[1]
+
+
+@PLATFORMS
+def test_the_room_of_an_aborted_load_comes_back_with_it(stepping: ModuleType, platform: Platform) -> None:
+    """Its blocks are being written until then; the next request waits."""
+    ops = (Arrive(prompt=70, transfer_steps=9), Run(2), Abort(0), Arrive(prompt=60))
+    record = stepping.play(FIXED, Trace(4, 4, 5, ops), platform, role=NodeRole.DECODE)
+    assert list(violations(record, 4)) == []
+    loads = {number: i for i, step in enumerate(record.steps) for number in step.loads}
+    assert loads[1] - loads[0] > 9
+
+
+@PLATFORMS
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_abort_frees_at_every_stage(stepping: ModuleType, platform: Platform, steps: int, fails: bool) -> None:
+    """Waiting, while its KV is read, and while it decodes; one slot, so another request follows it."""
+    first = Arrive(prompt=33, max_tokens=9, transfer_steps=3, fails=fails)
+    ops = (first, Arrive(prompt=16, max_tokens=2), Run(steps) if steps else Abort(1), Abort(0))
+    record = stepping.play(FIXED, Trace(1, 1, 9, ops), platform, role=NodeRole.DECODE)
+    assert list(violations(record, 1)) == []

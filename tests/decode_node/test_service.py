@@ -1,0 +1,555 @@
+"""The decode service over a real socket, around an engine that does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from corun import wire
+from corun.channel import channel
+from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
+from corun.errors import (
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    StaleGenerationError,
+    UnavailableError,
+    from_rpc_error,
+)
+from corun.params import SamplingParams
+from corun.receipt import prompt_digest
+from corun.server import GrpcServer
+from corun.v1 import decode_service_pb2 as pb
+from corun.v1 import decode_service_pb2_grpc as pb_grpc
+from decode_node.service import DecodeRequest, DecodeService, StepRow
+from decode_node.slots import SlotTable
+
+REF = NodeRef(node_id="d0", generation="a" * 16)
+PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=1)
+PROMPT = (1, 2, 3)
+SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
+DEADLINE_S = 10.0
+LONG_MS, SHORT_MS = 60_000, 1000
+"""Times to live: longer than any test; short enough to wait for, yet longer than a call on a busy machine."""
+
+
+class Engine:
+    """Runs what it is given until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.error: Exception | None = None
+        self.running: dict[str, DecodeRequest] = {}
+        self.aborted: list[str] = []
+        self.peers: list[NixlEndpoint] = []
+
+    async def start(self, request: DecodeRequest) -> None:
+        await self.go.wait()
+        if self.error:
+            raise self.error
+        self.running[request.request_id] = request
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.running.pop(request_id, None)
+
+    async def connect(self, peer: NixlEndpoint) -> None:
+        self.peers.append(peer)
+
+    def ids(self) -> list[str]:
+        """Its own names of the requests, in the order of their start."""
+        return list(self.running)
+
+
+def handle(prompt: Sequence[int] = PROMPT, **fields: Any) -> KvHandle:
+    values = {
+        "prefill_node": NodeRef(node_id="p0", generation="c" * 16),
+        "engine_id": "p0-engine",
+        "request_id": "prefill-1",
+        "block_ids": ((4, 5),),
+        "host": "127.0.0.1",
+        "port": 7000,
+        "tp_size": 1,
+        "num_tokens": len(prompt),
+        "prompt_digest": prompt_digest(prompt),
+    }
+    return KvHandle(**{**values, **fields})
+
+
+class Steps:
+    """A router's step stream."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def read(self) -> Any:
+        return await asyncio.wait_for(self.call.read(), DEADLINE_S)
+
+    async def rows(self) -> list[tuple[int, int, float]]:
+        """Of the next message: lease, token, log probability."""
+        message = await self.read()
+        return list(zip(message.lease_ids, message.token_ids, message.logprobs, strict=True))
+
+    async def nothing_follows(self) -> bool:
+        """Whether all is delivered: an empty step would have been a message by now."""
+        await asyncio.sleep(0.05)
+        return not self.call.done()
+
+
+class Node:
+    """A decode node's gRPC side, and its client."""
+
+    def __init__(self, ttl_ms: int) -> None:
+        self.engine = Engine()
+        table = SlotTable(slots=SLOTS, kv_blocks=KV_BLOCKS, block_size=BLOCK_SIZE)
+        self.service = DecodeService(REF, self.engine, table, lease_ttl_ms=ttl_ms)
+        self.server = GrpcServer()
+        self.server.add(pb_grpc.add_DecodeServiceServicer_to_server, self.service)
+        self.stub: Any = None
+        self._open: list[Steps] = []  # A stream that nobody holds is cancelled.
+
+    async def reserve(self, router_id: str = "router", **fields: Any) -> Any:
+        values = {"generation": REF.generation, "num_prompt_tokens": len(PROMPT), "max_tokens": 8, **fields}
+        return await self.stub.Reserve(pb.ReserveRequest(router_id=router_id, **values), timeout=DEADLINE_S)
+
+    def start(self, lease_id: int, *, generation: str = REF.generation, **fields: Any) -> Any:
+        request = pb.StartRequest(
+            lease_id=lease_id,
+            generation=generation,
+            handle=wire.kv_handle_to_proto(fields.get("handle", handle())),
+            prompt_token_ids=fields.get("prompt", PROMPT),
+            sampling_params=wire.sampling_params_to_proto(fields.get("params", SamplingParams(max_tokens=8))),
+            seed=fields.get("seed", 42),
+        )
+        return self.stub.Start(request, timeout=DEADLINE_S)
+
+    async def release(self, lease_id: int, generation: str = REF.generation) -> None:
+        await self.stub.Release(pb.ReleaseRequest(lease_id=lease_id, generation=generation), timeout=DEADLINE_S)
+
+    async def steps(self, router_id: str = "router") -> Steps:
+        """An open stream: its first message, which is empty, has been read."""
+        steps = Steps(self.stub.StreamSteps(pb.StreamStepsRequest(router_id=router_id, generation=REF.generation)))
+        self._open.append(steps)
+        first = await steps.read()
+        assert first == pb.StreamStepsResponse(step=0)
+        return steps
+
+    async def started(self, count: int = 1, router_id: str = "router") -> list[int]:
+        """The ids of `count` started leases; the engine's names of them are `engine.ids()`."""
+        leases = [(await self.reserve(router_id)).lease_id for _ in range(count)]
+        for lease in leases:
+            await self.start(lease)
+        return leases
+
+    async def slots_in_use(self) -> tuple[int, ...]:
+        return (await self.service.load()).slots_in_use
+
+    async def until_free(self) -> None:
+        async def poll() -> None:
+            while await self.slots_in_use():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+        await asyncio.wait_for(poll(), DEADLINE_S)
+        assert (await self.service.load()).used_kv_blocks == 0
+
+
+@pytest.fixture
+def ttl_ms() -> int:
+    return LONG_MS
+
+
+@pytest.fixture
+async def node(ttl_ms: int) -> AsyncIterator[Node]:
+    node = Node(ttl_ms)
+    await node.server.start()
+    async with channel(node.server.address) as connection:
+        node.stub = pb_grpc.DecodeServiceStub(connection)  # type: ignore[no-untyped-call]
+        yield node
+    await node.server.stop(0)
+
+
+short_lived = pytest.mark.parametrize("ttl_ms", [SHORT_MS])
+
+
+async def refusal(call: Any) -> CorunError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
+
+
+# Leases
+
+
+async def test_a_lease_holds_a_slot_and_room_for_the_whole_sequence(node: Node) -> None:
+    first = await node.reserve(num_prompt_tokens=16, max_tokens=17)
+    second = await node.reserve("another")
+    assert (first.slot, second.slot, first.ttl_ms) == (0, 1, LONG_MS)
+    assert first.lease_id != second.lease_id
+    load = await node.service.load()
+    assert (load.used_slots, load.used_kv_blocks, load.slots_in_use) == (2, 4, (0, 1))
+
+
+@pytest.mark.parametrize(("tokens", "granted", "why"), [(1, SLOTS, "all 4 slots are held"), (60, 2, "KV blocks are")])
+async def test_what_there_is_not_is_not_leased(node: Node, tokens: int, granted: int, why: str) -> None:
+    leases = [await node.reserve(num_prompt_tokens=tokens, max_tokens=4) for _ in range(granted)]
+    error = await refusal(node.reserve(num_prompt_tokens=60, max_tokens=4))
+    assert isinstance(error, OverloadedError)
+    assert 0 < error.retry_after_s < 1
+    assert why in str(error)
+    await node.release(leases[0].lease_id)
+    assert (await node.reserve()).slot == 0
+
+
+@pytest.mark.parametrize("field", ["num_prompt_tokens", "max_tokens"])
+async def test_a_lease_for_nothing_is_refused(node: Node, field: str) -> None:
+    error = await refusal(node.reserve(**{field: 0}))
+    assert isinstance(error, InvalidArgumentError)
+    assert field in error.field
+    assert await node.slots_in_use() == ()
+
+
+async def test_another_generation_is_refused(node: Node) -> None:
+    lease = (await node.reserve()).lease_id
+    other = "b" * 16
+    calls = [
+        node.reserve(generation=other),
+        node.start(lease, generation=other),
+        node.stub.Connect(pb.ConnectRequest(generation=other, peer=wire.nixl_endpoint_to_proto(PEER))),
+        node.stub.StreamSteps(pb.StreamStepsRequest(router_id="router", generation=other)).read(),
+    ]
+    for call in calls:
+        error = await refusal(call)
+        assert isinstance(error, StaleGenerationError)
+        assert (error.node_id, error.expected, error.actual) == ("d0", other, REF.generation)
+    await node.release(lease, other)  # Not this generation's lease: neither an error nor a release.
+    assert await node.slots_in_use() == (0,)
+    assert (node.engine.running, node.engine.peers) == ({}, [])
+
+
+async def test_a_draining_node_runs_what_it_has_leased(node: Node) -> None:
+    lease = (await node.reserve()).lease_id
+    node.service.draining = True
+    error = await refusal(node.reserve())
+    assert isinstance(error, UnavailableError)
+    assert "d0 is draining" in str(error)
+    await node.start(lease)
+    assert len(node.engine.running) == 1
+
+
+async def test_release_frees_at_once_and_ends_the_request(node: Node) -> None:
+    waiting, running = (await node.reserve()).lease_id, (await node.started())[0]
+    (name,) = node.engine.ids()
+    await node.release(waiting)
+    assert await node.slots_in_use() == (1,)
+    assert node.engine.aborted == []
+    await node.release(running)
+    assert await node.slots_in_use() == ()
+    await until(lambda: node.engine.aborted == [name])
+    await node.release(running)
+    await node.release(99)
+    assert node.engine.aborted == [name]
+
+
+@short_lived
+async def test_a_lease_that_is_not_started_expires(node: Node) -> None:
+    lease = (await node.reserve()).lease_id
+    await node.until_free()
+    error = await refusal(node.start(lease))
+    assert isinstance(error, NotFoundError)
+    assert (node.engine.running, node.engine.aborted) == ({}, [])
+
+
+@short_lived
+async def test_a_lease_whose_router_has_no_stream_expires(node: Node) -> None:
+    await node.started()
+    (name,) = node.engine.ids()
+    await node.until_free()
+    await until(lambda: node.engine.aborted == [name])
+
+
+# Start
+
+
+async def test_start_hands_over_all_that_the_engine_needs(node: Node) -> None:
+    lease = (await node.reserve(max_tokens=5)).lease_id
+    params = SamplingParams(temperature=0.5, top_k=3, max_tokens=5, stop_token_ids=[9], logit_bias={4: 1.5})
+    await node.start(lease, params=params, seed=2**63 - 1)
+    (request,) = node.engine.running.values()
+    assert request.handle == handle()
+    assert (tuple(request.prompt_token_ids), request.params, request.seed) == (PROMPT, params, 2**63 - 1)
+
+
+REFUSED = {
+    "another prompt's handle": ({"handle": handle((9, 9, 9))}, "handle.prompt_digest"),
+    "a handle without digest": ({"handle": handle(prompt_digest="")}, "handle.prompt_digest"),
+    "a handle of fewer tokens": ({"handle": handle(num_tokens=2)}, "handle.prompt_digest"),
+    "another prompt": ({"prompt": (9, 9, 9)}, "handle.prompt_digest"),
+    "a longer prompt": ({"prompt": (*PROMPT, 4), "handle": handle((*PROMPT, 4))}, "prompt_token_ids, max_tokens"),
+    "a longer output": ({"params": SamplingParams(max_tokens=9)}, "prompt_token_ids, max_tokens"),
+    "a shorter output": ({"params": SamplingParams(max_tokens=7)}, "prompt_token_ids, max_tokens"),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED.values(), ids=REFUSED.keys())
+async def test_a_start_that_does_not_belong_to_its_lease_is_refused(
+    node: Node, fields: dict[str, Any], field: str
+) -> None:
+    """Refused, never read: a foreign handle would answer with another prompt's KV. The lease waits for its own."""
+    lease = (await node.reserve()).lease_id
+    error = await refusal(node.start(lease, **fields))
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == field
+    assert node.engine.running == {}
+    await node.start(lease)
+    assert len(node.engine.running) == 1
+
+
+async def test_a_lease_starts_once(node: Node) -> None:
+    (lease,) = await node.started()
+    error = await refusal(node.start(lease))
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, error.limit) == ("lease_id", "must not have been started before")
+    assert len(node.engine.running) == 1
+    assert isinstance(await refusal(node.start(99)), NotFoundError)
+
+
+async def test_a_start_that_fails_frees_its_lease(node: Node) -> None:
+    await node.steps()
+    lease = (await node.reserve()).lease_id
+    node.engine.error = RuntimeError("at /secret/path")
+    error = await refusal(node.start(lease))
+    assert isinstance(error, InternalError)
+    assert "secret" not in str(error)
+    await node.until_free()
+
+
+async def test_a_start_that_is_cancelled_frees_its_lease(node: Node) -> None:
+    await node.steps()
+    lease = (await node.reserve()).lease_id
+    node.engine.go.clear()
+    call = node.start(lease)
+    await asyncio.sleep(0.05)
+    call.cancel()
+    await node.until_free()
+    await until(lambda: len(node.engine.aborted) == 1)
+
+
+async def test_a_release_during_the_start_leaves_nothing_running(node: Node) -> None:
+    """The engine hears of the abort before it knows the request."""
+    await node.steps()
+    lease = (await node.reserve()).lease_id
+    node.engine.go.clear()
+    call = node.start(lease)
+    await asyncio.sleep(0.05)
+    await node.release(lease)
+    node.engine.go.set()
+    await call
+    await until(lambda: not node.engine.running)
+    assert await node.slots_in_use() == ()
+
+
+async def test_connections_reach_the_engine(node: Node) -> None:
+    request = pb.ConnectRequest(generation=REF.generation, peer=wire.nixl_endpoint_to_proto(PEER))
+    await node.stub.Connect(request, timeout=DEADLINE_S)
+    assert node.engine.peers == [PEER]
+
+
+# Steps
+
+
+async def test_one_message_a_step_for_all_leases(node: Node) -> None:
+    steps = await node.steps()
+    leases = await node.started(3)
+    names = node.engine.ids()
+    for step in range(3):
+        node.service.on_step([StepRow(name, 10 * step + i, -float(i)) for i, name in enumerate(names)])
+        message = await steps.read()
+        assert message.step == step + 1
+        assert list(message.lease_ids) == leases
+        assert list(message.token_ids) == [10 * step + i for i in range(3)]
+        assert list(message.logprobs) == [-0.0, -1.0, -2.0]
+        assert not message.ended
+    load = await node.service.load()
+    assert (load.steps, load.tokens) == (3, 9)
+
+
+async def test_each_router_gets_its_own_rows(node: Node) -> None:
+    streams = {name: await node.steps(name) for name in ("a", "b", "idle")}
+    leases = {name: await node.started(2, name) for name in ("a", "b")}
+    names = node.engine.ids()
+    mixed = [names[2], names[0], names[3], names[1]]
+    node.service.on_step([StepRow(name, token, -1.0) for token, name in enumerate(mixed)])
+    assert await streams["a"].rows() == [(leases["a"][0], 1, -1.0), (leases["a"][1], 3, -1.0)]
+    assert await streams["b"].rows() == [(leases["b"][0], 0, -1.0), (leases["b"][1], 2, -1.0)]
+    assert await streams["idle"].nothing_follows()
+
+
+async def test_steps_merge_for_a_slow_reader(node: Node) -> None:
+    """Nothing is lost or reordered, and memory is bounded by the rows: five steps become one message."""
+    steps = await node.steps()
+    leases = await node.started(2)
+    names = node.engine.ids()
+    for step in range(5):
+        node.service.on_step([StepRow(name, step, -1.0) for name in names])
+    message = await steps.read()
+    assert message.step == 1
+    assert list(message.token_ids) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert list(message.lease_ids) == leases * 5
+    node.service.on_step([StepRow(names[0], 9, -1.0)])
+    assert (await steps.read()).step == 2
+
+
+async def test_a_reader_that_does_not_read_gets_all_of_it_later(node: Node) -> None:
+    """Beyond the buffers of the connection: later messages hold many steps, and message numbers have no gap."""
+    steps = await node.steps()
+    await node.started(2)
+    names = node.engine.ids()
+    for step in range(20_000):
+        node.service.on_step([StepRow(name, step, -1.0) for name in names])
+        if step % 100 == 0:
+            await asyncio.sleep(0)
+    tokens: list[int] = []
+    number = 0
+    while len(tokens) < 40_000:
+        message = await steps.read()
+        number += 1
+        assert message.step == number
+        tokens.extend(message.token_ids)
+    assert tokens == [step for step in range(20_000) for _ in names]
+    assert number < 20_000
+
+
+async def test_log_probabilities_keep_their_bits(node: Node) -> None:
+    steps = await node.steps()
+    await node.started()
+    (name,) = node.engine.ids()
+    bits = [0x80000000, 0xBDCCCCCD, 0xC2C7FFFF, 0x80000001, 0xFF7FFFFF, 0xFF800000]
+    values = [struct.unpack("<f", struct.pack("<I", word))[0] for word in bits]
+    node.service.on_step([StepRow(name, 1, value) for value in values])
+    assert [struct.unpack("<I", struct.pack("<f", value))[0] for _, _, value in await steps.rows()] == bits
+
+
+async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -> None:
+    steps = await node.steps()
+    leases = await node.started(3)
+    names = node.engine.ids()
+    node.service.on_step(
+        [
+            StepRow(names[0], 5, -1.0, FinishReason.STOP),
+            StepRow(names[1], None, 0.0, FinishReason.ERROR, "the KV could not be read"),
+            StepRow(names[2], 6, -2.0),
+        ]
+    )
+    assert await node.slots_in_use() == (2,)
+    message = await steps.read()
+    assert list(message.lease_ids) == [leases[0], leases[2]]
+    ends = [(end.lease_id, wire.finish_reason_from_proto(end.finish_reason), end.detail) for end in message.ended]
+    assert ends == [(leases[0], FinishReason.STOP, ""), (leases[1], FinishReason.ERROR, "the KV could not be read")]
+    assert (await node.service.load()).tokens == 2
+    assert node.engine.aborted == []
+    assert (await node.reserve()).slot == 0
+
+
+async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
+    steps = await node.steps()
+    leases = await node.started(2)
+    names = node.engine.ids()
+    await node.release(leases[0])
+    node.service.on_step([StepRow(names[0], 1, -1.0, FinishReason.STOP), StepRow(names[1], 2, -1.0)])
+    assert await steps.rows() == [(leases[1], 2, -1.0)]
+    node.service.on_step([StepRow("never seen", 1, -1.0)])
+    assert await steps.nothing_follows()
+
+
+async def test_a_slot_given_again_has_another_lease(node: Node) -> None:
+    """Late rows of the old lease cannot reach the new one."""
+    steps = await node.steps()
+    (old,) = await node.started()
+    (name,) = node.engine.ids()
+    await node.release(old)
+    (new,) = await node.started()
+    assert new != old
+    node.service.on_step([StepRow(name, 1, -1.0), StepRow(node.engine.ids()[-1], 2, -1.0)])
+    assert await steps.rows() == [(new, 2, -1.0)]
+
+
+# Streams
+
+
+async def test_a_second_stream_of_a_router_replaces_the_first(node: Node) -> None:
+    first = await node.steps()
+    (lease,) = await node.started()
+    second = await node.steps()
+    assert await first.read() == grpc.aio.EOF
+    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
+    assert await second.rows() == [(lease, 1, -1.0)]
+
+
+@short_lived
+async def test_the_end_of_a_replaced_stream_ends_no_lease(node: Node) -> None:
+    first = await node.steps()
+    await node.started()
+    second = await node.steps()
+    first.call.cancel()
+    await asyncio.sleep(1.3 * SHORT_MS / 1000)
+    assert await node.slots_in_use() == (0,)
+    assert await second.nothing_follows()
+
+
+@short_lived
+async def test_a_stream_keeps_its_running_leases(node: Node) -> None:
+    """And only those: one that was never started still expires."""
+    await node.steps()
+    await node.started()
+    await node.reserve()
+    await asyncio.sleep(1.3 * SHORT_MS / 1000)
+    assert await node.slots_in_use() == (0,)
+    assert node.engine.aborted == []
+
+
+@short_lived
+async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) -> None:
+    steps, other = await node.steps("lost"), await node.steps("other")
+    await node.started(2, "lost")
+    await node.started(1, "other")
+    lost = node.engine.ids()[:2]
+    steps.call.cancel()
+    await until(lambda: sorted(node.engine.aborted) == sorted(lost))
+    assert await node.slots_in_use() == (2,)
+    assert await other.nothing_follows()
+
+
+@short_lived
+async def test_a_stream_that_is_back_in_time_keeps_its_leases(node: Node) -> None:
+    steps = await node.steps()
+    (lease,) = await node.started()
+    steps.call.cancel()
+    await asyncio.sleep(0.05)
+    steps = await node.steps()
+    await asyncio.sleep(1.3 * SHORT_MS / 1000)
+    assert node.engine.aborted == []
+    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
+    assert await steps.rows() == [(lease, 1, -1.0)]
+
+
+async def test_a_stream_that_came_late_takes_over_running_leases(node: Node) -> None:
+    (lease,) = await node.started()
+    steps = await node.steps()
+    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
+    assert await steps.rows() == [(lease, 1, -1.0)]

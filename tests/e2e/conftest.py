@@ -1,0 +1,122 @@
+"""One real cluster per test run: a router, a prefill node and a decode node as processes, on the tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from corun import Client, ClusterStatus, UnavailableError, tiny
+from corun.cluster import NodeRole, NodeState
+
+SLOTS = 8
+CHUNK = 128
+START_TIMEOUT_S = 240.0
+
+
+@dataclass
+class Processes:
+    """Processes of one cluster; all of them are gone after `stop`."""
+
+    logs: Path
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, module: str, *flags: str) -> None:
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *flags], stdout=log, stderr=log, start_new_session=True
+            )
+
+    def log(self, name: str) -> str:
+        return (self.logs / f"{name}.log").read_text(errors="replace")
+
+    def terminate(self, name: str, timeout_s: float = 60.0) -> int:
+        """SIGTERM, then the exit code; a process that does not end in time is killed with its whole session."""
+        process = self.running.pop(name)
+        process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(timeout_s)
+        finally:
+            _kill_session(process.pid)
+
+    def stop(self) -> dict[str, int]:
+        return {name: self.terminate(name) for name in list(self.running)}
+
+
+def _kill_session(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    model: str
+    processes: Processes
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def status(self) -> ClusterStatus:
+        with self.client() as client:
+            return client.get_cluster()
+
+
+def wait_until(check: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(0.05)
+
+
+def ready(cluster: Cluster) -> bool:
+    try:
+        nodes = cluster.status().nodes
+    except UnavailableError:
+        return False
+    roles = {status.node.role for status in nodes if status.state is NodeState.READY}
+    return roles == {NodeRole.PREFILL, NodeRole.DECODE}
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Started in an order that nobody would choose: nodes first, router last."""
+    processes = Processes(tmp_path_factory.mktemp("cluster"))
+    model = str(tiny.ensure())
+    port = _free_port()
+    cluster = Cluster(f"127.0.0.1:{port}", model, processes)
+    node = ("--model", model, "--router", cluster.address, "--threads", "2")
+    try:
+        processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS))
+        processes.start("prefill", "prefill_node", *node, "--node-id", "p0", "--chunk-size", str(CHUNK))
+        processes.start("router", "router", "--port", str(port), "--seed-key", "c0ffee")
+        wait_until(lambda: ready(cluster) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
+        assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}
+        yield cluster
+        assert processes.stop() == {"decode": 0, "prefill": 0, "router": 0}
+    finally:
+        for process in processes.running.values():
+            _kill_session(process.pid)
+
+
+def _anyone_died(processes: Processes) -> bool:
+    return any(process.poll() is not None for process in processes.running.values())
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,81 @@
+"""The registry side of a router that answers as a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from corun import wire
+from corun.cluster import NixlEndpoint, NodeInfo, NodeRef, NodeRole
+from corun.errors import CorunError
+from corun.server import GrpcServer
+from corun.v1 import registry_service_pb2 as pb
+from corun.v1 import registry_service_pb2_grpc as pb_grpc
+
+INFO = NodeInfo(
+    ref=NodeRef(node_id="p0", generation="a" * 16),
+    role=NodeRole.PREFILL,
+    address="127.0.0.1:7001",
+    contract_json="{}",
+    kv_blocks=100,
+    block_size=16,
+    max_model_len=512,
+    vocab_size=256,
+    nixl=NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=1),
+    model="/models/tiny",
+)
+DEADLINE_S = 20.0
+
+
+class Router(pb_grpc.RegistryServiceServicer):
+    """Answers as it is told; `refuse_*` are raised, or end the call with a status, until they are cleared."""
+
+    def __init__(self) -> None:
+        self.registered: list[NodeInfo] = []
+        self.beats: list[pb.HeartbeatRequest] = []
+        self.refuse_register: CorunError | None = None
+        self.refuse_beat: CorunError | grpc.StatusCode | None = None
+        self.hang = False
+        self.hanging = asyncio.Event()
+
+    async def Register(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.refuse_register:
+            raise self.refuse_register
+        self.registered.append(wire.node_info_from_proto(request.node))
+        return pb.RegisterResponse(router_id="r0", heartbeat_interval_ms=5)
+
+    async def Heartbeat(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.beats.append(request)
+        if self.hang:
+            self.hanging.set()
+            await asyncio.sleep(DEADLINE_S)
+        if isinstance(self.refuse_beat, grpc.StatusCode):
+            await context.abort(self.refuse_beat, "told to")
+        if self.refuse_beat is not None:
+            raise self.refuse_beat
+        return pb.HeartbeatResponse()
+
+
+@contextlib.asynccontextmanager
+async def serving(router: Router, port: int = 0) -> AsyncIterator[GrpcServer]:
+    server = GrpcServer(port=port)
+    server.add(pb_grpc.add_RegistryServiceServicer_to_server, router)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for it; raises TimeoutError after 20 s."""
+
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)

@@ -1,0 +1,134 @@
+"""What the prefill engine adds to vLLM: handles, refusals, and the account of the KV it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from corun.cluster import NodeRef
+from corun.errors import InvalidArgumentError
+from corun.node.engine import EngineFacts
+from corun.receipt import prompt_digest
+from prefill_node import engine as engine_module
+from prefill_node.engine import VllmPrefillEngine, prefill_buckets
+
+REF = NodeRef(node_id="p0", generation="a" * 16)
+FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0,))
+
+
+class Llm:
+    """The calls of `AsyncLLM` that do not compute: `held` is what each worker answers."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.held: list[list[str]] | None = [[]]
+        self.calls: list[tuple[Any, ...]] = []
+
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        self.calls.append((method, *args))
+        if self.held is None:
+            await asyncio.sleep(60)
+        assert self.held is not None
+        return list(self.held)
+
+
+class Engine(VllmPrefillEngine):
+    """Computes nothing; the KV of a prompt of n tokens has one block for each 16."""
+
+    async def _run(self, request_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        return {
+            "remote_engine_id": "p0-engine",
+            "remote_request_id": request_id,
+            "remote_block_ids": ([*range(-(-len(prompt_token_ids) // 16))],),
+            "remote_host": "127.0.0.1",
+            "remote_port": 7000,
+            "tp_size": 1,
+            "remote_num_tokens": len(prompt_token_ids),
+        }
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
+    monkeypatch.setattr(engine_module, "HELD_TIMEOUT_S", 0.05)
+    return Llm()
+
+
+@pytest.fixture
+def engine(llm: Llm) -> Engine:
+    contract: Any = None
+    return Engine(llm, FACTS, contract, REF)
+
+
+async def test_a_handle_names_the_kv_and_the_prompt(engine: Engine) -> None:
+    handle = await engine.prefill("r", [5] * 20)
+    assert (handle.prefill_node, handle.request_id, handle.block_ids) == (REF, "r", ((0, 1),))
+    assert (handle.num_tokens, handle.prompt_digest) == (20, prompt_digest([5] * 20))
+
+
+async def test_a_prompt_that_never_fits_is_refused(engine: Engine) -> None:
+    """It would wait at the head of the queue for ever. The room is all blocks, less the token that is thrown away."""
+    await engine.prefill("fits", [1] * 63)
+    with pytest.raises(InvalidArgumentError, match=r"prompt_token_ids = .*64 tokens.*at most 63 tokens"):
+        await engine.prefill("does not", [1] * 64)
+
+
+async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:
+    await engine.prefill("r", [1])
+    with pytest.raises(InvalidArgumentError, match="request_id = 'r': must be unique to one attempt"):
+        await engine.prefill("r", [1])
+    await engine.held_kv_blocks()
+    await engine.held_kv_blocks()  # The worker does not hold it any more.
+    await engine.prefill("r", [1])
+
+
+async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: Llm) -> None:
+    """A prefill that has just ended is not known to the worker yet: it counts, the first time."""
+    assert await engine.held_kv_blocks() == 0
+    await engine.prefill("a", [1] * 40)
+    await engine.prefill("b", [1])
+    assert await engine.held_kv_blocks() == 4
+    llm.held = [["a"], ["a", "b"]]
+    assert await engine.held_kv_blocks() == 4
+    llm.held = [[], ["b"]]
+    assert await engine.held_kv_blocks() == 1
+    llm.held = [[], []]
+    assert await engine.held_kv_blocks() == 0
+
+
+async def test_a_busy_worker_leaves_the_last_known_number(engine: Engine, llm: Llm) -> None:
+    await engine.prefill("a", [1] * 40)
+    llm.held = None
+    assert await engine.held_kv_blocks() == 3
+    llm.held = [[]]
+    assert await engine.held_kv_blocks() == 3  # Still not asked about since it ended.
+    assert await engine.held_kv_blocks() == 0
+
+
+async def test_an_idle_worker_is_left_alone(engine: Engine, llm: Llm) -> None:
+    assert await engine.held_kv_blocks() == 0
+    assert llm.calls == []
+
+
+async def test_the_death_of_an_idle_engine_is_noticed(engine: Engine, llm: Llm) -> None:
+    died = asyncio.Event()
+    engine.on_death = died.set
+    await engine.held_kv_blocks()
+    assert not died.is_set()
+    llm.errored = True
+    await engine.held_kv_blocks()
+    assert died.is_set()
+
+
+async def test_releases_go_to_the_workers(engine: Engine, llm: Llm) -> None:
+    await engine.release("r")
+    assert llm.calls == [("release_kv", "r")]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 100, 2048, 4096, 2**20])
+def test_buckets_ascend_and_stay_within_the_chunk(chunk_size: int) -> None:
+    buckets = prefill_buckets(chunk_size)
+    assert list(buckets) == sorted(set(buckets))
+    assert all(16 <= bucket <= chunk_size for bucket in buckets)

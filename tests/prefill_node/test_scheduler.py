@@ -1,0 +1,144 @@
+"""Isolated prefill on vLLM's own scheduler: random traces, and the same on the stock one, which breaks the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from corun.cluster import NodeRole
+from tests.loading import load
+from tests.traces import CPU, GPU, Abort, Arrive, Platform, Record, Row, Run, Trace, in_order, prefill_traces
+from tests.traces import violations as common_violations
+
+ISOLATED = "prefill_node.scheduler.IsolatedPrefillScheduler"
+STOCK = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+PLATFORMS = pytest.mark.parametrize("platform", [CPU, GPU], ids=["cpu", "gpu"])
+
+
+def examples(count: int) -> settings:
+    """Always the same traces: a failure is one for everybody."""
+    return settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+@pytest.fixture(scope="module")
+def stepping() -> ModuleType:
+    return load("tests.stepping")
+
+
+def violations(record: Record, chunk: int) -> Iterator[str]:
+    yield from common_violations(record)
+    firsts = []
+    for step in record.steps:
+        prompts = [n for n, row in step.rows.items() if row.start < record.requests[n].prompt]
+        if prompts and len(step.rows) > 1:
+            yield "a prompt is not alone in its step"
+        firsts += [n for n in prompts if step.rows[n].start == 0]
+    if not in_order(firsts):
+        yield "not first come, first served"
+    for number, request in enumerate(record.requests):
+        done = [step.rows[number] for step in record.steps if number in step.rows]
+        expected = own_rows(request, chunk)
+        if done != expected[: len(done)]:
+            yield "chunk boundaries depend on others"
+
+
+def own_rows(request: Arrive, chunk: int) -> list[Row]:
+    """All that is computed of a request, from its own length alone: chunks of its prompt, then token by token."""
+    starts = range(0, request.prompt, chunk)
+    prompt = [Row(start, min(chunk, request.prompt - start)) for start in starts]
+    return prompt + [Row(request.prompt + i, 1) for i in range(request.max_tokens)]
+
+
+@PLATFORMS
+def test_prompts_are_isolated(stepping: ModuleType, platform: Platform) -> None:
+    """A prefill node's traces: one token of output, and KV that is held until it is read or its lease ends."""
+
+    @examples(300)
+    @given(prefill_traces())
+    def check(trace: Trace) -> None:
+        record = stepping.play(ISOLATED, trace, platform, role=NodeRole.PREFILL)
+        assert list(violations(record, trace.chunk)) == []
+
+    check()
+
+
+@PLATFORMS
+def test_prompts_are_isolated_beside_decoding(stepping: ModuleType, platform: Platform) -> None:
+    """The colocated form of the paper: the same scheduler, with requests that go on to decode in the same engine."""
+
+    @examples(300)
+    @given(prefill_traces(longest_output=12))
+    def check(trace: Trace) -> None:
+        record = stepping.play(ISOLATED, trace, platform, role=NodeRole.PREFILL, connector=False)
+        assert list(violations(record, trace.chunk)) == []
+
+    check()
+
+
+@PLATFORMS
+def test_the_stock_scheduler_breaks_the_rules(stepping: ModuleType, platform: Platform) -> None:
+    """The same traces: a check that cannot fail proves nothing."""
+    found: set[str] = set()
+
+    @examples(300)
+    @given(prefill_traces(longest_output=12))
+    def watch(trace: Trace) -> None:
+        record = stepping.play(STOCK, trace, platform, role=NodeRole.PREFILL, connector=False)
+        found.update(violations(record, trace.chunk))
+
+    watch()
+    assert found >= {
+        "a prompt is not alone in its step",
+        "chunk boundaries depend on others",
+        "more KV promised than exists",
+    }
+
+
+@PLATFORMS
+def test_two_prompts_that_would_share_a_step(stepping: ModuleType, platform: Platform) -> None:
+    trace = Trace(slots=4, chunk=16, blocks=20, ops=(Arrive(prompt=20), Arrive(prompt=5), Run(1)))
+    rows = [
+        [step.rows for step in stepping.play(scheduler, trace, platform, role=NodeRole.PREFILL).steps if step.rows]
+        for scheduler in (ISOLATED, STOCK)
+    ]
+    assert rows[0] == [{0: Row(0, 16)}, {0: Row(16, 4)}, {1: Row(0, 5)}]
+    assert rows[1] == [{0: Row(0, 16)}, {0: Row(16, 4), 1: Row(0, 5)}]
+
+
+@PLATFORMS
+def test_two_samples_that_would_outgrow_the_kv(stepping: ModuleType, platform: Platform) -> None:
+    """Both prompts fit five blocks, both outputs do not: the stock scheduler starts both and preempts one."""
+    trace = Trace(slots=2, chunk=64, blocks=5, ops=(Arrive(prompt=32, max_tokens=24),) * 2)
+    records = [
+        stepping.play(scheduler, trace, platform, role=NodeRole.PREFILL, connector=False)
+        for scheduler in (ISOLATED, STOCK)
+    ]
+    assert list(violations(records[0], 64)) == []
+    assert "preempted" in set(violations(records[1], 64))
+
+
+@PLATFORMS
+def test_a_prompt_waits_for_the_kv_that_others_hold(stepping: ModuleType, platform: Platform) -> None:
+    """Five blocks: the second prompt starts once the first one's KV was read; the third, which fits, does not pass."""
+    held = Arrive(prompt=50, transfer_steps=12)
+    trace = Trace(slots=4, chunk=64, blocks=5, ops=(held, Arrive(prompt=60), Arrive(prompt=3)))
+    record = stepping.play(ISOLATED, trace, platform, role=NodeRole.PREFILL)
+    order = [number for step in record.steps for number in step.rows]
+    assert order == [0, 1, 2]
+    waited = [i for i, step in enumerate(record.steps) if step.rows]
+    assert waited[1] - waited[0] > 12
+    assert not record.left_over
+
+
+@PLATFORMS
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_frees_at_every_stage(stepping: ModuleType, platform: Platform, steps: int) -> None:
+    """Waiting, between chunks, with its last chunk in flight, and with its KV held for a reader."""
+    ops = (Arrive(prompt=40, transfer_steps=3), Arrive(prompt=8), Run(steps) if steps else Abort(1), Abort(0))
+    record = stepping.play(ISOLATED, Trace(2, 16, 9, ops), platform, role=NodeRole.PREFILL)
+    assert list(violations(record, 16)) == []

@@ -1,0 +1,231 @@
+"""The prefill service over a real socket, around an engine that does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from corun import wire
+from corun.channel import channel
+from corun.cluster import KvHandle, NodeRef
+from corun.errors import (
+    CorunError,
+    DeadlineError,
+    InternalError,
+    InvalidArgumentError,
+    StaleGenerationError,
+    UnavailableError,
+    from_rpc_error,
+)
+from corun.receipt import prompt_digest
+from corun.server import GrpcServer
+from corun.v1 import prefill_service_pb2 as pb
+from corun.v1 import prefill_service_pb2_grpc as pb_grpc
+from prefill_node.service import PrefillService
+
+REF = NodeRef(node_id="p0", generation="a" * 16)
+DEADLINE_S = 10.0
+
+
+class Engine:
+    """Computes at once, or when `go` is set; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.error: Exception | None = None
+        self.computing: list[str] = []
+        self.cancelled: list[str] = []
+        self.released: list[str] = []
+
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
+        self.computing.append(request_id)
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request_id)
+            raise
+        finally:
+            self.computing.remove(request_id)
+        if self.error:
+            raise self.error
+        return handle(request_id, prompt_token_ids)
+
+    async def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+    async def held_kv_blocks(self) -> int:
+        return 3
+
+
+def handle(request_id: str, prompt: Sequence[int]) -> KvHandle:
+    return KvHandle(
+        prefill_node=REF,
+        engine_id="p0-engine",
+        request_id=request_id,
+        block_ids=((4, 5), (6,)),
+        host="127.0.0.1",
+        port=7000,
+        tp_size=2,
+        num_tokens=len(prompt),
+        prompt_digest=prompt_digest(prompt),
+    )
+
+
+class Node:
+    """A prefill node's gRPC side, and its client."""
+
+    def __init__(self, stub: Any, engine: Engine, service: PrefillService) -> None:
+        self.engine = engine
+        self.service = service
+        self._stub = stub
+
+    def prefill(
+        self, request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), timeout_s: float = DEADLINE_S, **fields: Any
+    ) -> Any:
+        request = pb.PrefillRequest(
+            request_id=request_id, prompt_token_ids=prompt, **{"generation": REF.generation, **fields}
+        )
+        return self._stub.Prefill(request, timeout=timeout_s)
+
+    async def release(self, request_id: str, generation: str = REF.generation) -> None:
+        await self._stub.ReleaseKv(
+            pb.ReleaseKvRequest(request_id=request_id, generation=generation), timeout=DEADLINE_S
+        )
+
+    async def queued(self) -> int:
+        return (await self.service.load()).queued_prompt_tokens
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    engine = Engine()
+    service = PrefillService(REF, engine)
+    server = GrpcServer()
+    server.add(pb_grpc.add_PrefillServiceServicer_to_server, service)
+    await server.start()
+    async with channel(server.address) as connection:
+        yield Node(pb_grpc.PrefillServiceStub(connection), engine, service)  # type: ignore[no-untyped-call]
+    await server.stop(0)
+
+
+async def refusal(call: Any) -> CorunError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110  # The other side of a socket has no event.
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
+
+
+async def test_a_prompt_becomes_a_handle(node: Node) -> None:
+    answer = await node.prefill("r", (7, 8, 9))
+    assert wire.kv_handle_from_proto(answer.handle) == handle("r", (7, 8, 9))
+    load = await node.service.load()
+    assert (load.tokens, load.queued_prompt_tokens, load.used_kv_blocks) == (3, 0, 3)
+    assert node.engine.released == []
+
+
+async def test_the_load_counts_prompts_in_flight(node: Node) -> None:
+    node.engine.go.clear()
+    calls = [node.prefill("a", [1] * 10), node.prefill("b", [1] * 5)]
+    await until(lambda: len(node.engine.computing) == 2)
+    load = await node.service.load()
+    assert (load.queued_prompt_tokens, load.tokens) == (15, 0)
+    node.engine.go.set()
+    for call in calls:
+        await call
+    load = await node.service.load()
+    assert (load.queued_prompt_tokens, load.tokens) == (0, 15)
+
+
+async def test_another_generation_is_refused(node: Node) -> None:
+    error = await refusal(node.prefill(generation="b" * 16))
+    assert isinstance(error, StaleGenerationError)
+    assert (error.node_id, error.expected, error.actual) == ("p0", "b" * 16, REF.generation)
+    assert await node.queued() == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"), [({"prompt": ()}, "prompt_token_ids"), ({"request_id": ""}, "request_id")]
+)
+async def test_bad_requests_are_refused(node: Node, fields: dict[str, Any], field: str) -> None:
+    error = await refusal(node.prefill(**fields))
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == field
+    assert node.engine.computing == []
+
+
+async def test_an_id_in_flight_is_not_taken_twice(node: Node) -> None:
+    """The second attempt must not disturb the first, nor release its KV."""
+    node.engine.go.clear()
+    first = node.prefill("r")
+    await until(lambda: node.engine.computing == ["r"])
+    error = await refusal(node.prefill("r", (5,)))
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, error.limit) == ("request_id", "must be unique to one attempt")
+    assert await node.queued() == 3
+    node.engine.go.set()
+    assert (await first).handle.num_tokens == 3
+    assert node.engine.released == []
+
+
+async def test_a_draining_node_finishes_what_it_has(node: Node) -> None:
+    node.engine.go.clear()
+    running = node.prefill("r")
+    await until(lambda: node.engine.computing == ["r"])
+    node.service.draining = True
+    error = await refusal(node.prefill("s"))
+    assert isinstance(error, UnavailableError)
+    assert "p0 is draining" in str(error)
+    await node.release("other")
+    node.engine.go.set()
+    await running
+    assert node.engine.released == ["other"]
+
+
+async def test_a_cancelled_call_stops_the_work_and_keeps_nothing(node: Node) -> None:
+    node.engine.go.clear()
+    call = node.prefill("r")
+    await until(lambda: node.engine.computing == ["r"])
+    call.cancel()
+    await until(lambda: node.engine.released == ["r"])
+    assert node.engine.cancelled == ["r"]
+    assert await node.queued() == 0
+    node.engine.go.set()
+    await node.prefill("r")  # The id is free again.
+
+
+async def test_a_passed_deadline_is_a_cancelled_call(node: Node) -> None:
+    node.engine.go.clear()
+    assert isinstance(await refusal(node.prefill("r", timeout_s=0.05)), DeadlineError)
+    await until(lambda: node.engine.released == ["r"])
+    assert await node.queued() == 0
+
+
+async def test_a_failed_prefill_leaves_nothing_behind(node: Node) -> None:
+    node.engine.error = InvalidArgumentError("prompt_token_ids", 99, "must fit")
+    assert isinstance(await refusal(node.prefill("r")), InvalidArgumentError)
+    node.engine.error = RuntimeError("at /secret/path")
+    error = await refusal(node.prefill("r"))
+    assert isinstance(error, InternalError)
+    assert "secret" not in str(error)
+    load = await node.service.load()
+    assert (load.queued_prompt_tokens, load.tokens) == (0, 0)
+
+
+async def test_releases_reach_the_engine_of_their_own_generation(node: Node) -> None:
+    """Another generation's KV died with it: no error, and never this one's KV of the same name."""
+    await node.release("r", "b" * 16)
+    assert node.engine.released == []
+    await node.release("r")
+    assert node.engine.released == ["r"]

@@ -1,0 +1,288 @@
+"""Drives vLLM's own scheduler classes through random traces, step by step, without a model.
+
+The scheduler, its block pool and the scheduler half of the NIXL connector are the real ones, configured as our engines
+configure them. Faked are the worker, which draws a token for each row and reports KV transfers as NIXL's pull worker
+does, and the loop, which is `step_with_batch_queue` of vLLM's engine core (vllm/v1/engine/core.py).
+
+Imports vLLM: load it with `tests.loading.load`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from vllm import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from corun import tiny
+from corun.cluster import NixlEndpoint, NodeRole
+from corun.config import DecodeConfig, PrefillConfig
+from corun.node import engine
+from tests.loading import environment
+from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
+
+MAX_MODEL_LEN = 512
+ORDINARY, STOP = 7, 3
+"""Token ids."""
+
+
+def play(
+    scheduler: str, trace: Trace, platform: Platform, *, role: NodeRole, connector: bool = True, **changes: Any
+) -> Record:
+    """Runs `trace` to its end on the scheduler class of this dotted name.
+
+    Args:
+        changes: to the settings of the KV transfer, which there is with a `connector` only.
+    """
+    with environment():
+        config = _config(role, platform, connector, **changes)
+    with environment(VLLM_USE_V2_MODEL_RUNNER=str(int(platform.v2_runner))):
+        return _Engine(scheduler, trace, config).play()
+
+
+class _Engine:
+    """vLLM's engine core, reduced to what a scheduler can see of it."""
+
+    def __init__(self, scheduler: str, trace: Trace, config: Any) -> None:
+        config.cache_config.num_gpu_blocks = trace.blocks + 1  # Block 0 is vLLM's null block.
+        config.scheduler_config.max_num_seqs = trace.slots
+        config.scheduler_config.max_num_batched_tokens = trace.chunk
+        config.scheduler_config.scheduler_cls = scheduler
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=trace.blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+        )
+        self.record = Record()
+        self._trace = trace
+        self._transfer = config.kv_transfer_config
+        self._worker = _PullWorker(self.record) if self._transfer else _Worker(self.record)
+        self._depth: int = config.max_concurrent_batches
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+
+    def play(self) -> Record:
+        for op in self._trace.ops:
+            if isinstance(op, Arrive):
+                self._arrive(op)
+            elif isinstance(op, Abort):
+                self._abort(op)
+            else:
+                assert isinstance(op, Run)
+                for _ in range(op.steps):
+                    self.step()
+        self._drain()
+        self.record.left_over = list(self._left_over())
+        return self.record
+
+    def step(self) -> None:
+        """`EngineCore.step_with_batch_queue`: fills the queue of steps first, then takes the oldest result."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.record.steps.append(self._observe(output))
+            self._in_flight.append((output, self._worker.execute(output, self.scheduler.requests)))
+            if len(self._in_flight) < self._depth and (
+                output.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
+            ):
+                return
+        if self._in_flight:
+            for outputs in self.scheduler.update_from_output(*self._in_flight.popleft()).values():
+                for output in outputs.outputs:
+                    self._take(output)
+
+    def _arrive(self, arrival: Arrive) -> None:
+        number = len(self.record.requests)
+        self.record.requests.append(arrival)
+        self.scheduler.add_request(_request(str(number), arrival, self._transfer))
+
+    def _abort(self, op: Abort) -> None:
+        if not self.record.requests:
+            return
+        number = op.which % len(self.record.requests)
+        if number not in self.record.finished:
+            self.record.aborted.add(number)
+        self.scheduler.finish_requests([str(number)], RequestStatus.FINISHED_ABORTED)
+
+    def _drain(self) -> None:
+        """Runs until all is done. `stuck`: far more steps than all of this work can take."""
+        work = sum(r.prompt + r.max_tokens + r.transfer_steps + 4 for r in self.record.requests)
+        for _ in range(2 * work + 8):
+            if not (self.scheduler.has_requests() or self._in_flight):
+                return
+            self.step()
+        self.record.stuck = True
+
+    def _observe(self, output: SchedulerOutput) -> Step:
+        requests = self.scheduler.requests
+        rows = {
+            int(name): Row(requests[name].num_computed_tokens - tokens, tokens)
+            for name, tokens in output.num_scheduled_tokens.items()
+        }
+        loads = getattr(output.kv_connector_metadata, "reqs_to_recv", {})
+        return Step(
+            rows=rows,
+            loads=tuple(int(name) for name, meta in loads.items() if meta.local_block_ids),
+            admitted=len(self._admitted()),
+            preempted=len(output.preempted_req_ids or ()),
+            free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            owed=sum(self._owed(request) for request in self._admitted()),
+        )
+
+    def _admitted(self) -> list[Request]:
+        return [*self.scheduler.running, *self.scheduler.skipped_waiting]
+
+    def _owed(self, request: Request) -> int:
+        (held,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return max(0, -(-(request.num_prompt_tokens + request.max_tokens) // BLOCK_SIZE) - len(held))
+
+    def _take(self, output: Any) -> None:
+        number = int(output.request_id)
+        self.record.outputs.setdefault(number, []).extend(output.new_token_ids)
+        if output.finish_reason is not None:
+            self.record.finished[number] = str(output.finish_reason)
+
+    def _left_over(self) -> Iterator[str]:
+        scheduler = self.scheduler
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free != self._trace.blocks:
+            yield f"{self._trace.blocks - free} blocks"
+        for name in ("requests", "running", "waiting", "skipped_waiting", "_inflight_prefills", "deferred_frees"):
+            if held := getattr(scheduler, name):
+                yield f"{name}: {held}"
+        if scheduler.connector and (heartbeats := scheduler.connector.connector_scheduler._heartbeat_by_engine):
+            yield f"heartbeats: {heartbeats}"
+        yield from self._worker.left_over()
+
+
+class _Worker:
+    """Draws one token for each row that has reached its request's last position."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._drawn: dict[str, int] = {}
+
+    def execute(self, output: SchedulerOutput, requests: dict[str, Request]) -> ModelRunnerOutput:
+        names = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=[[] if requests[name].is_prefill_chunk else [self._draw(name)] for name in names],
+            kv_connector_output=self._transfer(output),
+        )
+
+    def _draw(self, name: str) -> int:
+        drawn = self._drawn[name] = self._drawn.get(name, 0) + 1
+        return STOP if drawn == self._record.requests[int(name)].stops_after else ORDINARY
+
+    def _transfer(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        return None
+
+    def left_over(self) -> Iterator[str]:
+        yield from ()
+
+
+class _PullWorker(_Worker):
+    """Reports transfers as NIXL's pull worker does (nixl/pull_worker.py), each after the steps its request says."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self._reading: dict[str, tuple[int, Sequence[int]]] = {}  # name -> steps left, local blocks
+        self._in_batch: set[str] = set()
+        self._held: dict[str, int] = {}  # name -> steps until read, or until its lease ends
+
+    def _transfer(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        meta: Any = output.kv_connector_metadata
+        for name, read in meta.reqs_to_recv.items():
+            if read.local_block_ids:  # Otherwise an abort before the start: the other side is told, nothing is read.
+                (blocks,) = read.local_block_ids
+                self._reading[name] = (self._arrival(name).transfer_steps, blocks)
+        self._in_batch |= meta.reqs_in_batch
+        for name in meta.reqs_not_processed:
+            self._in_batch.discard(name)
+            assert name not in self._held, "an abort after the lease began"
+        for name in meta.reqs_to_send:
+            if name in self._in_batch:
+                self._held[name] = self._arrival(name).transfer_steps
+        return self._finished()
+
+    def _finished(self) -> KVConnectorOutput:
+        read = {name: blocks for name, (steps, blocks) in self._reading.items() if steps == 0}
+        sent = {name for name, steps in self._held.items() if steps == 0}
+        self._in_batch -= sent
+        self._reading = {k: (steps - 1, blocks) for k, (steps, blocks) in self._reading.items() if k not in read}
+        self._held = {k: steps - 1 for k, steps in self._held.items() if k not in sent}
+        failed = [blocks for name, blocks in read.items() if self._arrival(name).fails]
+        return KVConnectorOutput(
+            finished_sending=sent, finished_recving=set(read), invalid_block_ids=set(itertools.chain(*failed))
+        )
+
+    def _arrival(self, name: str) -> Arrive:
+        return self._record.requests[int(name)]
+
+    def left_over(self) -> Iterator[str]:
+        for what, held in (("reading", self._reading), ("in batch", self._in_batch), ("held", self._held)):
+            if held:
+                yield f"{what}: {sorted(held)}"
+
+
+def _request(name: str, arrival: Arrive, transfer: Any) -> Request:
+    params = SamplingParams(
+        max_tokens=arrival.max_tokens,
+        ignore_eos=True,
+        stop_token_ids=[] if arrival.stops_after == ENDLESS else [STOP],
+        extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer)} if transfer else None,
+    )
+    return Request(name, [ORDINARY] * arrival.prompt, params, None)
+
+
+def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any]:
+    """As our engines give them."""
+    if transfer.is_kv_producer:
+        return {"do_remote_decode": True, "do_remote_prefill": False}
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": "peer",
+        "remote_request_id": f"prefill-{name}",
+        "remote_block_ids": [list(range(-(-arrival.prompt // BLOCK_SIZE)))],
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+    }
+
+
+def _config(role: NodeRole, platform: Platform, connector: bool, **transfer: Any) -> Any:
+    """A fresh configuration."""
+    base = _engine_config(role)
+    config = copy.copy(base)
+    config.scheduler_config = copy.copy(base.scheduler_config)
+    config.cache_config = copy.copy(base.cache_config)
+    config.scheduler_config.async_scheduling = platform.async_scheduling
+    config.kv_transfer_config = copy.copy(base.kv_transfer_config) if connector else None
+    for name, value in transfer.items():
+        setattr(config.kv_transfer_config, name, value)
+    return config
+
+
+@functools.lru_cache
+def _engine_config(role: NodeRole) -> Any:
+    """What vLLM makes of our engines' arguments."""
+    cls = PrefillConfig if role is NodeRole.PREFILL else DecodeConfig
+    endpoint = NixlEndpoint(engine_id="self", host="127.0.0.1", port=1, tp_size=1)
+    arguments = engine.shared_arguments(cls(model=str(tiny.ensure())), role, endpoint)
+    arguments |= {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
+    return EngineArgs(**arguments, max_num_seqs=1, max_num_batched_tokens=BLOCK_SIZE).create_engine_config()

@@ -1,0 +1,181 @@
+"""Who may import whom, read from the sources, and what an import really loads."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("corun", "router", "prefill_node", "decode_node")
+ENGINE = ("torch", "vllm", "nixl", "transformers")
+"""What only node processes load."""
+GENERATED = "corun/v1/"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """None of the files under `files`, but those under `but`, imports anything of `forbidden`."""
+
+    files: tuple[str, ...]
+    forbidden: tuple[str, ...]
+    but: tuple[str, ...] = ()
+
+
+NODES = ("prefill_node", "decode_node")
+RULES = {
+    "corun is for everybody": Rule(
+        ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch.py")
+    ),
+    "the launcher starts processes by name": Rule(("corun/launch.py",), (*ENGINE, "tokenizers", "router", *NODES)),
+    "the shared part of nodes knows no role": Rule(("corun/node/",), ("ray", "tokenizers", "router", *NODES)),
+    "only node processes load the shared part of nodes": Rule(("corun/", "router/"), ("corun.node",), ("corun/node/",)),
+    "a router computes nothing": Rule(("router/",), (*ENGINE, "ray", *NODES, "corun.launch", "corun.client")),
+    "a prefill node stands alone": Rule(("prefill_node/",), ("ray", "tokenizers", "router", "decode_node")),
+    "a decode node stands alone": Rule(("decode_node/",), ("ray", "tokenizers", "router", "prefill_node")),
+    "nodes do not know who starts or calls them": Rule(
+        ("prefill_node/", "decode_node/", "corun/node/"), ("corun.launch", "corun.client", "corun.cli")
+    ),
+    "pure parts know no wire": Rule(
+        ("decode_node/slots.py", "decode_node/sampling.py", "router/placement.py", "router/slots.py"),
+        ("grpc", "asyncio", "corun.wire", "corun.v1", "vllm"),
+    ),
+    "values know neither wire nor network": Rule(
+        tuple(f"corun/{name}.py" for name in ("cluster", "contract", "params", "receipt", "seeds")),
+        ("grpc", "google", "asyncio", "corun.wire", "corun.v1", "corun.server"),
+    ),
+}
+
+
+@functools.lru_cache
+def modules() -> dict[str, frozenset[str]]:
+    """What every hand-written module imports, by its path from the root."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    found = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    return {name: imports(name, source) for name, source in found.items() if not name.startswith(GENERATED)}
+
+
+def imports(name: str, source: str) -> frozenset[str]:
+    """Full names of all that a module imports, anywhere in it: in functions, for types only, by `import_module`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = name.removesuffix(".py").split("/")[: -node.level] if node.level else []
+            origin = ".".join([*package, *([node.module] if node.module else [])])
+            found.update(f"{origin}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node) in {"import_module", "__import__"}:
+            found.update(str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+    return frozenset(found)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def is_of(module: str, packages: Sequence[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def importers(package: str) -> set[str]:
+    return {name for name, imported in modules().items() if any(is_of(module, [package]) for module in imported)}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_rule(rule: Rule) -> None:
+    concerned = {
+        name: imported
+        for name, imported in modules().items()
+        if name.startswith(rule.files) and not name.startswith(rule.but)
+    }
+    assert all(any(name.startswith(files) for name in concerned) for files in rule.files), "a rule about nothing"
+    broken = [
+        f"{name} imports {module}"
+        for name, imported in concerned.items()
+        for module in sorted(imported)
+        if is_of(module, rule.forbidden)
+    ]
+    assert broken == []
+
+
+def test_one_file_imports_ray() -> None:
+    assert importers("ray") == {"corun/launch.py"}
+
+
+def test_one_file_imports_tokenizers() -> None:
+    assert importers("tokenizers") == {"router/text.py"}
+
+
+def test_vllm_is_touched_in_files_of_four_names() -> None:
+    files = importers("vllm")
+    assert {"prefill_node/engine.py", "decode_node/engine.py"} <= files
+    assert {Path(name).name for name in files} <= {"engine.py", "scheduler.py", "worker.py", "connector.py"}
+
+
+def test_torch_is_touched_where_tensors_are() -> None:
+    assert {Path(name).name for name in importers("torch")} <= {"worker.py", "sampling.py", "engine.py"}
+
+
+def test_messages_stay_at_the_edges() -> None:
+    """Values cross inside; messages exist in `wire`, in services and in the clients of services."""
+    allowed = {"wire.py", "service.py", "client.py", "calls.py", "nodes.py", "agent.py", "__main__.py", "app.py"}
+    files = importers("corun.v1")
+    assert "corun/wire.py" in files
+    assert {Path(name).name for name in files} <= allowed
+    for name in files:
+        if Path(name).name in {"__main__.py", "app.py"}:  # They put services on a server.
+            assert {m for m in modules()[name] if is_of(m, ["corun.v1"]) and not m.endswith("_grpc")} == set()
+
+
+LOADS = {
+    "corun": (*ENGINE, "ray", "tokenizers", "numpy", "tyro", "router", *NODES, "corun.server", "corun.node"),
+    "corun.cli": (*ENGINE, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
+    "router.app": (*ENGINE, "ray", *NODES, "corun.node"),
+    # Settings are pinned before the engine's libraries are imported, so a node's own modules must not do it.
+    "prefill_node.__main__": (*ENGINE, "ray", "tokenizers", "router", "decode_node"),
+    "decode_node.__main__": (*ENGINE, "ray", "tokenizers", "router", "prefill_node"),
+}
+
+
+@pytest.mark.parametrize(("module", "forbidden"), LOADS.items(), ids=LOADS.keys())
+def test_an_import_loads_no_more_than_it_says(module: str, forbidden: tuple[str, ...]) -> None:
+    script = f"import sys, {module}; print('\\n'.join(sys.modules))"
+    child = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = child.stdout.split()
+    assert module in loaded
+    assert [name for name in loaded if is_of(name, forbidden)] == []
+
+
+def test_the_reader_of_imports_reads_all_of_them() -> None:
+    source = """
+import torch.nn as nn
+from . import wire
+from ..router import text as t
+from vllm.config import A, B
+def f():
+    import ray
+    importlib.import_module("tokenizers")
+if TYPE_CHECKING:
+    from nixl import agent
+"""
+    assert imports("corun/node/x.py", source) == {
+        "torch.nn",
+        "corun.node.wire",
+        "corun.router.text",
+        "vllm.config.A",
+        "vllm.config.B",
+        "ray",
+        "tokenizers",
+        "nixl.agent",
+    }
+    assert is_of("ray.util", ["ray"])
+    assert not is_of("rays", ["ray"])

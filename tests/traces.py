@@ -1,0 +1,185 @@
+"""Random traces for scheduler tests, the record of how one was played, and what no record may show.
+
+Knows nothing of vLLM: `tests.stepping` plays a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from hypothesis import strategies as st
+
+BLOCK_SIZE = 16
+ENDLESS = 0
+"""Of `Arrive.stops_after`: runs to max_tokens."""
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """A request."""
+
+    prompt: int
+    """Tokens."""
+    max_tokens: int = 1
+    stops_after: int = ENDLESS
+    """Draws its stop token as this output token."""
+    transfer_steps: int = 0
+    """How long its KV takes to be read by, or from, the other side."""
+    fails: bool = False
+    """Its KV cannot be read."""
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Of request `which`, modulo the number of requests so far, in whatever state it is."""
+
+    which: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Iterations of the engine's loop."""
+
+    steps: int
+
+
+Op: TypeAlias = "Arrive | Abort | Run"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A node's size and what happens to it."""
+
+    slots: int
+    chunk: int
+    """Tokens of a step."""
+    blocks: int
+    """KV blocks that requests can use."""
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a scheduler sees of the platform: steps in flight and model runner."""
+
+    async_scheduling: bool
+    v2_runner: bool
+
+
+CPU = Platform(async_scheduling=False, v2_runner=False)
+GPU = Platform(async_scheduling=True, v2_runner=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one step computes of one request."""
+
+    start: int
+    """Position of its first token."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One scheduled step, and the KV right after it was scheduled, in blocks."""
+
+    rows: dict[int, Row]
+    """By the request's number, its place in the order of arrival."""
+    loads: tuple[int, ...]
+    """Requests whose KV begins to be read."""
+    admitted: int
+    """Requests that run or whose KV is being read."""
+    preempted: int
+    free: int
+    owed: int
+    """What the admitted requests may still need to their last token."""
+
+
+@dataclass
+class Record:
+    """All that happened in one trace."""
+
+    requests: list[Arrive] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
+    left_over: list[str] = field(default_factory=list)
+    """What is still held after the last request has ended."""
+    stuck: bool = False
+    """Requests that could run did not, with nothing in flight."""
+
+
+LONGEST_PROMPT = 100
+LONGEST_OUTPUT = 24
+MOST_BLOCKS = 24
+
+
+def prefill_traces(*, longest_output: int = 1) -> st.SearchStrategy[Trace]:
+    """For a node that computes prompts; with more output than one token, for one that decodes as well."""
+    arrivals = st.builds(
+        Arrive,
+        prompt=st.integers(1, LONGEST_PROMPT),
+        max_tokens=st.integers(1, longest_output),
+        stops_after=st.integers(ENDLESS, 3) if longest_output > 1 else st.just(ENDLESS),
+        transfer_steps=st.integers(0, 30),
+    )
+    return _traces(arrivals, chunks=st.sampled_from([8, 16, 40, 64]))
+
+
+def decode_traces() -> st.SearchStrategy[Trace]:
+    arrivals = st.builds(
+        Arrive,
+        prompt=st.integers(1, LONGEST_PROMPT),
+        max_tokens=st.integers(1, LONGEST_OUTPUT),
+        stops_after=st.integers(ENDLESS, 6),
+        transfer_steps=st.integers(0, 6),
+        fails=st.sampled_from([False, False, False, True]),
+    )
+    return _traces(arrivals, chunks=None)
+
+
+def _traces(arrivals: st.SearchStrategy[Arrive], chunks: st.SearchStrategy[int] | None) -> st.SearchStrategy[Trace]:
+    op = arrivals | arrivals | st.builds(Abort, st.integers(0, 99)) | st.builds(Run, st.integers(1, 8))
+    ops = st.lists(op, min_size=12, max_size=60)  # A short trace never fills a node.
+    slots = st.integers(1, 8)
+    # The largest request always fits: engines and services refuse what never can.
+    blocks = st.integers(-(-(LONGEST_PROMPT + LONGEST_OUTPUT) // BLOCK_SIZE), MOST_BLOCKS)
+    if chunks is None:  # A decode step has one token for each slot.
+        return st.builds(lambda n, b, o: Trace(n, n, b, tuple(o)), slots, blocks, ops)
+    return st.builds(lambda n, c, b, o: Trace(n, c, b, tuple(o)), slots, chunks, blocks, ops)
+
+
+def violations(record: Record) -> Iterator[str]:
+    """What no scheduler of ours may do, whatever its role."""
+    if record.stuck:
+        yield "stuck"
+    if record.left_over:
+        yield "left over"
+    if any(step.preempted for step in record.steps):
+        yield "preempted"
+    if any(step.owed > step.free for step in record.steps):
+        yield "more KV promised than exists"
+    for number, request in enumerate(record.requests):
+        if number not in record.aborted and _outcome(record, number) != _expected(request):
+            yield "wrong output"
+
+
+def in_order(numbers: list[int]) -> bool:
+    """Requests are numbered as they arrive."""
+    return numbers == sorted(numbers)
+
+
+def _outcome(record: Record, number: int) -> tuple[int, str]:
+    return len(record.outputs.get(number, ())), record.finished.get(number, "")
+
+
+def _expected(request: Arrive) -> tuple[int, str]:
+    """Output tokens and finish reason."""
+    if request.fails:
+        return 0, "error"
+    if ENDLESS < request.stops_after <= request.max_tokens:
+        return request.stops_after, "stop"
+    return request.max_tokens, "length"
