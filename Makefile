@@ -1,0 +1,90 @@
+# Every verb of the project; a laptop and CI run the same lines.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+TARGET ?= cpu
+ARGS ?=
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.10; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
+
+UV_VERSION := 0.13.8
+UV := $(VENV)/bin/uv
+PY := $(VENV)/bin/python
+LOCK := locks/$(TARGET).txt
+TOOL := $(VENV)/.uv-$(UV_VERSION)
+# The environment is current while a stamp of this name exists: it says what was installed, and from where.
+STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pyproject.toml 2>/dev/null; } | sha256sum | cut -c1-16)
+export UV_HTTP_TIMEOUT ?= 300
+
+.PHONY: help setup demo test check proto fmt lock clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo and test"
+
+setup: $(STAMP) ## Make the virtual environment from the lock file
+
+$(TOOL):
+	@if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
+		echo "make setup: the engine's packages exist for Linux on x86_64 only; this is $$(uname -sm)" >&2; exit 1; fi
+	@if ! "$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null; then \
+		echo "make setup: needs Python 3.10, 3.11 or 3.12; name one with PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@if ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
+		echo "make setup: $(PYTHON) has no venv module; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; \
+		exit 1; fi
+	@echo "==> virtual environment $(VENV) with $$("$(PYTHON)" -V)"
+	@"$(PYTHON)" -m venv --clear "$(VENV)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@touch $@
+
+$(STAMP): | $(TOOL)
+	@rm -f $(VENV)/.corun-*
+	@echo "==> packages of $(LOCK) (a few GB the first time)"
+	@$(UV) pip sync --python $(PY) --require-hashes $(LOCK)
+	@$(UV) pip install --python $(PY) --quiet --offline --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen prompts, verify every bit, stop
+	@$(PY) examples/demo.py $(ARGS)
+
+test: $(STAMP) ## Run the tests
+	@$(PY) -m pytest -m "not gpu" $(ARGS)
+
+check: $(STAMP) ## Lint, formatting, types, and generated code that is up to date
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(call protoc,"$$fresh"); \
+	diff -r -x __init__.py -x __pycache__ "$$fresh/corun/v1" corun/v1 || \
+		{ echo "corun/v1 is not what protos/ gives; run: make proto" >&2; exit 1; }
+
+proto: $(STAMP) ## Generate corun/v1 from protos/ again
+	@rm -f corun/v1/*_pb2.py corun/v1/*_pb2.pyi corun/v1/*_pb2_grpc.py
+	@$(call protoc,.)
+
+protoc = $(PY) -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) protos/corun/v1/*.proto
+
+fmt: $(STAMP) ## Format the code and mend what ruff can
+	@$(PY) -m ruff check --fix-only .
+	@$(PY) -m ruff format .
+
+# The marker that every package would carry. Without it, another platform is told which package it lacks.
+COMMON := python_full_version < '3.13' and platform_machine == 'x86_64' and sys_platform == 'linux'
+
+lock: $(TOOL) ## Resolve the lock files again; ARGS=--upgrade moves the versions
+	@for target in cpu gpu; do \
+		$(UV) pip compile pyproject.toml --quiet --universal --python-version 3.10 --extra $$target --extra dev \
+			--generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS) -o locks/$$target.txt; \
+		sed -i -E "s/ ; $(COMMON)( \\\\|$$)/\1/" locks/$$target.txt; done
+
+clean: ## Remove caches and build output
+	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment as well
+	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi

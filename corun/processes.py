@@ -1,0 +1,54 @@
+"""Process trees of this machine: who descends from whom, and seeing to it that all of them end.
+
+Linux only (/proc). Must not know what the processes are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+
+from corun.guard import children, stat_fields
+
+_STEP_S = 5.0
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Every living descendant of a process, with its start time: the two together never name another process."""
+    tree: dict[int, str] = {}
+    for child in children(pid):
+        if (started := _start_time(child)) is not None:
+            tree[child] = started
+            tree |= descendants(child)
+    return tree
+
+
+def end_tree(tree: Mapping[int, str], step_s: float = _STEP_S) -> None:
+    """Waits for processes to end; asks those that do not, asks again, and kills them, `step_s` seconds apart."""
+    for number in (None, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + step_s
+        if number is not None:
+            _send(number, living(tree))
+        while living(tree) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def living(tree: Mapping[int, str]) -> list[int]:
+    """Those of a tree that have not ended."""
+    return [pid for pid, started in tree.items() if _start_time(pid) == started]
+
+
+def _send(number: signal.Signals, pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue  # It has ended since.
+
+
+def _start_time(pid: int) -> str | None:
+    """In clock ticks since boot; None for a process that has ended, reaped or not."""
+    fields = stat_fields(pid)
+    return None if fields is None or fields[0] == "Z" else fields[19]

@@ -1,0 +1,173 @@
+"""Keeps one process running: starts it under a guard, starts it again when it dies, gives up when that is no use.
+
+Owns the process, its log file and the count of its deaths. Must not know what it runs, nor who asks (a Ray actor, in
+`corun.launch`).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from corun import guard
+
+USAGE_ERROR = 2
+"""The exit code of a process whose configuration is wrong: another start would end the same way."""
+
+_TAIL_LINES, _TAIL_BYTES = 12, 4096
+
+
+class ProcessState(enum.Enum):
+    """What a supervised process is doing."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    """It died and will be started again after a delay."""
+    FAILED = "failed"
+    """It died too often, or will never start; it is not started again."""
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStatus:
+    """A moment of a supervised process."""
+
+    name: str
+    state: ProcessState
+    pid: int = 0
+    """Of the guard, the root of the process tree; 0 while there is none."""
+    deaths: int = 0
+    """Since the supervisor started."""
+    detail: str = ""
+    """How it last died, with the last lines of its log; empty if it never did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartPolicy:
+    """When to start a process again, in seconds."""
+
+    first_delay_s: float = 1.0
+    max_delay_s: float = 30.0
+    """The delay doubles with each quick death up to this."""
+    settled_s: float = 60.0
+    """A process that lived so long did not die quickly."""
+    max_quick_deaths: int = 3
+    """Quick deaths in a row after which it is given up."""
+
+    def delay_s(self, quick_deaths: int) -> float:
+        """The wait before the next start."""
+        return float(min(self.max_delay_s, self.first_delay_s * 2 ** max(0, quick_deaths - 1)))
+
+
+class Supervisor:
+    """Starts `argv` when made and keeps it running until `stop`. Its thread lives as long as the process may.
+
+    grace_s: the time between asking the process to end and killing it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        *,
+        grace_s: float = 40.0,
+        policy: RestartPolicy | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(grace_s), *argv]
+        self._log = log
+        self._policy = policy or RestartPolicy()
+        self._env = dict(os.environ if env is None else env)
+        self._lock = threading.Lock()
+        self._status = ProcessStatus(name=name, state=ProcessState.WAITING)
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        # The parent-death signal follows the thread that made the child, so one thread does all of it.
+        self._thread = threading.Thread(target=self._keep_running, name=f"supervise-{name}", daemon=True)
+        self._thread.start()
+
+    def status(self) -> ProcessStatus:
+        """What the process is doing now."""
+        return self._status
+
+    def stop(self) -> None:
+        """Asks the process to end and returns at once; asking again kills it. `status` tells when it has ended."""
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None:
+                self._process.terminate()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits until the process has ended for good; False if it has not in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _keep_running(self) -> None:
+        quick_deaths = 0
+        while (process := self._start()) is not None:
+            started, log_start = time.monotonic(), self._log.stat().st_size
+            code = self._wait(process)
+            if self._stopping.is_set():
+                break
+            lived_s = time.monotonic() - started
+            quick_deaths = quick_deaths + 1 if lived_s < self._policy.settled_s else 1
+            hopeless = code == USAGE_ERROR or quick_deaths >= self._policy.max_quick_deaths
+            self._record_death(code, lived_s, log_start, hopeless)
+            if hopeless:
+                return
+            self._stopping.wait(self._policy.delay_s(quick_deaths))
+        self._status = replace(self._status, state=ProcessState.STOPPED, pid=0)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        with self._lock, self._log.open("ab") as log:
+            if self._stopping.is_set():
+                return None
+            self._process = subprocess.Popen(
+                self._argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+            self._status = replace(self._status, state=ProcessState.RUNNING, pid=self._process.pid)
+            return self._process
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            # The guard leaves nothing behind; this is for the day when the guard itself was killed. Not yet reaped,
+            # it keeps its group's number from being used again.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self._process = None
+            return process.wait()
+
+    def _record_death(self, code: int, lived_s: float, log_start: int, hopeless: bool) -> None:
+        cause = f"killed by signal {abs(code)}" if code < 0 else f"exit code {code}"
+        self._status = replace(
+            self._status,
+            state=ProcessState.FAILED if hopeless else ProcessState.WAITING,
+            pid=0,
+            deaths=self._status.deaths + 1,
+            detail=f"{cause} after {lived_s:.0f} s\n{_tail(self._log, log_start)}".rstrip(),
+        )
+
+
+def _tail(log: Path, start: int) -> str:
+    """The last lines that a process wrote to its log from `start` on."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])
