@@ -38,11 +38,9 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         self.weights_digest = weights_digest(self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        # On CPU this thread computes, bound to one core. NIXL's threads are started here and inherit its affinity, so
-        # it is widened for them; afterwards vLLM's connector has moved this thread to the core it reserves for KV
-        # (nixl/base_worker.py), where it would share a core with a thread of its own team, so it is moved back.
+        # vLLM's connector moves the CPU worker's main thread, which computes, to one reserved core
+        # (nixl/base_worker.py): with all cores given to computation that would put two threads on that core.
         bound = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
         super().initialize_from_config(kv_cache_config)
         os.sched_setaffinity(0, bound)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from corun import Client, ClusterStatus, UnavailableError, tiny
 from corun.cluster import NodeRole, NodeState
+from corun.processes import descendants, end_tree
 
 SLOTS = 8
 CHUNK = 128
@@ -31,30 +31,34 @@ class Processes:
     def start(self, name: str, module: str, *flags: str) -> None:
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *flags], stdout=log, stderr=log, start_new_session=True
+                # In this session: Linux gives each session an equal share of a core, however many of its threads
+                # only spin, and the engines share cores here.
+                [sys.executable, "-m", module, *flags],
+                stdout=log,
+                stderr=log,
             )
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
-        """SIGTERM, then the exit code; a process that does not end in time is killed with its whole session."""
+        """SIGTERM, then the exit code; a process that does not end in time is killed with its descendants."""
         process = self.running.pop(name)
+        tree = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         try:
             return process.wait(timeout_s)
         finally:
-            _kill_session(process.pid)
+            self.kill(process, tree)
+
+    def kill(self, process: subprocess.Popen[bytes], tree: Mapping[int, str]) -> None:
+        """Ends whatever is left of a process and its descendants."""
+        process.kill()
+        process.wait()
+        end_tree(tree, step_s=2.0)
 
     def stop(self) -> dict[str, int]:
         return {name: self.terminate(name) for name in list(self.running)}
-
-
-def _kill_session(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         assert processes.stop() == {"decode": 0, "prefill": 0, "router": 0}
     finally:
         for process in processes.running.values():
-            _kill_session(process.pid)
+            processes.kill(process, descendants(process.pid))
 
 
 def _anyone_died(processes: Processes) -> bool:
