@@ -46,7 +46,7 @@ class RouterConfig:
     """Longest prefill, in seconds."""
     step_timeout_s: float = 60.0
     """Longest wait for a sample's next token, in seconds."""
-    node_wait_s: float = 30.0
+    node_wait_s: float = 600.0
     """Longest wait for the first nodes to join, in seconds; a request's own deadline may be sooner."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Largest request, in bytes."""

@@ -38,6 +38,8 @@ class Options:
     needles: int = 3
     """How many prompts are run among 255 others."""
     long_output: int = 512
+    checks: tuple[str, ...] = ()
+    """Names of the checks to run; empty: all."""
 
 
 def say(check: str, **values: object) -> None:
@@ -144,6 +146,15 @@ def long_outputs(client: Client, options: Options) -> None:
     compare(client, f"{options.long_output} output tokens", cases(8, 100, 400, 7, max_tokens=options.long_output), 8)
 
 
+def handoff(client: Client, options: Options) -> None:
+    """One prompt at a time, one token each: what a long prompt costs before its first token."""
+    made = cases(12, 6000, 6000, 5, max_tokens=1)
+    run(client, made[:2], concurrency=1)
+    began = time.monotonic()
+    run(client, made[2:], concurrency=1)
+    say("6000 in, 1 out, one at a time", seconds_each=round((time.monotonic() - began) / 10, 3))
+
+
 def throughput(client: Client, options: Options) -> None:
     """Not a benchmark: a first look at how fast the fixed shape runs when all slots are busy."""
     made = cases(options.slots, 512, 512, 77, max_tokens=256)
@@ -166,7 +177,7 @@ def report(check: str, left: list[Generation], right: list[Generation]) -> None:
 
 
 CHECKS: tuple[Callable[[Client, Options], None], ...] = (
-    paper_test, ragged, mixed, needle, all_slots, throughput, long_outputs,
+    paper_test, handoff, ragged, mixed, needle, all_slots, throughput, long_outputs,
 )  # fmt: skip
 
 
@@ -174,6 +185,8 @@ def main() -> int:
     options = tyro.cli(Options)
     with started(options) as cluster, cluster.client() as client:
         for check in CHECKS:
+            if options.checks and check.__name__ not in options.checks:
+                continue
             began = time.monotonic()
             try:
                 check(client, options)
