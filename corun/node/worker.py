@@ -50,6 +50,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         return {
             "weights_digest": self.weights_digest,
             "attention_backend": backend.get_name(),
+            "kv_cache_kinds": sorted({type(group.kv_cache_spec).__name__ for group in self._kv_cache_groups()}),
             "runner": type(self.model_runner).__mro__[0].__name__,
             "threads": torch.get_num_threads(),
             "torch": str(torch.__version__),
@@ -57,6 +58,9 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
             "machine": platform.machine(),
             **self._observe_device(),
         }
+
+    def _kv_cache_groups(self) -> list[Any]:
+        return list(self.model_runner.kv_cache_config.kv_cache_groups)
 
     def _observe_device(self) -> dict[str, Any]:
         if current_platform.is_cpu():
@@ -66,8 +70,16 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
             "device": torch.cuda.get_device_name(self.device),
             "driver": _nvidia_driver(),
             "cuda": torch.version.cuda or "",
-            "attention_split_kv": "",
+            "attention_split_kv": f"max {self._max_splits()} in graphs",
+            "graph": self._graphs(),
         }
+
+    def _max_splits(self) -> int:
+        return int(self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph)
+
+    def _graphs(self) -> str:
+        compilation = self.vllm_config.compilation_config
+        return f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}"
 
     def release_kv(self, request_id: str) -> None:
         """Frees the KV of a finished prefill that no decode node will read."""
