@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from corun.cluster import NodeInfo, NodeRole
+from corun.cluster import NodeRole
 from corun.config import DecodeConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live, log_to_stderr, node_ref
+from corun.node.main import Role, live, log_to_stderr, node_info, node_ref
 from corun.server import run as serve
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
@@ -17,26 +17,11 @@ from decode_node.slots import SlotTable
 
 async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
     ref = node_ref(config, NodeRole.DECODE)
-    engine = await VllmDecodeEngine.launch(config, ref, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
+    engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
     facts = engine.facts
     table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
     service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
     engine.on_step = service.on_step
-
-    def info(address: str) -> NodeInfo:
-        return NodeInfo(
-            ref=ref,
-            role=NodeRole.DECODE,
-            address=address,
-            contract_json=engine.contract.canonical_json(),
-            slots=config.slots,
-            kv_blocks=facts.kv_blocks,
-            block_size=facts.block_size,
-            max_model_len=facts.max_model_len,
-            vocab_size=facts.vocab_size,
-            nixl=None,
-            model=config.model,
-        )
 
     await live(
         config,
@@ -45,7 +30,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
             service=service,
             service_name=SERVICE_NAME,
             register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
-            info=info,
+            info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
         ),
         stop,
     )

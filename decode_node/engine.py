@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from corun.cluster import FinishReason, NixlEndpoint, NodeRef, NodeRole
+from corun.cluster import FinishReason, NixlEndpoint, NodeRole
 from corun.config import DecodeConfig
 from corun.contract import Contract
 from corun.errors import UnavailableError
@@ -37,7 +37,7 @@ class VllmDecodeEngine:
         llm.on_dead = self._die
 
     @classmethod
-    async def launch(cls, config: DecodeConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmDecodeEngine:
+    async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
         """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
         base.prepare(config, NodeRole.DECODE, endpoint)
         from vllm import AsyncEngineArgs

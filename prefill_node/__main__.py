@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from corun.cluster import NodeInfo, NodeRole
+from corun.cluster import NodeRole
 from corun.config import PrefillConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live, log_to_stderr, node_ref
+from corun.node.main import Role, live, log_to_stderr, node_info, node_ref
 from corun.server import run as serve
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.engine import VllmPrefillEngine
@@ -20,21 +20,6 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
     service = PrefillService(ref, engine)
 
-    def info(address: str) -> NodeInfo:
-        return NodeInfo(
-            ref=ref,
-            role=NodeRole.PREFILL,
-            address=address,
-            contract_json=engine.contract.canonical_json(),
-            slots=0,
-            kv_blocks=engine.facts.kv_blocks,
-            block_size=engine.facts.block_size,
-            max_model_len=engine.facts.max_model_len,
-            vocab_size=engine.facts.vocab_size,
-            nixl=endpoint,
-            model=config.model,
-        )
-
     await live(
         config,
         Role(
@@ -42,7 +27,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
             service=service,
             service_name=SERVICE_NAME,
             register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-            info=info,
+            info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=endpoint),
         ),
         stop,
     )

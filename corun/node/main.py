@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
+from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config import NodeConfig
 from corun.errors import UnavailableError
 from corun.node.agent import NodeAgent
@@ -50,6 +50,29 @@ def node_ref(config: NodeConfig, role: NodeRole) -> NodeRef:
     """This life of the node: a configured or host-derived id, and a new generation."""
     name = config.node_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"
     return NodeRef(node_id=name, generation=new_generation())
+
+
+def node_info(
+    config: NodeConfig, ref: NodeRef, role: NodeRole, engine: Any, *, slots: int = 0, nixl: NixlEndpoint | None = None
+) -> Callable[[str], NodeInfo]:
+    """What a node tells routers about itself and its started engine, once its server's address is known."""
+
+    def at(address: str) -> NodeInfo:
+        return NodeInfo(
+            ref=ref,
+            role=role,
+            address=address,
+            contract_json=engine.contract.canonical_json(),
+            slots=slots,
+            kv_blocks=engine.facts.kv_blocks,
+            block_size=engine.facts.block_size,
+            max_model_len=engine.facts.max_model_len,
+            vocab_size=engine.facts.vocab_size,
+            nixl=nixl,
+            model=config.model,
+        )
+
+    return at
 
 
 async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:

@@ -47,20 +47,18 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     def observe(self) -> dict[str, Any]:
         """Everything this process can see that may change a bit, after loading."""
         backend = self.model_runner.attn_groups[0][0].backend
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
         return {
             "weights_digest": self.weights_digest,
             "attention_backend": backend.get_name(),
-            "kv_cache_kinds": sorted({type(group.kv_cache_spec).__name__ for group in self._kv_cache_groups()}),
-            "runner": type(self.model_runner).__mro__[0].__name__,
+            "kv_cache_kinds": sorted({type(group.kv_cache_spec).__name__ for group in groups}),
+            "runner": type(self.model_runner).__name__,
             "threads": torch.get_num_threads(),
             "torch": str(torch.__version__),
             "cpu_isa": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
             **self._observe_device(),
         }
-
-    def _kv_cache_groups(self) -> list[Any]:
-        return list(self.model_runner.kv_cache_config.kv_cache_groups)
 
     def _observe_device(self) -> dict[str, Any]:
         if current_platform.is_cpu():
