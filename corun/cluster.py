@@ -44,7 +44,7 @@ class NodeState(enum.Enum):
     LOST = "lost"
     """No heartbeat."""
     REFUSED = "refused"
-    """Its contract differs from the cluster's."""
+    """Its contract differs from the cluster's, or it failed its self-test."""
     DRAINING = "draining"
     """Takes no new work."""
 
@@ -83,6 +83,8 @@ class NixlEndpoint:
     host: str
     port: int
     tp_size: int
+    stamp_addresses: tuple[int, ...] = ()
+    """Of each rank's table of block stamps; known once the engine has started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,10 @@ class KvHandle:
     """Prompt tokens whose KV is held."""
     prompt_digest: str
     """Over the prompt's token ids; 64 hex digits (`corun.receipt.prompt_digest`)."""
+    reader: NodeRef
+    """The one generation of a decode node that may read it."""
+    binding: str = ""
+    """Over everything above that names the KV, its owner or its reader; 64 hex digits (`corun.handle.bound`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +133,8 @@ class NodeInfo:
     """Prefill only."""
     model: str
     """Path of the model, for the router's tokenizer."""
+    finding: str = ""
+    """Of the node's self-test: what moved a bit. Empty: it is certified."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

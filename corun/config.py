@@ -129,10 +129,14 @@ class PrefillConfig(NodeConfig):
 
     chunk_size: int = 2048
     """Prompt tokens of one step; part of the contract."""
+    kv_check_fraction: float = 0.01
+    """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.
         _check_range("chunk_size", self.chunk_size, 1, 2**20)
+        if not 0 <= self.kv_check_fraction <= 1:
+            raise InvalidArgumentError("kv_check_fraction", self.kv_check_fraction, "must be in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,8 +59,11 @@ class ModelContract(_Part):
     cuda: str
     cpu_isa: str
     threads: int
-    """CPU threads of the engine."""
+    """CPU threads of the engine; 0 beside a GPU, where they compute nothing."""
     blas_policy: str
+    """How matrix products are computed."""
+    environment: tuple[str, ...]
+    """Variables that are set, may move a bit and are not pinned, as "NAME=value"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -126,12 +126,22 @@ def node_ref_from_proto(message: types_pb2.NodeRef) -> NodeRef:
 
 def nixl_endpoint_to_proto(endpoint: NixlEndpoint) -> registry_pb2.NixlEndpoint:
     return registry_pb2.NixlEndpoint(
-        engine_id=endpoint.engine_id, host=endpoint.host, port=endpoint.port, tp_size=endpoint.tp_size
+        engine_id=endpoint.engine_id,
+        host=endpoint.host,
+        port=endpoint.port,
+        tp_size=endpoint.tp_size,
+        stamp_addresses=endpoint.stamp_addresses,
     )
 
 
 def nixl_endpoint_from_proto(message: registry_pb2.NixlEndpoint) -> NixlEndpoint:
-    return NixlEndpoint(engine_id=message.engine_id, host=message.host, port=message.port, tp_size=message.tp_size)
+    return NixlEndpoint(
+        engine_id=message.engine_id,
+        host=message.host,
+        port=message.port,
+        tp_size=message.tp_size,
+        stamp_addresses=tuple(message.stamp_addresses),
+    )
 
 
 def kv_handle_to_proto(handle: KvHandle) -> prefill_pb2.KvHandle:
@@ -145,6 +155,8 @@ def kv_handle_to_proto(handle: KvHandle) -> prefill_pb2.KvHandle:
         tp_size=handle.tp_size,
         num_tokens=handle.num_tokens,
         prompt_digest=handle.prompt_digest,
+        reader=node_ref_to_proto(handle.reader),
+        binding=handle.binding,
     )
 
 
@@ -159,6 +171,8 @@ def kv_handle_from_proto(message: prefill_pb2.KvHandle) -> KvHandle:
         tp_size=message.tp_size,
         num_tokens=message.num_tokens,
         prompt_digest=message.prompt_digest,
+        reader=node_ref_from_proto(message.reader),
+        binding=message.binding,
     )
 
 
@@ -175,6 +189,7 @@ def node_info_to_proto(info: NodeInfo) -> registry_pb2.NodeInfo:
         vocab_size=info.vocab_size,
         nixl=None if info.nixl is None else nixl_endpoint_to_proto(info.nixl),
         model=info.model,
+        finding=info.finding,
     )
 
 
@@ -191,6 +206,7 @@ def node_info_from_proto(message: registry_pb2.NodeInfo) -> NodeInfo:
         vocab_size=message.vocab_size,
         nixl=nixl_endpoint_from_proto(message.nixl) if message.HasField("nixl") else None,
         model=message.model,
+        finding=message.finding,
     )
 
 

@@ -15,13 +15,34 @@ from corun.cluster import FinishReason, NixlEndpoint, NodeRole
 from corun.config import DecodeConfig
 from corun.contract import Contract
 from corun.errors import UnavailableError
+from corun.handle import owner_of
 from corun.node import engine as base
+from corun.node.owners import OWNER_PARAM
 from corun.params import SamplingParams
 from decode_node.service import DecodeRequest, StepRow
 
 CONNECT_TIMEOUT_S = 20.0
 CONNECT_POLL_S = 0.05
+REPORT_S = 10.0
 log = logging.getLogger(__name__)
+
+
+def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
+    """The engine's `AsyncEngineArgs`; pins the environment first."""
+    base.prepare(config, NodeRole.DECODE, endpoint)
+    from vllm import AsyncEngineArgs
+
+    made = AsyncEngineArgs(
+        **base.shared_arguments(config, NodeRole.DECODE, endpoint),
+        scheduler_cls="decode_node.scheduler.FixedSlotScheduler",
+        worker_cls="decode_node.worker.FixedShapeWorker",
+        max_num_seqs=config.slots,
+        max_num_batched_tokens=config.slots,
+    )
+    if base.on_gpu():
+        made.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [config.slots])
+        made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
+    return made
 
 
 class VllmDecodeEngine:
@@ -33,32 +54,26 @@ class VllmDecodeEngine:
         self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
         self.on_death: Callable[[], None] = lambda: None
         self._llm = llm
+        self._has_started = False
+        self._logged: dict[int, dict[str, float]] = {}  # by rank
+        self._reporter: asyncio.Task[None] | None = None
         llm.on_outputs = self._take
         llm.on_dead = self._die
 
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
         """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
-        base.prepare(config, NodeRole.DECODE, endpoint)
-        from vllm import AsyncEngineArgs
-
-        arguments = AsyncEngineArgs(
-            **base.shared_arguments(config, NodeRole.DECODE, endpoint),
-            scheduler_cls="decode_node.scheduler.FixedSlotScheduler",
-            worker_cls="decode_node.worker.FixedShapeWorker",
-            max_num_seqs=config.slots,
-            max_num_batched_tokens=config.slots,
-        )
-        if base.on_gpu():
-            arguments.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [config.slots])
-            arguments.attention_config = base.gpu_attention(arguments, flash_attn_max_num_splits_for_cuda_graph=1)
-        llm = _step_llm().from_engine_args(arguments)
+        llm = _step_llm().from_engine_args(arguments(config, endpoint))
         seen = await base.observe(llm)
-        return cls(llm, base.facts(llm), base.decode_contract(base.model_contract(llm, config, seen), seen))
+        facts = base.facts(llm, finding=await base.certify(llm))
+        engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen))
+        engine._reporter = asyncio.create_task(engine._report())
+        return engine
 
     async def start(self, request: DecodeRequest) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
+        self._has_started = True
         await self._llm.engine_core.add_request_async(
             EngineCoreRequest(
                 request_id=request.request_id,
@@ -84,22 +99,36 @@ class VllmDecodeEngine:
             UnavailableError: the handshake failed or took longer than 20 s.
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        where = (peer.engine_id, peer.host, peer.port, peer.tp_size)
+        where = (peer.engine_id, peer.host, peer.port, peer.tp_size, peer.stamp_addresses)
         while time.monotonic() < deadline:
             if all(await base.call_workers(self._llm, "connect", *where, timeout_s=CONNECT_TIMEOUT_S)):
+                await base.call_workers(self._llm, "warm", peer.engine_id, timeout_s=CONNECT_TIMEOUT_S)
                 return
             await asyncio.sleep(CONNECT_POLL_S)
         raise UnavailableError(f"no NIXL handshake with {peer.host}:{peer.port} within {CONNECT_TIMEOUT_S:.0f} s")
 
+    async def _report(self) -> None:
+        """Logs the KV reads of every `REPORT_S` in which there were any."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            if self._has_started:  # Asking keeps an idle worker spinning for a second.
+                self._has_started = False
+                await self._log_handoffs()
+
     async def _log_handoffs(self) -> None:
-        """One line on all KV reads since start."""
+        """One line on the KV reads since the last."""
         ranks = await base.call_workers(self._llm, "handoffs", timeout_s=CONNECT_TIMEOUT_S)
         for rank, done in enumerate(ranks):
-            speed = done["bytes"] / done["seconds"] / 1e9 if done["seconds"] else 0.0
-            log.info("KV reads of rank %d: %s, %.2f GB/s each", rank, done, speed)
+            before = self._logged.get(rank, dict.fromkeys(done, 0))
+            new = {name: done[name] - before[name] for name in done}
+            speed = new["bytes"] / new["seconds"] / 1e9 if new["seconds"] else 0.0
+            log.info("KV reads of rank %d: %s, %.2f GB/s each", rank, new, speed)
+            self._logged[rank] = done
 
     async def close(self) -> None:
         """Ends the engine's processes."""
+        if self._reporter is not None:
+            self._reporter.cancel()
         if not self._llm.errored:
             await self._log_handoffs()
         self._llm.shutdown()
@@ -137,6 +166,7 @@ class VllmDecodeEngine:
                     "remote_host": handle.host,
                     "remote_port": handle.port,
                     "tp_size": handle.tp_size,
+                    OWNER_PARAM: owner_of(handle),
                 }
             },
         )

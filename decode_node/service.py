@@ -15,12 +15,13 @@ from typing import Protocol
 from corun import wire
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
+from corun.handle import binding
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from corun.server import Context
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
-from decode_node.slots import Lease, NoRoomError, SlotTable
+from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
 
 SERVICE_NAME = "corun.v1.DecodeService"
 log = logging.getLogger(__name__)
@@ -186,7 +187,11 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectResponse:
         self._check_generation(request.generation)
-        await self._engine.connect(wire.nixl_endpoint_from_proto(request.peer))
+        peer = wire.nixl_endpoint_from_proto(request.peer)
+        if len(peer.stamp_addresses) != peer.tp_size:
+            limit = f"must be one for each of {peer.tp_size} ranks"
+            raise InvalidArgumentError("peer.stamp_addresses", peer.stamp_addresses, limit)
+        await self._engine.connect(peer)
         return pb.ConnectResponse()
 
     async def StreamSteps(
@@ -229,9 +234,20 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         if (len(prompt), params.max_tokens) != (lease.num_prompt_tokens, lease.max_tokens):
             limit = f"must be the {lease.num_prompt_tokens} + {lease.max_tokens} tokens that the lease holds room for"
             raise InvalidArgumentError("prompt_token_ids, max_tokens", (len(prompt), params.max_tokens), limit)
+        self._check_handle(handle, prompt)
+        return DecodeRequest(_request_id(lease), handle, prompt, params, request.seed)
+
+    def _check_handle(self, handle: KvHandle, prompt: Sequence[int]) -> None:
+        if handle.reader.node_id != self.ref.node_id:
+            raise InvalidArgumentError("handle.reader", str(handle.reader), f"must be {self.ref}")
+        self._check_generation(handle.reader.generation)
         if handle.num_tokens != len(prompt) or handle.prompt_digest != prompt_digest(prompt):
             raise InvalidArgumentError("handle.prompt_digest", handle.prompt_digest, "must be the prompt's own digest")
-        return DecodeRequest(_request_id(lease), handle, prompt, params, request.seed)
+        if handle.binding != binding(handle):
+            raise InvalidArgumentError("handle.binding", handle.binding, "must be that of the handle's other fields")
+        blocks = blocks_needed(len(prompt), self._table.block_size)
+        if [len(group) for group in handle.block_ids] != [blocks]:  # vLLM asserts it, and the engine would be gone.
+            raise InvalidArgumentError("handle.block_ids", handle.block_ids, f"must be one list of {blocks} blocks")
 
     def _keep(self, lease: Lease) -> None:
         """Stops the clock of a running lease while its router's stream stands."""

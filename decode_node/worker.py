@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from corun.node.steps import Stepper
 from corun.node.worker import NodeWorker
+from decode_node.certify import certify
 from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample
 
 
@@ -35,9 +38,29 @@ class FixedShapeWorker(NodeWorker):
             fix_shapes_v2(self.model_runner, rows)
         return times
 
+    def certify(self) -> str:
+        """The first difference that the self-test finds (decode_node/certify.py); empty if there is none."""
+        rows = self.vllm_config.scheduler_config.max_num_seqs
+        with torch.inference_mode():
+            finding = certify(Stepper(self), rows, _sampling_style)
+        torch.accelerator.empty_cache()
+        return finding
+
     def observe(self) -> dict[str, Any]:
         sampler = SAMPLER_VERSION if current_platform.is_cpu() else "vllm-v2-gumbel"
         return {**super().observe(), "sampler": sampler, "slots": self.vllm_config.scheduler_config.max_num_seqs}
+
+
+def _sampling_style(number: int) -> SamplingParams:
+    """Styles that meet in one batch: greedy and drawn, filtered and penalised."""
+    styles: list[dict[str, Any]] = [
+        {"temperature": 0.6},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+        {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    ]
+    style = styles[number % len(styles)]
+    return SamplingParams(seed=number, max_tokens=64, logprobs=0, ignore_eos=True, detokenize=False, **style)
 
 
 def fix_shapes_v1(runner: Any, rows: int) -> None:

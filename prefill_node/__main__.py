@@ -27,7 +27,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
             service=service,
             service_name=SERVICE_NAME,
             register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-            info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=endpoint),
+            info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
         ),
         stop,
     )

@@ -6,13 +6,16 @@ Owns: the engine's arguments and the way from vLLM's `kv_transfer_params` to a `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from corun.cluster import KvHandle, NixlEndpoint, NodeRef, NodeRole
 from corun.config import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, UnavailableError
+from corun.handle import bound, is_checked, owner
 from corun.node import engine as base
+from corun.node.owners import CHECK_PARAM, OWNER_PARAM
 from corun.receipt import prompt_digest
 
 # One computes; the others are done and wait for their output to be read back (async scheduling).
@@ -27,44 +30,65 @@ def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= chunk_size)
 
 
+def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
+    """The engine's `AsyncEngineArgs`; pins the environment first."""
+    base.prepare(config, NodeRole.PREFILL, endpoint)
+    from vllm import AsyncEngineArgs
+
+    made = AsyncEngineArgs(
+        **base.shared_arguments(config, NodeRole.PREFILL, endpoint),
+        scheduler_cls="prefill_node.scheduler.IsolatedPrefillScheduler",
+        worker_cls="prefill_node.worker.PrefillWorker",
+        max_num_seqs=MAX_SEQUENCES,
+        max_num_batched_tokens=config.chunk_size,
+    )
+    if base.on_gpu():
+        # A graph per bucket: a step is padded to the next bucket of its own length, which nobody else can change.
+        made.compilation_config = base.gpu_graphs("PIECEWISE", prefill_buckets(config.chunk_size))
+        made.attention_config = base.gpu_attention(made)
+    return made
+
+
 class VllmPrefillEngine:
     """Implements `prefill_node.service.PrefillEngine` on `AsyncLLM`. Build it with `launch`."""
 
-    def __init__(self, llm: Any, facts: base.EngineFacts, contract: Contract, ref: NodeRef) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        facts: base.EngineFacts,
+        contract: Contract,
+        ref: NodeRef,
+        endpoint: NixlEndpoint,
+        check_fraction: float,
+    ) -> None:
         self.facts = facts
         self.contract = contract
+        self.endpoint = endpoint
+        """With the addresses of the stamps."""
         self.on_death: Callable[[], None] = lambda: None
         self._llm = llm
         self._ref = ref
+        self._check_fraction = check_fraction
         self._kept: dict[str, int] = {}  # request id -> KV blocks, until the worker no longer holds them
         self._fresh: set[str] = set()  # kept since the worker was last asked, and maybe not known to it yet
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
         """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
-        base.prepare(config, NodeRole.PREFILL, endpoint)
-        from vllm import AsyncEngineArgs
+        made = arguments(config, endpoint)
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = AsyncEngineArgs(
-            **base.shared_arguments(config, NodeRole.PREFILL, endpoint),
-            scheduler_cls="prefill_node.scheduler.IsolatedPrefillScheduler",
-            worker_cls="prefill_node.worker.PrefillWorker",
-            max_num_seqs=MAX_SEQUENCES,
-            max_num_batched_tokens=config.chunk_size,
-        )
-        buckets: tuple[int, ...] = ()
-        if base.on_gpu():
-            # A graph per bucket: a step is padded to the next bucket of its own length, which nobody else can change.
-            buckets = prefill_buckets(config.chunk_size)
-            arguments.compilation_config = base.gpu_graphs("PIECEWISE", buckets)
-            arguments.attention_config = base.gpu_attention(arguments)
-        llm = AsyncLLM.from_engine_args(arguments)
+        buckets = tuple(made.compilation_config.cudagraph_capture_sizes or ())
+        llm = AsyncLLM.from_engine_args(made)
         seen = await base.observe(llm)
+        facts = base.facts(llm, finding=await base.certify(llm))
         model = base.model_contract(llm, config, seen)
-        return cls(llm, base.facts(llm), base.prefill_contract(model, seen, config.chunk_size, buckets), ref)
+        contract = base.prefill_contract(model, seen, config.chunk_size, buckets)
+        stamps = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
+        endpoint = replace(endpoint, stamp_addresses=tuple(stamps))
+        return cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction)
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
         """See `PrefillEngine.prefill`.
 
         Raises:
@@ -73,10 +97,11 @@ class VllmPrefillEngine:
         self._check_fits(len(prompt_token_ids))
         if request_id in self._kept:  # vLLM's scheduler dies of an id that it still knows.
             raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
-        params = await self._run(request_id, prompt_token_ids)
+        digest = prompt_digest(prompt_token_ids)
+        params = await self._run(request_id, prompt_token_ids, owner(request_id, self._ref, reader, digest))
         self._kept[request_id] = sum(len(group) for group in params["remote_block_ids"])
         self._fresh.add(request_id)
-        return KvHandle(
+        handle = KvHandle(
             prefill_node=self._ref,
             engine_id=params["remote_engine_id"],
             request_id=params["remote_request_id"],
@@ -85,8 +110,10 @@ class VllmPrefillEngine:
             port=params["remote_port"],
             tp_size=params["tp_size"],
             num_tokens=params["remote_num_tokens"],
-            prompt_digest=prompt_digest(prompt_token_ids),
+            prompt_digest=digest,
+            reader=reader,
         )
+        return bound(handle)
 
     async def release(self, request_id: str) -> None:
         """See `PrefillEngine.release`."""
@@ -117,13 +144,18 @@ class VllmPrefillEngine:
         if num_tokens > room:
             raise InvalidArgumentError("prompt_token_ids", f"{num_tokens} tokens", f"must be at most {room} tokens")
 
-    async def _run(self, request_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+    async def _run(self, request_id: str, prompt_token_ids: Sequence[int], owner_name: int) -> dict[str, Any]:
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         # The one token that prefill draws is discarded: decode draws every token, the first included.
-        transfer = {"do_remote_decode": True, "do_remote_prefill": False}
+        transfer = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            OWNER_PARAM: owner_name,
+            CHECK_PARAM: is_checked(request_id, self._check_fraction),
+        }
         sampling = SamplingParams(
             max_tokens=1,
             temperature=0.0,

@@ -22,8 +22,8 @@ SERVICE_NAME = "corun.v1.PrefillService"
 class PrefillEngine(Protocol):
     """What a prefill node needs of its engine."""
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
-        """Computes the prompt's KV and keeps it until it is read, released or its lease ends.
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+        """Computes the prompt's KV and keeps it for `reader` until it is read, released or its lease ends.
 
         Cancelling the call stops the work and keeps nothing.
         """
@@ -60,7 +60,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         prompt = list(request.prompt_token_ids)
         self._in_flight[request.request_id] = len(prompt)
         try:
-            handle = await self._engine.prefill(request.request_id, prompt)
+            handle = await self._engine.prefill(request.request_id, prompt, wire.node_ref_from_proto(request.reader))
         except asyncio.CancelledError:
             # The answer may have been on its way: whoever asked no longer knows the handle, so nobody else can free it.
             self._release_soon(request.request_id)
@@ -83,6 +83,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise StaleGenerationError(self.ref.node_id, request.generation, self.ref.generation)
         if self.draining:
             raise UnavailableError(f"prefill node {self.ref.node_id} is draining")
+        if not request.reader.node_id or not request.reader.generation:
+            raise InvalidArgumentError("reader", str(wire.node_ref_from_proto(request.reader)), "must be a decode node")
         if not request.prompt_token_ids:
             raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
         if not request.request_id or request.request_id in self._in_flight:

@@ -170,7 +170,10 @@ class Run:
         self._prefill_id = secrets.token_hex(12)
         with _faults_of(self.seat.prefill):
             handle = await self.seat.prefill.client.prefill(
-                self._prefill_id, self._sample.prompt_token_ids, self._time(self._config.prefill_timeout_s)
+                self._prefill_id,
+                self._sample.prompt_token_ids,
+                self.seat.decode.info.ref,
+                self._time(self._config.prefill_timeout_s),
             )
         self.seat.prefilled()
         return handle

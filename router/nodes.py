@@ -19,7 +19,7 @@ import grpc.aio
 
 from corun import wire
 from corun.channel import channel
-from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo
+from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef
 from corun.errors import (
     CancelledByPeerError,
     CorunError,
@@ -108,10 +108,18 @@ class PrefillClient(NodeClient):
         super().__init__(info)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], timeout_s: float) -> KvHandle:
-        """Computes a prompt's KV; `request_id` must be unique to this attempt. Cancelling drops the work."""
+    async def prefill(
+        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, timeout_s: float
+    ) -> KvHandle:
+        """Computes a prompt's KV for one decode node; `request_id` must be unique to this attempt.
+
+        Cancelling drops the work.
+        """
         request = prefill_pb2.PrefillRequest(
-            request_id=request_id, generation=self.ref.generation, prompt_token_ids=prompt_token_ids
+            request_id=request_id,
+            generation=self.ref.generation,
+            prompt_token_ids=prompt_token_ids,
+            reader=wire.node_ref_to_proto(reader),
         )
         response = await self._call(self._stub.Prefill, request, timeout_s)
         return wire.kv_handle_from_proto(response.handle)

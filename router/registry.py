@@ -245,6 +245,8 @@ class Registry:
             contract = Contract.from_json(info.contract_json)
             if contract.role is not info.role:
                 raise InvalidArgumentError("node.contract_json", contract.role.value, f"must be {info.role.value}")
+            if info.finding:
+                raise UnavailableError(f"node {info.ref} failed its self-test: {info.finding}")
             self.contract.admit(contract)
         except CorunError as error:
             self._refuse(info, str(error))

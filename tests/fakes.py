@@ -36,6 +36,7 @@ from corun.cluster import (
 from corun.config import RouterConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError, from_rpc_error
+from corun.handle import bound
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
@@ -115,7 +116,9 @@ class FakePrefillEngine:
 
     def __init__(self, ref: NodeRef, kv: FakeKv) -> None:
         self.ref = ref
-        self.endpoint = NixlEndpoint(engine_id=f"engine-{ref.generation}", host="127.0.0.1", port=1, tp_size=1)
+        self.endpoint = NixlEndpoint(
+            engine_id=f"engine-{ref.generation}", host="127.0.0.1", port=1, tp_size=1, stamp_addresses=(4096,)
+        )
         self.delay_s = 0.0
         self.errors: list[Exception] = []
         """Raised by the next prefills, one each."""
@@ -125,7 +128,7 @@ class FakePrefillEngine:
         self._kv = kv
         self._turn = asyncio.Lock()
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
         async with self._turn:
             await asyncio.sleep(self.delay_s)
             if self.hanging:
@@ -135,17 +138,19 @@ class FakePrefillEngine:
         prompt = tuple(prompt_token_ids)
         self.prefilled.append(prompt)
         self._kv.held[self.endpoint.engine_id, request_id] = prompt
-        return KvHandle(
+        handle = KvHandle(
             prefill_node=self.ref,
             engine_id=self.endpoint.engine_id,
             request_id=request_id,
-            block_ids=((1, 2, 3),),
+            block_ids=(tuple(range(1, 1 - (-len(prompt) // BLOCK_SIZE))),),
             host=self.endpoint.host,
             port=self.endpoint.port,
             tp_size=self.endpoint.tp_size,
             num_tokens=len(prompt),
             prompt_digest=prompt_digest(prompt),
+            reader=reader,
         )
+        return bound(handle)
 
     async def held_kv_blocks(self) -> int:
         held = [prompt for (engine, _), prompt in self._kv.held.items() if engine == self.endpoint.engine_id]
@@ -234,6 +239,7 @@ def model_contract(model: str, **changes: Any) -> ModelContract:
         "cpu_isa": "none",
         "threads": 1,
         "blas_policy": "default",
+        "environment": (),
     }
     return ModelContract(**{**values, **changes})
 

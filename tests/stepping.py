@@ -29,6 +29,7 @@ from corun import tiny
 from corun.cluster import NixlEndpoint, NodeRole
 from corun.config import DecodeConfig, PrefillConfig
 from corun.node import engine
+from corun.node.owners import CHECK_PARAM, OWNER_PARAM
 from tests.loading import environment
 from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
 
@@ -165,6 +166,8 @@ class _Engine:
                 yield f"{name}: {held}"
         if scheduler.connector and (heartbeats := scheduler.connector.connector_scheduler._heartbeat_by_engine):
             yield f"heartbeats: {heartbeats}"
+        if scheduler.connector and (prefills := len(scheduler.connector._prefills)):
+            yield f"owners of {prefills} prefills"
         yield from self._worker.left_over()
 
 
@@ -252,7 +255,7 @@ def _request(name: str, arrival: Arrive, transfer: Any) -> Request:
 def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any]:
     """As our engines give them."""
     if transfer.is_kv_producer:
-        return {"do_remote_decode": True, "do_remote_prefill": False}
+        return {"do_remote_decode": True, "do_remote_prefill": False, OWNER_PARAM: int(name), CHECK_PARAM: True}
     return {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -262,6 +265,7 @@ def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any
         "remote_host": "127.0.0.1",
         "remote_port": 1,
         "tp_size": 1,
+        OWNER_PARAM: int(name),
     }
 
 

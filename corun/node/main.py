@@ -70,13 +70,14 @@ def node_info(
             vocab_size=engine.facts.vocab_size,
             nixl=nixl,
             model=config.model,
+            finding=engine.facts.finding,
         )
 
     return at
 
 
 async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains.
+    """Serves until `stop` is set, then drains; a node that failed its self-test stays NOT_SERVING meanwhile.
 
     Raises:
         UnavailableError: the engine died; the process ends with 1 and its supervisor starts a new generation.
@@ -90,8 +91,13 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
     membership = asyncio.create_task(agent.run())
     # It ends by itself only when the engine can no longer be asked: an idle engine's death is seen here first.
     membership.add_done_callback(lambda task: None if task.cancelled() else died.set())
-    await _set_serving(server, role, True)
-    log.info("serving on %s", server.address)
+    finding = role.engine.facts.finding
+    await _set_serving(server, role, not finding)
+    if finding:
+        # Routers are told, and refuse the node; it stays up so that whoever asks can read why.
+        log.error("not serving on %s: the self-test failed: %s", server.address, finding)
+    else:
+        log.info("serving on %s", server.address)
     await _first(stop, died)
     await _set_serving(server, role, False)
     if not died.is_set():

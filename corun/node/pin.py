@@ -1,16 +1,23 @@
-"""Environment settings that can move a bit, set in one place before the device starts and checked.
+"""Settings that can move a bit, set in one place before the device starts and read back afterwards.
 
-Owns: the list of such settings for each platform and role. Must not know: vLLM's or torch's Python API, so that it can
-run before either is imported.
+Owns: the list of such settings for each platform and role, which other environment variables enter the contract, and
+the comparison of all of them with what the engine's processes report. Must not know: vLLM's or torch's Python API, so
+that it can run before either is imported; corun/node/switches.py sets torch's part.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 from corun.cluster import NodeRole
-from corun.errors import InvalidArgumentError
+from corun.errors import InvalidArgumentError, UnavailableError
+
+Switch = bool | str | tuple[bool, bool]
 
 
 def cpu_settings(role: NodeRole, cores: Sequence[int]) -> dict[str, str]:
@@ -23,19 +30,51 @@ def cpu_settings(role: NodeRole, cores: Sequence[int]) -> dict[str, str]:
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_ATTN_SPLIT_KV": "1" if role is NodeRole.PREFILL else "0",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+        "VLLM_CPU_SGL_KERNEL": "0",  # other kernels for small batches
+        "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
         "TORCHDYNAMO_DISABLE": "1",
+        # MKL sums in an order that neither the alignment of its inputs nor the load of the machine can change.
+        "MKL_CBWR": "AUTO",
+        "MKL_DYNAMIC": "FALSE",
     }
 
 
 def gpu_settings(role: NodeRole) -> dict[str, str]:
-    """Pinned environment of a GPU engine. vLLM: `envs.py`."""
+    """Pinned environment of a GPU engine. vLLM: `envs.py`, `model_executor/layers/batch_invariant.py`."""
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_BATCH_INVARIANT": "0",
+        "VLLM_BATCH_INVARIANT": "0",  # other kernels than those that were checked
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it draws its own randomness
+        "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
         "NVIDIA_TF32_OVERRIDE": "0",
+        # With workspaces this small cuBLAS cannot split K: a row's bits do not depend on the number of rows.
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "1",
+        # Kernels that are chosen by timing them: another start could choose another order of summation.
+        "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE": "0",
+        "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING": "0",
+        "PYTORCH_TUNABLEOP_ENABLED": "0",
+        "VLLM_MOE_SKIP_PADDING": "0",  # idle rows would change what the experts compute
+        "VLLM_MARLIN_USE_ATOMIC_ADD": "0",  # sums in the order of arrival
+        **ALL_REDUCE,
     }
 
+
+ALL_REDUCE = {
+    # Implementations that change with the size of the message, or sum in the switch (NVLS, NVLink multicast).
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_COLLNET_ENABLE": "0",
+    # One tree over one channel: every element is summed in the same order of ranks, wherever in the batch it is.
+    "NCCL_ALGO": "allreduce:tree",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MIN_NCHANNELS": "1",
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_LAUNCH_MODE": "GROUP",
+    "NCCL_P2P_NET_DISABLE": "1",
+}
 
 # Not about bits. Request ids stay the caller's, so that a KV handle names the prefill that the router asked for.
 PLUMBING = {
@@ -43,6 +82,83 @@ PLUMBING = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+# UCX turns GET over cuda_ipc off where NVML shows no NVLink; KV would then come over TCP, 200 times slower.
+GPU_PLUMBING = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+
+CPU_SWITCHES: dict[str, Switch] = {
+    "mkldnn.enabled": True,
+    "mkldnn.matmul.fp32_precision": "ieee",
+    "mkldnn.conv.fp32_precision": "ieee",
+    "mkldnn.rnn.fp32_precision": "ieee",
+}
+"""Names under `torch.backends`."""
+GPU_SWITCHES: dict[str, Switch] = {
+    "cuda.preferred_blas_library": "cublaslt",
+    "cuda.matmul.fp32_precision": "ieee",
+    "cudnn.conv.fp32_precision": "ieee",
+    "cudnn.rnn.fp32_precision": "ieee",
+    # Neither partial sums in 16 bits nor split-K.
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": (False, False),
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": (False, False),
+    "cuda.matmul.allow_fp16_accumulation": False,
+    "cudnn.benchmark": False,
+    "cudnn.deterministic": True,
+}
+
+# Neither times kernels to choose one. `TORCHINDUCTOR_DETERMINISTIC` would not do: Dynamo resets what it sets after the
+# first frame that it compiles (torch/_dynamo/convert_frame.py, torch.use_deterministic_algorithms).
+GPU_INDUCTOR = {"deterministic": True, "combo_kernels": False}
+
+MUST_BE_UNSET = (
+    "OMP_DYNAMIC",  # as many threads as the load allows
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DISABLE_ADDMM_CUDA_LT",
+    "VLLM_TUNED_CONFIG_FOLDER",  # kernel settings from files, which the contract does not hold
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+)
+"""Variables that no contract allows."""
+
+WATCHED = (
+    *("VLLM_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_", "DISABLE_ADDMM_CUDA_LT"),
+    *("CUBLAS", "CUDNN_", "NCCL_", "TRITON_", "FLASHINFER_", "DG_", "NVIDIA_TF32_OVERRIDE"),
+    *("OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "GLIBC_TUNABLES"),
+)
+"""How the names of variables begin that may move a bit. What is set of them enters the contract, but for:"""
+HARMLESS = (
+    "*_VERSION",  # labels of container images, as are:
+    *("PYTORCH_BUILD_*", "PYTORCH_HOME", "TORCH_HOME", "TORCH_CUDA_ARCH_LIST", "VLLM_BUILD_*", "VLLM_IMAGE_TAG"),
+    # logs, and timeouts
+    *("VLLM_LOG*", "VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_LOG_LOGO", "VLLM_DEBUG_*", "VLLM_USAGE_*"),
+    *("VLLM_DO_NOT_TRACK", "VLLM_*_TIMEOUT_S", "VLLM_*_TIMEOUT_SECONDS", "VLLM_RINGBUFFER_WARNING_INTERVAL"),
+    *("TORCH_LOGS*", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_*"),
+    *("TORCH_NCCL_*", "NCCL_DEBUG*", "NCCL_ASYNC_ERROR_HANDLING", "CUBLAS*_LOG*", "CUDNN_LOG*", "FLASHINFER_LOG*"),
+    *("MKL_VERBOSE*", "ONEDNN_VERBOSE*", "DNNL_VERBOSE*", "OMP_DISPLAY_*", "KMP_SETTINGS"),
+    # caches
+    *("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE*", "VLLM_MEDIA_CACHE*", "VLLM_XLA_CACHE_PATH"),
+    *("VLLM_DISABLE_COMPILE_CACHE", "VLLM_COMPILE_CACHE_SAVE_FORMAT", "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"),
+    *("TORCHINDUCTOR_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH", "TRITON_CACHE_*", "TRITON_HOME", "DG_JIT_CACHE_DIR"),
+    *("FLASHINFER_WORKSPACE_BASE", "FLASHINFER_CUBIN_DIR"),
+    # addresses, secrets, the size of the KV pool
+    *("VLLM_HOST_IP", "VLLM_LOOPBACK_IP", "VLLM_PORT*", "VLLM_SERVICE_*", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY"),
+    *("NCCL_SOCKET_*", "NCCL_IB_*", "VLLM_CPU_KVCACHE_SPACE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    # where threads run; how many there are is read back
+    *("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "KMP_AFFINITY", "KMP_BLOCKTIME"),
+    "KMP_TPAUSE",
+    # read back as a switch of torch
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+    # set by vLLM in every worker (env_override.py, platforms/cpu.py, v1/worker/cpu_worker.py)
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"),
+    *("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_DIST_IDENT"),
+    "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
+    # set by vLLM and torch in GPU workers (utils/jit_monitor.py, torch/_inductor/cpp_builder.py)
+    *("TRITON_PRINT_AUTOTUNING", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"),
+)
+SET_LATE = ("TRITON_PTXAS_PATH",)
+"""Set to torch's own in a worker that compiles, not in one that finds all kernels in a cache: what counts is whether it
+was set before (torch/_inductor/runtime/compile_tasks.py)."""
+
+_pinned: dict[str, str] = {}
 
 
 def pin(settings: Mapping[str, str]) -> None:
@@ -55,6 +171,78 @@ def pin(settings: Mapping[str, str]) -> None:
         found = os.environ.setdefault(name, value)
         if found != value:
             raise InvalidArgumentError(f"environment variable {name}", found, f"must be unset or {value!r}")
+        _pinned[name] = value
+
+
+def pinned() -> dict[str, str]:
+    """What this process has pinned."""
+    return dict(_pinned)
+
+
+def watched(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of the variables that may move a bit or are pinned, by name."""
+    return {name: variables[name] for name in sorted(variables) if name in GPU_PLUMBING or _may_move_a_bit(name)}
+
+
+def _may_move_a_bit(name: str) -> bool:
+    return name.startswith(WATCHED) and not any(fnmatchcase(name, harmless) for harmless in HARMLESS)
+
+
+def environment(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """What enters the contract of all that is not pinned: "NAME=value", in the order of the names.
+
+    Raises:
+        InvalidArgumentError: a variable must be unset, or names a directory, whose content no contract can hold.
+    """
+    late = {name for name in SET_LATE if name not in os.environ}
+    names = sorted(name for name in variables if _may_move_a_bit(name) and name not in {*_pinned, *late})
+    free = {name: variables[name] for name in names}
+    if unfit := next((name for name in MUST_BE_UNSET if name in free), None):
+        raise InvalidArgumentError(f"environment variable {unfit}", free[unfit], "must be unset")
+    return tuple(f"{name}={_text(name, value)}" for name, value in free.items())
+
+
+def _text(name: str, value: str) -> str:
+    """The value; of a file its digest, since the same path may hold something else on another machine."""
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        return value
+    if not path.is_file():
+        raise InvalidArgumentError(f"environment variable {name}", value, "must be unset, or name a file")
+    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def refuse_changed(seen: Mapping[str, Any]) -> None:
+    """Compares what was pinned with what a worker reports after loading (corun/node/worker.py: `observe`).
+
+    Raises:
+        UnavailableError: a variable, vLLM's reading of it, a switch of torch or the number of its threads has another
+            value.
+    """
+    for name, value in _pinned.items():
+        refuse_other(f"environment variable {name}", seen["variables"].get(name, "(unset)"), value)
+        refuse_other(f"vllm.envs.{name}", seen["vllm_envs"].get(name, value), value)
+    for name, switch in (CPU_SWITCHES if seen["platform"] == "cpu" else GPU_SWITCHES).items():
+        refuse_other(f"torch.backends.{name}", seen["switches"].get(name, "(unknown)"), str(switch))
+    if cores := _pinned.get("VLLM_CPU_OMP_THREADS_BIND"):
+        refuse_other("torch.get_num_threads()", str(seen["threads"]), str(len(cores.split(","))))
+
+
+def refuse_other(name: str, found: str, expected: str) -> None:
+    """Raises UnavailableError if a setting is not what it was set to."""
+    if found != expected:
+        raise UnavailableError(f"{name} is {found!r} in the engine, but was set to {expected!r}")
+
+
+def blas_policy(seen: Mapping[str, Any]) -> str:
+    """How matrix products are computed, from what was read back."""
+    variables, switches = seen["variables"], seen["switches"]
+    if seen["platform"] == "cpu":
+        return f"fp32 {switches['mkldnn.matmul.fp32_precision']}, MKL_CBWR {variables.get('MKL_CBWR')}"
+    sums = switches["cuda.matmul.allow_bf16_reduced_precision_reduction"]
+    workspaces = f"{variables.get('CUBLAS_WORKSPACE_CONFIG')} and {variables.get('CUBLASLT_WORKSPACE_SIZE')} KiB"
+    library, fp32 = switches["cuda.preferred_blas_library"], switches["cuda.matmul.fp32_precision"]
+    return f"{library}, workspaces {workspaces}, fp32 {fp32}, 16-bit sums and split-K {sums}"
 
 
 def cores(role: NodeRole, threads: int) -> list[int]:

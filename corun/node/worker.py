@@ -7,17 +7,23 @@ values. Must not know: gRPC, routers.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import platform
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from vllm import envs
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
+
+from corun.node import pin, switches
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -25,13 +31,19 @@ else:
     # Importing the CPU worker would replace parts of torch.cuda.
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-CHUNK_BYTES = 64 * 1024 * 1024
+HASH_THREADS = 16
+PART_BYTES = 16 * 1024 * 1024
+log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
 
 
 class NodeWorker(PlatformWorker):  # type: ignore[misc]
     """A stock worker that can tell what it loaded and manage the KV it holds."""
 
     weights_digest = ""
+
+    def init_device(self) -> None:
+        switches.set_switches(current_platform.device_type)
+        super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
@@ -41,36 +53,54 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         # vLLM's connector moves the CPU worker's main thread, which computes, to one reserved core
         # (nixl/base_worker.py): with all cores given to computation that would put two threads on that core.
         bound = os.sched_getaffinity(0)
-        super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config if current_platform.is_cpu() else packed(kv_cache_config))
         os.sched_setaffinity(0, bound)
+        if has_kv_transfer_group():
+            get_kv_transfer_group().bind(self.model_facts())
 
     def observe(self) -> dict[str, Any]:
         """Everything this process can see that may change a bit, after loading."""
         backend = self.model_runner.attn_groups[0][0].backend
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         return {
-            "weights_digest": self.weights_digest,
+            **self.model_facts(),
             "attention_backend": backend.get_name(),
             "kv_cache_kinds": sorted({type(group.kv_cache_spec).__name__ for group in groups}),
-            "runner": type(self.model_runner).__name__,
-            "threads": torch.get_num_threads(),
+            "runner": runner_name(self.model_runner),
+            **self._observe_device(),
+            **self._observe_settings(),
+        }
+
+    def _observe_settings(self) -> dict[str, Any]:
+        """The settings that corun/node/pin.py names, as they are in this process now."""
+        platform = current_platform.device_type
+        variables = pin.watched(os.environ)
+        parsed = {name: getattr(envs, name) for name in variables if name in envs.environment_variables}
+        return {
+            "platform": platform,
+            "variables": variables,
+            "vllm_envs": {name: str(int(v) if isinstance(v, bool) else v) for name, v in parsed.items()},
+            "switches": switches.read_switches(platform),
+        }
+
+    def model_facts(self) -> dict[str, Any]:
+        """What this process shares with every peer that it exchanges KV with. Needs the loaded model, and no more."""
+        on_cpu = current_platform.is_cpu()
+        return {
+            "weights_digest": self.weights_digest,
+            "threads": torch.get_num_threads() if on_cpu else 0,  # beside a GPU they compute nothing
             "torch": str(torch.__version__),
             "cpu_isa": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
-            **self._observe_device(),
+            "device": _cpu_model() if on_cpu else torch.cuda.get_device_name(self.device),
+            "driver": "" if on_cpu else _nvidia_driver(),
+            "cuda": "" if on_cpu else torch.version.cuda or "",
         }
 
     def _observe_device(self) -> dict[str, Any]:
         if current_platform.is_cpu():
-            split = "on" if envs.VLLM_CPU_ATTN_SPLIT_KV else "off"
-            return {"device": _cpu_model(), "driver": "", "cuda": "", "attention_split_kv": split}
-        return {
-            "device": torch.cuda.get_device_name(self.device),
-            "driver": _nvidia_driver(),
-            "cuda": torch.version.cuda or "",
-            "attention_split_kv": f"max {self._max_splits()} in graphs",
-            "graph": self._graphs(),
-        }
+            return {"attention_split_kv": "on" if envs.VLLM_CPU_ATTN_SPLIT_KV else "off"}
+        return {"attention_split_kv": f"max {self._max_splits()} in graphs", "graph": self._graphs()}
 
     def _max_splits(self) -> int:
         return int(self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph)
@@ -91,30 +121,103 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         """Count, bytes, seconds and failures of the KV reads since start."""
         return asdict(get_kv_transfer_group().handoffs)
 
-    def connect(self, engine_id: str, host: str, port: int, tp_size: int) -> bool:
+    def stamp_address(self) -> int:
+        """Where readers of this worker's KV find the stamps of its blocks."""
+        return int(get_kv_transfer_group().table.address)
+
+    def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> bool:
         """Begins the NIXL handshake with a prefill engine; True once it is complete. Call again until then."""
-        return bool(get_kv_transfer_group().connect(engine_id, host, port, tp_size))
+        return bool(get_kv_transfer_group().connect(engine_id, host, port, tp_size, stamp_addresses))
+
+    def warm(self, engine_id: str) -> None:
+        """Pays for what a first transfer from a connected prefill engine sets up."""
+        get_kv_transfer_group().warm(engine_id)
+
+
+def packed(config: Any) -> Any:
+    """A `KVCacheConfig` with all layers of a block side by side, as vLLM itself lays some models out.
+
+    A block is then one piece for NIXL and not one for each layer: pieces, not bytes, are what a transfer of scattered
+    blocks takes time for. Only plain attention's: other kernels may not follow the larger stride.
+    """
+    kinds = {type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups}
+    tensors = config.kv_cache_tensors
+    if kinds != {"FullAttentionSpec"} or any(tensor.block_stride for tensor in tensors):
+        return config
+    pages = [tensor.size // config.num_blocks for tensor in tensors]
+    stride = sum(pages)
+    offsets = itertools.accumulate(pages, initial=0)
+    return replace(
+        config,
+        kv_cache_tensors=[
+            replace(tensor, size=stride * config.num_blocks, offset=offset, block_stride=stride)
+            for tensor, offset in zip(tensors, offsets, strict=False)
+        ],
+    )
+
+
+def runner_name(runner: Any) -> str:
+    """Class and generation of a model runner: both of vLLM's GPU runners have one class name."""
+    kind = type(runner)
+    parts = kind.__module__.removeprefix("vllm.v1.worker.").split(".")
+    return f"{'v2' if parts[-1] == 'model_runner' else 'v1'} {kind.__name__}"
 
 
 def weights_digest(model: torch.nn.Module) -> str:
     """SHA-256 over name, dtype, shape and bytes of every tensor as loaded, in name order; 64 hex digits.
 
-    Chunks are hashed in parallel threads (hashlib releases the GIL), since one thread would need 10 s for 16 GB.
+    Parts are hashed in parallel threads (hashlib releases the GIL), since one thread would need 10 s for 16 GB.
     """
-    total = hashlib.sha256()
+    began = time.monotonic()
     tensors = sorted([*model.named_parameters(), *model.named_buffers()])
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        for name, tensor in tensors:
-            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            for digest in pool.map(lambda chunk: hashlib.sha256(chunk).digest(), _chunks(tensor)):
-                total.update(digest)
+    parts = [(name, tensor, part) for name, tensor in tensors for part in _parts(tensor)]
+    if current_platform.is_cuda():
+        torch.cuda.synchronize()  # The threads' own streams do not wait for what loaded the weights.
+    total = hashlib.sha256()
+    with ThreadPoolExecutor(max_workers=min(HASH_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        digests = pool.map(_Hasher().digest, (part for _, _, part in parts))
+        for (name, tensor, _), digest in zip(parts, digests, strict=True):
+            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode() + digest)
+    log.info("weights_digest_seconds=%.2f tensors=%d", time.monotonic() - began, len(tensors))
     return total.hexdigest()
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    if tensor.numel():
-        for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(CHUNK_BYTES):
-            yield memoryview(part.cpu().numpy())
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Rows of the first dimension, as many at a time as fit a part: views, of strided tensors too."""
+    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    row_bytes = rows.nbytes // max(len(rows), 1)
+    yield from rows.split(max(PART_BYTES // max(row_bytes, 1), 1))
+
+
+class _Hasher:
+    """Hashes the bytes of tensors, in any thread. On a GPU each thread has a stream and a pinned buffer to copy to."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def digest(self, part: torch.Tensor) -> bytes:
+        with torch.inference_mode():
+            host = self._copy(part) if part.is_cuda else part.contiguous()
+            return hashlib.sha256(memoryview(_bytes(host).numpy())).digest()
+
+    def _copy(self, part: torch.Tensor) -> torch.Tensor:
+        torch.cuda.set_device(part.device)
+        own = self._own
+        if not hasattr(own, "stream"):
+            own.stream = torch.cuda.Stream()
+            own.buffer = torch.empty(0, dtype=torch.uint8)
+        if own.buffer.nbytes < part.nbytes:
+            own.buffer = torch.empty(max(part.nbytes, PART_BYTES), dtype=torch.uint8, pin_memory=True)
+        host: torch.Tensor = own.buffer[: part.nbytes]
+        with torch.cuda.stream(own.stream):
+            host.copy_(_bytes(part.contiguous()), non_blocking=True)
+        own.stream.synchronize()
+        return host
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[nbytes]; the tensor has to be contiguous."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _cpu_model() -> str:

@@ -14,7 +14,7 @@ class BlockIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("prefill_node", "engine_id", "request_id", "block_ids", "host", "port", "tp_size", "num_tokens", "prompt_digest")
+    __slots__ = ("prefill_node", "engine_id", "request_id", "block_ids", "host", "port", "tp_size", "num_tokens", "prompt_digest", "reader", "binding")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class KvHandle(_message.Message):
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    BINDING_FIELD_NUMBER: _ClassVar[int]
     prefill_node: _types_pb2.NodeRef
     engine_id: str
     request_id: str
@@ -33,17 +35,21 @@ class KvHandle(_message.Message):
     tp_size: int
     num_tokens: int
     prompt_digest: str
-    def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ...) -> None: ...
+    reader: _types_pb2.NodeRef
+    binding: str
+    def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., binding: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "generation", "prompt_token_ids")
+    __slots__ = ("request_id", "generation", "prompt_token_ids", "reader")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    reader: _types_pb2.NodeRef
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("handle",)

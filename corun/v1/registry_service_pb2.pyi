@@ -18,19 +18,21 @@ NODE_ROLE_PREFILL: NodeRole
 NODE_ROLE_DECODE: NodeRole
 
 class NixlEndpoint(_message.Message):
-    __slots__ = ("engine_id", "host", "port", "tp_size")
+    __slots__ = ("engine_id", "host", "port", "tp_size", "stamp_addresses")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STAMP_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     host: str
     port: int
     tp_size: int
-    def __init__(self, engine_id: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ...) -> None: ...
+    stamp_addresses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engine_id: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., stamp_addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model")
+    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model", "finding")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +44,7 @@ class NodeInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINDING_FIELD_NUMBER: _ClassVar[int]
     ref: _types_pb2.NodeRef
     role: NodeRole
     address: str
@@ -53,7 +56,8 @@ class NodeInfo(_message.Message):
     vocab_size: int
     nixl: NixlEndpoint
     model: str
-    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    finding: str
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("used_slots", "used_kv_blocks", "queued_prompt_tokens", "steps", "tokens", "slots_in_use")

@@ -226,7 +226,7 @@ def contract(role: NodeRole, **model: Any) -> str:
     texts = ("weights_digest", "tokenizer_digest", "config_digest", "dtype", "quantization", "kv_cache_dtype", "engine")
     texts += ("torch", "device", "driver", "cuda", "cpu_isa", "blas_policy")
     numbers = {"block_size": 16, "max_model_len": MAX_MODEL_LEN, "tensor_parallel_size": 1, "threads": 2}
-    facts: dict[str, Any] = dict.fromkeys(texts, "x") | numbers | {"kernels": ("a", "b")} | model
+    facts: dict[str, Any] = dict.fromkeys(texts, "x") | numbers | {"kernels": ("a", "b"), "environment": ()} | model
     parts = {
         NodeRole.PREFILL: PrefillContract(
             attention_backend="x", runner="x", chunk_size=64, buckets=(1, 2), split_policy="x"

@@ -57,6 +57,7 @@ def test_router_limits(name: str, values: list[Any]) -> None:
         (NodeConfig, "gpu_memory_utilization", [0, 1.1, math.nan]),
         (NodeConfig, "drain_grace_s", [-1]),
         (PrefillConfig, "chunk_size", [0]),
+        (PrefillConfig, "kv_check_fraction", [-0.1, 1.1, math.nan]),
         (PrefillConfig, "port", [-1]),
         (DecodeConfig, "slots", [0, 4097]),
         (DecodeConfig, "lease_ttl_ms", [0]),

@@ -39,6 +39,7 @@ MODEL = ModelContract(
     cpu_isa="avx512 ®",
     threads=1,
     blas_policy="",
+    environment=("NCCL_NTHREADS=256",),
 )
 PREFILL = Contract(
     role=NodeRole.PREFILL,
@@ -81,9 +82,9 @@ def test_canonical_json() -> None:
 
 
 def test_fingerprints_are_pinned() -> None:
-    assert PREFILL.fingerprint() == "7264949f97c14b94fe7187c9971fda4257672b99ed3253844c1df1e56ab03da8"
-    assert DECODE.fingerprint() == "7120b4121e2b612b5e0ce3831d6afafca599ee29e9ff3e513c44bad1dab883b5"
-    assert pair_fingerprint(PREFILL, DECODE) == "21d2d3d9434a67ecc9f61b275ebd8357320bdd920f7e8d2651677f1c508743fa"
+    assert PREFILL.fingerprint() == "d95a0761e35d36a1033bcf006a091c9cf5e8eabcf24a98504e06ef0d69248ac5"
+    assert DECODE.fingerprint() == "7f56d17b731ff26203ff189077996b15ae8b8cee4aff85c245f93625dd1ff9a6"
+    assert pair_fingerprint(PREFILL, DECODE) == "0eb33e3fc49f2636aa2433e21f8fb29ccd4ec9e0d2a8299aafa034d19a730249"
 
 
 @pytest.mark.parametrize("contract", [PREFILL, DECODE], ids=["prefill", "decode"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from corun.cluster import FinishReason, KvHandle, NodeRef
+from corun.handle import owner_of
 from corun.node.engine import EngineFacts
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
@@ -17,7 +18,7 @@ from decode_node.engine import VllmDecodeEngine
 from decode_node.service import DecodeRequest, StepRow
 from tests.loading import load
 
-FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0, 9))
+FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0, 9), finding="")
 HANDLE = KvHandle(
     prefill_node=NodeRef(node_id="p0", generation="a" * 16),
     engine_id="p0-engine",
@@ -28,6 +29,7 @@ HANDLE = KvHandle(
     tp_size=1,
     num_tokens=3,
     prompt_digest=prompt_digest((1, 2, 3)),
+    reader=NodeRef(node_id="d0", generation="d" * 16),
 )
 
 
@@ -136,3 +138,4 @@ def test_the_handle_becomes_a_read(engine: VllmDecodeEngine) -> None:
         "127.0.0.1",
         7000,
     )
+    assert transfer["corun_owner"] == owner_of(HANDLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
+from corun.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from corun.server import GrpcServer
@@ -32,7 +34,7 @@ from decode_node.service import DecodeRequest, DecodeService, StepRow
 from decode_node.slots import SlotTable
 
 REF = NodeRef(node_id="d0", generation="a" * 16)
-PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=1)
+PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=2, stamp_addresses=(4096, 2**63))
 PROMPT = (1, 2, 3)
 SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
 DEADLINE_S = 10.0
@@ -74,14 +76,15 @@ def handle(prompt: Sequence[int] = PROMPT, **fields: Any) -> KvHandle:
         "prefill_node": NodeRef(node_id="p0", generation="c" * 16),
         "engine_id": "p0-engine",
         "request_id": "prefill-1",
-        "block_ids": ((4, 5),),
+        "block_ids": ((4,),),
         "host": "127.0.0.1",
         "port": 7000,
         "tp_size": 1,
         "num_tokens": len(prompt),
         "prompt_digest": prompt_digest(prompt),
+        "reader": REF,
     }
-    return KvHandle(**{**values, **fields})
+    return bound(KvHandle(**{**values, **fields}))
 
 
 class Steps:
@@ -300,6 +303,14 @@ REFUSED = {
     "a handle without digest": ({"handle": handle(prompt_digest="")}, "handle.prompt_digest"),
     "a handle of fewer tokens": ({"handle": handle(num_tokens=2)}, "handle.prompt_digest"),
     "another prompt": ({"prompt": (9, 9, 9)}, "handle.prompt_digest"),
+    "another reader's handle": ({"handle": handle(reader=NodeRef(node_id="d1", generation="a" * 16))}, "handle.reader"),
+    "a handle without reader": ({"handle": handle(reader=NodeRef(node_id="", generation=""))}, "handle.reader"),
+    "a handle without binding": ({"handle": replace(handle(), binding="")}, "handle.binding"),
+    "other blocks": ({"handle": replace(handle(), block_ids=((5,),))}, "handle.binding"),
+    "another request's blocks": ({"handle": replace(handle(), request_id="prefill-2")}, "handle.binding"),
+    "too many blocks": ({"handle": handle(block_ids=((4, 5),))}, "handle.block_ids"),
+    "too few blocks": ({"handle": handle(block_ids=((),))}, "handle.block_ids"),
+    "blocks in two groups": ({"handle": handle(block_ids=((4,), (5,)))}, "handle.block_ids"),
     "a longer prompt": ({"prompt": (*PROMPT, 4), "handle": handle((*PROMPT, 4))}, "prompt_token_ids, max_tokens"),
     "a longer output": ({"params": SamplingParams(max_tokens=9)}, "prompt_token_ids, max_tokens"),
     "a shorter output": ({"params": SamplingParams(max_tokens=7)}, "prompt_token_ids, max_tokens"),
@@ -318,6 +329,15 @@ async def test_a_start_that_does_not_belong_to_its_lease_is_refused(
     assert node.engine.running == {}
     await node.start(lease)
     assert len(node.engine.running) == 1
+
+
+async def test_a_handle_for_an_earlier_generation_is_refused(node: Node) -> None:
+    lease = (await node.reserve()).lease_id
+    stale = handle(reader=NodeRef(node_id=REF.node_id, generation="b" * 16))
+    error = await refusal(node.start(lease, handle=stale))
+    assert isinstance(error, StaleGenerationError)
+    assert (error.node_id, error.expected, error.actual) == ("d0", "b" * 16, REF.generation)
+    assert node.engine.running == {}
 
 
 async def test_a_lease_starts_once(node: Node) -> None:
@@ -368,6 +388,18 @@ async def test_connections_reach_the_engine(node: Node) -> None:
     request = pb.ConnectRequest(generation=REF.generation, peer=wire.nixl_endpoint_to_proto(PEER))
     await node.stub.Connect(request, timeout=DEADLINE_S)
     assert node.engine.peers == [PEER]
+
+
+@pytest.mark.parametrize("addresses", [(), (4096,), (1, 2, 3)])
+async def test_a_peer_without_its_stamps_is_refused(node: Node, addresses: tuple[int, ...]) -> None:
+    """Nothing that is read from it could be accepted."""
+    peer = wire.nixl_endpoint_to_proto(replace(PEER, stamp_addresses=addresses))
+    error = await refusal(
+        node.stub.Connect(pb.ConnectRequest(generation=REF.generation, peer=peer), timeout=DEADLINE_S)
+    )
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == "peer.stamp_addresses"
+    assert node.engine.peers == []
 
 
 # Steps

@@ -19,6 +19,8 @@ from corun.processes import descendants, end_tree
 SLOTS = 8
 CHUNK = 128
 START_TIMEOUT_S = 240.0
+ALL_CHECKED = ("--kv-check-fraction", "1.0")
+"""Every prompt's KV is compared by digest after its transfer."""
 
 
 @dataclass
@@ -102,7 +104,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     node = ("--model", model, "--router", cluster.address, "--threads", "2")
     try:
         processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS))
-        processes.start("prefill", "prefill_node", *node, "--node-id", "p0", "--chunk-size", str(CHUNK))
+        processes.start("prefill", "prefill_node", *node, "--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED)
         processes.start("router", "router", "--port", str(port), "--seed-key", "c0ffee")
         wait_until(lambda: ready(cluster) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}

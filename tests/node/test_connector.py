@@ -1,4 +1,5 @@
-"""Early release and handshakes, on the real worker half of vLLM's NIXL connector without an agent behind it."""
+"""Checked reads, fingerprints, early release and handshakes, on the real worker half of vLLM's NIXL connector, without
+an agent behind it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,12 @@ from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from corun.node.owners import Owned
+from corun.node.reads import Claim, Verdict
+from corun.node.stamps import StampTable
 from tests.loading import load
 
 FOREVER = 10.0**9
@@ -31,15 +36,20 @@ def connector(module: ModuleType) -> Any:
     cls = type("Worker", (nixl.NixlPullConnectorWorker,), {"__del__": lambda self: None})
     worker: Any = object.__new__(cls)
     worker.inbox = []
-    worker.nixl_wrapper = SimpleNamespace(
-        get_new_notifs=lambda: {"peer": [worker.inbox.pop() for _ in worker.inbox[:]]}
+    worker.nixl_wrapper = Agent(worker.inbox)
+    info = SimpleNamespace(remote_physical_blocks_per_logical=2, remote_block_size=16)
+    worker.transfer_topo = SimpleNamespace(
+        tp_ratio=lambda size: 1, get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
     )
-    worker.transfer_topo = SimpleNamespace(tp_ratio=lambda size: 1)
-    worker.xfer_stats = SimpleNamespace(record_kv_expired_req=lambda: None)
-    worker.world_size = worker.tp_rank = 1
+    worker.xfer_stats = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats").NixlKVConnectorStats()
+    worker.world_size, worker.tp_rank = 2, 1
     worker.use_mla = worker.enable_heterogeneous_attn_post_process = worker._has_mamba = worker.use_host_buffer = False
+    worker._is_hma_required = worker.enable_permute_local_kv = False
+    worker.dst_num_blocks = {"p0": 64}
+    worker._recving_metadata = {}
+    worker._invalid_block_ids = queue.Queue()
     worker.consumer_notification_counts_by_req = defaultdict(int)
-    worker._recving_transfers = {}
+    worker._recving_transfers = defaultdict(list)
     worker._failed_recv_reqs = queue.Queue()
     worker._lease_extension = 30
     worker._reqs_to_send = dict.fromkeys("abc", FOREVER)
@@ -55,7 +65,75 @@ def connector(module: ModuleType) -> Any:
     made.connector_worker = worker
     made._released = {}
     made._handshakes = {}
+    made._claims = {}
+    made.handoffs = module.Handoffs()
+    made.table = StampTable(8)
+    made.watch(lambda blocks: np.array([5] * len(blocks), np.uint64))
+    made._checks = Checks()
     return made
+
+
+class Agent:
+    """A NIXL agent whose transfers, named by a test, are in the state that the test says."""
+
+    def __init__(self, inbox: list[bytes]) -> None:
+        self.states: dict[str, str] = {}
+        self.made: list[tuple[Any, ...]] = []
+        self.told: list[tuple[str, bytes]] = []
+        self._inbox = inbox
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {"peer": [self._inbox.pop() for _ in self._inbox[:]]}
+
+    def make_prepped_xfer(self, *args: Any, notif_msg: bytes = b"") -> str:
+        self.made.append((*args, notif_msg))
+        return "transfer"
+
+    def check_xfer_state(self, handle: str) -> str:
+        return self.states[handle]
+
+    def get_xfer_telemetry(self, handle: str) -> Any:
+        return SimpleNamespace(postDuration=1, xferDuration=1, totalBytes=1, descCount=1)
+
+    def release_xfer_handle(self, handle: str) -> None:
+        del self.states[handle]
+
+    def send_notif(self, agent: str, notif_msg: bytes) -> None:
+        self.told.append((agent, notif_msg))
+
+
+class Checks:
+    """Judges as a test says; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.refusals: dict[str, str] = {}
+        self.judged: list[tuple[Any, ...]] = []
+        self.addresses: dict[str, int] = {}
+
+    def learn(self, engine_id: str, address: int) -> None:
+        self.addresses[engine_id] = address
+
+    def judge(self, claim: Claim, *where: Any) -> Verdict:
+        self.judged.append((claim, *where))
+        return Verdict(self.refusals.get(claim.request_id, ""), checked=True)
+
+
+def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = True) -> None:
+    """A read of three blocks of prefill "p-<name>" at "p0" is under way."""
+    worker = connector.connector_worker
+    remote = SimpleNamespace(block_ids=([4, 5, 6],), engine_id="p0", request_id=f"p-{name}", host="h", port=1)
+    worker._recving_metadata[name] = SimpleNamespace(
+        remote=remote, local_block_ids=([1, 2, 3],), local_physical_block_ids=([2, 3, 4, 5, 6, 7],)
+    )
+    worker._recving_transfers[name] = [f"read {name}"]
+    worker.nixl_wrapper.states[f"read {name}"] = state
+    worker._remote_agents["p0"] = {(0, 1): "agent of p0"}
+    if claimed:
+        connector._claims[name] = claim(name)
+
+
+def claim(name: str) -> Claim:
+    return Claim(owner=77, engine_id="p0", request_id=f"p-{name}", theirs=(4, 5, 6), ours=(1, 2, 3))
 
 
 def sent(connector: Any) -> set[str]:
@@ -125,12 +203,13 @@ def test_connect_is_complete_when_the_handshake_is(connector: Any) -> None:
     worker = connector.connector_worker
     handshake: Future[Any] = Future()
     worker._handshake_initiation_executor = SimpleNamespace(submit=lambda *args: handshake)
-    assert connector.connect("p0", "127.0.0.1", 7000, 1) is False
-    assert connector.connect("p0", "127.0.0.1", 7000, 1) is False
+    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
+    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
     handshake.set_result(({(0, 0): "agent"}, 0.0))
-    assert connector.connect("p0", "127.0.0.1", 7000, 1) is True
-    assert connector.connect("p0", "127.0.0.1", 7000, 1) is True
+    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is True
+    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is True
     assert connector._handshakes == {}
+    assert connector._checks.addresses == {"p0": 8192}, "the rank that this rank reads from"
 
 
 def test_a_failed_handshake_is_raised_once_and_then_tried_again(connector: Any) -> None:
@@ -138,10 +217,116 @@ def test_a_failed_handshake_is_raised_once_and_then_tried_again(connector: Any) 
     handshakes = [Future[Any](), Future[Any]()]
     attempts = iter(handshakes)
     worker._handshake_initiation_executor = SimpleNamespace(submit=lambda *args: next(attempts))
-    assert connector.connect("p0", "127.0.0.1", 7000, 1) is False
+    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
     handshakes[0].set_exception(RuntimeError("another KV layout"))
     with pytest.raises(RuntimeError, match="another KV layout"):
-        connector.connect("p0", "127.0.0.1", 7000, 1)
-    assert connector.connect("p0", "127.0.0.1", 7000, 1) is False
+        connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192))
+    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
     handshakes[1].set_result(({(0, 0): "agent"}, 0.0))
-    assert connector.connect("p0", "127.0.0.1", 7000, 1) is True
+    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is True
+
+
+def received(connector: Any) -> tuple[set[str], set[int]]:
+    """What one step of the engine may use, and the blocks it must not."""
+    finished: set[str] = connector.get_finished(set())[1]
+    return finished, connector.get_block_ids_with_load_errors()
+
+
+def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: Any) -> None:
+    """Told earlier, the peer could give the blocks to another prompt before they are judged."""
+    agent = connector.connector_worker.nixl_wrapper
+    reads(connector, "a")
+    assert received(connector) == (set(), set())
+    assert (connector._checks.judged, agent.told) == ([], [])
+    agent.states["read a"] = "DONE"
+    assert received(connector) == ({"a"}, set())
+    assert connector._checks.judged == [(claim("a"), agent, "agent of p0", 32)]
+    assert agent.told == [("agent of p0", b"p-a:2")]
+    assert (connector.handoffs.checked, connector.handoffs.refused, connector._claims) == (1, 0, {})
+
+
+def test_transfers_themselves_tell_nobody(connector: Any) -> None:
+    agent = connector.connector_worker.nixl_wrapper
+    assert agent.make_prepped_xfer("READ", 1, [2], 3, [4], notif_msg=b"p-a:2") == "transfer"
+    assert agent.made == [("READ", 1, [2], 3, [4], b"")]
+
+
+def test_a_refused_read_fails_its_own_request_only(connector: Any) -> None:
+    connector._checks.refusals = {"p-b": "block 0 of 3 is not this prompt's"}
+    for name in "abc":
+        reads(connector, name, state="DONE")
+    connector.connector_worker._recving_metadata["b"].local_block_ids = ([7, 8],)
+    assert received(connector) == ({"a", "b", "c"}, {7, 8})
+    assert [notice for _, notice in connector.connector_worker.nixl_wrapper.told] == [b"p-a:2", b"p-c:2"]
+    assert (connector.handoffs.refused, connector._claims) == (1, {})
+    connector.get_kv_connector_stats()
+    assert connector.handoffs.failed == 1
+
+
+def test_a_read_that_nobody_claimed_is_refused(connector: Any) -> None:
+    reads(connector, "a", state="DONE", claimed=False)
+    assert received(connector) == ({"a"}, {1, 2, 3})
+    assert connector._checks.judged == []
+    assert connector.handoffs.refused == 1
+
+
+def test_a_transfer_that_failed_is_not_judged(connector: Any) -> None:
+    reads(connector, "a", state="ERR")
+    assert received(connector) == ({"a"}, {1, 2, 3})
+    assert (connector._checks.judged, connector._claims, connector.handoffs.refused) == ([], {}, 0)
+
+
+def test_a_peer_that_cannot_be_told_frees_its_blocks_by_itself(connector: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("gone")
+
+    connector.connector_worker.nixl_wrapper.send_notif = broken
+    reads(connector, "a", state="DONE")
+    assert received(connector) == ({"a"}, set())
+
+
+def test_a_step_names_its_owners_first_and_signs_last(connector: Any, module: ModuleType) -> None:
+    worker = connector.connector_worker
+    seen: list[Any] = []
+    worker.start_load_kv = lambda meta: seen.append(connector.table.rows.tolist())
+    connector._connector_metadata = meta = module.HandoffMetadata()
+    meta.owned = [Owned(100, 0, (3, 1)), Owned(200, 4, (6,))]
+    meta.signed = [(1, 6)]
+    connector.start_load_kv(None)
+    expected = [[0, 0], [101, 0], [0, 0], [100, 0], [0, 0], [0, 0], [204, 0], [0, 0]]
+    assert seen == [expected]
+    connector.wait_for_save()
+    expected[1][1] = expected[6][1] = 5
+    assert connector.table.rows.tolist() == expected
+
+
+def test_claims_hold_the_engines_block_ids(connector: Any, module: ModuleType) -> None:
+    """vLLM replaces them with its kernels' when it starts to read. A read without blocks only tells the peer."""
+    worker = connector.connector_worker
+    reads(connector, "a", claimed=False)
+    reads(connector, "aborted", claimed=False)
+    connector._connector_metadata = meta = module.HandoffMetadata()
+    meta.reqs_to_recv = {name: worker._recving_metadata[name] for name in ("a", "aborted")}
+    meta.reqs_to_recv["aborted"].local_block_ids = []
+    meta.owners = {"a": 77, "aborted": 78}
+    worker.start_load_kv = lambda meta: None
+    connector.start_load_kv(None)
+    assert connector._claims == {"a": claim("a")}
+
+
+def test_a_handshake_needs_equal_facts(connector: Any) -> None:
+    """Weights, for one: vLLM's own hash leaves them out."""
+    nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+    worker = connector.connector_worker
+
+    def bound(facts: dict[str, Any], own: str = "vllm's", ranks: int = 2) -> str:
+        worker.compat_hash, worker.world_size = own, ranks
+        worker.xfer_handshake_metadata = nixl.NixlHandshakePayload("vllm's", b"agent")
+        connector.bind(facts)
+        assert worker.xfer_handshake_metadata == nixl.NixlHandshakePayload(worker.compat_hash, b"agent")
+        return str(worker.compat_hash)
+
+    facts = {"weights_digest": "a", "threads": 2}
+    assert bound(facts) == bound(dict(reversed(facts.items()))) != "vllm's"
+    others = [bound({**facts, "weights_digest": "b"}), bound({**facts, "threads": 1}), bound(facts, "other")]
+    assert len({bound(facts), bound(facts, ranks=1), *others}) == 5

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from corun.errors import UnavailableError
-from corun.node.engine import refuse_unfit
+from corun.node import pin
+from corun.node.engine import refuse_changed_config, refuse_unfit
 
-FIT = {"attention_backend": "FLASH_ATTN", "kv_cache_kinds": ["FullAttentionSpec"]}
+FIT = {
+    "platform": "cuda",
+    "attention_backend": "FLASH_ATTN",
+    "kv_cache_kinds": ["FullAttentionSpec"],
+    "runner": "v2 GPUModelRunner",
+}
 
 
 def test_full_attention_is_fit() -> None:
     refuse_unfit(FIT)
+    refuse_unfit({**FIT, "platform": "cpu", "runner": "v1 CPUModelRunner", "attention_backend": "CPU_ATTN"})
 
 
 @pytest.mark.parametrize(
@@ -20,8 +30,77 @@ def test_full_attention_is_fit() -> None:
         ({"attention_backend": "FLASHMLA"}, "attention backend FLASHMLA must be one of"),
         ({"kv_cache_kinds": ["FullAttentionSpec", "MambaSpec"]}, "MambaSpec in its KV cache"),
         ({"kv_cache_kinds": ["SlidingWindowSpec"]}, "SlidingWindowSpec in its KV cache"),
+        ({"runner": "v1 GPUModelRunner"}, "model runner is 'v1 GPUModelRunner' in the engine, but was set to 'v2 G"),
+        ({"platform": "cpu"}, "model runner is 'v2 GPUModelRunner' in the engine, but was set to 'v1 CPUModelRunner'"),
     ],
 )
 def test_what_cannot_keep_the_contract_is_refused(seen: dict[str, object], reason: str) -> None:
     with pytest.raises(UnavailableError, match=reason):
         refuse_unfit({**FIT, **seen})
+
+
+def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: Any) -> Any:
+    """The parts of a `VllmConfig` that are read back."""
+    values: dict[str, Any] = {
+        "async_scheduling": True,
+        "enable_prefix_caching": False,
+        "disable_cascade_attn": True,
+        "enable_flashinfer_autotune": False,
+        "fuse_allreduce_rms": False,
+        "disable_custom_all_reduce": tensor_parallel_size > 2,
+        "inductor": dict(pin.GPU_INDUCTOR),
+        **changes,
+    }
+    one = SimpleNamespace(**values, tensor_parallel_size=tensor_parallel_size)
+    parts = ("scheduler_config", "cache_config", "model_config", "kernel_config", "parallel_config")
+    compilation = SimpleNamespace(pass_config=one, inductor_compile_config=values["inductor"])
+    transfer = SimpleNamespace(kv_role=role)
+    return SimpleNamespace(**dict.fromkeys(parts, one), compilation_config=compilation, kv_transfer_config=transfer)
+
+
+GPU = {"platform": "cuda", "attention_split_kv": "max 1 in graphs"}
+ON_CPU = {"async_scheduling": False, "inductor": {}}  # vLLM's choice there
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({}, GPU),
+        ({"tensor_parallel_size": 4}, GPU),
+        ({"role": "kv_producer"}, {**GPU, "attention_split_kv": "max 32 in graphs"}),
+        (ON_CPU, {"platform": "cpu", "attention_split_kv": "off"}),
+        ({**ON_CPU, "role": "kv_producer"}, {"platform": "cpu", "attention_split_kv": "on"}),
+    ],
+)
+def test_settings_that_vllm_kept_are_fine(settings: dict[str, Any], seen: dict[str, str]) -> None:
+    refuse_changed_config(config(**settings), seen)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen", "reason"),
+    [
+        ({"async_scheduling": False}, GPU, "async_scheduling is 'False' in the engine, but was set to 'True'"),
+        ({"async_scheduling": None}, GPU, "async_scheduling is 'None'"),
+        ({"enable_prefix_caching": True}, GPU, "enable_prefix_caching is 'True'"),
+        ({"disable_cascade_attn": False}, GPU, "disable_cascade_attn is 'False'"),
+        ({"enable_flashinfer_autotune": True}, GPU, "enable_flashinfer_autotune is 'True'"),
+        ({"fuse_allreduce_rms": True}, GPU, "fuse_allreduce_rms is 'True'"),
+        ({"tensor_parallel_size": 4, "disable_custom_all_reduce": False}, GPU, "disable_custom_all_reduce is 'False'"),
+        (
+            {"inductor": {"combo_kernels": False}},
+            GPU,
+            "inductor deterministic is 'None' in the engine, but was set to 'T",
+        ),
+        ({"inductor": {**pin.GPU_INDUCTOR, "combo_kernels": True}}, GPU, "inductor combo_kernels is 'True'"),
+        ({}, {**GPU, "attention_split_kv": "max 32 in graphs"}, "split-KV is 'max 32 in graphs'"),
+        (
+            ON_CPU,
+            {"platform": "cpu", "attention_split_kv": "on"},
+            "split-KV is 'on' in the engine, but was set to 'off'",
+        ),
+        ({**ON_CPU, "role": "kv_producer"}, {"platform": "cpu", "attention_split_kv": "off"}, "split-KV is 'off'"),
+    ],
+)
+def test_settings_that_vllm_changed_are_refused(settings: dict[str, Any], seen: dict[str, str], reason: str) -> None:
+    with pytest.raises(UnavailableError, match=reason):
+        refuse_changed_config(config(**settings), seen)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -23,7 +25,8 @@ SERVICE = "corun.v1.PrefillService"
 
 
 class Engine:
-    def __init__(self) -> None:
+    def __init__(self, finding: str) -> None:
+        self.facts = SimpleNamespace(finding=finding)
         self.on_death: Callable[[], None] = lambda: None
         self.stopped = False
 
@@ -48,9 +51,9 @@ class Service:
 class Life:
     """A node under way, with the router it registered with."""
 
-    def __init__(self, router: Router, address: str) -> None:
+    def __init__(self, router: Router, address: str, finding: str = "") -> None:
         self.router = router
-        self.engine = Engine()
+        self.engine = Engine(finding)
         self.service = Service()
         self.stop = asyncio.Event()
         config = PrefillConfig(model="/models/tiny", router=(address,), drain_grace_s=DEADLINE_S)
@@ -59,7 +62,7 @@ class Life:
             service=self.service,
             service_name=SERVICE,
             register=lambda *_: None,
-            info=lambda address: replace(INFO, address=address),
+            info=lambda address: replace(INFO, address=address, finding=finding),
         )
         self.task = asyncio.create_task(live(config, role, self.stop))
 
@@ -78,17 +81,32 @@ class Life:
         await asyncio.wait_for(asyncio.shield(self.task), DEADLINE_S)
 
 
-@pytest.fixture
-async def life(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Life]:
+@asynccontextmanager
+async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "") -> AsyncIterator[Life]:
     monkeypatch.setattr(agent_module, "RETRY_S", 0.01)
     router = Router()
     async with serving(router) as server:
-        life = Life(router, server.address)
+        life = Life(router, server.address, finding)
         await until(lambda: life.task.done() or len(router.beats) > 0)
         yield life
         life.service.busy = False
         life.stop.set()
         await asyncio.wait((life.task,), timeout=DEADLINE_S)
+
+
+@pytest.fixture
+async def life(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Life]:
+    async with living(monkeypatch) as life:
+        yield life
+
+
+async def test_a_node_that_fails_its_self_test_says_so_and_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, finding="the KV of layer 3 moved") as life:
+        assert life.router.registered[0].finding == "the KV of layer 3 moved"
+        assert [await life.health(), await life.health("")] == ["NOT_SERVING", "NOT_SERVING"]
+        life.stop.set()
+        await life.end()
+        assert life.engine.stopped
 
 
 async def test_a_node_registers_when_it_serves(life: Life) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from corun.cluster import NodeRole
-from corun.errors import InvalidArgumentError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node import pin
 
 NAMES = {"CORUN_TEST_A": "1", "CORUN_TEST_B": "x"}
@@ -20,6 +24,12 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.setenv(name, "")  # So that it is restored, then:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is pinned yet, and what the test pins is forgotten."""
+    monkeypatch.setattr(pin, "_pinned", {})
 
 
 def test_unset_variables_are_set_for_children_too() -> None:
@@ -70,3 +80,121 @@ def test_cores_are_the_first_of_those_available(monkeypatch: pytest.MonkeyPatch)
     assert [pin.cores(NodeRole.PREFILL, threads) for threads in range(4)] == [[9, 5, 3], [9], [9, 5], [9, 5, 3]]
     with pytest.raises(InvalidArgumentError, match="threads = 4: must be at most 3, the cores available here"):
         pin.cores(NodeRole.DECODE, 4)
+
+
+def free(**variables: str) -> tuple[str, ...]:
+    return pin.environment(variables)
+
+
+def test_free_variables_enter_the_contract_in_order() -> None:
+    found = free(VLLM_MLA_DISABLE="1", NCCL_NTHREADS="256", HOME="/root", MKL_NUM_THREADS="", MY_NCCL_ALGO="x")
+    assert found == ("MKL_NUM_THREADS=", "NCCL_NTHREADS=256", "VLLM_MLA_DISABLE=1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("VLLM_LOGGING_LEVEL", "VLLM_CACHE_ROOT", "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_VERSION"),
+        *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "OMP_NUM_THREADS", "VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_harmless_variables_and_paths_of_caches_do_not(name: str) -> None:
+    assert free(**{name: "/somewhere"}) == ()
+
+
+def test_pinned_variables_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin, "_pinned", {"NCCL_PROTO": "Simple"})
+    assert free(NCCL_PROTO="Simple", NCCL_BUFFSIZE="1") == ("NCCL_BUFFSIZE=1",)
+
+
+@pytest.mark.parametrize("name", pin.MUST_BE_UNSET)
+def test_some_variables_must_be_unset(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^environment variable {name} = '1': must be unset$"):
+        free(**{name: "1"})
+
+
+def test_a_file_is_named_by_its_content(tmp_path: Path) -> None:
+    for directory in ("a", "b"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "topology.xml").write_text("x")
+    found = {free(NCCL_TOPO_FILE=str(tmp_path / name / "topology.xml")) for name in ("a", "b")}
+    assert found == {(f"NCCL_TOPO_FILE=sha256:{hashlib.sha256(b'x').hexdigest()}",)}
+    with pytest.raises(InvalidArgumentError, match="must be unset, or name a file"):
+        free(NCCL_CONF_DIR=str(tmp_path))
+
+
+def test_what_torch_sets_while_it_compiles_is_no_fact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A node that finds its kernels in a cache must not differ from one that compiles them."""
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    assert free(TRITON_PTXAS_PATH=str(tmp_path)) == ()
+    (tmp_path / "ptxas").write_text("x")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    assert free(**os.environ)[-1].startswith("TRITON_PTXAS_PATH=sha256:")
+
+
+def test_every_pinned_variable_is_read_back() -> None:
+    names = {
+        *pin.gpu_settings(NodeRole.DECODE),
+        *pin.cpu_settings(NodeRole.DECODE, [0]),
+        *pin.PLUMBING,
+        *pin.GPU_PLUMBING,
+    }
+    assert pin.watched(dict.fromkeys(names | set(pin.MUST_BE_UNSET), "x")).keys() == names | set(pin.MUST_BE_UNSET)
+
+
+PLATFORMS = {"cpu": pin.cpu_settings(NodeRole.DECODE, [0, 1]), "cuda": pin.gpu_settings(NodeRole.DECODE)}
+
+
+def seen(platform: str) -> dict[str, Any]:
+    """What a worker reports that was left as it was set."""
+    settings = PLATFORMS[platform]
+    switches = pin.CPU_SWITCHES if platform == "cpu" else pin.GPU_SWITCHES
+    return {
+        "platform": platform,
+        "variables": dict(settings),
+        "vllm_envs": {name: value for name, value in settings.items() if name.startswith("VLLM_")},
+        "switches": {name: str(value) for name, value in switches.items()},
+        "threads": 2 if platform == "cpu" else 0,
+    }
+
+
+CHANGES = [
+    (platform, kind, name, gone)
+    for platform in PLATFORMS
+    for kind in ("variables", "vllm_envs", "switches")
+    for name in seen(platform)[kind]
+    for gone in (False, True)
+    if not (gone and kind == "vllm_envs")  # vLLM does not read all of them.
+]
+
+
+@pytest.mark.parametrize(("platform", "kind", "name", "gone"), CHANGES)
+def test_whatever_changed_since_is_refused(
+    monkeypatch: pytest.MonkeyPatch, platform: str, kind: str, name: str, gone: bool
+) -> None:
+    monkeypatch.setattr(pin, "_pinned", PLATFORMS[platform])
+    report = seen(platform)
+    pin.refuse_changed(report)
+    expected = report[kind][name]
+    if gone:
+        del report[kind][name]
+    else:
+        report[kind][name] = "other"
+    found = "(un" if gone else "other"
+    with pytest.raises(UnavailableError, match=rf"{re.escape(name)} is '{re.escape(found)}.*{re.escape(expected)}"):
+        pin.refuse_changed(report)
+
+
+def test_another_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin, "_pinned", PLATFORMS["cpu"])
+    with pytest.raises(UnavailableError, match=r"torch.get_num_threads\(\) is '1' in the engine, but was set to '2'"):
+        pin.refuse_changed({**seen("cpu"), "threads": 1})
+
+
+def test_the_blas_policy_says_what_was_read_back() -> None:
+    assert pin.blas_policy(seen("cpu")) == "fp32 ieee, MKL_CBWR AUTO"
+    report = seen("cuda")
+    policy = "cublaslt, workspaces :16:8 and 1 KiB, fp32 ieee, 16-bit sums and split-K (False, False)"
+    assert pin.blas_policy(report) == policy
+    report["switches"]["cuda.matmul.fp32_precision"] = "tf32"
+    assert "fp32 tf32" in pin.blas_policy(report)

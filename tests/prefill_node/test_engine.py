@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import NodeRef
+from corun.cluster import NixlEndpoint, NodeRef
 from corun.errors import InvalidArgumentError
+from corun.handle import binding, owner_of
 from corun.node.engine import EngineFacts
 from corun.receipt import prompt_digest
 from prefill_node import engine as engine_module
 from prefill_node.engine import VllmPrefillEngine, prefill_buckets
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
-FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0,))
+READER = NodeRef(node_id="d0", generation="d" * 16)
+ENDPOINT = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=1, stamp_addresses=(4096,))
+FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0,), finding="")
 
 
 class Llm:
@@ -38,7 +41,10 @@ class Llm:
 class Engine(VllmPrefillEngine):
     """Computes nothing; the KV of a prompt of n tokens has one block for each 16."""
 
-    async def _run(self, request_id: str, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+    owners: list[int]
+
+    async def _run(self, request_id: str, prompt_token_ids: Sequence[int], owner_name: int) -> dict[str, Any]:
+        self.owners.append(owner_name)
         return {
             "remote_engine_id": "p0-engine",
             "remote_request_id": request_id,
@@ -59,36 +65,45 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
 @pytest.fixture
 def engine(llm: Llm) -> Engine:
     contract: Any = None
-    return Engine(llm, FACTS, contract, REF)
+    made = Engine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
+    made.owners = []
+    return made
 
 
 async def test_a_handle_names_the_kv_and_the_prompt(engine: Engine) -> None:
-    handle = await engine.prefill("r", [5] * 20)
+    handle = await engine.prefill("r", [5] * 20, READER)
     assert (handle.prefill_node, handle.request_id, handle.block_ids) == (REF, "r", ((0, 1),))
     assert (handle.num_tokens, handle.prompt_digest) == (20, prompt_digest([5] * 20))
 
 
+async def test_a_handle_is_bound_to_its_reader_as_its_blocks_are(engine: Engine) -> None:
+    handle = await engine.prefill("r", [5] * 20, READER)
+    assert handle.reader == READER
+    assert handle.binding == binding(handle)
+    assert engine.owners == [owner_of(handle)]
+
+
 async def test_a_prompt_that_never_fits_is_refused(engine: Engine) -> None:
     """It would wait at the head of the queue for ever. The room is all blocks, less the token that is thrown away."""
-    await engine.prefill("fits", [1] * 63)
+    await engine.prefill("fits", [1] * 63, READER)
     with pytest.raises(InvalidArgumentError, match=r"prompt_token_ids = .*64 tokens.*at most 63 tokens"):
-        await engine.prefill("does not", [1] * 64)
+        await engine.prefill("does not", [1] * 64, READER)
 
 
 async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:
-    await engine.prefill("r", [1])
+    await engine.prefill("r", [1], READER)
     with pytest.raises(InvalidArgumentError, match="request_id = 'r': must be unique to one attempt"):
-        await engine.prefill("r", [1])
+        await engine.prefill("r", [1], READER)
     await engine.held_kv_blocks()
     await engine.held_kv_blocks()  # The worker does not hold it any more.
-    await engine.prefill("r", [1])
+    await engine.prefill("r", [1], READER)
 
 
 async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: Llm) -> None:
     """A prefill that has just ended is not known to the worker yet: it counts, the first time."""
     assert await engine.held_kv_blocks() == 0
-    await engine.prefill("a", [1] * 40)
-    await engine.prefill("b", [1])
+    await engine.prefill("a", [1] * 40, READER)
+    await engine.prefill("b", [1], READER)
     assert await engine.held_kv_blocks() == 4
     llm.held = [["a"], ["a", "b"]]
     assert await engine.held_kv_blocks() == 4
@@ -99,7 +114,7 @@ async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: 
 
 
 async def test_a_busy_worker_leaves_the_last_known_number(engine: Engine, llm: Llm) -> None:
-    await engine.prefill("a", [1] * 40)
+    await engine.prefill("a", [1] * 40, READER)
     llm.held = None
     assert await engine.held_kv_blocks() == 3
     llm.held = [[]]

@@ -28,6 +28,7 @@ from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node.service import PrefillService
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
+READER = NodeRef(node_id="d0", generation="d" * 16)
 DEADLINE_S = 10.0
 
 
@@ -42,7 +43,7 @@ class Engine:
         self.cancelled: list[str] = []
         self.released: list[str] = []
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int]) -> KvHandle:
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
         self.computing.append(request_id)
         try:
             await self.go.wait()
@@ -53,7 +54,7 @@ class Engine:
             self.computing.remove(request_id)
         if self.error:
             raise self.error
-        return handle(request_id, prompt_token_ids)
+        return handle(request_id, prompt_token_ids, reader)
 
     async def release(self, request_id: str) -> None:
         self.released.append(request_id)
@@ -62,7 +63,7 @@ class Engine:
         return 3
 
 
-def handle(request_id: str, prompt: Sequence[int]) -> KvHandle:
+def handle(request_id: str, prompt: Sequence[int], reader: NodeRef = READER) -> KvHandle:
     return KvHandle(
         prefill_node=REF,
         engine_id="p0-engine",
@@ -73,6 +74,8 @@ def handle(request_id: str, prompt: Sequence[int]) -> KvHandle:
         tp_size=2,
         num_tokens=len(prompt),
         prompt_digest=prompt_digest(prompt),
+        reader=reader,
+        binding="b" * 64,
     )
 
 
@@ -87,9 +90,8 @@ class Node:
     def prefill(
         self, request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), timeout_s: float = DEADLINE_S, **fields: Any
     ) -> Any:
-        request = pb.PrefillRequest(
-            request_id=request_id, prompt_token_ids=prompt, **{"generation": REF.generation, **fields}
-        )
+        defaults = {"generation": REF.generation, "reader": wire.node_ref_to_proto(READER)}
+        request = pb.PrefillRequest(request_id=request_id, prompt_token_ids=prompt, **{**defaults, **fields})
         return self._stub.Prefill(request, timeout=timeout_s)
 
     async def release(self, request_id: str, generation: str = REF.generation) -> None:
@@ -156,7 +158,13 @@ async def test_another_generation_is_refused(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "field"), [({"prompt": ()}, "prompt_token_ids"), ({"request_id": ""}, "request_id")]
+    ("fields", "field"),
+    [
+        ({"prompt": ()}, "prompt_token_ids"),
+        ({"request_id": ""}, "request_id"),
+        ({"reader": None}, "reader"),
+        ({"reader": {"node_id": "d0"}}, "reader"),
+    ],
 )
 async def test_bad_requests_are_refused(node: Node, fields: dict[str, Any], field: str) -> None:
     error = await refusal(node.prefill(**fields))

@@ -9,7 +9,7 @@ import pytest
 from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from corun.config import RouterConfig
 from corun.contract import pair_fingerprint
-from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError
+from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
 from router.pinned import ClusterContract
 from router.registry import Registry
 from tests.fakes import contract
@@ -80,6 +80,16 @@ async def test_an_incomplete_description_is_refused(model: str, role: NodeRole, 
     with pytest.raises(InvalidArgumentError):
         registry.register(dataclasses.replace(info(model, role=role), **{field: value}))
     assert all(status.state is NodeState.REFUSED for status in registry.statuses())
+
+
+async def test_a_node_that_failed_its_self_test_is_refused_and_shown(model: str) -> None:
+    registry = Registry(RouterConfig(), "r")
+    with pytest.raises(UnavailableError, match="the logits moved"):
+        registry.register(dataclasses.replace(info(model), finding="the logits moved"))
+    (status,) = registry.statuses()
+    assert status.state is NodeState.REFUSED
+    assert "the logits moved" in status.detail
+    assert registry.contract.fingerprint == ""
 
 
 async def test_an_unknown_node_has_to_register(model: str) -> None:

@@ -1,0 +1,76 @@
+"""Digests of what KV blocks hold, on the device that holds them, equal on both sides of a transfer.
+
+Owns: the digest's definition. Must not know: vLLM, NIXL, what a digest is compared with.
+
+A block's bytes are taken as int32 words, over all memory regions (layers). Each word is multiplied by an odd weight of
+its place, the products are added in int64 with wraparound: no order of summation can change the sum, every flipped bit
+does, and so do words, layers or blocks that changed places. It finds accidents, not forgeries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+MAX_WORDS = 4 * 1024 * 1024
+"""Of KV at a time: temporaries stay below 100 MB however long the prompt."""
+
+
+class KvDigest:
+    """Digests over `regions`, each [blocks, words] int32: block b is row b of every region."""
+
+    def __init__(self, regions: Sequence[torch.Tensor]) -> None:
+        self._regions = list(regions)
+        self._region_weights: list[int] = weights(len(regions)).tolist()
+        self._weights: dict[int, torch.Tensor] = {}  # by the number of words, on the regions' device
+
+    def of(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """One digest for each block, never 0. Waits for the device."""
+        parts = [self._of(part) for part in self._parts(blocks)]
+        digests = torch.cat(parts).cpu().numpy().view(np.uint64)
+        return np.where(digests == 0, np.uint64(1), digests)
+
+    def _parts(self, blocks: Sequence[int]) -> Iterator[torch.Tensor]:
+        widest = max(region.shape[1] for region in self._regions)
+        ids = torch.tensor(list(blocks), dtype=torch.int64, device=self._regions[0].device)
+        yield from ids.split(max(1, MAX_WORDS // widest))
+
+    def _of(self, ids: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        for region, weight in zip(self._regions, self._region_weights, strict=True):
+            words = region[ids].to(torch.int64)
+            total += (words * self._weights_of(region)).sum(dim=1) * weight
+        return total
+
+    def _weights_of(self, region: torch.Tensor) -> torch.Tensor:
+        count = region.shape[1]
+        if count not in self._weights:
+            self._weights[count] = torch.from_numpy(weights(count)).to(region.device)
+        return self._weights[count]
+
+
+def weights(count: int) -> npt.NDArray[np.int64]:
+    """`count` odd weights that look random; the bits of a uint64 each (splitmix64)."""
+    x = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: npt.NDArray[np.int64] = ((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+    return found
+
+
+def region_words(memory: torch.Tensor, address: int, block_bytes: int, num_blocks: int) -> torch.Tensor:
+    """The registered region at `address` as [num_blocks, words] int32; `memory` is a tensor in the same storage.
+
+    Raises:
+        ValueError: the region is not whole words of this storage.
+    """
+    storage = memory.untyped_storage()
+    start = address - storage.data_ptr()
+    if start < 0 or start % 4 or block_bytes % 4 or start + block_bytes * num_blocks > storage.nbytes():
+        raise ValueError(f"{num_blocks} blocks of {block_bytes} bytes at byte {start} of {storage.nbytes()}")
+    view = torch.empty(0, dtype=torch.int32, device=memory.device)
+    words = block_bytes // 4
+    return view.set_(storage, start // 4, (num_blocks, words), (words, 1))

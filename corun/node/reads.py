@@ -1,0 +1,87 @@
+"""Checks of KV that was read from a peer: whose it was, and, for a share of the prompts, whether every bit arrived.
+
+Owns: the decision whether a completed read may be decoded from. Must not know: vLLM, the transfer itself, what happens
+to a read that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from corun.node.stamps import DIGEST, PeerTable, Rows, StampTable, stranger
+
+FETCH_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What one read is meant to bring."""
+
+    owner: int
+    """The name that the peer's blocks must carry (`corun.handle.owner`)."""
+    engine_id: str
+    request_id: str
+    """The peer's."""
+    theirs: tuple[int, ...]
+    """The peer's block ids, in the prompt's order."""
+    ours: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one read."""
+
+    refusal: str
+    """Why it must not be used; empty if it may be."""
+    checked: bool = False
+    """Whether its bits were compared."""
+
+
+class ReadChecks:
+    """Judges completed reads by the peer's stamp table as it is after the read."""
+
+    def __init__(self, table: StampTable, digests: Callable[[Sequence[int]], Rows]) -> None:
+        self._table = table
+        self._digests = digests
+        self._addresses: dict[str, int] = {}  # engine id -> where the stamps of the rank that we read from lie
+
+    def learn(self, engine_id: str, address: int) -> None:
+        """Remembers where a peer's stamps lie; before that, nothing that was read from it is accepted."""
+        self._addresses[engine_id] = address
+
+    def warm(self, engine_id: str, agent: Any, peer: str, timeout_s: float) -> None:
+        """Fetches one stamp of a known peer; raises what `StampTable.fetch` raises."""
+        table = PeerTable(agent=peer, address=self._addresses[engine_id], num_blocks=1)
+        self._table.fetch(agent, table, (0,), timeout_s)
+
+    def judge(self, claim: Claim, agent: Any, peer: str, num_blocks: int) -> Verdict:
+        """Compares what the peer's table says now with the claim.
+
+        Args:
+            agent: our NIXL agent, which knows the peer by the name `peer`.
+            num_blocks: the peer's.
+        """
+        if claim.engine_id not in self._addresses:
+            return Verdict(f"where {claim.engine_id} keeps its stamps is not known")
+        if len(claim.theirs) != len(claim.ours):
+            return Verdict(f"{len(claim.theirs)} blocks were offered for {len(claim.ours)}")
+        table = PeerTable(agent=peer, address=self._addresses[claim.engine_id], num_blocks=num_blocks)
+        try:
+            rows = self._table.fetch(agent, table, claim.theirs, FETCH_TIMEOUT_S)
+        except Exception as error:  # NIXL's errors share no base. Whatever it is, nobody vouches for this KV.
+            return Verdict(f"the stamps could not be read: {error}")
+        if found := stranger(rows, claim.owner):
+            return Verdict(found)
+        return self._compare(rows[:, DIGEST], claim)
+
+    def _compare(self, expected: Rows, claim: Claim) -> Verdict:
+        if not expected.any():
+            return Verdict("")
+        wrong = np.flatnonzero(self._digests(claim.ours) != expected)
+        if not len(wrong):
+            return Verdict("", checked=True)
+        return Verdict(f"the bits of block {wrong[0]} of {len(expected)} changed on the way ({len(wrong)} did)", True)

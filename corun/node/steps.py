@@ -1,0 +1,235 @@
+"""Hand-made engine steps: a worker's own step on chosen sequences and KV blocks, and everything it leaves behind.
+
+Owns: the way from sequences to vLLM's `SchedulerOutput` and back from its output, on both model runners, and access to
+the contents of KV blocks. Must not know: what is tested with it, roles, gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+NULL_BLOCK = 0
+"""vLLM's: padding rows write there."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TestSequence:
+    """A sequence under test: its prompt, where its KV lies, and how far it has come."""
+
+    __test__ = False  # Not a class of tests.
+
+    name: str
+    prompt: tuple[int, ...]
+    blocks: tuple[int, ...]
+    """With room for the prompt and all tokens that will be drawn."""
+    computed: int
+    """Tokens whose KV is in the blocks."""
+    sampling: Any
+    """vLLM's `SamplingParams`."""
+    drawn: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What one step left of one sequence, in the order in which the model made it."""
+
+    kv: tuple[torch.Tensor, ...]
+    """Per layer: the whole blocks that the step wrote to, [blocks, ...]."""
+    hidden: torch.Tensor
+    """[hidden size], what lm_head was given."""
+    logits: torch.Tensor
+    """[vocab]."""
+    logprob: bytes
+    """The drawn token's, fp32."""
+    token: int
+
+
+def first_difference(a: Trace, b: Trace) -> str:
+    """The first stage of the model whose bits differ; empty if none does."""
+    for layer, (left, right) in enumerate(zip(a.kv, b.kv, strict=True)):
+        if not same_bits(left, right):
+            return f"the KV of layer {layer} of {len(a.kv)}"
+    if not same_bits(a.hidden, b.hidden):
+        return "the last hidden state"
+    if not same_bits(a.logits, b.logits):
+        return "the logits (lm_head)"
+    if a.logprob != b.logprob:
+        return "the log probability"
+    return "" if a.token == b.token else "the drawn token"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes: 0.0 is not -0.0, and NaN equals itself."""
+    return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+
+
+class Stepper:
+    """Runs steps on a loaded worker that serves nobody yet."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._runner = worker.model_runner
+        self._known: set[str] = set()
+        config = worker.vllm_config
+        self.block_size: int = config.cache_config.block_size
+        self.num_blocks: int = self._runner.kv_cache_config.num_blocks
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        self.max_model_len: int = config.model_config.max_model_len
+        self._caches: list[torch.Tensor] = self._runner.kv_caches
+
+    def step(self, tokens: Sequence[tuple[TestSequence, int]], ended: Iterable[TestSequence] = ()) -> dict[str, Trace]:
+        """Runs one step.
+
+        Args:
+            tokens: the step's sequences in their order, each with its number of tokens.
+            ended: those of earlier steps that are over; they take part in no later step.
+
+        Returns:
+            A trace for every sequence whose prompt is complete, by name.
+        """
+        output = self._schedule(tokens, {sequence.name for sequence in ended})
+        with recorded_logits(self._runner.model) as recorded:
+            self._worker.execute_model(output)
+            result = self._worker.sample_tokens(None)
+        result = result.get_output() if hasattr(result, "get_output") else result
+        traces = {}
+        for sequence, count in tokens:
+            start = sequence.computed
+            sequence.computed += count
+            if sequence.computed >= len(sequence.prompt):
+                sequence.drawn += 1
+                traces[sequence.name] = self._trace(sequence, start, result, recorded[-1])
+        return traces
+
+    def whole(self, sequence: TestSequence, last: Trace) -> Trace:
+        """A sequence's last trace with the KV of all its steps."""
+        return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))
+
+    def close(self) -> None:
+        """Makes the worker forget all sequences."""
+        self._worker.execute_model(self._schedule((), set(self._known)))
+
+    def read(self, blocks: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Copies of the contents of KV blocks, per layer."""
+        return tuple(cache[self._rows(cache, blocks)] for cache in self._caches)
+
+    def write(self, blocks: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
+        """Sets the contents of KV blocks, per layer."""
+        for cache, content in zip(self._caches, contents, strict=True):
+            cache[self._rows(cache, blocks)] = content
+
+    def scramble(self, blocks: Sequence[int], seed: int) -> None:
+        """Fills KV blocks with normal random numbers."""
+        device = self._caches[0].device
+        generator = torch.Generator(device=device).manual_seed(seed)
+        for cache in self._caches:
+            rows = self._rows(cache, blocks)
+            shape = (len(rows), *cache.shape[1:])
+            noise = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+            cache[rows] = noise.to(cache.dtype)
+
+    def _rows(self, cache: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+        """A kernel may split a block into several of its own."""
+        parts = cache.shape[0] // self.num_blocks
+        first = torch.tensor(blocks, device=cache.device)[:, None] * parts
+        return (first + torch.arange(parts, device=cache.device)).flatten()
+
+    def _schedule(self, tokens: Sequence[tuple[TestSequence, int]], ended: set[str]) -> SchedulerOutput:
+        output = SchedulerOutput.make_empty()
+        cached = CachedRequestData.make_empty()
+        for sequence, _ in tokens:
+            if sequence.name not in self._known:
+                output.scheduled_new_reqs.append(_new(sequence))
+                continue
+            cached.req_ids.append(sequence.name)
+            cached.num_computed_tokens.append(sequence.computed)
+            cached.num_output_tokens.append(sequence.drawn)
+            cached.new_block_ids.append(None)
+        output.scheduled_cached_reqs = cached
+        output.num_scheduled_tokens = {sequence.name: count for sequence, count in tokens}
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        output.num_common_prefix_blocks = [0] * len(self._runner.kv_cache_config.kv_cache_groups)
+        output.finished_req_ids = ended
+        output.kv_connector_metadata = get_kv_transfer_group().nothing_to_do()
+        self._known = self._known - ended | {sequence.name for sequence, _ in tokens}
+        return output
+
+    def _trace(
+        self, sequence: TestSequence, start: int, result: Any, recorded: tuple[torch.Tensor, torch.Tensor]
+    ) -> Trace:
+        row = result.req_ids.index(sequence.name)
+        hidden, logits = recorded
+        written = sequence.blocks[start // self.block_size : -(-sequence.computed // self.block_size)]
+        return Trace(
+            kv=self.read(written),
+            hidden=hidden[row].clone(),
+            logits=logits[row].clone(),
+            logprob=np.float32(result.logprobs.logprobs[row][0]).tobytes(),
+            token=result.sampled_token_ids[row][0],
+        )
+
+
+def _new(sequence: TestSequence) -> NewRequestData:
+    prompt = list(sequence.prompt)
+    return NewRequestData(
+        req_id=sequence.name,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=sequence.sampling,
+        pooling_params=None,
+        block_ids=(list(sequence.blocks),),
+        num_computed_tokens=sequence.computed,
+        lora_request=None,
+        prefill_token_ids=prompt,
+    )
+
+
+@contextmanager
+def recorded_logits(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Collects what goes into lm_head and what comes out, call by call."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    compute_logits = model.compute_logits
+
+    def record(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits = compute_logits(hidden, *args, **kwargs)
+        calls.append((hidden, logits))
+        return logits
+
+    model.compute_logits = record
+    try:
+        yield calls
+    finally:
+        model.compute_logits = compute_logits
+
+
+@dataclass(kw_only=True, slots=True)
+class BlockPool:
+    """KV blocks that are handed out in a random order, so that no sequence gets the same ones twice."""
+
+    free: list[int]
+
+    def take(self, count: int) -> tuple[int, ...]:
+        taken, self.free = self.free[:count], self.free[count:]
+        if len(taken) < count:
+            raise RuntimeError(f"the self-test needs {count} more KV blocks, {len(taken)} are left")
+        return tuple(taken)
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        self.free.extend(blocks)
+
+
+def compare(expected: Mapping[str, Sequence[Trace]], found: Mapping[str, Sequence[Trace]], scene: str) -> str:
+    """The first difference between two runs of the same sequences, in words; empty if there is none."""
+    for name, traces in expected.items():
+        for step, (a, b) in enumerate(zip(traces, found[name], strict=True)):
+            if stage := first_difference(a, b):
+                return f"{scene}: {name} differs in step {step}, first in {stage}"
+    return ""

@@ -1,0 +1,50 @@
+"""Torch's run-time switches that can move a bit: set before the device starts, read back after loading.
+
+Must not know: which values they have to have, and what happens if they do not (corun/node/pin.py); vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from corun.node import pin
+
+EXPECTED: dict[str, Mapping[str, pin.Switch]] = {"cpu": pin.CPU_SWITCHES, "cuda": pin.GPU_SWITCHES}
+"""By platform. Only torch's `fp32_precision` is used: its older `allow_tf32` flags fail to read once both were."""
+_SPLIT_K = "_split_k"
+
+
+def set_switches(platform: str) -> None:
+    """Sets every switch of "cpu" or "cuda". Call before the first matrix product of the process."""
+    for name, value in EXPECTED[platform].items():
+        owner, attribute = _find(name)
+        if callable(getattr(owner, attribute)):
+            getattr(owner, attribute)(value)
+        else:
+            setattr(owner, attribute, value)
+
+
+def read_switches(platform: str) -> dict[str, str]:
+    """Every switch of "cpu" or "cuda" as torch holds it now."""
+    return {name: _read(*_find(name)) for name in EXPECTED[platform]}
+
+
+def _find(name: str) -> tuple[Any, str]:
+    """The object under `torch.backends` that holds a switch, and the attribute's name."""
+    *path, attribute = name.split(".")
+    owner: Any = torch.backends
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, attribute
+
+
+def _read(owner: Any, attribute: str) -> str:
+    value = getattr(owner, attribute)
+    if callable(value):  # a function that sets its argument and, without one, tells an enumeration's member
+        return str(value().name).lower()
+    if attribute.endswith("_precision_reduction"):  # a pair: the second half is read by another name
+        value = (value, getattr(owner, attribute + _SPLIT_K))
+    return str(value)

@@ -1,0 +1,143 @@
+"""A decode node's self-test: a row's bits must not depend on its neighbours, its row, its KV blocks or slot moves.
+
+Owns: which scenes are compared. Runs in the engine's worker on the loaded model's own step, before the node serves.
+Must not know: vLLM's internals, gRPC.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from corun.node.steps import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
+
+PROBES = 4
+STEPS = 4
+LONGEST = 1024  # tokens of a sequence under test
+SEED = 20_25
+
+Sampling = Callable[[int], Any]
+"""From a number to vLLM's `SamplingParams`: which styles of sampling meet in a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """One sequence whose bits are compared: the same prompt and KV in every scene."""
+
+    name: str
+    prompt: tuple[int, ...]
+    sampling: Any
+    contents: tuple[torch.Tensor, ...]
+    """Of its KV blocks, per layer."""
+
+
+class Bench:
+    """Sets scenes up: places sequences in KV blocks and plays their steps."""
+
+    def __init__(self, stepper: Stepper, rows: int, sampling: Sampling) -> None:
+        self._stepper = stepper
+        self._rows = rows
+        self._sampling = sampling
+        self._draw = random.Random(SEED)
+        self._names = 0
+        room = (stepper.num_blocks - 1) // rows * stepper.block_size
+        self.longest = min(LONGEST, stepper.max_model_len - STEPS, room - STEPS)
+        blocks = list(range(NULL_BLOCK + 1, 1 + rows * self._blocks_of(self.longest)))
+        stepper.scramble(blocks, SEED)
+        self._draw.shuffle(blocks)
+        self._pool = BlockPool(free=blocks)
+
+    def probe(self, number: int) -> Probe:
+        length = self._draw.randint(1, self.longest)
+        taken = self._pool.take(self._blocks_of(length))
+        contents = self._stepper.read(taken)
+        self._pool.give_back(taken)
+        prompt = self._prompt(length)
+        return Probe(name=f"probe-{number}", prompt=prompt, sampling=self._sampling(number), contents=contents)
+
+    def play(self, probes: list[Probe], *, crowd: int, moving: bool) -> dict[str, list[Trace]]:
+        """Runs `STEPS` steps of every probe among `crowd` neighbours, in a random order of rows.
+
+        With `moving`, probes start one step after the other, and half of the neighbours end after each step and make
+        room for others, so that rows move.
+        """
+        waiting = [self._place(probe) for probe in probes]
+        neighbours = [self._neighbour() for _ in range(crowd)]
+        traces: dict[str, list[Trace]] = {probe.name: [] for probe in probes}
+        running: list[TestSequence] = []
+        ended: list[TestSequence] = []
+        while waiting or running:
+            started = waiting[: 1 if moving else None]
+            waiting = waiting[len(started) :]
+            running += started
+            rows = [*running, *neighbours]
+            if started:
+                self._draw.shuffle(rows)
+            found = self._stepper.step([(sequence, 1) for sequence in rows], ended)
+            for sequence in running:
+                traces[sequence.name].append(found[sequence.name])
+            ended = [sequence for sequence in running if sequence.drawn == STEPS]
+            running = [sequence for sequence in running if sequence.drawn < STEPS]
+            if moving:
+                neighbours, gone = neighbours[crowd // 2 :], neighbours[: crowd // 2]
+                ended += gone
+                self._free(gone)
+                neighbours += [self._neighbour() for _ in gone]
+            self._free(sequence for sequence in ended if sequence.name in traces)
+        self._free(neighbours)
+        self._stepper.close()
+        return traces
+
+    def _free(self, sequences: Iterable[TestSequence]) -> None:
+        for sequence in sequences:
+            self._pool.give_back(sequence.blocks)
+
+    def _place(self, probe: Probe) -> TestSequence:
+        blocks = self._pool.take(self._blocks_of(len(probe.prompt)))
+        self._stepper.write(blocks, probe.contents)
+        return _sequence(probe.name, probe.prompt, blocks, probe.sampling)
+
+    def _neighbour(self) -> TestSequence:
+        self._names += 1
+        length = self._draw.randint(1, self.longest)
+        blocks = self._pool.take(self._blocks_of(length))
+        return _sequence(f"neighbour-{self._names}", self._prompt(length), blocks, self._sampling(self._names))
+
+    def _prompt(self, length: int) -> tuple[int, ...]:
+        return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
+
+    def _blocks_of(self, length: int) -> int:
+        return -(-(length + STEPS) // self._stepper.block_size)
+
+
+def _sequence(name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], sampling: Any) -> TestSequence:
+    """As it stands when its KV has arrived from a prefill node: the last prompt token is yet to run."""
+    return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=len(prompt) - 1, sampling=sampling)
+
+
+def certify(stepper: Stepper, rows: int, sampling: Sampling) -> str:
+    """Plays the probes alone, alone in other KV blocks, in a half-full crowd, in a full one, and with moving rows.
+
+    Returns:
+        The first difference in words; empty if every bit is the same.
+    """
+    bench = Bench(stepper, rows, sampling)
+    probes = [bench.probe(number) for number in range(min(PROBES, rows))]
+
+    def one_by_one() -> dict[str, list[Trace]]:
+        return {name: found for probe in probes for name, found in bench.play([probe], crowd=0, moving=False).items()}
+
+    others = rows - len(probes)
+    expected = one_by_one()
+    scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {
+        "alone, in other KV blocks": one_by_one,
+        "half of the rows busy": lambda: bench.play(probes, crowd=others // 2, moving=False),
+        "all rows busy": lambda: bench.play(probes, crowd=others, moving=False),
+        "rows move": lambda: bench.play(probes, crowd=others // 2, moving=True),
+    }
+    findings = (compare(expected, play(), scene) for scene, play in scenes.items())
+    return next((finding for finding in findings if finding), "")

@@ -1,0 +1,91 @@
+"""What a KV handle is bound to: every part of it matters, to the binding and to the name of its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corun.cluster import KvHandle, NodeRef
+from corun.handle import binding, bound, is_checked, owner_of
+
+P0 = NodeRef(node_id="p0", generation="a" * 16)
+D0 = NodeRef(node_id="d0", generation="b" * 16)
+HANDLE = bound(
+    KvHandle(
+        prefill_node=P0,
+        engine_id="p0-engine",
+        request_id="r",
+        block_ids=((4, 5, 6),),
+        host="127.0.0.1",
+        port=7000,
+        tp_size=1,
+        num_tokens=40,
+        prompt_digest="c" * 64,
+        reader=D0,
+    )
+)
+BINDING = "af23c1476a30fecaf030d8e65a650cec0c89a836f4295e25fcc7a7e68d47c038"
+OWNER = 0x41C12DBCCFD36E04
+OTHERS: dict[str, dict[str, Any]] = {
+    "another request": {"request_id": "s"},
+    "another prefill node": {"prefill_node": replace(P0, node_id="p1")},
+    "another generation of the prefill node": {"prefill_node": replace(P0, generation="f" * 16)},
+    "another reader": {"reader": replace(D0, node_id="d1")},
+    "another generation of the reader": {"reader": replace(D0, generation="f" * 16)},
+    "roles swapped": {"prefill_node": D0, "reader": P0},
+    "another prompt": {"prompt_digest": "d" * 64},
+}
+SAME_OWNER: dict[str, dict[str, Any]] = {
+    "another engine": {"engine_id": "p1-engine"},
+    "another length": {"num_tokens": 41},
+    "another block": {"block_ids": ((4, 5, 7),)},
+    "blocks swapped": {"block_ids": ((5, 4, 6),)},
+    "a block less": {"block_ids": ((4, 5),)},
+    "blocks in other groups": {"block_ids": ((4,), (5, 6))},
+}
+
+
+def test_a_binding_is_pinned() -> None:
+    """Nodes of one cluster may run different builds."""
+    assert HANDLE.binding == binding(HANDLE) == BINDING
+    assert owner_of(HANDLE) == OWNER
+
+
+@pytest.mark.parametrize("change", [*OTHERS.values(), *SAME_OWNER.values()], ids=[*OTHERS, *SAME_OWNER])
+def test_another_handle_has_another_binding(change: dict[str, Any]) -> None:
+    assert binding(replace(HANDLE, **change)) != HANDLE.binding
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_another_claim_has_another_owner(change: dict[str, Any]) -> None:
+    assert owner_of(replace(HANDLE, **change)) != owner_of(HANDLE)
+
+
+def test_every_field_is_bound_or_only_says_where() -> None:
+    changed = {name for change in (*OTHERS.values(), *SAME_OWNER.values()) for name in change}
+    assert {field.name for field in fields(KvHandle)} - changed == {"host", "port", "tp_size", "binding"}
+
+
+@given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
+def test_no_two_splits_of_the_same_letters_agree(a: str, b: str, c: str, d: str) -> None:
+    left = replace(HANDLE, request_id=a, engine_id=b)
+    right = replace(HANDLE, request_id=c, engine_id=d)
+    assert (binding(left) == binding(right)) == ((a, b) == (c, d))
+
+
+@given(st.text())
+def test_the_ends_of_the_fraction_are_none_and_all(request_id: str) -> None:
+    assert not is_checked(request_id, 0.0)
+    assert is_checked(request_id, 1.0)
+
+
+def test_a_fraction_is_that_share_and_the_same_every_time() -> None:
+    names = [f"request-{i}" for i in range(20_000)]
+    chosen = [name for name in names if is_checked(name, 0.1)]
+    assert 1800 < len(chosen) < 2200
+    assert chosen == [name for name in names if is_checked(name, 0.1)]
+    assert set(chosen) <= {name for name in names if is_checked(name, 0.2)}

