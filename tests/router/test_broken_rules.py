@@ -1,0 +1,64 @@
+"""Rules of the contract that the router keeps, each broken on purpose: the same check is green with and red without it.
+
+The rules that engines keep are broken in tests/e2e/test_breaking.py, those of the schedulers (against the stock one) in
+tests/prefill_node/test_scheduler.py and tests/decode_node/test_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from corun.errors import CorunError
+from corun.params import SamplingParams
+from router import generations
+from router.output import SampleOutput
+from tests.fakes import cluster, expected, generate
+
+PARAMS = SamplingParams(max_tokens=60, logprobs=True)
+PROMPT = (5, 6, 7)
+
+
+async def neighbouring_seeds_differ(model: str) -> bool:
+    """Rule 6: the samples of seed s share nothing with a request of seed s + 1."""
+    async with cluster(model) as fake:
+        samples = await generate(fake, PROMPT, replace(PARAMS, n=4), seed=9)
+        drawn = {tuple(sample.token_ids) for sample in samples}
+        others = [await generate(fake, PROMPT, PARAMS, seed=9 + i) for i in range(1, 5)]
+        return not any(tuple(other.token_ids) in drawn for (other,) in others)
+
+
+async def test_samples_share_nothing_with_neighbouring_seeds(model: str) -> None:
+    assert await neighbouring_seeds_differ(model)
+
+
+async def test_seed_plus_i_would_share_samples(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own rule for n > 1."""
+    monkeypatch.setattr(generations, "sample_seed", lambda seed, i: seed + i)
+    assert not await neighbouring_seeds_differ(model)
+
+
+async def stream_over_a_lying_node_is_right(model: str) -> bool:
+    """Rule 7: a stream that goes on elsewhere is the one right stream, or an error."""
+    async with cluster(model, decodes=2) as fake:
+        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=8))
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 10)
+        fake.nodes[2].engine.corrupt = True
+        await fake.nodes[1].kill()
+        try:
+            (output,) = await run
+        except CorunError:
+            return True
+        ids, logprobs, _ = expected(PROMPT, PARAMS, 8)
+        return (output.token_ids, output.logprobs) == (ids, logprobs)
+
+
+async def test_a_second_run_with_other_bits_is_not_delivered(model: str) -> None:
+    assert await stream_over_a_lying_node_is_right(model)
+
+
+async def test_without_the_prefix_check_it_would_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SampleOutput, "_is_different", lambda output, at, record: False)
+    assert not await stream_over_a_lying_node_is_right(model)
