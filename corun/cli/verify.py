@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich import box
@@ -33,6 +35,7 @@ class Verify:
       corun verify                                         built-in prompts: each condition against the first
       corun verify results.jsonl                           the output of corun batch: against its receipts
       corun verify results.jsonl --conditions alone crowded --json
+      corun verify -o report.json                          the table here, the JSON object in a file as well
     """
 
     results: tyro.conf.Positional[OptionalPath] = None
@@ -45,6 +48,8 @@ class Verify:
     """Draws the orders and the crowds."""
     json: bool = False
     """Print the JSON object only."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
+    """Also write the JSON object to this file."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(
         default_factory=lambda: RouterOptions(timeout_s=VERIFY_TIMEOUT_S)
     )
@@ -54,9 +59,12 @@ class Verify:
             cases = self._cases(client)
             with ProgressBar(len(cases) * len(self.conditions), "runs") as bar:
                 report = verify.run(client, cases, self.conditions, order_seed=self.order_seed, on_result=bar.advance)
+        line = to_line(report.to_dict())
         if not self.json:
             show(report)
-        print(to_line(report.to_dict()))
+        print(line)
+        if self.output is not None:
+            self.output.write_text(line + "\n", encoding="utf-8")
         return 0 if report.match else 3
 
     def _cases(self, client: Client) -> list[verify.NamedCase]:

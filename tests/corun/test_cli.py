@@ -435,6 +435,13 @@ def test_verify_runs_results_against_their_receipts(corun: Any, fake: FakeCluste
     assert fake.verified[0].order_seed == 3
 
 
+def test_verify_writes_its_report_to_a_file(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    fake.broken = {Condition.CROWDED}
+    done = corun("verify", "-o", tmp_path / "report.json")
+    assert done.code == 3
+    assert (tmp_path / "report.json").read_text() == done.out.splitlines()[-1] + "\n"
+
+
 def test_verify_limit(corun: Any, results: Path) -> None:
     assert json.loads(corun("verify", results, "--json", "--limit", 2).out)["cases"] == 2
     assert corun("verify", results, "--limit", 0).code == 2

@@ -1,91 +1,306 @@
-"""Writes checkpoints with random weights at real scale: `python -m tests.gpu.checkpoints NAME DIR`.
+"""Writes checkpoints with random weights at real scale: `python -m tests.gpu.checkpoints NAME DIR [--device cpu]`.
 
 Dummy weights of +-1e-3 give flat logits, with which every system looks deterministic. These are normal with standard
-deviation 0.02, norms are 1, so that differences in the last bit move tokens within a few steps.
+deviation 0.02 (more in the tiny ones, which are narrow), norms are 1, so that differences in the last bit move tokens
+within a few steps. Names and shapes are those of the published checkpoints. The device draws and threads write: 16 GB
+take seconds. A complete checkpoint of the same configuration is left as it is.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from safetensors.torch import save_file
+import tyro
 
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "head_dim": 128,
+SEED = 7
+WRITERS = 8
+"""Threads that write; each has at most one shard in host memory."""
+ROUTER_BIAS = "e_score_correction_bias"
+ROUTER_BIAS_STD = 0.01
+"""Small beside the scores, which are sigmoids: it decides between experts that are nearly level."""
+INDEX = "model.safetensors.index.json"
+Shapes = dict[str, tuple[int, ...]]
+
+COMMON: dict[str, Any] = {
     "hidden_act": "silu",
+    "attention_bias": False,
     "initializer_range": 0.02,
-    "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+}
+QWEN3: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
     "vocab_size": 151936,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+QWEN3_MOE: dict[str, Any] = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "max_position_embeddings": 40960,
+    "rope_theta": 10000,
+    "vocab_size": 129280,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+DENSE_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+DENSE_1_7B = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "vocab_size": 512,
+    "initializer_range": 0.1,
+}
+MOE_TINY = TINY | {"num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64, "num_experts": 16}
+MLA_TINY = TINY | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 128}
+
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "qwen3-8b-4l": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4, "num_attention_heads": 32},
+    "qwen3-8b": QWEN3 | DENSE_8B,
+    "qwen3-1.7b": QWEN3 | DENSE_1_7B,
+    "qwen3-8b-4l": QWEN3 | DENSE_8B | {"num_hidden_layers": 4},
+    "qwen3-30b-a3b": QWEN3_MOE | {"num_hidden_layers": 48},
+    "qwen3-30b-a3b-12l": QWEN3_MOE | {"num_hidden_layers": 12},
+    "deepseek-v3-small": DEEPSEEK_V3,
+    "moe-tiny": QWEN3_MOE | MOE_TINY | {"bos_token_id": 1, "eos_token_id": 2},
+    "mla-tiny": DEEPSEEK_V3 | MLA_TINY,
 }
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a dense Qwen3 checkpoint."""
-    hidden, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+def shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of all tensors of a checkpoint."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    found: Shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
-        "lm_head.weight": (config["vocab_size"], hidden),
+        "lm_head.weight": (vocab, hidden),
     }
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        found |= {
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}post_attention_layernorm.weight": (hidden,),
-            f"{prefix}self_attn.q_norm.weight": (head,),
-            f"{prefix}self_attn.k_norm.weight": (head,),
-            f"{prefix}self_attn.q_proj.weight": (queries, hidden),
-            f"{prefix}self_attn.k_proj.weight": (keys, hidden),
-            f"{prefix}self_attn.v_proj.weight": (keys, hidden),
-            f"{prefix}self_attn.o_proj.weight": (hidden, queries),
-            f"{prefix}mlp.gate_proj.weight": (mlp, hidden),
-            f"{prefix}mlp.up_proj.weight": (mlp, hidden),
-            f"{prefix}mlp.down_proj.weight": (hidden, mlp),
-        }
+        parts = {**_norms(config), **_attention(config), **_mlp(config, layer)}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     return found
 
 
-def write(name: str, directory: Path) -> None:
-    """Writes config, weights in shards of one layer, and a byte-level tokenizer of the right size."""
-    config = QWEN3 | {"num_key_value_heads": 8} | CONFIGS[name]
+def _norms(config: dict[str, Any]) -> Shapes:
+    return {f"{name}.weight": (config["hidden_size"],) for name in ("input_layernorm", "post_attention_layernorm")}
+
+
+def _attention(config: dict[str, Any]) -> Shapes:
+    own = _latent_attention(config) if "kv_lora_rank" in config else _grouped_attention(config)
+    return {f"self_attn.{name}.weight": shape for name, shape in own.items()}
+
+
+def _grouped_attention(config: dict[str, Any]) -> Shapes:
+    """Qwen3: [outputs, inputs]."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {
+        "q_norm": (head,),
+        "k_norm": (head,),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }
+
+
+def _latent_attention(config: dict[str, Any]) -> Shapes:
+    """DeepSeek-V3 (MLA): [outputs, inputs]."""
+    hidden, heads, query_rank = config["hidden_size"], config["num_attention_heads"], config["q_lora_rank"]
+    rank, plain, rotated = config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    return {
+        "q_a_layernorm": (query_rank,),
+        "kv_a_layernorm": (rank,),
+        "q_a_proj": (query_rank, hidden),
+        "q_b_proj": (heads * (plain + rotated), query_rank),
+        "kv_a_proj_with_mqa": (rank + rotated, hidden),
+        "kv_b_proj": (heads * (plain + config["v_head_dim"]), rank),
+        "o_proj": (hidden, heads * config["v_head_dim"]),
+    }
+
+
+def _mlp(config: dict[str, Any], layer: int) -> Shapes:
+    experts = config.get("num_experts", config.get("n_routed_experts", 0))
+    if not experts or layer < config.get("first_k_dense_replace", 0):
+        return _gated("mlp", config, config["intermediate_size"])
+    width = config["moe_intermediate_size"]
+    found: Shapes = {"mlp.gate.weight": (experts, config["hidden_size"])}
+    if config.get("topk_method") == "noaux_tc":
+        found[f"mlp.gate.{ROUTER_BIAS}"] = (experts,)
+    if shared := config.get("n_shared_experts", 0):
+        found |= _gated("mlp.shared_experts", config, shared * width)
+    for expert in range(experts):
+        found |= _gated(f"mlp.experts.{expert}", config, width)
+    return found
+
+
+def _gated(prefix: str, config: dict[str, Any], width: int) -> Shapes:
+    hidden = config["hidden_size"]
+    return {
+        f"{prefix}.gate_proj.weight": (width, hidden),
+        f"{prefix}.up_proj.weight": (width, hidden),
+        f"{prefix}.down_proj.weight": (hidden, width),
+    }
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a shard; `start` and `size` are bytes within the shard's data."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.name.endswith(ROUTER_BIAS) else torch.bfloat16
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+def shards(found: Shapes) -> dict[str, list[Tensor]]:
+    """Tensors by file: a file per layer and one for each of the others. Wide types come first and stay aligned."""
+    files: dict[str, list[Tensor]] = {}
+    for name in sorted(found, key=lambda name: not name.endswith(ROUTER_BIAS)):
+        parts = name.split(".")
+        file = f"layer-{int(parts[2]):03d}" if parts[1] == "layers" else "-".join(parts)
+        placed = files.setdefault(f"{file}.safetensors", [])
+        placed.append(Tensor(name, found[name], placed[-1].end if placed else 0))
+    return files
+
+
+def draw(tensors: list[Tensor], std: float, seed: int, device: str) -> torch.Tensor:
+    """The data of one shard, as bytes in host memory."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    data = torch.empty(tensors[-1].end, dtype=torch.uint8, device=device)
+    for tensor in tensors:
+        fill(data[tensor.start : tensor.end].view(tensor.dtype), tensor, std, generator)
+    if device == "cpu":
+        return data
+    host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+    host.copy_(data)
+    return host
+
+
+def fill(values: torch.Tensor, tensor: Tensor, std: float, generator: torch.Generator) -> None:
+    """Real scale: what initialised and trained models have, and logits that are not flat."""
+    if tensor.name.endswith(ROUTER_BIAS):
+        values.normal_(0, ROUTER_BIAS_STD, generator=generator)
+    elif len(tensor.shape) == 1:
+        values.fill_(1.0)
+    else:
+        values.normal_(0, 1.0 if "embed" in tensor.name else std, generator=generator)
+
+
+def header(tensors: list[Tensor]) -> bytes:
+    """The head of a safetensors file: its length, then JSON."""
+    kinds = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor in tensors:
+        place = [tensor.start, tensor.end]
+        entries[tensor.name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write(name: str, directory: Path, device: str) -> int:
+    """Writes config, tokenizer and weights, the index last; returns the bytes of weights written."""
+    config = CONFIGS[name]
+    files = shards(shapes(config))
+    text = json.dumps(config, indent=1)
+    if (directory / INDEX).is_file() and (directory / "config.json").read_text() == text:
+        return 0
+    total = sum(tensors[-1].end for tensors in files.values())
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    _check_room(directory, total)
+    (directory / "config.json").write_text(text)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
     _write_tokenizer(directory)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device=device).manual_seed(7)
-    shards: dict[str, dict[str, torch.Tensor]] = {}
-    for tensor_name, shape in shapes(config).items():
-        parts = tensor_name.split(".")
-        shard = f"layer-{int(parts[2]):03d}" if parts[1] == "layers" else tensor_name.replace(".", "-")
-        weight = torch.ones(shape, device=device, dtype=torch.bfloat16)
-        if len(shape) == 2:
-            weight.normal_(0, 1.0 if "embed" in tensor_name else 0.02, generator=generator)
-        shards.setdefault(shard, {})[tensor_name] = weight.cpu()
-    index = {}
-    for shard, tensors in shards.items():
-        save_file(tensors, directory / f"{shard}.safetensors", metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, f"{shard}.safetensors")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+    def write_shard(number: int, file: str) -> None:
+        data = draw(files[file], config["initializer_range"], SEED * 1000 + number, device)
+        with (directory / file).open("wb") as sink:
+            sink.write(header(files[file]))
+            sink.write(memoryview(data.numpy()))
+
+    _in_threads(write_shard, enumerate(files))
+    index = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
+    (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
+    return total
+
+
+def _in_threads(work: Callable[[int, str], None], items: Iterator[tuple[int, str]]) -> None:
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for done in [pool.submit(work, *item) for item in items]:
+            done.result()
+
+
+def _check_room(directory: Path, size: int) -> None:
+    if (free := shutil.disk_usage(directory).free) < size:
+        raise OSError(f"{directory} has {free / 1e9:.1f} GB left, and the weights need {size / 1e9:.1f} GB")
 
 
 def _write_tokenizer(directory: Path) -> None:
@@ -97,5 +312,18 @@ def _write_tokenizer(directory: Path) -> None:
         (directory / name).write_bytes((source / name).read_bytes())
 
 
+def main(
+    name: Annotated[Literal[tuple(CONFIGS)], tyro.conf.Positional],  # type: ignore[valid-type]
+    directory: tyro.conf.Positional[Path],
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+) -> int:
+    """Writes a checkpoint with random weights at real scale."""
+    began = time.monotonic()
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    size = write(name, directory, chosen)
+    print(json.dumps({"checkpoint": name, "gb": round(size / 1e9, 2), "seconds": round(time.monotonic() - began, 1)}))
+    return 0
+
+
 if __name__ == "__main__":
-    write(sys.argv[1], Path(sys.argv[2]))
+    sys.exit(tyro.cli(main))

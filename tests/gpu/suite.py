@@ -1,200 +1,240 @@
-"""The verification suite on a GPU: starts a cluster on a model, compares bits, prints a JSON line per check.
+"""The verification suite: starts a cluster on a model, compares bits, stops it, and runs stock vLLM as the control.
 
-`python -m tests.gpu.suite MODEL_DIR [--prefill-gpu 0] [--decode-gpu 0] [--slots 256] [--logs DIR]`. The first check is
-the paper's (Section V-B): 32 prompts, temperature 0.6, seed 42, alone and in a batch of 32.
+`python -m tests.gpu.suite --model DIR [--prefill-gpus 0] [--decode-gpus 0] [--json PATH]`. The first check is the
+paper's (Section V-B): 32 prompts, temperature 0.6, seed 42, alone and in a batch of 32. Prints a JSON line per result
+and a table. Exit code: 0 if every bit agreed, 3 if one did not, 1 if something was not checked.
+
+Owns the course of a run and its time: no check may cost the others theirs, and what was found is on disk at any moment.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from corun import Client, Generation, SamplingParams
-from tests.e2e.conftest import Cluster, Processes, ready
-from tests.e2e.test_determinism import Case, differing, run
+from corun import Client
+from corun.processes import descendants, end_tree
+from tests.e2e.stock import result_of
+from tests.e2e.test_determinism import Case
+from tests.gpu import conditions
+from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Prompts
+from tests.gpu.nodes import Nodes, Topology, after, environment, has_gpu, running
+from tests.gpu.report import Outcome, Report
 
-START_TIMEOUT_S = 400.0
+STOP_S = 25.0
+"""Set aside for ending the cluster."""
+HANG_S = 45.0
+"""A run that is so much over its time is ended by force."""
+LEAST_S = 8.0
+"""With less time than this, the control is not begun."""
+CONTROL = "stock vLLM: the paper's prompts alone, in a batch of 32"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to run."""
+class Suite:
+    """Compares every bit of a cluster's output under conditions that must not matter."""
 
-    model: str
-    prefill_gpu: int = 0
-    decode_gpu: int = 0
-    slots: int = 256
-    chunk_size: int = 2048
+    topology: tyro.conf.OmitArgPrefixes[Topology]
+    checks: tuple[Literal[tuple(BY_NAME)], ...] = ()  # type: ignore[valid-type]
+    """Checks to run, in their own order; by default all."""
+    skip: tuple[Literal[tuple(BY_NAME)], ...] = ()  # type: ignore[valid-type]
+    """Checks not to run."""
+    stock: Literal["after", "before", "off"] = "after"
+    """When stock vLLM runs the paper's prompts: the control, which must differ."""
+    stock_limit_s: float = 150.0
+    """For stock vLLM to start and run."""
+    time_limit_s: float = 560.0
+    """For everything; what would not fit any more is skipped."""
+    scale: float = 1.0
+    """Of the numbers of prompts."""
+    long_output: int = 2048
+    """Tokens."""
     logs: Path = Path("suite-logs")
-    needles: int = 3
-    """How many prompts are run among 255 others."""
-    long_output: int = 512
-    checks: tuple[str, ...] = ()
-    """Names of the checks to run; empty: all."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """File for everything that was found."""
+    same_bits_as: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """--json of an earlier run of the same model, whose paper test must have given the same bits."""
+
+    @property
+    def chosen(self) -> list[Check]:
+        return [check for check in CHECKS if check.name in (self.checks or BY_NAME) and check.name not in self.skip]
 
 
-def say(check: str, **values: object) -> None:
-    print(json.dumps({"check": check, **values}), flush=True)
+class Run:
+    """One run of the suite."""
 
+    def __init__(self, options: Suite) -> None:
+        self.options = options
+        self.report = Report(options.json)
+        self._began = time.monotonic()
+        self._paper: list[str] = []
+        self._memory: dict[str, Any] = {}
 
-@contextmanager
-def started(options: Options) -> Iterator[Cluster]:
-    """A router, a prefill and a decode node; on one GPU they share its memory."""
-    options.logs.mkdir(parents=True, exist_ok=True)
-    processes = Processes(options.logs)
-    share = "0.42" if options.prefill_gpu == options.decode_gpu else "0.85"
-    node = ("--model", options.model, "--router", "127.0.0.1:50099", "--gpu-memory-utilization", share)
-    cluster = Cluster("127.0.0.1:50099", options.model, processes)
-    began = time.monotonic()
-    try:
-        processes.start("router", "router", "--port", "50099")
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(options.prefill_gpu)
-        chunk = ("--chunk-size", str(options.chunk_size))
-        processes.start("prefill", "prefill_node", *node, "--node-id", "p0", "--max-model-len", "8192", *chunk)
-        if options.prefill_gpu == options.decode_gpu:
-            _wait_for_memory(processes)
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(options.decode_gpu)
-        slots = ("--slots", str(options.slots))
-        processes.start("decode", "decode_node", *node, "--node-id", "d0", "--max-model-len", "8192", *slots)
-        while not ready(cluster):
-            if time.monotonic() - began > START_TIMEOUT_S or _dead(processes):
-                raise RuntimeError("the cluster did not start")
-            time.sleep(0.5)
-        say("start", seconds=round(time.monotonic() - began, 1))
-        yield cluster
-    finally:
-        say("stop", exit_codes=processes.stop())
+    @property
+    def left_s(self) -> float:
+        return self.options.time_limit_s - (time.monotonic() - self._began)
 
+    def all(self) -> None:
+        """The cluster and the control; the errors of one do not cost the other."""
+        facts = {"versions": conditions.versions(), "hardware": conditions.hardware(), "command": sys.argv[1:]}
+        self.report.keep(**facts, topology=asdict(self.options.topology))
+        if self.options.stock == "before":
+            self.control()
+        try:
+            self.cluster()
+        except Exception as error:
+            self.report.add(Outcome(name="the cluster", error=f"{type(error).__name__}: {error}"))
+            print(error, file=sys.stderr)  # all of it: the log of a node that did not start
+        if self.options.stock == "after":
+            self.control()
 
-def _dead(processes: Processes) -> bool:
-    return any(process.poll() is not None for process in processes.running.values())
+    def cluster(self) -> None:
+        """Starts it, runs the checks, stops it."""
+        asked = self.options.topology
+        topology = replace(asked, start_timeout_s=max(1.0, min(asked.start_timeout_s, self.left_s - STOP_S)))
+        self._note_memory("before")
+        try:
+            with running(topology, self.options.logs, on_up=self._note_memory) as nodes:
+                self._describe(nodes)
+                for check in self.options.chosen:
+                    self.check(check, nodes)
+                self._note_memory("at the end", nodes)
+                self.report.say(start_s=nodes.seconds, exit_codes=nodes.stop())
+        finally:
+            self.report.keep(log_lines=conditions.log_lines(self.options.logs.glob("*.log")), paper_bits=self._paper)
 
+    def check(self, check: Check, nodes: Nodes) -> None:
+        """Runs one check within its limit; its errors are its result."""
+        limit = min(check.limit_s, self.left_s - self._reserve_s)
+        if limit < check.least_s:
+            self.report.add(Outcome(name=check.name, skipped="no time left"))
+            return
+        began = time.monotonic()
+        client = nodes.client(limit)
+        timer = after(limit, client.close)
+        try:
+            self._run(check, self._bench(nodes, client, began + limit))
+        except Exception as error:  # one check must not cost the others their time
+            spent = time.monotonic() - began
+            over = f" (its {limit:.0f} s were over)" if spent >= limit else ""
+            self.report.add(Outcome(name=check.name, error=f"{type(error).__name__}: {error}{over}", seconds=spent))
+        finally:
+            timer.cancel()
+            client.close()
 
-def _wait_for_memory(processes: Processes) -> None:
-    """vLLM measures the memory that is free while it starts, so a second engine on the GPU starts after the first."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while "serving on" not in processes.log("prefill"):
-        if time.monotonic() > deadline or _dead(processes):
-            raise RuntimeError("the prefill node did not start")
-        time.sleep(0.5)
+    def control(self) -> None:
+        """Stock vLLM in a process of its own, on the same prompts."""
+        limit = min(self.left_s - 5.0, self.options.stock_limit_s)
+        began = time.monotonic()
+        if limit < LEAST_S:
+            self.report.add(Outcome(name=CONTROL, must_differ=True, skipped="no time left"))
+            return
+        try:
+            found = self._stock(limit)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            found = {"prompts": 0, "equal": 0, "error": f"{type(error).__name__}: {error}"}
+        shared = {"total": found.pop("prompts"), "equal": found.pop("equal"), "error": found.pop("error", "")}
+        seconds = time.monotonic() - began
+        self.report.add(Outcome(name=CONTROL, must_differ=True, **shared, seconds=seconds, detail=found))
 
+    @property
+    def _reserve_s(self) -> float:
+        return STOP_S + (self.options.stock_limit_s if self.options.stock == "after" else 0.0)
 
-def prompts(count: int, low: int, high: int, seed: int, vocab: int = 150_000) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(3, vocab) for _ in range(draw.randint(low, high))] for _ in range(count)]
+    def _bench(self, nodes: Nodes, client: Client, deadline: float) -> Bench:
+        earlier = self.options.same_bits_as
+        reference = json.loads(earlier.read_text())["conditions"]["paper_bits"] if earlier else ()
+        return Bench(
+            nodes=nodes,
+            client=client,
+            status=client.get_cluster(),
+            deadline=deadline,
+            scale=self.options.scale,
+            long_output=self.options.long_output,
+            reference=reference,
+            paper=self._paper,
+        )
 
-
-def cases(count: int, low: int, high: int, seed: int, **params: object) -> list[Case]:
-    settings = {"logprobs": True, "ignore_eos": True, "max_tokens": 32, "temperature": 0.6, **params}
-    made = SamplingParams(**settings)  # type: ignore[arg-type]
-    return [(prompt, made, 42 + seed) for prompt in prompts(count, low, high, seed)]
-
-
-def paper_test(client: Client, options: Options) -> None:
-    checked = cases(32, 64, 512, 0, max_tokens=8)
-    compare(client, "paper: 32 prompts alone, in a batch of 32", checked, concurrency=32)
-
-
-def all_slots(client: Client, options: Options) -> None:
-    checked = cases(options.slots, 1, 1024, 1, max_tokens=24)
-    compare(client, f"{options.slots} prompts by fours, in all {options.slots} slots", checked, options.slots, alone=4)
-
-
-def ragged(client: Client, options: Options) -> None:
-    edges = [1, 2, 15, 16, 17, 127, 128, 129, 511, 512, 513, 1023, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 6000]
-    made = [(prompts(1, n, n, n)[0], SamplingParams(max_tokens=16, logprobs=True, ignore_eos=True), n) for n in edges]
-    compare(client, "prompts around block, bucket and chunk edges", made, concurrency=len(made))
-
-
-def mixed(client: Client, options: Options) -> None:
-    styles = [
-        {"temperature": 0.0},
-        {"top_p": 0.9},
-        {"top_k": 20},
-        {"min_p": 0.05},
-        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
-        {"temperature": 0.0, "repetition_penalty": 1.3},
-        {"logit_bias": {40: 4.0}},
-        {"min_tokens": 12},
-    ]
-    made = [
-        case for i, style in enumerate(styles) for case in cases(4, 32, 700, 50 + i, **{"temperature": 1.0, **style})
-    ]
-    compare(client, "greedy, seeded, filtered, penalised mixed", made, concurrency=len(made))
-
-
-def needle(client: Client, options: Options) -> None:
-    for seed in range(options.needles):
-        target = cases(1, 300, 300, 90 + seed, max_tokens=64)
-        crowd = cases(options.slots - 1, 1, 800, 190 + seed, max_tokens=96)
-        alone = run(client, target, concurrency=1)
-        spot = (37 + 100 * seed) % options.slots
-        together = run(client, crowd[:spot] + target + crowd[spot:], concurrency=options.slots)
-        report(f"needle {seed} among {options.slots - 1}", alone, together[spot : spot + 1])
-
-
-def long_outputs(client: Client, options: Options) -> None:
-    compare(client, f"{options.long_output} output tokens", cases(8, 100, 400, 7, max_tokens=options.long_output), 8)
-
-
-def handoff(client: Client, options: Options) -> None:
-    """One prompt at a time, one token each: what a long prompt costs before its first token."""
-    made = cases(12, 6000, 6000, 5, max_tokens=1)
-    run(client, made[:2], concurrency=1)
-    began = time.monotonic()
-    run(client, made[2:], concurrency=1)
-    say("6000 in, 1 out, one at a time", seconds_each=round((time.monotonic() - began) / 10, 3))
-
-
-def throughput(client: Client, options: Options) -> None:
-    """Not a benchmark: a first look at how fast the fixed shape runs when all slots are busy."""
-    made = cases(options.slots, 512, 512, 77, max_tokens=256)
-    began = time.monotonic()
-    run(client, made, concurrency=options.slots)
-    seconds = time.monotonic() - began
-    say(
-        "512 in, 256 out, every slot once",
-        seconds=round(seconds, 2),
-        output_tokens_per_s=round(256 * len(made) / seconds),
-    )
-
-
-def compare(client: Client, check: str, checked: list[Case], concurrency: int, alone: int = 1) -> None:
-    report(check, run(client, checked, concurrency=alone), run(client, checked, concurrency=concurrency))
-
-
-def report(check: str, left: list[Generation], right: list[Generation]) -> None:
-    say(check, total=len(left), equal=len(left) - len(differing(left, right)))
-
-
-CHECKS: tuple[Callable[[Client, Options], None], ...] = (
-    paper_test, handoff, ragged, mixed, needle, all_slots, throughput, long_outputs,
-)  # fmt: skip
-
-
-def main() -> int:
-    options = tyro.cli(Options)
-    with started(options) as cluster, cluster.client() as client:
-        for check in CHECKS:
-            if options.checks and check.__name__ not in options.checks:
-                continue
+    def _run(self, check: Check, bench: Bench) -> None:
+        began = time.monotonic()
+        for found in check.run(bench):
+            if isinstance(found, Outcome):
+                self.report.add(replace(found, seconds=time.monotonic() - began))
+            else:
+                self.report.say(**found)
             began = time.monotonic()
-            try:
-                check(client, options)
-            except Exception as error:  # a failed check must not cost the others their GPU time
-                say(check.__name__, error=f"{type(error).__name__}: {error}"[:500])
-            say(f"{check.__name__} took", seconds=round(time.monotonic() - began, 1))
-    return 0
+
+    def _describe(self, nodes: Nodes) -> None:
+        status = nodes.status()
+        assert status is not None  # it has just said that all nodes are ready
+        self.report.say(ready_s=round(time.monotonic() - self._began, 1), start_s=nodes.seconds)
+        self.report.keep(fingerprint=status.fingerprint, contracts=conditions.contracts(status))
+
+    def _note_memory(self, moment: str, nodes: Nodes | None = None) -> None:
+        self._memory[moment] = conditions.gpu_memory({} if nodes is None else nodes.owners())
+        self.report.keep(gpu_memory=self._memory)
+
+    def _stock(self, limit_s: float) -> dict[str, Any]:
+        """Raises TimeoutExpired or, with the end of its log, CalledProcessError; leaves no process."""
+        topology, log = self.options.topology, self.options.logs / "stock.log"
+        self.options.logs.mkdir(parents=True, exist_ok=True)
+        prompts = [prompt for prompt, _, _ in paper_prompts(topology)]
+        cases = self.options.logs / "paper.json"
+        cases.write_text(json.dumps({"prompts": prompts, "seed": PAPER_SEED, **PAPER}))
+        flags = ["--cases", str(cases), "--max-model-len", str(topology.model_len)]
+        flags += ["--tensor-parallel-size", str(topology.tensor_parallel_size)]
+        gpus = topology.decode_gpus[: topology.tensor_parallel_size]
+        with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)) if has_gpu() else None), log.open("wb") as sink:
+            command = [sys.executable, "-m", "tests.e2e.stock", topology.model_path, *flags]
+            process = subprocess.Popen(command, stdout=sink, stderr=sink)
+        try:
+            code = process.wait(limit_s)
+        finally:
+            tree = descendants(process.pid)
+            process.kill()
+            process.wait()
+            end_tree(tree, step_s=1.0)
+        text = log.read_text(errors="replace")
+        if code:
+            raise ValueError(f"it ended with {code}: {text[-1500:]}")
+        return result_of(text)
+
+
+def paper_prompts(topology: Topology) -> list[Case]:
+    """The paper test's, without a cluster to ask."""
+    config = json.loads((Path(topology.model_path) / "config.json").read_text())
+    return Prompts(vocab=config["vocab_size"], model_len=topology.model_len).paper()
+
+
+def give_up(report: Report) -> None:
+    """The last resort against a hang: no process is left, and what was found is on disk."""
+    report.add(Outcome(name="the suite", error="it did not end in time"))
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(1)
+
+
+def main(options: Suite) -> int:
+    run = Run(options)
+    watchdog = after(options.time_limit_s + HANG_S, lambda: give_up(run.report))
+    run.all()
+    watchdog.cancel()
+    run.report.save()
+    run.report.show()
+    print(json.dumps({"exit_code": run.report.exit_code, "seconds": round(options.time_limit_s - run.left_s, 1)}))
+    return run.report.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tyro.cli(Suite)))

@@ -1,0 +1,329 @@
+"""The checks of the suite: what must not matter is changed, and every bit of the output compared.
+
+Owns the cases and the conditions they run under. Sizes follow the cluster (slots, chunk, buckets, longest prompt), so
+that the same checks run on the tiny model. Must not know how a cluster is started or results are shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from corun import Client, ClusterStatus, Generation, SamplingParams, verify
+from corun.cluster import Condition, NodeRole
+from prefill_node.engine import prefill_buckets
+from tests.e2e.test_determinism import Case, bits, differing, run
+from tests.gpu.nodes import Nodes
+from tests.gpu.report import Outcome
+
+PAPER = {"temperature": 0.6, "max_tokens": 8}
+PAPER_SEED = 42
+STYLES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.05},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"logit_bias": {40: 4.0}},
+    {"min_tokens": 12},
+)
+Found = Outcome | dict[str, Any]
+"""A result, or facts that were measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Draws random prompts that a model can take."""
+
+    vocab: int
+    model_len: int
+
+    def cases(self, count: int, low: int, high: int, seed: int, **params: Any) -> list[Case]:
+        """Prompts of `low` to `high` tokens, as far as the model goes, each with a seed of its own."""
+        draw = random.Random(seed)
+        settings = sampling(**params)
+        longest = self.model_len - settings.max_tokens
+        low, high = min(low, longest), min(high, longest)
+        return [(self.draw(draw.randint(low, high), draw), settings, draw.randrange(2**63)) for _ in range(count)]
+
+    def draw(self, length: int, draw: random.Random) -> list[int]:
+        return [draw.randrange(3, self.vocab) for _ in range(length)]
+
+    def paper(self) -> list[Case]:
+        """Section V-B: 32 prompts, temperature 0.6, one seed, 8 tokens."""
+        return [(prompt, params, PAPER_SEED) for prompt, params, _ in self.cases(32, 64, 512, 0, **PAPER)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a check works with."""
+
+    nodes: Nodes
+    client: Client
+    """Of this check alone: it is closed when the check's time is over, and every call ends."""
+    status: ClusterStatus
+    deadline: float
+    """On the monotonic clock."""
+    scale: float = 1.0
+    """Of the numbers of prompts."""
+    long_output: int = 2048
+    reference: Sequence[str] = ()
+    """Digests of an earlier run's paper test."""
+    paper: list[str] = field(default_factory=list)
+    """This run's."""
+
+    @property
+    def remaining_s(self) -> float:
+        return max(1.0, self.deadline - time.monotonic())
+
+    @property
+    def slots(self) -> int:
+        return sum(node.node.slots for node in self.status.nodes)
+
+    @property
+    def prompts(self) -> Prompts:
+        nodes = [node.node for node in self.status.nodes]
+        vocab, model_len = min(node.vocab_size for node in nodes), min(node.max_model_len for node in nodes)
+        return Prompts(vocab=vocab, model_len=model_len)
+
+    @property
+    def model_len(self) -> int:
+        return self.prompts.model_len
+
+    def cases(self, count: int, low: int, high: int, seed: int, **params: Any) -> list[Case]:
+        return self.prompts.cases(count, low, high, seed, **params)
+
+    def count(self, number: int) -> int:
+        return max(2, round(number * self.scale))
+
+    def run(self, cases: Sequence[Case], concurrency: int) -> list[Generation]:
+        return run(self.client, list(cases), concurrency)
+
+    def compare(self, name: str, cases: Sequence[Case], concurrency: int, alone: int = 1) -> Outcome:
+        """The same cases, `alone` at a time and `concurrency` at a time."""
+        return compared(name, self.run(cases, alone), self.run(cases, concurrency))
+
+
+def sampling(**params: Any) -> SamplingParams:
+    settings = {"logprobs": True, "ignore_eos": True, "max_tokens": 32, "temperature": 0.6, **params}
+    return SamplingParams(**settings)
+
+
+def compared(name: str, left: Sequence[Generation], right: Sequence[Generation], **detail: Any) -> Outcome:
+    """How many agree in every bit; `distinct` says how many outputs there were to confuse."""
+    wrong = differing(list(left), list(right))
+    detail["distinct"] = len({bits(one) for one in left})
+    if wrong:
+        same_tokens = sum(a.token_ids == b.token_ids for a, b in zip(left, right, strict=True))
+        detail |= {"differing": wrong[:16], "tokens_equal": same_tokens}
+    return Outcome(name=name, total=len(left), equal=len(left) - len(wrong), detail=detail)
+
+
+def digests(generations: Sequence[Generation]) -> list[str]:
+    return [hashlib.sha256(bits(one)).hexdigest()[:16] for one in generations]
+
+
+def paper(bench: Bench) -> Iterator[Found]:
+    checked = bench.prompts.paper()
+    alone = bench.run(checked, 1)
+    logprobs = [value for one in alone for value in one.logprobs]
+    detail = {"mean_logprob": round(sum(logprobs) / len(logprobs), 3)}
+    yield compared("paper: 32 prompts alone, in a batch of 32", alone, bench.run(checked, 32), **detail)
+    bench.paper[:] = digests(alone)
+    if bench.reference:
+        equal = sum(a == b for a, b in zip(bench.paper, bench.reference, strict=True))
+        yield Outcome(name="paper: the bits of an earlier run", total=len(bench.paper), equal=equal)
+
+
+def verify_conditions(bench: Bench) -> Iterator[Found]:
+    """What `corun verify` does."""
+    cases = verify.built_in_cases(bench.client.get_cluster(), bench.count(verify.BUILT_IN_CASES))
+    found = verify.run(bench.client, cases, timeout_s=bench.remaining_s)
+    for condition in Condition:
+        reasons = [str(one.to_dict()) for one in found.differences if one.condition is condition]
+        detail = {"differences": reasons[:4]} if reasons else {}
+        counts = {"total": found.runs[condition], "equal": found.equal[condition]}
+        yield Outcome(name=f"corun verify: {condition.value}", **counts, detail=detail)
+
+
+def mixed(bench: Bench) -> Iterator[Found]:
+    each = bench.count(4)
+    styles = [{"temperature": 1.0, **style} for style in STYLES]
+    made = [case for i, style in enumerate(styles) for case in bench.cases(each, 16, 700, 50 + i, **style)]
+    yield bench.compare("greedy, seeded, filtered, penalised, biased mixed", made, len(made))
+
+
+def edges(bench: Bench) -> Iterator[Found]:
+    """Prompts of every length around which a step changes its shape: buckets, chunks, KV blocks."""
+    part = prefill_part(bench.status)
+    lengths = edge_lengths(part["chunk_size"], part["buckets"], bench.model_len - 16)
+    draw = random.Random(3)
+    params = sampling(max_tokens=16)
+    made = [(bench.prompts.draw(length, draw), params, draw.randrange(2**63)) for length in lengths]
+    yield bench.compare(f"{len(made)} lengths around bucket and chunk edges", made, len(made))
+
+
+def prefill_part(status: ClusterStatus) -> dict[str, Any]:
+    """The prefill nodes' part of the contract."""
+    node = next(one.node for one in status.nodes if one.node.role is NodeRole.PREFILL)
+    part: dict[str, Any] = json.loads(node.contract_json)["prefill"]
+    return part
+
+
+def edge_lengths(chunk: int, buckets: Sequence[int], longest: int) -> list[int]:
+    """C-1, C and C+1 of every edge; without graphs there are no buckets, and those of a GPU are as good as any."""
+    around = {1, chunk, 2 * chunk, 3 * chunk, *(buckets or prefill_buckets(chunk))}
+    return sorted(length for edge in around for length in (edge - 1, edge, edge + 1) if 0 < length <= longest)
+
+
+def ragged(bench: Bench) -> Iterator[Found]:
+    made = bench.cases(bench.count(32), 1, 4096, 11)
+    yield bench.compare("ragged lengths of 1 to 4096", made, len(made))
+
+
+def arrivals(bench: Bench) -> Iterator[Found]:
+    made = bench.cases(bench.count(24), 1, 1024, 12, max_tokens=24)
+    alone = bench.run(made, 1)
+    order = list(range(len(made)))
+    random.Random(4).shuffle(order)
+    shuffled = bench.run([made[i] for i in order], len(made))
+    yield compared("shuffled order of arrival", [alone[i] for i in order], shuffled)
+    yield compared("reversed order of arrival", alone[::-1], bench.run(made[::-1], len(made)))
+    yield compared("staggered arrival", alone, staggered(bench, made, spread_s=1.0))
+
+
+def staggered(bench: Bench, cases: Sequence[Case], spread_s: float) -> list[Generation]:
+    """Each case arrives at a random moment of `spread_s` seconds."""
+    draw = random.Random(5)
+    delays = [draw.uniform(0, spread_s) for _ in cases]
+
+    def late(case: Case, delay: float) -> Generation:
+        time.sleep(delay)
+        return bench.client.generate(case[0], case[1], seed=case[2])
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return list(pool.map(late, cases, delays))
+
+
+def needle(bench: Bench) -> Iterator[Found]:
+    """One prompt alone, then in the middle of as many as there are slots."""
+    for seed in range(bench.count(3)):
+        target = bench.cases(1, 300, 300, 90 + seed, max_tokens=64)
+        crowd = bench.cases(bench.slots - 1, 1, 800, 190 + seed, max_tokens=96)
+        spot = (37 + 100 * seed) % bench.slots
+        alone = bench.run(target, 1)
+        together = bench.run([*crowd[:spot], *target, *crowd[spot:]], bench.slots)
+        yield compared(f"needle {seed} among {bench.slots - 1}", alone, together[spot : spot + 1])
+
+
+def all_slots(bench: Bench) -> Iterator[Found]:
+    made = bench.cases(bench.slots, 1, 1024, 1, max_tokens=24)
+    yield bench.compare(f"{bench.slots} prompts by fours, in all {bench.slots} slots", made, bench.slots, alone=4)
+
+
+def pairs(bench: Bench) -> Iterator[Found]:
+    """With several nodes: what the first pair gives alone, every pair must give in a crowd."""
+    if len(bench.status.nodes) == 2:
+        return
+    made = bench.cases(bench.count(96), 1, 1024, 13, max_tokens=48)
+    alone, crowd = bench.run(made, 1), bench.run(made, len(made))
+    wrong = {*differing(alone, crowd)}
+    ran = [pair_of(one) for one in crowd]
+    first = Counter(pair_of(one) for one in alone)
+    for pair, number in sorted(Counter(ran).items()):
+        bad = sum(1 for i, other in enumerate(ran) if other == pair and i in wrong)
+        yield Outcome(name=f"pair {pair}", total=number, equal=number - bad, detail={"alone ran on": dict(first)})
+    yield {"pairs used": len({*ran}), "pairs": len(bench.status.nodes) ** 2 // 4}
+
+
+def pair_of(generation: Generation) -> str:
+    receipt = generation.receipt
+    return f"{receipt.prefill_node.node_id} {receipt.decode_node.node_id}"
+
+
+def restarts(bench: Bench) -> Iterator[Found]:
+    """kill -9 of the first decode node under load, then of the first prefill node; each comes back and gives the same
+    bits."""
+    made = bench.cases(bench.count(16), 1, 1024, 14, max_tokens=min(256, bench.model_len // 4))
+    alone = bench.run(made, len(made))
+    with ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(bench.run, made, len(made))
+        time.sleep(1.0)
+        bench.nodes.restart("d0", bench.remaining_s)
+        yield compared("restarted decode node", alone, bench.run(made, len(made)))
+        yield compared("killed decode node under load", alone, interrupted.result(bench.remaining_s))
+    bench.nodes.restart("p0", bench.remaining_s)
+    yield compared("restarted prefill node", alone, bench.run(made, len(made)))
+
+
+def long_outputs(bench: Bench) -> Iterator[Found]:
+    """Two long outputs alone, then among others that come and go."""
+    length = min(bench.long_output, bench.model_len - 400)
+    made = bench.cases(2, 100, 399, 7, max_tokens=length)
+    alone = bench.run(made, 1)
+    others = bench.cases(bench.count(62), 1, 700, 8, max_tokens=max(1, length // 8))
+    together = bench.run([*made, *others], 34)
+    yield compared(f"{length} output tokens", alone, together[:2])
+
+
+def first_token(bench: Bench) -> Iterator[Found]:
+    """Not a check: what a long prompt costs before its first token, one at a time."""
+    longest = bench.model_len - 8
+    for length in (min(512, longest), min(2048, longest), min(6000, longest)):
+        made = bench.cases(bench.count(8), length, length, length, max_tokens=1)
+        bench.run(made[:1], 1)
+        began = time.monotonic()
+        bench.run(made, 1)
+        yield {f"seconds to the first token of {length}": round((time.monotonic() - began) / len(made), 4)}
+
+
+def throughput(bench: Bench) -> Iterator[Found]:
+    """Not a benchmark: a first look at how fast the fixed shape runs when all slots are busy."""
+    length = min(512, bench.model_len // 2)
+    tokens = min(256, bench.model_len // 4)
+    made = bench.cases(bench.slots, length, length, 77, max_tokens=tokens)
+    began = time.monotonic()
+    bench.run(made, bench.slots)
+    seconds = time.monotonic() - began
+    figures = {"seconds": round(seconds, 2), "output_tokens_per_s": round(tokens * len(made) / seconds)}
+    yield {f"{length} in, {tokens} out, every slot once": figures}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, the longest it may take, and the time without which it is not begun."""
+
+    run: Callable[[Bench], Iterator[Found]]
+    limit_s: float
+    least_s: float = 8.0
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(paper, 60),
+    Check(verify_conditions, 120),
+    Check(mixed, 90),
+    Check(edges, 120),
+    Check(ragged, 120),
+    Check(arrivals, 90),
+    Check(needle, 120),
+    Check(all_slots, 150),
+    Check(pairs, 120),
+    Check(first_token, 60),
+    Check(throughput, 90),
+    Check(long_outputs, 240),
+    Check(restarts, 300, least_s=100),
+)
+BY_NAME: Mapping[str, Check] = {check.name: check for check in CHECKS}

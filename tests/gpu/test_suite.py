@@ -1,0 +1,167 @@
+"""The suite's own parts: topologies, edges, verdicts, time limits, and how the handoff benchmark reads a log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corun import Client
+from corun.errors import CorunError
+from tests.e2e.stock import result_of
+from tests.gpu import conditions, nodes
+from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths
+from tests.gpu.handoff import raw_pairs, read_figures
+from tests.gpu.nodes import Topology
+from tests.gpu.report import Outcome, Report
+from tests.gpu.suite import Run, Suite
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "has_gpu", lambda: True)
+
+
+def test_gpus_are_shared_out_to_nodes() -> None:
+    both = Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 1))
+    assert [(node.name, node.gpus) for node in both.nodes] == [("p0", (0,)), ("p1", (1,)), ("d0", (0,)), ("d1", (1,))]
+    split = Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(2, 3), tensor_parallel_size=2)
+    assert [(node.name, node.gpus) for node in split.nodes] == [("p0", (0, 1)), ("d0", (2, 3))]
+    with pytest.raises(ValueError, match="cannot be shared out"):
+        _ = Topology(model="tiny", prefill_gpus=(0, 1, 2), tensor_parallel_size=2).nodes
+
+
+@pytest.mark.parametrize(
+    ("topology", "share"),
+    [
+        (Topology(model="tiny"), 0.42),
+        (Topology(model="tiny", decode_gpus=(1,)), 0.84),
+        (Topology(model="tiny", gpu_memory_utilization=0.47), 0.47),
+    ],
+)
+def test_nodes_share_the_memory_of_a_gpu(topology: Topology, share: float, on_gpu: None) -> None:
+    for node in topology.nodes:
+        flags = topology.flags(node)
+        assert flags[flags.index("--gpu-memory-utilization") + 1] == str(share)
+
+
+def test_nodes_on_one_gpu_start_one_after_the_other(on_gpu: None, tmp_path: Path) -> None:
+    topology = Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2))
+    cluster = nodes.Nodes(topology, nodes.Processes(tmp_path))
+    may = {node.name: cluster._may_start(node, set()) for node in topology.nodes}
+    assert may == {"p0": True, "p1": True, "d0": False, "d1": True}
+    assert cluster._may_start(topology.nodes[2], {"p0"})
+
+
+def test_edges_lie_on_both_sides() -> None:
+    assert edge_lengths(64, (16, 64), 150) == [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129]
+    assert {2047, 2048, 2049, 4097} <= {*edge_lengths(2048, (), 8000)}
+
+
+def test_the_papers_prompts_are_the_same_for_cluster_and_control() -> None:
+    first, again = (Prompts(vocab=1000, model_len=4096).paper() for _ in range(2))
+    assert first == again
+    assert len(first) == 32
+    assert {seed for _, _, seed in first} == {42}
+    assert all(64 <= len(prompt) <= 512 for prompt, _, _ in first)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ([Outcome(name="a", total=2, equal=2)], 0),
+        ([Outcome(name="a", total=2, equal=2), Outcome(name="b", total=2, equal=1), Outcome(name="c", error="x")], 3),
+        ([Outcome(name="a", total=2, equal=2), Outcome(name="c", error="x")], 1),
+        ([Outcome(name="a", total=2, equal=2), Outcome(name="c", skipped="no time left")], 1),
+        ([Outcome(name="control", total=2, equal=1, must_differ=True)], 0),
+        ([Outcome(name="control", total=2, equal=2, must_differ=True)], 1),
+        ([Outcome(name="nothing was compared")], 3),
+        ([], 1),
+    ],
+)
+def test_exit_code(outcomes: list[Outcome], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(tmp_path / "report.json")
+    for outcome in outcomes:
+        report.add(outcome)
+    report.say(start_s=1.0)
+    report.show()
+    assert report.exit_code == code
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert [check["check"] for check in written["checks"]] == [outcome.name for outcome in outcomes]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert lines[-1] == {"start_s": 1.0}
+
+
+class StuckCluster:
+    """Enough of `Nodes` for a check that never ends."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def client(self, timeout_s: float) -> Any:
+        return self._client
+
+
+def test_a_check_that_hangs_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client("127.0.0.1:1", connect_timeout_s=60.0)  # nobody answers there
+    monkeypatch.setattr(Run, "_bench", lambda self, cluster, client, deadline: SimpleNamespace(client=client))
+
+    def hangs(bench: Bench) -> Iterator[Found]:
+        yield Outcome(name="before", total=1, equal=1)
+        bench.client.generate([1])
+
+    run = Run(Suite(topology=Topology(model="tiny"), stock="off"))
+    run.check(Check(hangs, limit_s=1.0, least_s=0.5), StuckCluster(client))  # type: ignore[arg-type]
+    assert [outcome.verdict for outcome in run.report.outcomes] == ["equal", "ERROR"]
+    assert run.report.outcomes[1].seconds < 5
+    assert "were over" in run.report.outcomes[1].error
+
+
+def test_a_check_without_time_is_skipped() -> None:
+    run = Run(Suite(topology=Topology(model="tiny"), time_limit_s=10.0))
+    run.check(Check(lambda bench: iter(()), limit_s=60.0), StuckCluster(None))  # type: ignore[arg-type]
+    assert run.report.outcomes[0].verdict == "skipped"
+
+
+def test_a_failing_check_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(bench: Bench) -> Iterator[Found]:
+        raise CorunError("broken")
+        yield {}
+
+    monkeypatch.setattr(Run, "_bench", lambda self, cluster, client, deadline: SimpleNamespace())
+    run = Run(Suite(topology=Topology(model="tiny"), stock="off"))
+    run.check(Check(fails, limit_s=60.0), StuckCluster(Client("127.0.0.1:1")))  # type: ignore[arg-type]
+    assert "broken" in run.report.outcomes[0].error
+
+
+def test_lines_of_interest_are_taken_from_logs(tmp_path: Path) -> None:
+    log = tmp_path / "d0.log"
+    log.write_text(
+        "a\nINFO certified in 3.21 s\nINFO certified in 3.21 s\nweights digest: 2 s\nb\nKV reads of rank 0: x\n"
+    )
+    assert conditions.log_lines([log]) == {
+        "d0": ["INFO certified in 3.21 s", "weights digest: 2 s", "KV reads of rank 0: x"]
+    }
+
+
+def test_figures_of_reads() -> None:
+    text = "{'count': 4, 'bytes': 8000000, 'seconds': 0.002, 'failed': 0, 'checked': 1}, 4.00 GB/s each"
+    found = read_figures(text)
+    assert (found["ms"], found["gb_per_s"], found["failed"]) == (0.5, 4.0, 0)
+    assert "gb_per_s" not in read_figures("{'count': 0, 'bytes': 0, 'seconds': 0.0}")
+
+
+def test_pairs_that_are_measured() -> None:
+    assert [pair.name for pair in raw_pairs(0)] == ["host memory"]
+    assert len(raw_pairs(1)) == 2
+    assert {pair.visible for pair in raw_pairs(2)} == {("0", "0"), ("0", "1"), ("0,1", "0,1")}
+
+
+def test_result_of_stock_is_found_among_its_log() -> None:
+    assert result_of('INFO x\n{"prompts": 2, "equal": 1}\nbye\n') == {"prompts": 2, "equal": 1}
+    with pytest.raises(ValueError, match="no result"):
+        result_of("INFO x\n")
