@@ -80,6 +80,9 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     pin.pin(pin.cpu_settings(role, pin.cores(role, config.threads)) if on_cpu else pin.gpu_settings(role))
     pin.pin(pin.PLUMBING if on_cpu else {**pin.PLUMBING, **pin.GPU_PLUMBING})
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(endpoint.port)})
+    if not on_cpu and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        os.environ["CUDA_VISIBLE_DEVICES"] = pin.own_gpus_first(visible, devices)
     pin.environment(os.environ)  # Refuses now what it would refuse after a minute of loading.
 
 

@@ -174,6 +174,17 @@ def pin(settings: Mapping[str, str]) -> None:
         _pinned[name] = value
 
 
+def own_gpus_first(visible: str, devices: int) -> str:
+    """CUDA_VISIBLE_DEVICES with this node's GPUs first and the machine's others after them.
+
+    A peer's KV can be read over NVLink only by a process that sees the peer's GPU. GPUs named by UUID stay as they are.
+    """
+    own = [name.strip() for name in visible.split(",")]
+    if not all(name.isdecimal() for name in own):
+        return visible
+    return ",".join([*own, *(str(index) for index in range(devices) if str(index) not in own)])
+
+
 def pinned() -> dict[str, str]:
     """What this process has pinned."""
     return dict(_pinned)

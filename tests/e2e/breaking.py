@@ -2,8 +2,8 @@
 
 `python -m tests.e2e.breaking prefill|decode MODEL [split-kv|split-k]` prints a JSON line per rule: what the self-test
 found. A rule whose breaking goes unnoticed is a hole in the self-test. On a GPU, split-KV is fixed in the captured
-graph, so breaking that rule takes a start of its own (`split-kv`). And without split-K, products of every number of rows
-give a row the same bits there: that padding matters can only be seen with cuBLAS as it comes (`split-k`).
+graph, so breaking that rule takes a start of its own (`split-kv`). And without split-K, products of every number of
+rows give a row the same bits there: that padding matters can only be seen with cuBLAS as it comes (`split-k`).
 """
 
 from __future__ import annotations

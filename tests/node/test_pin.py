@@ -198,3 +198,11 @@ def test_the_blas_policy_says_what_was_read_back() -> None:
     assert pin.blas_policy(report) == policy
     report["switches"]["cuda.matmul.fp32_precision"] = "tf32"
     assert "fp32 tf32" in pin.blas_policy(report)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [("1", "1,0,2,3"), ("2,3", "2,3,0,1"), ("0,1,2,3", "0,1,2,3"), ("GPU-8f2", "GPU-8f2"), ("1,GPU-8f2", "1,GPU-8f2")],
+)
+def test_a_node_sees_its_peers_gpus_after_its_own(visible: str, seen: str) -> None:
+    assert pin.own_gpus_first(visible, 4) == seen
