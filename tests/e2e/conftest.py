@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,12 +97,19 @@ def ready(cluster: Cluster) -> bool:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Started in an order that nobody would choose: nodes first, router last."""
-    processes = Processes(tmp_path_factory.mktemp("cluster"))
+    """With two threads per engine."""
+    with started(tmp_path_factory.mktemp("cluster"), threads=2) as cluster:
+        yield cluster
+
+
+@contextmanager
+def started(logs: Path, *, threads: int) -> Iterator[Cluster]:
+    """A whole cluster, started in an order that nobody would choose: nodes first, router last."""
+    processes = Processes(logs)
     model = str(tiny.ensure())
     port = _free_port()
     cluster = Cluster(f"127.0.0.1:{port}", model, processes)
-    node = ("--model", model, "--router", cluster.address, "--threads", "2")
+    node = ("--model", model, "--router", cluster.address, "--threads", str(threads))
     try:
         processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS))
         processes.start("prefill", "prefill_node", *node, "--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED)

@@ -22,10 +22,10 @@ RULES = {
     "decode": {
         "split-KV on": "the KV of layer",
         "unpadded lm_head": "lm_head",
-        "seeds ignored": "token",
-        "randomness shared": "token",
+        "seeds ignored": "log probability",
+        "randomness shared": "log probability",
     },
-    "prefill": {"batched prefill": "the KV of layer", "moving chunks": "the KV of layer"},
+    "prefill": {"batched prefill": "lm_head"},
 }
 
 
