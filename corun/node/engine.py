@@ -97,7 +97,7 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint)
         kv_connector_module_path="corun.node.connector",
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
-        kv_connector_extra_config={"num_threads": 0},  # one thread posts all reads; more gave nothing (docs/handoff.md)
+        kv_connector_extra_config={"num_threads": 0},  # one thread posts all reads; more gave nothing
         # Never computed again on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )
