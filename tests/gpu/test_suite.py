@@ -13,9 +13,9 @@ import pytest
 from corun import Client
 from corun.errors import CorunError
 from tests.e2e.stock import result_of
-from tests.gpu import conditions, nodes
+from tests.gpu import conditions, connector_read, nodes
 from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths
-from tests.gpu.handoff import raw_pairs, read_figures
+from tests.gpu.handoff import logged_reads, raw_pairs, read_figures
 from tests.gpu.nodes import Topology
 from tests.gpu.report import Outcome, Report
 from tests.gpu.suite import Run, Suite
@@ -149,10 +149,55 @@ def test_lines_of_interest_are_taken_from_logs(tmp_path: Path) -> None:
 
 
 def test_figures_of_reads() -> None:
-    text = "{'count': 4, 'bytes': 8000000, 'seconds': 0.002, 'failed': 0, 'checked': 1}, 4.00 GB/s each"
-    found = read_figures(text)
-    assert (found["ms"], found["gb_per_s"], found["failed"]) == (0.5, 4.0, 0)
-    assert "gb_per_s" not in read_figures("{'count': 0, 'bytes': 0, 'seconds': 0.0}")
+    line = "INFO [d0] KV reads of rank {}: {{'count': {}, 'bytes': {}, 'seconds': {}, 'failed': 0}}, 4.00 GB/s each\n"
+    log = line.format(0, 3, 6000000, 0.0015) + "other\n" + line.format(1, 0, 0, 0.0) + line.format(0, 1, 2000000, 5e-4)
+    found = {rank: read_figures(totals) for rank, totals in logged_reads(log).items()}
+    assert found.keys() == {"0", "1"}
+    assert (found["0"]["count"], found["0"]["ms"], found["0"]["gb_per_s"], found["0"]["failed"]) == (4, 0.5, 4.0, 0)
+    assert "gb_per_s" not in found["1"]
+
+
+def test_figures_of_a_read_through_the_connector() -> None:
+    size = {"bytes": 4_000_000, "descriptors": 8, "merged_descriptors": 1}
+    found = connector_read.figures({**size, "post_s": [0.5, 0.001, 0.001, 0.003], "wait_s": [0.5, 0.001, 0.001, 0.004]})
+    assert (found["first_ms"], found["ms"], found["post_ms"], found["wait_ms"]) == (1000.0, 2.0, 1.0, 1.0)
+    assert (found["gb_per_s"], found["block"], found["repeats"]) == (2.0, 500_000, 3)
+    once = connector_read.figures({**size, "post_s": [0.5], "wait_s": [0.5]})
+    assert (once["ms"], once["repeats"]) == (1000.0, 0)
+
+
+def test_blocks_that_are_read_are_never_the_null_block() -> None:
+    assert connector_read.pick("ascending", 3, 100, seed=1) == [1, 2, 3]
+    theirs, ours = (connector_read.pick("shuffled", 99, 100, seed) for seed in (1, 2))
+    assert sorted(theirs) == sorted(ours) == list(range(1, 100))
+    assert theirs != ours
+
+
+def test_engines_on_one_gpu_start_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(connector_read, "connect", lambda decode, peer: events.append("connect"))
+
+    class Engine:
+        def __init__(self, plan: nodes.NodePlan, *_: Any) -> None:
+            self.name = plan.name
+            events.append(f"start {self.name}")
+
+        def facts(self, timeout_s: float) -> Any:
+            events.append(f"{self.name} is up")
+            return SimpleNamespace(endpoint=None)
+
+        def stop(self) -> None:
+            events.append(f"stop {self.name}")
+
+    monkeypatch.setattr(connector_read, "EngineProcess", Engine)
+    end = ["connect", "stop d0", "stop p0"]
+    with connector_read.connected(Topology(model="tiny"), tmp_path):
+        pass
+    assert events == ["start p0", "p0 is up", "start d0", "d0 is up", *end]
+    events.clear()
+    with connector_read.connected(Topology(model="tiny", decode_gpus=(1,)), tmp_path):
+        pass
+    assert events == ["start p0", "start d0", "p0 is up", "d0 is up", *end]
 
 
 def test_pairs_that_are_measured() -> None:
