@@ -39,7 +39,7 @@ class RouterConfig:
     heartbeat_timeout_ms: int = 5000
     """A node silent for so many milliseconds is lost."""
     max_attempts: int = 3
-    """Runs of one sample, the first included, before its node faults are given up on."""
+    """Runs of one sample, the first included, that nodes may fail or be lost in before the sample is given up."""
     reserve_timeout_s: float = 5.0
     """Longest wait for a decode node to lease a slot, in seconds."""
     prefill_timeout_s: float = 300.0
