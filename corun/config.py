@@ -14,6 +14,8 @@ from corun.errors import CorunError, InvalidArgumentError, Shown
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """The largest message a process takes, unless configured."""
+SEED_KEY_VARIABLE = "CORUN_SEED_KEY"
+"""Environment variable with a router's seed key. Command lines are no place for it: everybody there sees them."""
 
 C = TypeVar("C")
 
@@ -29,7 +31,8 @@ class RouterConfig:
     router_id: str = ""
     """Name of this router; empty: random."""
     seed_key: str = ""
-    """Key of derived seeds, up to 64 bytes in hexadecimal; empty: random at start. Routers of one cluster share it."""
+    """Key of derived seeds, up to 64 bytes in hexadecimal; empty: that of CORUN_SEED_KEY, else random at start. Routers
+    of one cluster share it, and keep it when they restart: else no other router can resume a request without a seed."""
     max_queued_samples: int = 4096
     """Samples that may wait for a slot; more are refused with a retry delay."""
     max_queued_tokens: int = 4_194_304
