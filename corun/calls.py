@@ -1,28 +1,19 @@
-"""What the two clients share: deadlines, checked requests, how a response reads, what a failure means.
+"""What the two clients share: checked requests, how a response reads, when an overloaded router is asked again.
 
 Nothing here does I/O. This module must not know whether its caller blocks or awaits.
 """
 
 from __future__ import annotations
 
-import math
-import time
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import grpc
+from dataclasses import dataclass, replace
 
 from corun import wire
-from corun.errors import (
-    CorunError,
-    DeadlineError,
-    InvalidArgumentError,
-    OverloadedError,
-    Shown,
-    UnavailableError,
-    from_rpc_error,
-)
+from corun.cluster import ResumePoint
+from corun.errors import InvalidArgumentError, OverloadedError, Shown
 from corun.generation import Assembler, Chunk, Prompt
+from corun.links import MIN_RETRY_S, Deadline
 from corun.params import SamplingParams
 from corun.v1 import cluster_service_pb2 as pb
 
@@ -31,58 +22,8 @@ DEFAULT_TIMEOUT_S = 600.0
 """For one prompt, from the call to its last token."""
 DEFAULT_CONNECT_TIMEOUT_S = 20.0
 """For a router to be reachable; part of a call's deadline."""
-STATUS_TIMEOUT_S = 30.0
 DEFAULT_CONCURRENCY = 256
 """Prompts in flight at once: the slots of one decode node."""
-
-_MIN_RETRY_S = 0.05
-
-
-class Deadline:
-    """A moment by which a call must have ended."""
-
-    def __init__(self, timeout_s: float) -> None:
-        check_timeout("timeout_s", timeout_s)
-        self._end = time.monotonic() + timeout_s
-
-    @property
-    def remaining_s(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
-    """A router's address and how long to wait for it."""
-
-    address: str
-    timeout_s: float
-    connect_timeout_s: float
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.address, str) or not self.address:
-            raise InvalidArgumentError("address", self.address, "must be host:port")
-        check_timeout("timeout_s", self.timeout_s)
-        check_timeout("connect_timeout_s", self.connect_timeout_s)
-
-    def deadline(self, timeout_s: float | None = None) -> Deadline:
-        return Deadline(self.timeout_s if timeout_s is None else timeout_s)
-
-    def status_deadline(self, timeout_s: float | None = None) -> Deadline:
-        return self.deadline(min(self.timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
-
-    def connect_s(self, deadline: Deadline) -> float:
-        """Seconds to wait for a connection."""
-        return min(self.connect_timeout_s, deadline.remaining_s)
-
-    def unreachable(self, waited_s: float) -> UnavailableError:
-        return UnavailableError(f"no router answers at {self.address} (waited {waited_s:.3g} s)")
-
-    def typed(self, error: grpc.RpcError) -> CorunError:
-        """The error to raise for a failed call; where the network may be at fault, it names the address."""
-        typed = from_rpc_error(error)
-        if isinstance(typed, (UnavailableError, DeadlineError)):
-            return type(typed)(f"router {self.address}: {typed.message}")
-        return typed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +31,14 @@ class Job:
     """One checked prompt, ready to be sent."""
 
     request: pb.GenerateRequest
+    """With a request id, so that it can be resumed, and for log probabilities, so that its output can be checked."""
     n: int
+    logprobs: bool
+    """Whether the caller asked for log probabilities."""
+
+    def resumed(self, points: Sequence[ResumePoint], fingerprint: str) -> Job:
+        """The job of getting what is missing."""
+        return replace(self, request=wire.resumed_request(self.request, points, fingerprint))
 
     def assembler(self) -> Assembler:
         is_text = self.request.WhichOneof("prompt") == "text"
@@ -100,7 +48,10 @@ class Job:
 def make_job(prompt: Prompt, params: SamplingParams | None, seed: int | None, request_id: str | None) -> Job:
     """Raises InvalidArgumentError for what no model could take."""
     params = params or SamplingParams()
-    return Job(request=wire.generate_request(prompt, params, seed=seed, request_id=request_id or ""), n=params.n)
+    request = wire.generate_request(
+        prompt, replace(params, logprobs=True), seed=seed, request_id=request_id or secrets.token_hex(16)
+    )
+    return Job(request=request, n=params.n, logprobs=params.logprobs)
 
 
 def make_jobs(
@@ -125,7 +76,7 @@ def at_index(index: int, error: InvalidArgumentError) -> InvalidArgumentError:
 
 def retry_delay_s(error: OverloadedError, deadline: Deadline) -> float:
     """Seconds to wait before an overloaded router is asked again; raises `error` if the deadline comes first."""
-    delay = max(_MIN_RETRY_S, error.retry_after_s)
+    delay = max(MIN_RETRY_S, error.retry_after_s)
     if delay >= deadline.remaining_s:
         raise error
     return delay
@@ -142,12 +93,8 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
         finish_reason=wire.finish_reason_from_proto(response.finish_reason),
         receipt=wire.receipt_from_proto(response.receipt) if response.HasField("receipt") else None,
         prompt_token_ids=tuple(response.prompt_token_ids),
+        fingerprint=response.fingerprint,
     )
-
-
-def check_timeout(field: str, seconds: float) -> None:
-    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
-        raise InvalidArgumentError(field, seconds, "must be finite and above 0")
 
 
 def check_concurrency(concurrency: int) -> None:

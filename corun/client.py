@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -23,8 +23,6 @@ from corun.calls import (
     DEFAULT_CONCURRENCY,
     DEFAULT_CONNECT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
-    Deadline,
-    Endpoint,
     Job,
     at_index,
     check_concurrency,
@@ -35,37 +33,39 @@ from corun.calls import (
 )
 from corun.channel import channel, sync_channel
 from corun.cluster import ClusterStatus, Condition, VerifyCase, VerifyResult
-from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError, UnavailableError
+from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
 from corun.generation import Chunk, Generation, Prompt
+from corun.links import Deadline, Endpoint, Links, Search, read_addresses
 from corun.params import SamplingParams
 from corun.progress import ProgressBar
+from corun.resume import Resumption
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 
 C = TypeVar("C", bound="_Cancellable")
-T = TypeVar("T")
+
+_PROBE = "/grpc.health.v1.Health/Check"
+_NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
 class Client:
-    """A router's client; blocks. Safe to use from several threads.
+    """A cluster's client; blocks. Safe to use from several threads.
 
-    address: host:port of a router. timeout_s: the deadline of a call that names none. connect_timeout_s: how much of
-    it may pass before a router is reachable. Connects when first used.
+    address: host:port of a router, or several ("a:1,b:2", or a sequence) that are tried in turn. timeout_s: deadline of
+    a call that names none. connect_timeout_s: how much of it may pass before a router is reachable. Connects when first
+    used. A generation survives its connection and its router: until its deadline it is resumed, with any router.
     """
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
     ) -> None:
-        self._endpoint = Endpoint(address=address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
-        self._channel = sync_channel(address)
-        # gRPC's own wait for a channel polls it in a thread, which dies of a traceback if the channel closes meanwhile.
-        self._probe: Any = self._channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
-        self._reached = False
-        self._stub: Any = ClusterServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        addresses = read_addresses(address)
+        self._endpoint = Endpoint(addresses=addresses, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+        self._links = Links([_SyncLink(each, sync_channel(each)) for each in addresses])
 
     def __enter__(self) -> Client:
         return self
@@ -77,7 +77,9 @@ class Client:
 
     def close(self) -> None:
         """Ends every call in flight."""
-        self._channel.close()
+        self._links.closed = True
+        for link in self._links.all:
+            link.channel.close()
 
     def generate(
         self,
@@ -103,9 +105,7 @@ class Client:
     ) -> Iterator[Chunk]:
         """The same as it is drawn; samples interleave. Leaving the loop ends the request and frees its slot."""
         job = make_job(prompt, params, seed, request_id)
-        return self._responses(
-            self._stub.Generate, job.request, read_chunk, self._endpoint.deadline(timeout_s), _Calls()
-        )
+        return self._chunks(job, self._endpoint.deadline(timeout_s), _Calls())
 
     def generate_many(
         self,
@@ -141,13 +141,13 @@ class Client:
     def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """What the cluster is made of and how busy it is."""
         deadline, calls = self._endpoint.status_deadline(timeout_s), _Calls()
-        self._wait_for_router(deadline, calls)
+        link = self._link(self._endpoint.connect_s(deadline), calls)
         try:
             return wire.cluster_status_from_proto(
-                self._stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
+                link.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
             )
         except grpc.RpcError as error:
-            raise self._failed(error) from error
+            raise self._links.failed(link, error) from error
 
     def verify(
         self,
@@ -159,8 +159,7 @@ class Client:
     ) -> Iterator[VerifyResult]:
         """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come."""
         request = wire.verify_request(cases, conditions, order_seed=order_seed)
-        read, deadline = wire.verify_result_from_proto, self._endpoint.deadline(timeout_s)
-        return self._responses(self._stub.Verify, request, read, deadline, _Calls())
+        return self._verify(request, self._endpoint.deadline(timeout_s), _Calls())
 
     def _retrying(self, index: int, job: Job, timeout_s: float | None, calls: _Calls) -> Generation:
         deadline = self._endpoint.deadline(timeout_s)
@@ -175,52 +174,64 @@ class Client:
 
     def _generate(self, job: Job, deadline: Deadline, calls: _Calls) -> Generation:
         assembler = job.assembler()
-        for chunk in self._responses(self._stub.Generate, job.request, read_chunk, deadline, calls):
+        for chunk in self._chunks(job, deadline, calls):
             assembler.add(chunk)
         return assembler.finish()
 
-    def _responses(
-        self, method: Any, request: Any, read: Callable[[Any], T], deadline: Deadline, calls: _Calls
-    ) -> Iterator[T]:
-        self._wait_for_router(deadline, calls)
-        with calls.hold(method(request, timeout=deadline.remaining_s)) as call:
+    def _chunks(self, job: Job, deadline: Deadline, calls: _Calls) -> Iterator[Chunk]:
+        rest = Resumption(job, self._endpoint, deadline)
+        while not rest.is_whole:
+            link = self._link(rest.connect_s, calls)
+            with calls.hold(link.stub.Generate(rest.job().request, timeout=deadline.remaining_s)) as call:
+                try:
+                    for response in call:
+                        yield rest.take(read_chunk(response))
+                    rest.finish()
+                except grpc.RpcError as error:
+                    self._links.failed(link, error)
+                    lost = error
+            if not rest.is_whole:
+                calls.sleep(rest.retry_s(lost, link.address))
+
+    def _verify(self, request: pb.VerifyRequest, deadline: Deadline, calls: _Calls) -> Iterator[VerifyResult]:
+        link = self._link(self._endpoint.connect_s(deadline), calls)
+        with calls.hold(link.stub.Verify(request, timeout=deadline.remaining_s)) as call:
             try:
                 for response in call:
-                    yield read(response)
+                    yield wire.verify_result_from_proto(response)
             except grpc.RpcError as error:
-                raise self._failed(error) from error
+                raise self._links.failed(link, error) from error
 
-    def _wait_for_router(self, deadline: Deadline, calls: _Calls) -> None:
-        """Returns once a router answers anything at all; after that, until a call finds it gone."""
-        if self._reached:
-            return
-        wait_s = self._endpoint.connect_s(deadline)
-        with calls.hold(self._probe.future(b"", timeout=wait_s, wait_for_ready=True)) as answer:
-            code = answer.code()
-        if code is grpc.StatusCode.CANCELLED:
-            raise CancelledByPeerError("the call ended before a router answered")
-        if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-            raise self._endpoint.unreachable(wait_s)
-        self._reached = True
-
-    def _failed(self, error: grpc.RpcError) -> CorunError:
-        typed = self._endpoint.typed(error)
-        self._reached &= not isinstance(typed, UnavailableError)
-        return typed
+    def _link(self, wait_s: float, calls: _Calls) -> _SyncLink:
+        """The first link whose router answers anything at all; after that the same, until a call finds it gone."""
+        search = Search(self._endpoint, wait_s)
+        while not self._links.reached:
+            link = self._links.check_open().current
+            with calls.hold(link.probe.future(b"", timeout=search.probe_s)) as answer:
+                code = answer.code()
+            if code is grpc.StatusCode.CANCELLED:
+                raise CancelledByPeerError("the call ended before a router answered")
+            if code not in _NO_ANSWER:
+                self._links.reached = True
+                return link
+            self._links.leave(link)
+            calls.sleep(search.pause_s())
+        return self._links.check_open().current
 
 
 class AsyncClient:
-    """A router's client; to await, in one event loop. See `Client`, whose methods and arguments it has."""
+    """A cluster's client; to await, in one event loop. See `Client`, whose methods and arguments it has."""
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
     ) -> None:
-        self._endpoint = Endpoint(address=address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
-        self._open: tuple[grpc.aio.Channel, Any] | None = None
+        addresses = read_addresses(address)
+        self._endpoint = Endpoint(addresses=addresses, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+        self._opened: Links[_AsyncLink] | None = None
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -232,8 +243,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends every call in flight."""
-        if self._open is not None:
-            await self._open[0].close(None)
+        if self._opened is not None:
+            self._opened.closed = True
+            for link in self._opened.all:
+                await link.channel.close(None)
 
     async def generate(
         self,
@@ -257,8 +270,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> AsyncIterator[Chunk]:
         """The same as it is drawn; samples interleave. Leaving the loop ends the request and frees its slot."""
-        job = make_job(prompt, params, seed, request_id)
-        return self._responses("Generate", job.request, read_chunk, self._endpoint.deadline(timeout_s))
+        return self._chunks(make_job(prompt, params, seed, request_id), self._endpoint.deadline(timeout_s))
 
     async def generate_many(
         self,
@@ -292,11 +304,11 @@ class AsyncClient:
     async def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """What the cluster is made of and how busy it is."""
         deadline = self._endpoint.status_deadline(timeout_s)
-        stub = await self._router(deadline)
+        link = await self._link(self._endpoint.connect_s(deadline))
         try:
-            response = await stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
+            response = await link.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
         except grpc.RpcError as error:
-            raise self._endpoint.typed(error) from error
+            raise self._links.failed(link, error) from error
         return wire.cluster_status_from_proto(response)
 
     def verify(
@@ -309,7 +321,7 @@ class AsyncClient:
     ) -> AsyncIterator[VerifyResult]:
         """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come."""
         request = wire.verify_request(cases, conditions, order_seed=order_seed)
-        return self._responses("Verify", request, wire.verify_result_from_proto, self._endpoint.deadline(timeout_s))
+        return self._verify(request, self._endpoint.deadline(timeout_s))
 
     async def _retrying(self, index: int, job: Job, timeout_s: float | None) -> Generation:
         deadline = self._endpoint.deadline(timeout_s)
@@ -324,37 +336,83 @@ class AsyncClient:
 
     async def _generate(self, job: Job, deadline: Deadline) -> Generation:
         assembler = job.assembler()
-        async for chunk in self._responses("Generate", job.request, read_chunk, deadline):
-            assembler.add(chunk)
+        async with aclosing(self._chunks(job, deadline)) as chunks:
+            async for chunk in chunks:
+                assembler.add(chunk)
         return assembler.finish()
 
-    async def _responses(
-        self, method: str, request: Any, read: Callable[[Any], T], deadline: Deadline
-    ) -> AsyncGenerator[T, None]:
-        stub = await self._router(deadline)
-        call = getattr(stub, method)(request, timeout=deadline.remaining_s)
+    async def _chunks(self, job: Job, deadline: Deadline) -> AsyncGenerator[Chunk, None]:
+        rest = Resumption(job, self._endpoint, deadline)
+        while not rest.is_whole:
+            link = await self._link(rest.connect_s)
+            call = link.stub.Generate(rest.job().request, timeout=deadline.remaining_s)
+            try:
+                async for response in call:
+                    yield rest.take(read_chunk(response))
+                rest.finish()
+            except grpc.RpcError as error:
+                self._links.failed(link, error)
+                lost = error
+            finally:
+                call.cancel()
+            if not rest.is_whole:
+                await asyncio.sleep(rest.retry_s(lost, link.address))
+
+    async def _verify(self, request: pb.VerifyRequest, deadline: Deadline) -> AsyncGenerator[VerifyResult, None]:
+        link = await self._link(self._endpoint.connect_s(deadline))
+        call = link.stub.Verify(request, timeout=deadline.remaining_s)
         try:
             async for response in call:
-                yield read(response)
+                yield wire.verify_result_from_proto(response)
         except grpc.RpcError as error:
-            raise self._endpoint.typed(error) from error
+            raise self._links.failed(link, error) from error
         finally:
             call.cancel()
 
-    async def _router(self, deadline: Deadline) -> Any:
-        """The stub, once the router is reachable."""
-        channel, stub = self._open = self._open or self._connect()
-        wait_s = self._endpoint.connect_s(deadline)
-        try:
-            await asyncio.wait_for(channel.channel_ready(), wait_s)
-        except asyncio.TimeoutError:
-            raise self._endpoint.unreachable(wait_s) from None
-        return stub
+    async def _link(self, wait_s: float) -> _AsyncLink:
+        """See `Client._link`."""
+        search = Search(self._endpoint, wait_s)
+        while not self._links.reached:
+            link = self._links.check_open().current
+            answer = link.probe(b"", timeout=search.probe_s)
+            try:
+                code = await answer.code()
+            finally:
+                answer.cancel()
+            if code not in _NO_ANSWER:
+                self._links.reached = True
+                return link
+            self._links.leave(link)
+            await asyncio.sleep(search.pause_s())
+        return self._links.check_open().current
 
-    def _connect(self) -> tuple[grpc.aio.Channel, Any]:
+    @property
+    def _links(self) -> Links[_AsyncLink]:
+        if self._opened is None:  # Channels need the running loop, so they are not made in the constructor.
+            self._opened = Links([_AsyncLink(each, channel(each)) for each in self._endpoint.addresses])
+        return self._opened
 
-        opened = channel(self._endpoint.address)  # Needs the running loop, so not in the constructor.
-        return opened, ClusterServiceStub(opened)  # type: ignore[no-untyped-call]
+
+class _Link:
+    """One router, from a client's side."""
+
+    def __init__(self, address: str, channel: Any) -> None:
+        self.address = address
+        # gRPC's own wait for a channel polls it in a thread, which dies of a traceback if the channel closes meanwhile.
+        self.probe: Any = channel.unary_unary(_PROBE, bytes, bytes)
+        self.stub: Any = ClusterServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+class _SyncLink(_Link):
+    def __init__(self, address: str, channel: grpc.Channel) -> None:
+        super().__init__(address, channel)
+        self.channel = channel
+
+
+class _AsyncLink(_Link):
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        super().__init__(address, channel)
+        self.channel = channel
 
 
 class _Cancellable(Protocol):

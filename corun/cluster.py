@@ -44,7 +44,7 @@ class NodeState(enum.Enum):
     LOST = "lost"
     """No heartbeat."""
     REFUSED = "refused"
-    """Its contract differs from the cluster's, or it failed its self-test."""
+    """Its contract differs from the cluster's, it failed its self-test, or it may have given other bits."""
     DRAINING = "draining"
     """Takes no new work."""
 
@@ -180,6 +180,25 @@ class ClusterStatus:
     max_queued_samples: int
     finished_samples: int
     """Since the router started."""
+    mismatches: int = 0
+    """Samples whose repeated run gave other bits, since the router started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """How much of a sample a client has, when it comes back for the rest."""
+
+    sample_index: int
+    seed: int
+    """The sample's own, as it was received."""
+    num_tokens: int
+    """Tokens received."""
+    output_digest: str
+    """Over them (`corun.receipt.OutputDigest`); 64 hex digits."""
+    text_bytes: int
+    """UTF-8 bytes of text received."""
+    done: bool = False
+    """The receipt was received too: the sample is not run again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,8 @@ from corun.errors import CorunError, InvalidArgumentError, Shown
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """The largest message a process takes, unless configured."""
+SEED_KEY_VARIABLE = "CORUN_SEED_KEY"
+"""Environment variable with a router's seed key. Command lines are no place for it: everybody there sees them."""
 
 C = TypeVar("C")
 
@@ -29,7 +31,8 @@ class RouterConfig:
     router_id: str = ""
     """Name of this router; empty: random."""
     seed_key: str = ""
-    """Key of derived seeds, up to 64 bytes in hexadecimal; empty: random at start. Routers of one cluster share it."""
+    """Key of derived seeds, up to 64 bytes in hexadecimal; empty: that of CORUN_SEED_KEY, else random at start. Routers
+    of one cluster share it, and keep it when they restart: else no other router can resume a request without a seed."""
     max_queued_samples: int = 4096
     """Samples that may wait for a slot; more are refused with a retry delay."""
     max_queued_tokens: int = 4_194_304
@@ -39,7 +42,7 @@ class RouterConfig:
     heartbeat_timeout_ms: int = 5000
     """A node silent for so many milliseconds is lost."""
     max_attempts: int = 3
-    """Runs of one sample, the first included, before its node faults are given up on."""
+    """Runs of one sample, the first included, that nodes may fail or be lost in before the sample is given up."""
     reserve_timeout_s: float = 5.0
     """Longest wait for a decode node to lease a slot, in seconds."""
     prefill_timeout_s: float = 300.0

@@ -3,7 +3,7 @@
     CorunError
      ├ InvalidArgumentError    INVALID_ARGUMENT      google.rpc.BadRequest: field, value and limit
      ├ OverloadedError         RESOURCE_EXHAUSTED    google.rpc.RetryInfo: when to come back
-     ├ UnavailableError        UNAVAILABLE
+     ├ UnavailableError        UNAVAILABLE           google.rpc.RetryInfo, if coming back helps
      ├ DeadlineError           DEADLINE_EXCEEDED
      ├ CancelledByPeerError    CANCELLED
      ├ ContractMismatchError   FAILED_PRECONDITION   google.rpc.PreconditionFailure: the differing fields
@@ -90,9 +90,14 @@ class OverloadedError(CorunError):
 
 
 class UnavailableError(CorunError):
-    """Something needed is not there; the message says what."""
+    """Something needed is not there; the message says what. `retry_after_s` is set where another try will help."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineError(CorunError):
@@ -181,6 +186,12 @@ def from_rpc_error(error: grpc.RpcError) -> CorunError:
     return _UNPACKERS[code](text, _details(error))
 
 
+def is_answered(error: grpc.RpcError) -> bool:
+    """Whether a peer of ours ended the call with an error of its own; else the network did, or a peer that died."""
+    trailers: Any = error.trailing_metadata()
+    return any(key == _DETAILS_KEY for key, _ in trailers or ())
+
+
 class _Details:
     """The google.rpc details of a status, by message type."""
 
@@ -218,7 +229,9 @@ def _unpack_invalid_argument(text: str, details: _Details) -> CorunError:
     return InvalidArgumentError(violation.field, Shown(info.get("value", "refused")), limit)
 
 
-def _pack_overloaded(error: Any) -> list[Message]:
+def _pack_retry(error: Any) -> list[Message]:
+    if error.retry_after_s is None:
+        return []
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
     return [retry]
@@ -231,6 +244,11 @@ def _unpack_exhausted(text: str, details: _Details) -> CorunError:
     if too_large := _TOO_LARGE.search(text):  # gRPC's own refusal of a message, before any of our code sees it.
         return too_large_error(int(too_large[1]), int(too_large[2]))
     return OverloadedError(text)
+
+
+def _unpack_unavailable(text: str, details: _Details) -> CorunError:
+    retry = error_details_pb2.RetryInfo()
+    return UnavailableError(text, retry.retry_delay.ToNanoseconds() / 1e9 if details.find(retry) else None)
 
 
 def _pack_mismatch(error: Any) -> list[Message]:
@@ -269,18 +287,20 @@ def _plain(cls: type[CorunError]) -> Callable[[str, _Details], CorunError]:
 
 _PACKERS: dict[grpc.StatusCode, Callable[[Any], list[Message]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: _pack_invalid_argument,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: _pack_overloaded,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: _pack_retry,
+    grpc.StatusCode.UNAVAILABLE: _pack_retry,
     grpc.StatusCode.FAILED_PRECONDITION: _pack_mismatch,
     grpc.StatusCode.ABORTED: _pack_stale,
 }
 _UNPACKERS: dict[grpc.StatusCode, Callable[[str, _Details], CorunError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: _unpack_invalid_argument,
     grpc.StatusCode.RESOURCE_EXHAUSTED: _unpack_exhausted,
+    grpc.StatusCode.UNAVAILABLE: _unpack_unavailable,
     grpc.StatusCode.FAILED_PRECONDITION: _unpack_mismatch,
     grpc.StatusCode.ABORTED: _unpack_stale,
     **{
         cls.code: _plain(cls)
-        for cls in (UnavailableError, DeadlineError, CancelledByPeerError, NotFoundError, DataLossError, InternalError)
+        for cls in (DeadlineError, CancelledByPeerError, NotFoundError, DataLossError, InternalError)
     },
 }
 

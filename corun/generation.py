@@ -6,7 +6,7 @@ know channels, deadlines or how responses are encoded (`corun.wire`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from corun.cluster import FinishReason
@@ -33,6 +33,8 @@ class Chunk:
     receipt: Receipt | None = None
     prompt_token_ids: tuple[int, ...] = ()
     """What the prompt became; in the request's first chunk, if the prompt was text."""
+    fingerprint: str = ""
+    """Of the contract; in the request's first chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,16 +118,21 @@ class Assembler:
 def check_receipt(sample: Sample) -> None:
     """Raises DataLossError if a sample is not what its receipt says. Its output digest needs logprobs to check."""
     receipt = sample.receipt
-    facts = {
+    facts: dict[str, tuple[object, object]] = {
         "seed": (sample.seed, receipt.seed),
         "finish reason": (sample.finish_reason, receipt.finish_reason),
         "number of tokens": (len(sample.token_ids), receipt.num_output_tokens),
     }
     if len(sample.logprobs) == len(sample.token_ids):
         facts["output digest"] = (output_digest(sample.token_ids, sample.logprobs), receipt.output_digest)
+    check_facts(sample.index, facts)
+
+
+def check_facts(sample_index: int, facts: Mapping[str, tuple[object, object]]) -> None:
+    """Raises DataLossError for the first fact, found and stated, on which a sample and its receipt differ."""
     for name, (found, stated) in facts.items():
         if found != stated:
-            raise DataLossError(f"sample {sample.index}: its {name} is {found}, its receipt says {stated}")
+            raise DataLossError(f"sample {sample_index}: its {name} is {found}, its receipt says {stated}")
 
 
 def _join(index: int, chunks: Sequence[Chunk]) -> Sample:

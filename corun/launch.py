@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 from corun.client import Client
 from corun.cluster import ClusterStatus, NodeState
+from corun.config import SEED_KEY_VARIABLE
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.plan import (
     LOOPBACK,
@@ -147,11 +149,20 @@ class _Share:
 class _Actor:
     """One supervisor, on the machine that Ray chose. host: where a node is reached; None is that machine's address."""
 
-    def __init__(self, plan: Plan, name: str, router: str, host: str | None, share: _Share, logs: Path) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        name: str,
+        router: str,
+        host: str | None,
+        share: _Share,
+        logs: Path,
+        environment: Mapping[str, str],
+    ) -> None:
         plan = replace(plan, model=resolve_model(plan.model))  # Every machine makes its own copy of the built-in one.
         argv = command(plan, name, router=router, host=host or _own_host(), gpu_share=share.gpu)
         logs.mkdir(parents=True, exist_ok=True)
-        env = {key: value for key, value in os.environ.items() if key not in _ADDED_BY_RAY}
+        env = {key: value for key, value in os.environ.items() if key not in _ADDED_BY_RAY} | dict(environment)
         if share.cores:
             os.sched_setaffinity(0, share.cores)
         self._supervisor = Supervisor(name, argv, logs / f"{name}.log", grace_s=_GRACE_S, env=env)
@@ -169,6 +180,9 @@ class _Cluster:
     def __init__(self, plan: Plan, logs: Path, say: Progress) -> None:
         self._plan, self._logs, self._say = plan, logs, say
         self._actors: dict[str, Any] = {}
+        # A router that is started again has to give the same seeds, so that clients can go on.
+        seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
+        self._router_environment = {SEED_KEY_VARIABLE: seed_key}
         self._ready = False
 
     def start(self) -> None:
@@ -181,7 +195,8 @@ class _Cluster:
             placement = _here() if name == ROUTER else {"scheduling_strategy": "SPREAD", "num_gpus": share.gpu}
             actor = _api().remote(_Actor).options(num_cpus=0, max_restarts=-1, **placement)
             host = None if spread else LOOPBACK
-            self._actors[name] = actor.remote(self._plan, name, self._router, host, share, self._logs)
+            environment = self._router_environment if name == ROUTER else {}
+            self._actors[name] = actor.remote(self._plan, name, self._router, host, share, self._logs, environment)
 
     def _shares(self, spread: bool) -> dict[str, _Share]:
         nodes = self._plan.nodes

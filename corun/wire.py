@@ -22,6 +22,7 @@ from corun.cluster import (
     NodeRole,
     NodeState,
     NodeStatus,
+    ResumePoint,
     VerifyCase,
     VerifyResult,
 )
@@ -260,6 +261,7 @@ def cluster_status_to_proto(status: ClusterStatus) -> cluster_pb2.GetClusterResp
         queued_samples=status.queued_samples,
         max_queued_samples=status.max_queued_samples,
         finished_samples=status.finished_samples,
+        mismatches=status.mismatches,
     )
 
 
@@ -271,6 +273,7 @@ def cluster_status_from_proto(message: cluster_pb2.GetClusterResponse) -> Cluste
         queued_samples=message.queued_samples,
         max_queued_samples=message.max_queued_samples,
         finished_samples=message.finished_samples,
+        mismatches=message.mismatches,
     )
 
 
@@ -305,6 +308,28 @@ def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
         finish_reason=_member(_FINISH_REASONS, "receipt.finish_reason", message.finish_reason),
         prefill_node=node_ref_from_proto(message.prefill_node),
         decode_node=node_ref_from_proto(message.decode_node),
+    )
+
+
+def resume_point_to_proto(point: ResumePoint) -> cluster_pb2.ResumePoint:
+    return cluster_pb2.ResumePoint(
+        sample_index=point.sample_index,
+        seed=point.seed,
+        num_tokens=point.num_tokens,
+        output_digest=point.output_digest,
+        text_bytes=point.text_bytes,
+        done=point.done,
+    )
+
+
+def resume_point_from_proto(message: cluster_pb2.ResumePoint) -> ResumePoint:
+    return ResumePoint(
+        sample_index=message.sample_index,
+        seed=message.seed,
+        num_tokens=message.num_tokens,
+        output_digest=message.output_digest,
+        text_bytes=message.text_bytes,
+        done=message.done,
     )
 
 
@@ -362,6 +387,17 @@ def generate_request(
     else:
         request.token_ids.ids.extend(check_token_ids(prompt, 2**32))
     return request
+
+
+def resumed_request(
+    request: cluster_pb2.GenerateRequest, points: Iterable[ResumePoint], fingerprint: str
+) -> cluster_pb2.GenerateRequest:
+    """The request for what is missing, when some of its output has been received."""
+    resumed = cluster_pb2.GenerateRequest()
+    resumed.CopyFrom(request)
+    resumed.resume.extend(resume_point_to_proto(point) for point in points)
+    resumed.fingerprint = fingerprint
+    return resumed
 
 
 def verify_request(

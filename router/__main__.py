@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
+from dataclasses import replace
 
 import uvloop
 
-from corun.config import RouterConfig, parse
+from corun.config import SEED_KEY_VARIABLE, RouterConfig, parse
+from corun.errors import InvalidArgumentError
 from corun.server import run
 from router.app import Router
 
@@ -23,9 +27,17 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         await router.stop()
 
 
+def _with_seed_key(config: RouterConfig) -> RouterConfig:
+    try:
+        return replace(config, seed_key=config.seed_key or os.environ.get(SEED_KEY_VARIABLE, ""))
+    except InvalidArgumentError as error:
+        print(f"{SEED_KEY_VARIABLE}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = parse(RouterConfig, prog="python -m router")
+    config = _with_seed_key(parse(RouterConfig, prog="python -m router"))
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(lambda stop: serve(config, stop))
 

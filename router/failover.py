@@ -15,9 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from corun.cluster import FinishReason, KvHandle
+from corun.cluster import FinishReason, KvHandle, NodeRef, ResumePoint
 from corun.config import RouterConfig
-from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError, UnavailableError
+from corun.errors import (
+    CancelledByPeerError,
+    CorunError,
+    DataLossError,
+    DeadlineError,
+    InvalidArgumentError,
+    OverloadedError,
+    StaleGenerationError,
+    UnavailableError,
+)
 from corun.params import SamplingParams
 from corun.receipt import Receipt, prompt_digest
 from router.admission import AdmissionQueue, Ticket
@@ -41,6 +50,8 @@ class Sample:
     seed: int
     deadline: float
     """On the loop's clock."""
+    received: ResumePoint | None = None
+    """What the client has of it from an earlier call."""
 
     @property
     def need(self) -> Need:
@@ -57,6 +68,48 @@ class NodeFaultError(Exception):
         super().__init__(f"{member.info.ref}: {error}")
         self.member = member
         self.error = error
+
+    @property
+    def is_loss(self) -> bool:
+        """The node went away in the run; else it answered, with an error of its own."""
+        gone = isinstance(self.error, (UnavailableError, StaleGenerationError, CancelledByPeerError))
+        return gone or bool(self.member.lost)
+
+
+class History:
+    """The runs of one sample so far, for whom to name when it cannot go on."""
+
+    def __init__(self) -> None:
+        self._reached: list[tuple[int, Seat]] = []
+        self._faults: list[NodeRef] = []
+        self._losses = 0
+
+    @property
+    def num_faults(self) -> int:
+        """Runs that a node failed."""
+        return len(self._faults)
+
+    def note_run(self, num_tokens: int, seat: Seat) -> None:
+        """A run has ended; the sample had so many tokens then."""
+        self._reached.append((num_tokens, seat))
+
+    def note_fault(self, fault: NodeFaultError) -> None:
+        self._faults.append(fault.member.info.ref)
+        self._losses += fault.is_loss
+
+    def source(self, position: int) -> Seat | None:
+        """Where the token at `position` was drawn first."""
+        return next((seat for num_tokens, seat in self._reached if num_tokens > position), None)
+
+    def given_up(self, sample: Sample) -> UnavailableError:
+        """Names the nodes; and the request, if it seems to take its nodes with it wherever it runs."""
+        nodes = ", ".join(map(str, self._faults))
+        if self._losses == self.num_faults:
+            return UnavailableError(
+                f"request {sample.request_id!r} may be poison: {self._losses} runs of its sample {sample.index} "
+                f"ended with a lost node ({nodes})"
+            )
+        return UnavailableError(f"nodes failed {self.num_faults} runs of {sample} ({nodes})")
 
 
 class SampleRunner:
@@ -75,40 +128,57 @@ class SampleRunner:
         Raises:
             DeadlineError: the sample's deadline has passed.
             UnavailableError: nodes are missing, or failed `max_attempts` runs.
-            DataLossError: a repeated run gave other bits than the one before.
+            DataLossError: a repeated run gave other bits than the one before, or than the client received.
         """
-        failed = 0
-        while (receipt := await self._try(sample, ticket, output)) is None:
-            failed += 1
-            if failed == self._config.max_attempts:
-                raise UnavailableError(f"nodes failed {failed} runs of {sample}")
+        history = History()
+        while (receipt := await self._try(sample, ticket, output, history)) is None:
+            if history.num_faults == self._config.max_attempts:
+                error = history.given_up(sample)
+                log.error("%s", error)
+                raise error
             output.restart()
             self._queue.again(ticket)
         self.finished += 1
         output.deliver(receipt)
         return receipt
 
-    async def _try(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Receipt | None:
+    async def _try(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt | None:
         """One run; None if a node failed it. Raises DeadlineError if the sample's time is over."""
         try:
-            return await self._run_once(sample, ticket, output)
+            return await self._run_once(sample, ticket, output, history)
         except NodeFaultError as fault:
             log.warning("a run of %s failed: %s", sample, fault)
             if asyncio.get_running_loop().time() >= sample.deadline:
                 raise DeadlineError(f"the deadline passed in a run of {sample}") from fault
+            history.note_fault(fault)
             self._registry.note_fault(fault.member, fault.error)
             ticket.need = ticket.need.avoiding(fault.member.node_id)
             return None
 
-    async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Receipt:
+    async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
         run = await self._admit(sample, ticket, output)
         try:
             handle = await run.prefill()
             await run.start(handle)
             reason = output.end(await run.stream())
+        except DataLossError as error:
+            self._note_mismatch(error, sample, run.seat, output, history)
+            raise
         finally:
+            history.note_run(output.num_tokens, run.seat)
             run.close()
         return self._receipt(sample, output, run.seat, reason)
+
+    def _note_mismatch(
+        self, error: DataLossError, sample: Sample, seat: Seat, output: SampleOutput, history: History
+    ) -> None:
+        """Bits differ. If two runs here do, some node of theirs gave wrong ones; which, nobody can tell."""
+        log.error("%s of %s", error, sample)
+        if output.differs_at is None:  # The client's word against the nodes': that convicts no node.
+            return
+        source = history.source(output.differs_at)
+        assert source is not None  # What differs was there before.
+        self._registry.quarantine((source.prefill, source.decode, seat.prefill, seat.decode), str(sample))
 
     async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Run:
         """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""

@@ -12,7 +12,8 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from corun.errors import CorunError, InternalError, InvalidArgumentError, Shown
+from corun.cluster import ResumePoint
+from corun.errors import ContractMismatchError, CorunError, InternalError, InvalidArgumentError, Shown
 from corun.params import (
     SamplingParams,
     check_lengths,
@@ -45,6 +46,10 @@ class Request:
     """Empty: the router draws one."""
     seed: int | None = None
     """None: derived from the request id."""
+    resume: tuple[ResumePoint, ...] = ()
+    """What an earlier call delivered."""
+    fingerprint: str = ""
+    """Of the contract that the earlier call ran under; empty: any."""
 
 
 class Generation:
@@ -94,17 +99,20 @@ class Generator:
         self._node_wait_s = node_wait_s
 
     async def accept(self, request: Request, deadline: float) -> list[Sample]:
-        """The samples of a request; nothing is reserved for them yet.
+        """The samples of a request that are to run; nothing is reserved for them yet.
 
         Raises:
             InvalidArgumentError: the request cannot be run; names field, value and limit.
+            ContractMismatchError: it began under another contract or seed key, so its rest would be other bits.
             UnavailableError: nodes are missing, and were until `deadline` or for `node_wait_s`.
         """
         if not request.prompt:
             raise InvalidArgumentError("prompt", request.prompt, "must not be empty")
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
         seed = derive_seed(self._seed_key, request_id) if request.seed is None else check_seed(request.seed)
+        received = _received(request, seed)
         model = await self.model(deadline)
+        self._check_fingerprint(request.fingerprint)
         prompt = await self._token_ids(request.prompt, model)
         self.check(prompt, request.params, model)
         return [
@@ -115,8 +123,10 @@ class Generator:
                 params=request.params,
                 seed=sample_seed(seed, index),
                 deadline=deadline,
+                received=received.get(index),
             )
             for index in range(request.params.n)
+            if index not in received or not received[index].done
         ]
 
     async def model(self, deadline: float) -> Model:
@@ -154,6 +164,7 @@ class Generator:
             params=sample.params,
             detokenizer=model.tokenizer.detokenizer(),
             outbox=outbox,
+            received=sample.received,
         )
         try:
             await self._runner.run(sample, ticket, output)
@@ -164,6 +175,12 @@ class Generator:
             log.exception("internal error %s in %s", error_id, sample)
             outbox.fail(InternalError(f"internal error, id {error_id}"))
 
+    def _check_fingerprint(self, expected: str) -> None:
+        found = self._registry.contract.fingerprint
+        if expected and expected != found:
+            differences = {"fingerprint": (expected, found)}
+            raise ContractMismatchError("the request began under another contract", differences)
+
     async def _token_ids(self, prompt: str | tuple[int, ...], model: Model) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
@@ -172,3 +189,31 @@ class Generator:
         if not ids:
             raise InvalidArgumentError("prompt", Shown(f"{len(prompt)} characters"), "must have at least one token")
         return ids
+
+
+def _received(request: Request, seed: int) -> dict[int, ResumePoint]:
+    """What the client has, by sample index. Raises InvalidArgumentError if that cannot be, and ContractMismatchError if
+    it was drawn from other seeds than these."""
+    if request.resume and not request.request_id:
+        raise InvalidArgumentError("request_id", request.request_id, "must be set to resume a request")
+    found: dict[int, ResumePoint] = {}
+    for number, point in enumerate(request.resume):
+        _check_point(f"resume[{number}]", point, request.params)
+        if point.sample_index in found:
+            raise InvalidArgumentError(f"resume[{number}].sample_index", point.sample_index, "must be given once")
+        found[point.sample_index] = point
+        own = sample_seed(seed, point.sample_index)
+        if point.seed != own:  # Routers of one cluster have one seed key; this one has another.
+            differences = {f"resume[{number}].seed": (str(point.seed), str(own))}
+            raise ContractMismatchError("the request began with another seed than this router gives it", differences)
+    if len(found) == request.params.n and all(point.done for point in found.values()):
+        raise InvalidArgumentError("resume", Shown("all samples done"), "must leave a sample to run")
+    return found
+
+
+def _check_point(field: str, point: ResumePoint, params: SamplingParams) -> None:
+    if point.sample_index >= params.n:
+        raise InvalidArgumentError(f"{field}.sample_index", point.sample_index, f"must be below n, {params.n}")
+    if point.num_tokens > params.max_tokens:
+        limit = f"must be at most max_tokens, {params.max_tokens}"
+        raise InvalidArgumentError(f"{field}.num_tokens", point.num_tokens, limit)

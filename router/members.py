@@ -33,6 +33,8 @@ class Member(Generic[C]):
         """It has a connection to a live node of the other role."""
         self.lost = ""
         """Why it was given up."""
+        self.quarantined = ""
+        """Why this generation is not used ever again."""
         self.suspended = ""
         """Why it gets no new work before its next heartbeat."""
         self.trouble = "being prepared"
@@ -49,6 +51,8 @@ class Member(Generic[C]):
 
     @property
     def state(self) -> NodeState:
+        if self.quarantined:
+            return NodeState.REFUSED
         if self.lost:
             return NodeState.LOST
         if self.draining:
@@ -59,7 +63,8 @@ class Member(Generic[C]):
     def detail(self) -> str:
         if self.state is NodeState.READY:
             return ""
-        return self.lost or ("takes no new work" if self.draining else "") or self.suspended or self.trouble
+        out = self.quarantined or self.lost or ("takes no new work" if self.draining else "")
+        return out or self.suspended or self.trouble
 
     def report(self, load: NodeLoad, *, draining: bool, now: float) -> None:
         self.load = load

@@ -1,7 +1,8 @@
 """What comes out of a sample: tokens checked against an earlier run, text, stop strings, the digest; and the way out.
 
-Owns: everything between a token that arrives and a message that may be sent. All of it is called in the decode stream's
-own loop, once per token, and wakes one task per request. This module must not know nodes, queues or gRPC.
+Owns: everything between a token that arrives and a message that may be sent, less what a client that came back has
+already. All of it is called in the decode stream's own loop, once per token, and wakes one task per request. This
+module must not know nodes, queues or gRPC.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from corun.cluster import FinishReason
+from corun.cluster import FinishReason, ResumePoint
 from corun.errors import CorunError, DataLossError
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest, Receipt
@@ -65,15 +66,29 @@ class Outbox:
 
 
 class SampleOutput:
-    """The output of one sample over all its runs."""
+    """The output of one sample over all its runs.
+
+    received: what the client has from an earlier call. It is checked before anything else is sent, and not sent again:
+    text is a function of the tokens, so the text of a whole run minus the bytes received is what is missing, whatever
+    was held back where the earlier call broke off.
+    """
 
     def __init__(
-        self, *, sample_index: int, seed: int, params: SamplingParams, detokenizer: Detokenizer, outbox: Outbox
+        self,
+        *,
+        sample_index: int,
+        seed: int,
+        params: SamplingParams,
+        detokenizer: Detokenizer,
+        outbox: Outbox,
+        received: ResumePoint | None = None,
     ) -> None:
         self.position = 0
         """Tokens of the current run."""
         self.mismatch: DataLossError | None = None
-        """Set when a later run's bits differed from an earlier one's."""
+        """Set when bits differed from an earlier run's, or from what the client received."""
+        self.differs_at: int | None = None
+        """The token, from 0, at which a run differed from an earlier one; that is the nodes' fault."""
         self._sample_index = sample_index
         self._seed = seed
         self._min_tokens = params.min_tokens
@@ -83,6 +98,10 @@ class SampleOutput:
         self._outbox = outbox
         self._records = bytearray()  # Of every token that was delivered, 8 bytes each.
         self._digest = OutputDigest()
+        self._num_received = received.num_tokens if received else 0
+        self._received_digest = received.output_digest if received else ""
+        self._skip_bytes = received.text_bytes if received else 0  # Of text, still to come again.
+        self._unsent = ""
 
     @property
     def num_tokens(self) -> int:
@@ -102,25 +121,31 @@ class SampleOutput:
             return self._is_different(at, record)
         self._records += record
         self._digest.update(token_id, logprob)
-        piece = self._outbox.piece(self._sample_index, self._seed)
-        piece.token_ids.append(token_id)
-        piece.logprobs.append(logprob)
         # As in vLLM: a stop token is part of the ids and not of the text, a stop string may end after min_tokens.
         text = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
-        piece.text += self._stops.push(text, armed=self._is_armed)
-        return self._stops.matched
+        self._unsent += self._stops.push(text, armed=self._is_armed)
+        if self.num_tokens > self._num_received:
+            piece = self._outbox.piece(self._sample_index, self._seed)
+            piece.token_ids.append(token_id)
+            piece.logprobs.append(logprob)
+            self._send_text()
+        elif self.num_tokens == self._num_received:
+            self._check_received()
+        return self._stops.matched or self.mismatch is not None
 
     def end(self, reason: FinishReason) -> FinishReason:
         """The run is over: delivers the text that was held back. The result differs from `reason` if that completes a
-        stop string. Raises DataLossError if the run was not a repetition of an earlier one."""
+        stop string. Raises DataLossError if the run was not a repetition of an earlier one, or not what the client
+        has received."""
         if self.mismatch is None and self.position < self.num_tokens:
+            self.differs_at = self.position
             self.mismatch = DataLossError(f"a repeated run ended after {self.position} of {self.num_tokens} tokens")
+        if self.mismatch is None and self.num_tokens < self._num_received:
+            self.mismatch = DataLossError(f"{self._num_received} tokens were received of {self.num_tokens}")
+        if self.mismatch is None:
+            self._finish_text()
         if self.mismatch is not None:
             raise self.mismatch
-        if self._stops.matched:
-            return FinishReason.STOP
-        text = self._stops.push(self._detokenizer.flush(), armed=self._is_armed)
-        self._outbox.piece(self._sample_index, self._seed).text += text + self._stops.flush()
         return FinishReason.STOP if self._stops.matched else reason
 
     def deliver(self, receipt: Receipt) -> None:
@@ -137,5 +162,38 @@ class SampleOutput:
     def _is_different(self, at: int, record: bytes) -> bool:
         if self._records[at : at + _RECORD.size] == record:
             return False
-        self.mismatch = DataLossError(f"a repeated run differs at token {at // _RECORD.size}")
+        self.differs_at = at // _RECORD.size
+        self.mismatch = DataLossError(f"a repeated run differs at token {self.differs_at}")
         return True
+
+    def _check_received(self) -> None:
+        """All that the client has of the tokens has come again: nothing new is sent before that was equal."""
+        if self._digest.hexdigest() == self._received_digest:
+            self._send_text()
+        else:
+            self.mismatch = DataLossError(f"the {self._num_received} tokens received are not those of this sample")
+
+    def _finish_text(self) -> None:
+        if not self._stops.matched:
+            text = self._stops.push(self._detokenizer.flush(), armed=self._is_armed)
+            self._unsent += text + self._stops.flush()
+        self._send_text()
+        if self._skip_bytes:
+            self.mismatch = DataLossError("more text was received than the output has")
+
+    def _send_text(self) -> None:
+        text, self._unsent = self._unsent, ""
+        if self._skip_bytes:
+            text = self._without_received(text)
+        if text:
+            self._outbox.piece(self._sample_index, self._seed).text += text
+
+    def _without_received(self, text: str) -> str:
+        data = text.encode()
+        skipped = min(len(data), self._skip_bytes)
+        self._skip_bytes -= skipped
+        try:
+            return data[skipped:].decode()
+        except UnicodeDecodeError:
+            self.mismatch = DataLossError("the text received ends within a character")
+            return ""

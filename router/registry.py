@@ -20,6 +20,7 @@ from corun.contract import Contract
 from corun.errors import (
     CancelledByPeerError,
     CorunError,
+    DataLossError,
     DeadlineError,
     InvalidArgumentError,
     NotFoundError,
@@ -70,12 +71,15 @@ class Registry:
         self.contract = ClusterContract()
         self.model: Model | None = None
         """Known once a tokenizer has been loaded."""
+        self.mismatches = 0
+        """Samples whose repeated run gave other bits, since the router started."""
         self._config = config
         self._router_id = router_id
         self._decodes: dict[str, DecodeMember] = {}
         self._prefills: dict[str, PrefillMember] = {}
         self._refused: dict[str, Refusal] = {}
         self._dead: dict[str, deque[str]] = {}  # Generations that were replaced, by node id.
+        self._quarantined: dict[NodeRef, str] = {}  # With the reason. Rare, so never forgotten.
         self._pairs = Pairs(self.changed)
         self._preparing: dict[NodeRef, asyncio.Future[None]] = {}
         self._closing: set[asyncio.Future[None]] = set()
@@ -94,8 +98,10 @@ class Registry:
             InvalidArgumentError: the node's own description is not complete.
             ContractMismatchError: its contract differs from the cluster's; the error has the fields.
             StaleGenerationError: this generation was replaced before.
+            DataLossError: this generation may have given wrong bits.
         """
         check_info(info)
+        self._check_trusted(info)
         self._check_alive(info.ref)
         known = self._member(info.ref.node_id)
         if known is not None and known.info.ref == info.ref and not known.lost:
@@ -120,6 +126,18 @@ class Registry:
         if not member.lost:
             log.warning("node %s is lost: %s", member.info.ref, reason)
             self._drop(member, reason)
+
+    def quarantine(self, members: Iterable[Member[Any]], sample: str) -> None:
+        """Two runs of `sample` on these nodes gave different bits: none of them is used again before it has restarted,
+        and so tested itself. A node that is out for that already explains it: then the others stay."""
+        self.mismatches += 1
+        suspects = list(members)
+        if any(member.quarantined for member in suspects):
+            return
+        for member in suspects:
+            member.quarantined = self._quarantined[member.info.ref] = f"gave other bits for {sample}"
+            log.error("node %s is quarantined: one of two runs %s", member.info.ref, member.quarantined)
+            self.lose(member, member.quarantined)
 
     def note_fault(self, member: Member[Any], error: CorunError) -> None:
         """A call to a node failed. One that did not answer gets no new work before its next heartbeat; one that was
@@ -232,6 +250,12 @@ class Registry:
         if ref.generation in self._dead.get(ref.node_id, ()):
             known = self._member(ref.node_id)
             raise StaleGenerationError(ref.node_id, ref.generation, known.info.ref.generation if known else "gone")
+
+    def _check_trusted(self, info: NodeInfo) -> None:
+        if reason := self._quarantined.get(info.ref):
+            if self._member(info.ref.node_id) is None:  # Else its member says so in the status.
+                self._refuse(info, reason)
+            raise DataLossError(f"node {info.ref} {reason}: restart it, so that it tests itself again")
 
     def _replace(self, known: Member[Any], ref: NodeRef) -> None:
         if known.info.ref != ref:

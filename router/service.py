@@ -30,6 +30,8 @@ LONGEST_CALL_S = 3600.0
 """Deadline of a call whose client set none."""
 ANSWER_S = 0.25
 """How long before the client's deadline a call is given up, so that the reason still reaches the client."""
+AWAY_S = 0.5
+"""When a client of a router that ends should try again: by then another one may listen there."""
 
 
 class Activity:
@@ -45,7 +47,7 @@ class Activity:
     def call(self) -> Iterator[None]:
         """One call. Raises UnavailableError when the router is draining."""
         if self.draining:
-            raise UnavailableError("the router is shutting down")
+            raise UnavailableError("the router is shutting down", AWAY_S)
         self._running += 1
         self._idle.clear()
         try:
@@ -97,11 +99,13 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             generation = self._generator.start(samples)
             # Whoever sent text learns what was computed from, and can check the receipt or run it again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
+            fingerprint = self._registry.contract.fingerprint
             try:
                 async for piece in generation.pieces():
                     response = _response(samples[0].request_id, piece, with_logprobs=samples[0].params.logprobs)
                     response.prompt_token_ids.extend(prompt)
-                    prompt = ()
+                    response.fingerprint = fingerprint
+                    prompt, fingerprint = (), ""
                     yield response
             finally:
                 await generation.close()
@@ -116,6 +120,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             queued_samples=self._queue.waiting,
             max_queued_samples=self._max_queued_samples,
             finished_samples=self._runner.finished,
+            mismatches=self._registry.mismatches,
         )
         return wire.cluster_status_to_proto(status)
 
@@ -172,6 +177,8 @@ def _request(message: cluster_pb2.GenerateRequest) -> Request:
         params=wire.sampling_params_from_proto(message.sampling_params),
         request_id=message.request_id,
         seed=message.seed if message.HasField("seed") else None,
+        resume=tuple(map(wire.resume_point_from_proto, message.resume)),
+        fingerprint=message.fingerprint,
     )
 
 

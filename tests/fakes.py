@@ -120,6 +120,8 @@ class FakePrefillEngine:
             engine_id=f"engine-{ref.generation}", host="127.0.0.1", port=1, tp_size=1, stamp_addresses=(4096,)
         )
         self.delay_s = 0.0
+        self.kv_ttl_s = 30.0
+        """How long KV waits for its reader."""
         self.errors: list[Exception] = []
         """Raised by the next prefills, one each."""
         self.hanging = False
@@ -137,7 +139,9 @@ class FakePrefillEngine:
             raise self.errors.pop(0)
         prompt = tuple(prompt_token_ids)
         self.prefilled.append(prompt)
-        self._kv.held[self.endpoint.engine_id, request_id] = prompt
+        key = self.endpoint.engine_id, request_id
+        self._kv.held[key] = prompt
+        asyncio.get_running_loop().call_later(self.kv_ttl_s, self._kv.held.pop, key, None)
         handle = KvHandle(
             prefill_node=self.ref,
             engine_id=self.endpoint.engine_id,
@@ -423,6 +427,21 @@ class FakeCluster:
             await node.kill()
 
 
+async def start_router(**config: Any) -> Router:
+    values = {"port": 0, "seed_key": "00" * 32, "heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 2000}
+    router = Router(RouterConfig(**{**values, **config}))
+    await router.start()
+    return router
+
+
+async def kill_router(router: Router) -> None:
+    """Ends a router as a process that dies: it gives nothing back."""
+    router._activity.draining = True
+    for member in (*router.registry._decodes.values(), *router.registry._prefills.values()):
+        router.registry.lose(member, "the router was killed")
+    await router.stop()
+
+
 def claims(router: Router) -> list[str]:
     """The router's own claims on nodes, in words."""
     registry = router.registry
@@ -433,18 +452,15 @@ def claims(router: Router) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    model: str, *, prefills: int = 1, decodes: int = 1, slots: int = 8, **config: Any
+    model: str, *, prefills: int = 1, decodes: int = 1, slots: int = 8, lease_ttl_ms: int = 60_000, **config: Any
 ) -> AsyncIterator[FakeCluster]:
     """A running cluster whose nodes are READY; closed, and checked to hold nothing, at the end."""
-    values = {"port": 0, "seed_key": "00" * 32, "heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 2000}
-    router = Router(RouterConfig(**{**values, **config}))
-    await router.start()
-    fake = FakeCluster(model, router)
+    fake = FakeCluster(model, await start_router(**config))
     try:
         for number in range(1, prefills + 1):
             await fake.add_prefill(f"p{number}")
         for number in range(1, decodes + 1):
-            await fake.add_decode(f"d{number}", slots=slots)
+            await fake.add_decode(f"d{number}", slots=slots, lease_ttl_ms=lease_ttl_ms)
         if prefills and decodes:
             await fake.ready(*(node.info.ref.node_id for node in fake.nodes))
         yield fake

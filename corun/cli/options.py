@@ -22,7 +22,7 @@ class RouterOptions:
     """Which router to call."""
 
     router: str = DEFAULT_ADDRESS
-    """host:port of the router."""
+    """host:port of the router; several routers of one cluster, with commas in between, are tried in turn."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Longest time for one call, in seconds."""
     connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S

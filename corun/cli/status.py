@@ -82,6 +82,8 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
         f"{status.queued_samples} of {status.max_queued_samples} samples waiting",
         (", finished ", "bold"),
         str(status.finished_samples),
+        (", mismatches ", "bold"),
+        (str(status.mismatches), "red" if status.mismatches else ""),
     )
     slots = [slot_map(node) for node in status.nodes if node.node.role is NodeRole.DECODE and node.node.slots]
     return Group(

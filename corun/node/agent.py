@@ -15,7 +15,7 @@ import grpc
 from corun import wire
 from corun.channel import channel
 from corun.cluster import NodeInfo, NodeLoad
-from corun.errors import ContractMismatchError, CorunError, NotFoundError, from_rpc_error
+from corun.errors import ContractMismatchError, CorunError, DataLossError, NotFoundError, from_rpc_error
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc
 
@@ -74,6 +74,6 @@ class NodeAgent:
     def _complain(self, router: str, error: CorunError) -> None:
         text = str(error)
         if self._said.get(router) != text:
-            level = logging.ERROR if isinstance(error, ContractMismatchError) else logging.INFO
+            level = logging.ERROR if isinstance(error, (ContractMismatchError, DataLossError)) else logging.INFO
             log.log(level, "router %s: %s", router, text)
         self._said[router] = text

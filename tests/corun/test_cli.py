@@ -521,7 +521,9 @@ def test_status_shows_slots_nodes_queue_and_fingerprint(corun: Any, monkeypatch:
     lines = [line.strip() for line in done.out.splitlines()]
     assert "■■" + "□" * 62 in lines
     assert "□" * 35 + "■" in lines
-    for text in ("router-a", FINGERPRINT, "2 of 4096", "finished 7", "prefill-0", "decode-0", "3/100 slots", "2" * 16):
+    for text in ("router-a", FINGERPRINT, "2 of 4096", "finished 7", "mismatches 0"):
+        assert text in done.out
+    for text in ("prefill-0", "decode-0", "3/100 slots", "2" * 16):
         assert text in done.out
 
 

@@ -14,6 +14,7 @@ import pytest
 import corun
 from corun import (
     AsyncClient,
+    CancelledByPeerError,
     Client,
     Condition,
     DataLossError,
@@ -270,6 +271,28 @@ def test_generate_does_not_retry(client: Client, fake: FakeCluster) -> None:
     with pytest.raises(OverloadedError) as caught:
         client.generate("a")
     assert caught.value.retry_after_s == 0.1
+
+
+def test_a_router_that_says_come_back_is_asked_again(client: Client, fake: FakeCluster) -> None:
+    fake.errors += [UnavailableError("shutting down", 0.01), UnavailableError("shutting down", 0.01)]
+    assert client.generate("a", PARAMS, seed=4).seed == 4
+    ids = [request.request_id for request in fake.requests]
+    assert len(ids) == 3
+    assert len(set(ids)) == 1
+    assert ids[0]
+
+
+def test_an_answer_that_comes_too_late_is_not_waited_for(client: Client, fake: FakeCluster) -> None:
+    fake.errors.append(UnavailableError("shutting down", 60))
+    with pytest.raises(UnavailableError, match="shutting down"):
+        client.generate("a", PARAMS, timeout_s=5)
+
+
+def test_a_closed_client_says_so(fake: FakeCluster) -> None:
+    client = Client(fake.address)
+    client.close()
+    with pytest.raises(CancelledByPeerError, match="closed"):
+        client.generate("a")
 
 
 def test_the_first_error_ends_a_batch(client: Client, fake: FakeCluster) -> None:

@@ -28,6 +28,7 @@ from corun.errors import (
     StaleGenerationError,
     UnavailableError,
     from_rpc_error,
+    is_answered,
     shown,
     to_status,
 )
@@ -102,6 +103,18 @@ def test_fields_come_back() -> None:
     assert mismatch.differences["decode.slots"] == ("8", 'a != "b"')
     assert isinstance(stale, StaleGenerationError)
     assert (stale.node_id, stale.expected, stale.actual) == ("decode-0", "0" * 16, "f" * 16)
+
+
+def test_unavailable_says_whether_to_come_back() -> None:
+    assert sent(UnavailableError("gone")).__dict__ == {"message": "gone", "retry_after_s": None}
+    assert sent(UnavailableError("going", 0.5)).__dict__ == {"message": "going", "retry_after_s": 0.5}
+
+
+def test_an_answer_is_not_a_broken_connection() -> None:
+    status: Any = rpc_status.to_status(to_status(UnavailableError("no nodes")))
+    answered: Any = Failed(status.code, status.details, status.trailing_metadata)
+    broken: Any = Failed(status.code, status.details, ())
+    assert (is_answered(answered), is_answered(broken)) == (True, False)
 
 
 def test_texts() -> None:

@@ -17,9 +17,14 @@ from corun.processes import descendants, living
 
 pytestmark = pytest.mark.e2e
 
-NODE = "import sys, time; print(sys.argv[1:], flush=True); time.sleep(300)"
+NODE = """
+import os, sys, time
+print(sys.argv[1:], "CORUN_SEED_KEY" in os.environ, flush=True)
+time.sleep(300)
+"""
 ROUTER = """
-import sys
+import os, sys
+print("key of", len(os.environ["CORUN_SEED_KEY"]), "digits", flush=True)
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from corun.v1 import cluster_service_pb2 as pb, cluster_service_pb2_grpc, registry_service_pb2 as registry, types_pb2
@@ -106,7 +111,10 @@ def test_starts_restarts_and_stops(launch: Callable[..., Launch]) -> None:
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == Path("/proc/self/oom_score_adj").read_text()
     log = cluster.logs / "decode-0.log"
     wait_for(lambda: "'--node-id', 'decode-0'" in log.read_text(), "the node says its arguments")
+    assert "] False" in log.read_text()  # The seed key is the router's alone.
+    assert "key of 64 digits" in (cluster.logs / "router.log").read_text()
 
+    wait_for(lambda: descendants(prefill_guard), "the prefill node runs")
     os.kill(next(iter(descendants(prefill_guard))), signal.SIGKILL)
     cluster.wait_for(r"prefill-0: waiting: exit code 137 after")
     cluster.wait_for(r"prefill-0: process \d+, start 2$")

@@ -23,6 +23,7 @@ from corun.cluster import (
     NodeLoad,
     NodeRef,
     NodeStatus,
+    ResumePoint,
     VerifyCase,
     VerifyResult,
 )
@@ -88,6 +89,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         ("node_status", NodeStatus),
         ("cluster_status", ClusterStatus),
         ("receipt", Receipt),
+        ("resume_point", ResumePoint),
         ("verify_case", VerifyCase),
         ("verify_result", VerifyResult),
         ("sampling_params", SamplingParams),
@@ -111,6 +113,7 @@ def test_the_values_have_the_fields_of_the_messages() -> None:
         (NodeLoad, registry_service_pb2.NodeLoad),
         (NodeStatus, cluster_service_pb2.NodeStatus),
         (ClusterStatus, cluster_service_pb2.GetClusterResponse),
+        (ResumePoint, cluster_service_pb2.ResumePoint),
         (VerifyCase, cluster_service_pb2.VerifyCase),
         (VerifyResult, cluster_service_pb2.VerifyResponse),
     ]

@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from corun.errors import CorunError
+from corun import wire
+from corun.cluster import ResumePoint
+from corun.errors import CorunError, DataLossError
 from corun.params import SamplingParams
 from router import generations
 from router.output import SampleOutput
-from tests.fakes import cluster, expected, generate
+from tests.fakes import cluster, expected, generate, send
 
 PARAMS = SamplingParams(max_tokens=60, logprobs=True)
 PROMPT = (5, 6, 7)
@@ -62,3 +64,24 @@ async def test_a_second_run_with_other_bits_is_not_delivered(model: str) -> None
 async def test_without_the_prefix_check_it_would_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SampleOutput, "_is_different", lambda output, at, record: False)
     assert not await stream_over_a_lying_node_is_right(model)
+
+
+async def what_was_never_sent_is_not_continued(model: str) -> bool:
+    """Rule 7: a client that comes back with other bits than the cluster's gets an error, not the rest of another."""
+    async with cluster(model) as fake:
+        point = ResumePoint(sample_index=0, seed=8, num_tokens=3, output_digest="0" * 64, text_bytes=0)
+        request = wire.generate_request(PROMPT, PARAMS, seed=8, request_id="r")
+        try:
+            await send(fake, wire.resumed_request(request, [point], ""))
+        except DataLossError:
+            return True
+        return False
+
+
+async def test_only_what_was_sent_is_continued(model: str) -> None:
+    assert await what_was_never_sent_is_not_continued(model)
+
+
+async def test_without_the_digest_anything_would_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SampleOutput, "_check_received", lambda output: None)
+    assert not await what_was_never_sent_is_not_continued(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -20,8 +21,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "router", *arguments], stderr=subprocess.PIPE, text=True)
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "router", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -49,3 +51,11 @@ def test_a_bad_setting_ends_with_2_and_names_the_limit() -> None:
     assert process.returncode == 2
     assert "max_attempts" in errors
     assert "Traceback" not in errors
+
+
+def test_the_seed_key_may_come_from_the_environment_and_is_never_shown() -> None:
+    process = start(CORUN_SEED_KEY="not hexadecimal")
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert "CORUN_SEED_KEY: seed_key = 15 characters: must be up to 64 bytes" in errors
+    assert "not hexadecimal" not in errors

@@ -1,0 +1,175 @@
+"""Which routers a client uses and how long it waits for them.
+
+Nothing here does I/O. This module must not know what is asked of a router, nor whether its caller blocks or awaits.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import grpc
+
+from corun.errors import (
+    CancelledByPeerError,
+    CorunError,
+    DeadlineError,
+    InvalidArgumentError,
+    UnavailableError,
+    from_rpc_error,
+)
+
+STATUS_TIMEOUT_S = 30.0
+MIN_RETRY_S = 0.05
+MAX_RETRY_S = 2.0
+_PROBE_S = 2.0
+"""For one of several routers to answer before the next one is asked."""
+
+
+class Link(Protocol):
+    """A channel to one router."""
+
+    address: str
+
+
+L = TypeVar("L", bound=Link)
+
+
+class Deadline:
+    """A moment by which a call must have ended."""
+
+    def __init__(self, timeout_s: float) -> None:
+        check_timeout("timeout_s", timeout_s)
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+class Backoff:
+    """Delays between tries: growing, and random, so that the clients of one router do not come back in step."""
+
+    def __init__(self) -> None:
+        self._longest_s = MIN_RETRY_S
+
+    def next_s(self) -> float:
+        longest_s, self._longest_s = self._longest_s, min(2 * self._longest_s, MAX_RETRY_S)
+        return random.uniform(longest_s / 2, longest_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """The addresses of one cluster's routers, and how long to wait for one of them."""
+
+    addresses: tuple[str, ...]
+    timeout_s: float
+    connect_timeout_s: float
+
+    def __post_init__(self) -> None:
+        check_timeout("timeout_s", self.timeout_s)
+        check_timeout("connect_timeout_s", self.connect_timeout_s)
+
+    @property
+    def address(self) -> str:
+        """All of them, for messages."""
+        return ", ".join(self.addresses)
+
+    def deadline(self, timeout_s: float | None = None) -> Deadline:
+        return Deadline(self.timeout_s if timeout_s is None else timeout_s)
+
+    def status_deadline(self, timeout_s: float | None = None) -> Deadline:
+        return self.deadline(min(self.timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
+
+    def connect_s(self, deadline: Deadline) -> float:
+        """Seconds to wait for a connection."""
+        return min(self.connect_timeout_s, deadline.remaining_s)
+
+    def unreachable(self, waited_s: float) -> UnavailableError:
+        return UnavailableError(f"no router answers at {self.address} (waited {waited_s:.3g} s)")
+
+
+class Search:
+    """Looks for a router that answers: whom to ask for how long, and when again."""
+
+    def __init__(self, endpoint: Endpoint, wait_s: float) -> None:
+        self._endpoint = endpoint
+        self._wait_s = wait_s
+        self._end = time.monotonic() + wait_s
+        self._backoff = Backoff()
+
+    @property
+    def probe_s(self) -> float:
+        """How long the next router may take to answer."""
+        left = max(0.0, self._end - time.monotonic())
+        return left if len(self._endpoint.addresses) == 1 else min(left, _PROBE_S)
+
+    def pause_s(self) -> float:
+        """Seconds until the next router is asked. Raises UnavailableError when the time is over."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise self._endpoint.unreachable(self._wait_s)
+        return min(left, self._backoff.next_s())
+
+
+class Links(Generic[L]):
+    """A client's routers, and which of them is used."""
+
+    def __init__(self, links: Sequence[L]) -> None:
+        self.all = links
+        self.reached = False
+        """The current one has answered, and no call has found it gone since."""
+        self.closed = False
+        self._current = 0
+
+    @property
+    def current(self) -> L:
+        return self.all[self._current]
+
+    def check_open(self) -> Links[L]:
+        if self.closed:
+            raise CancelledByPeerError("the client is closed")
+        return self
+
+    def leave(self, link: L) -> None:
+        """Goes on to the next one, unless somebody else has already."""
+        if self.current is link:
+            self._current = (self._current + 1) % len(self.all)
+            self.reached = False
+
+    def failed(self, link: L, error: grpc.RpcError) -> CorunError:
+        """The error to raise for a failed call."""
+        typed = typed_error(error, link.address)
+        if isinstance(typed, UnavailableError):
+            self.leave(link)
+        return typed
+
+
+def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
+    """The addresses in "a:1,b:2" or in a sequence of such."""
+    given = [address] if isinstance(address, str) else address
+    if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+        raise InvalidArgumentError("address", address, "must be host:port, or several")
+    found = [part.strip() for each in given for part in each.split(",")]
+    if not found or not all(found):
+        raise InvalidArgumentError("address", address, "must be host:port, or several")
+    return tuple(found)
+
+
+def typed_error(error: grpc.RpcError, address: str) -> CorunError:
+    """The error to raise for a failed call; where the network may be at fault, it names the router's address."""
+    typed = from_rpc_error(error)
+    if isinstance(typed, UnavailableError):
+        return UnavailableError(f"router {address}: {typed.message}", typed.retry_after_s)
+    if isinstance(typed, DeadlineError):
+        return DeadlineError(f"router {address}: {typed.message}")
+    return typed
+
+
+def check_timeout(field: str, seconds: float) -> None:
+    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
+        raise InvalidArgumentError(field, seconds, "must be finite and above 0")

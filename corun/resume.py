@@ -1,0 +1,166 @@
+"""One request over as many calls as it takes: what has been received of it, and what to ask for next.
+
+Routers keep nothing for a client that lost its connection, and need not: output is a function of the request, so any of
+them can run it again, check what was received by its digest and send the rest. Nothing here does I/O. This module must
+not know whether its caller blocks or awaits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import grpc
+
+from corun.calls import Job
+from corun.cluster import ResumePoint
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    DataLossError,
+    OverloadedError,
+    UnavailableError,
+    is_answered,
+)
+from corun.generation import Chunk, check_facts
+from corun.links import Backoff, Deadline, Endpoint, typed_error
+from corun.receipt import OutputDigest, Receipt
+
+
+class Received:
+    """What a client has of one sample."""
+
+    def __init__(self, index: int) -> None:
+        self.done = False
+        self._index = index
+        self._seed: int | None = None
+        self._digest = OutputDigest()
+        self._text_bytes = 0
+
+    @property
+    def point(self) -> ResumePoint | None:
+        """Where to go on; None at the beginning."""
+        if self._seed is None:
+            return None
+        return ResumePoint(
+            sample_index=self._index,
+            seed=self._seed,
+            num_tokens=self._digest.num_tokens,
+            output_digest=self._digest.hexdigest(),
+            text_bytes=self._text_bytes,
+            done=self.done,
+        )
+
+    def add(self, chunk: Chunk) -> None:
+        """Raises DataLossError if the chunk does not continue the sample, or its receipt is not that of the sample."""
+        if self.done:
+            raise DataLossError(f"sample {self._index} went on after its end")
+        if self._seed not in (None, chunk.seed):
+            raise DataLossError(f"sample {self._index} began with seed {self._seed} and went on with {chunk.seed}")
+        if len(chunk.logprobs) != len(chunk.token_ids):
+            limit = f"{len(chunk.logprobs)} log probabilities for {len(chunk.token_ids)} tokens"
+            raise DataLossError(f"sample {self._index} came with {limit}")
+        self._seed = chunk.seed
+        self._text_bytes += len(chunk.text.encode())
+        for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            self._digest.update(token_id, logprob)
+        if chunk.receipt is not None:
+            self._check(chunk, chunk.receipt)
+            self.done = True
+
+    def _check(self, chunk: Chunk, receipt: Receipt) -> None:
+        facts: dict[str, tuple[object, object]] = {
+            "seed": (chunk.seed, receipt.seed),
+            "finish reason": (chunk.finish_reason, receipt.finish_reason),
+            "number of tokens": (self._digest.num_tokens, receipt.num_output_tokens),
+            "output digest": (self._digest.hexdigest(), receipt.output_digest),
+        }
+        check_facts(self._index, facts)
+
+
+class Resumption:
+    """A request that is sent again until all of it has been received, or that cannot help."""
+
+    def __init__(self, job: Job, endpoint: Endpoint, deadline: Deadline) -> None:
+        self._job = job
+        self._endpoint = endpoint
+        self._deadline = deadline
+        self._samples = [Received(index) for index in range(job.n)]
+        self._prompt: tuple[int, ...] = ()
+        self._fingerprint = ""
+        self._has_begun = False
+        self._backoff = Backoff()
+        self._failing_since: float | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return all(sample.done for sample in self._samples)
+
+    @property
+    def connect_s(self) -> float:
+        """Seconds to wait for a router: once there is output, as long as the call may take."""
+        return self._deadline.remaining_s if self._has_begun else self._endpoint.connect_s(self._deadline)
+
+    def job(self) -> Job:
+        """All that has not been received."""
+        points = [point for sample in self._samples if (point := sample.point) is not None]
+        return self._job.resumed(points, self._fingerprint) if points else self._job
+
+    def take(self, chunk: Chunk) -> Chunk:
+        """The chunk as the caller gets it. Raises DataLossError or ContractMismatchError if it does not continue the
+        request."""
+        if chunk.sample_index >= len(self._samples):
+            raise DataLossError(f"the router sent sample {chunk.sample_index} of {len(self._samples)}")
+        fingerprint, prompt = self._new_fingerprint(chunk.fingerprint), self._new_prompt(chunk.prompt_token_ids)
+        self._samples[chunk.sample_index].add(chunk)
+        self._has_begun, self._failing_since, self._backoff = True, None, Backoff()
+        logprobs = chunk.logprobs if self._job.logprobs else ()
+        return replace(chunk, logprobs=logprobs, prompt_token_ids=prompt, fingerprint=fingerprint)
+
+    def finish(self) -> None:
+        """The router says that this is all."""
+        for index, sample in enumerate(self._samples):
+            if not sample.done:
+                raise DataLossError(f"the stream ended before sample {index} did")
+
+    def retry_s(self, error: grpc.RpcError, address: str) -> float:
+        """Seconds until the request should be sent again. Raises the typed error if that would not help, or not in
+        time: once output has come, there is time until the deadline, before that for as long as for a connection."""
+        typed = typed_error(error, address)
+        delay = self._delay_s(error, typed)
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        left = self._deadline.remaining_s
+        if not self._has_begun:
+            left = min(left, self._failing_since + self._endpoint.connect_timeout_s - now)
+        if delay is None or delay >= left:
+            raise typed from error
+        return delay
+
+    def _delay_s(self, error: grpc.RpcError, typed: CorunError) -> float | None:
+        if isinstance(typed, UnavailableError):
+            if not is_answered(error):
+                return self._backoff.next_s()
+            return None if typed.retry_after_s is None else max(self._backoff.next_s(), typed.retry_after_s)
+        if isinstance(typed, OverloadedError) and self._has_begun:  # It was admitted once; a caller could only wait.
+            return max(self._backoff.next_s(), typed.retry_after_s)
+        return None
+
+    def _new_fingerprint(self, fingerprint: str) -> str:
+        """What the caller has not been told of the contract."""
+        if not self._fingerprint:
+            self._fingerprint = fingerprint
+            return fingerprint
+        if fingerprint not in ("", self._fingerprint):
+            differences = {"fingerprint": (self._fingerprint, fingerprint)}
+            raise ContractMismatchError("the request went on under another contract", differences)
+        return ""
+
+    def _new_prompt(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What the caller has not been told of the prompt's tokens."""
+        if not self._prompt:
+            self._prompt = token_ids
+            return token_ids
+        if token_ids and token_ids != self._prompt:
+            raise DataLossError("the request went on from another prompt")
+        return ()

@@ -1,0 +1,119 @@
+"""What a client takes for the continuation of a request, and what it asks for next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from corun import wire
+from corun.calls import Job, make_job
+from corun.cluster import FinishReason, ResumePoint
+from corun.errors import ContractMismatchError, DataLossError
+from corun.generation import Chunk
+from corun.links import Deadline, Endpoint
+from corun.params import SamplingParams
+from corun.receipt import output_digest
+from corun.resume import Resumption
+from tests.corun.fake_cluster import make_receipt
+
+PARAMS = SamplingParams(max_tokens=9, n=2)
+
+
+def resumption(job: Job | None = None) -> Resumption:
+    endpoint = Endpoint(addresses=("a:1",), timeout_s=60, connect_timeout_s=1)
+    return Resumption(job or make_job("x", PARAMS, None, "r"), endpoint, Deadline(60))
+
+
+def chunk(*ids: int, **changes: Any) -> Chunk:
+    plain = Chunk(
+        request_id="r", sample_index=0, seed=7, text="é" * len(ids), token_ids=ids, logprobs=(-1.0,) * len(ids)
+    )
+    return replace(plain, **changes)
+
+
+def last(*ids: int, tokens: list[tuple[int, float]], **changes: Any) -> Chunk:
+    receipt = make_receipt("r", 0, prompt=(1,), seed=7, params=PARAMS, tokens=tokens)
+    return chunk(*ids, finish_reason=FinishReason.LENGTH, receipt=receipt, **changes)
+
+
+def test_it_asks_for_what_is_missing() -> None:
+    rest = resumption()
+    assert not rest.job().request.resume
+    rest.take(chunk(1, 2, fingerprint="f" * 64, prompt_token_ids=(120,)))
+    rest.take(chunk(3))
+    request = rest.job().request
+    assert (request.request_id, request.fingerprint, request.text) == ("r", "f" * 64, "x")
+    digest = output_digest([1, 2, 3], [-1.0] * 3)
+    point = ResumePoint(sample_index=0, seed=7, num_tokens=3, output_digest=digest, text_bytes=6)
+    assert list(map(wire.resume_point_from_proto, request.resume)) == [point]
+    rest.take(last(tokens=[(1, -1.0), (2, -1.0), (3, -1.0)]))
+    assert wire.resume_point_from_proto(rest.job().request.resume[0]) == replace(point, done=True)
+    assert not rest.is_whole
+
+
+def test_what_was_told_once_is_not_told_again() -> None:
+    rest = resumption()
+    first = rest.take(chunk(1, fingerprint="f", prompt_token_ids=(120,)))
+    again = rest.take(chunk(2, fingerprint="f", prompt_token_ids=(120,)))
+    assert (first.fingerprint, first.prompt_token_ids, first.logprobs) == ("f", (120,), ())
+    assert (again.fingerprint, again.prompt_token_ids) == ("", ())
+
+
+def test_requests_are_drawn_an_id_and_ask_for_what_checks_them() -> None:
+    one, two = make_job("x", None, None, None), make_job("x", None, None, None)
+    assert len({one.request.request_id, two.request.request_id, ""}) == 3
+    assert one.request.sampling_params.logprobs
+    assert not one.logprobs
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (chunk(2, seed=8), DataLossError, "began with seed 7 and went on with 8"),
+        (chunk(2, logprobs=()), DataLossError, "0 log probabilities for 1 tokens"),
+        (chunk(2, sample_index=2), DataLossError, "sample 2 of 2"),
+        (chunk(2, prompt_token_ids=(121,)), DataLossError, "from another prompt"),
+        (chunk(2, fingerprint="g"), ContractMismatchError, "under another contract"),
+        (last(tokens=[(2, -1.0)]), DataLossError, "its output digest is"),
+        (last(2, tokens=[(1, -1.0)]), DataLossError, "its number of tokens is 2"),
+    ],
+)
+def test_what_does_not_continue_is_refused(wrong: Chunk, error: type[Exception], message: str) -> None:
+    rest = resumption()
+    rest.take(chunk(1, fingerprint="f", prompt_token_ids=(120,)))
+    with pytest.raises(error, match=message):
+        rest.take(wrong)
+
+
+def test_nothing_follows_a_receipt() -> None:
+    rest = resumption()
+    rest.take(last(1, tokens=[(1, -1.0)]))
+    with pytest.raises(DataLossError, match="went on after its end"):
+        rest.take(chunk(2))
+    with pytest.raises(DataLossError, match="before sample 1 did"):
+        rest.finish()
+
+
+class Broken(grpc.RpcError):
+    """A connection that broke."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "Socket closed"
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+def test_delays_grow_until_output_comes() -> None:
+    rest = resumption()
+    delays = [rest.retry_s(Broken(), "a:1") for _ in range(4)]
+    assert 0 < delays[0] <= 0.05
+    assert delays[3] > delays[0]
+    rest.take(chunk(1))
+    assert rest.retry_s(Broken(), "a:1") <= 0.05

@@ -1,0 +1,76 @@
+"""A TCP proxy that breaks connections, so that tests can cut a stream at any byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import TracebackType
+
+
+class CuttingProxy:
+    """Passes bytes on to `target` (host:port). The first `cuts` connections are broken after a random number of bytes
+    from the target, `longest` at most; later ones are left alone."""
+
+    def __init__(self, target: str, *, seed: int, cuts: int, longest: int) -> None:
+        self.target = target
+        self.num_cuts = 0
+        self._rng = random.Random(seed)
+        self._left = cuts
+        self._longest = longest
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> CuttingProxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.target.rpartition(":")
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        budget = self._draw_budget()
+        pumps = [
+            asyncio.ensure_future(_pump(reader, far_writer, None)),
+            asyncio.ensure_future(_pump(far_reader, writer, budget)),
+        ]
+        self._tasks.update(pumps)
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            self.num_cuts += budget is not None and pumps[1].done()
+        finally:
+            for pump in pumps:
+                pump.cancel()
+                pump.add_done_callback(self._tasks.discard)
+            writer.transport.abort()
+            far_writer.transport.abort()
+
+    def _draw_budget(self) -> int | None:
+        if self._left == 0:
+            return None
+        self._left -= 1
+        return self._rng.randint(0, self._longest)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: int | None) -> None:
+    try:
+        while data := await reader.read(2**16):
+            writer.write(data if budget is None else data[:budget])
+            await writer.drain()
+            if budget is not None:
+                budget -= len(data)
+                if budget <= 0:
+                    return
+    except OSError:
+        return

@@ -1,0 +1,284 @@
+"""The SDK over real routers and fake nodes: routers die, connections break, and the caller sees one unbroken stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from corun import AsyncClient, Chunk, Client, ContractMismatchError, Generation, SamplingParams, UnavailableError
+from corun.errors import InvalidArgumentError
+from corun.node.agent import NodeAgent
+from corun.receipt import output_digest
+from corun.seeds import derive_seed, sample_seed
+from tests.fakes import FakeCluster, cluster, expected, kill_router, start_router
+from tests.proxy import CuttingProxy
+
+PROMPT = "Öne upon a tïme"
+PARAMS = SamplingParams(max_tokens=120, logprobs=True, stop=["never to be seen"])
+TIMEOUT_S = 30.0
+
+
+def check(chunks: Sequence[Chunk], fake: FakeCluster, request_id: str, params: SamplingParams = PARAMS) -> None:
+    """The chunks are one whole stream of the one right output, nothing twice, nothing missing."""
+    tokenizer = fake.router.registry.model.tokenizer  # type: ignore[union-attr]
+    prompt = tokenizer.encode(PROMPT)
+    assert [chunk.prompt_token_ids for chunk in chunks if chunk.prompt_token_ids] == [prompt]
+    assert [bool(chunk.fingerprint) for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    for index in range(params.n):
+        mine = [chunk for chunk in chunks if chunk.sample_index == index]
+        seed = sample_seed(derive_seed(bytes(32), request_id), index)
+        ids, logprobs, _ = expected(prompt, params, seed)
+        assert [token_id for chunk in mine for token_id in chunk.token_ids] == ids
+        assert [value for chunk in mine for value in chunk.logprobs] == (logprobs if params.logprobs else [])
+        assert "".join(chunk.text for chunk in mine) == tokenizer.decode(ids)
+        assert [chunk.receipt is not None for chunk in mine] == [False] * (len(mine) - 1) + [True]
+        assert {chunk.seed for chunk in mine} == {seed}
+        assert mine[-1].receipt.output_digest == output_digest(ids, logprobs)  # type: ignore[union-attr]
+
+
+async def restart(fake: FakeCluster, **config: Any) -> None:
+    """Kills the router and starts another one on its port."""
+    port = fake.router.server.port
+    await kill_router(fake.router)
+    fake.router = await start_router(port=port, **config)
+
+
+@contextlib.asynccontextmanager
+async def sharing(fake: FakeCluster, model: str, **config: Any) -> AsyncIterator[FakeCluster]:
+    """A second router over the nodes of `fake`."""
+    async with cluster(model, prefills=0, decodes=0, **config) as other:
+        agents = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
+        memberships = [asyncio.ensure_future(agent.run()) for agent in agents]
+        try:
+            await other.ready(*(node.info.ref.node_id for node in fake.nodes))
+            yield other
+        finally:
+            for membership in memberships:
+                membership.cancel()
+            await asyncio.wait(memberships)
+
+
+def slow(fake: FakeCluster, step_ms: float = 3.0) -> None:
+    for node in fake.nodes:
+        if node.info.slots:
+            node.engine.step_ms = step_ms
+
+
+class TestRouterRestart:
+    async def test_async_streams_go_on(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
+            slow(fake)
+            chunks = []
+            async for chunk in client.stream(PROMPT, PARAMS, request_id="r"):
+                chunks.append(chunk)
+                if len(chunks) in (5, 30):
+                    await restart(fake)
+            check(chunks, fake, "r")
+
+    async def test_sync_streams_go_on(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=600) as fake:
+            slow(fake)
+            with Client(fake.address, timeout_s=TIMEOUT_S) as client:
+                chunks: list[Chunk] = []
+
+                def read() -> None:
+                    chunks.extend(client.stream(PROMPT, PARAMS, request_id="r"))
+
+                reading = asyncio.ensure_future(asyncio.to_thread(read))
+                await fake.until(lambda: fake.nodes[1].drawn_tokens > 20)
+                await restart(fake)
+                await reading
+            check(chunks, fake, "r")
+
+    async def test_requests_without_an_id_survive_too_and_samples_that_are_done_stay_done(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
+            slow(fake)
+            params = SamplingParams(max_tokens=60, n=3)
+            run = asyncio.ensure_future(client.generate(PROMPT, params))
+            await fake.until(lambda: fake.nodes[1].drawn_tokens > 60)
+            await restart(fake)
+            done = await run
+            seed = derive_seed(bytes(32), done.request_id)
+            for index, sample in enumerate(done.samples):
+                ids, _, _ = expected(done.prompt_token_ids, params, sample_seed(seed, index))
+                assert (sample.token_ids, sample.logprobs) == (tuple(ids), ())
+
+    async def test_batches_survive(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=600) as fake:
+            slow(fake)
+            prompts = [[i, 9] for i in range(24)]
+            params = SamplingParams(max_tokens=30)
+            with Client(fake.address, timeout_s=TIMEOUT_S) as client:
+                run = asyncio.ensure_future(
+                    asyncio.to_thread(client.generate_many, prompts, params, seeds=list(range(24)))
+                )
+                await fake.until(lambda: fake.nodes[1].drawn_tokens > 200)
+                await restart(fake)
+                results = await run
+            for i, done in enumerate(results):
+                assert list(done.token_ids) == expected(prompts[i], params, i)[0]
+
+    async def test_another_seed_key_is_an_error_and_no_other_bits(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
+            slow(fake)
+            stream = client.stream(PROMPT, PARAMS, request_id="r")
+            chunks = [await anext(stream) for _ in range(10)]
+            await restart(fake, seed_key="11" * 32)
+            with pytest.raises(ContractMismatchError, match="another seed"):
+                chunks += [chunk async for chunk in stream]
+            got = [token_id for chunk in chunks for token_id in chunk.token_ids]
+            prompt = chunks[0].prompt_token_ids
+            assert got == expected(prompt, PARAMS, derive_seed(bytes(32), "r"))[0][: len(got)]
+
+    async def test_a_given_seed_needs_no_key(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
+            slow(fake)
+            run = asyncio.ensure_future(client.generate(PROMPT, PARAMS, seed=5))
+            await fake.until(lambda: fake.nodes[1].drawn_tokens > 20)
+            await restart(fake, seed_key="11" * 32)
+            done = await run
+            assert list(done.token_ids) == expected(done.prompt_token_ids, PARAMS, 5)[0]
+
+    async def test_a_cluster_with_another_contract_is_refused(self, model: str) -> None:
+        async with (
+            cluster(model) as fake,
+            cluster(model, prefills=0, decodes=0) as other,
+            AsyncClient((fake.address, other.address), timeout_s=TIMEOUT_S) as client,
+        ):
+            await other.add_prefill(threads=2)
+            await other.add_decode(threads=2)
+            await other.ready("p1", "d1")
+            slow(fake)
+            stream = client.stream(PROMPT, PARAMS, request_id="r")
+            await anext(stream)
+            await kill_router(fake.router)
+            with pytest.raises(ContractMismatchError, match="fingerprint"):
+                async for _ in stream:
+                    pass
+            await fake.until(lambda: not fake.nodes[1].engine._running)
+            for lease in list(fake.nodes[1].service._table._leases.values()):
+                fake.nodes[1].service._expire(lease)
+
+    async def test_without_any_router_the_deadline_ends_it(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address) as client:
+            slow(fake)
+            stream = client.stream(PROMPT, PARAMS, timeout_s=1.0)
+            await anext(stream)
+            await kill_router(fake.router)
+            started = asyncio.get_running_loop().time()
+            with pytest.raises(UnavailableError, match=fake.address):
+                async for _ in stream:
+                    pass
+            assert asyncio.get_running_loop().time() - started < 3
+
+    async def test_a_draining_router_sends_its_clients_on(self, model: str) -> None:
+        async with (
+            cluster(model) as fake,
+            sharing(fake, model) as other,
+            AsyncClient(f"{fake.address},{other.address}", timeout_s=TIMEOUT_S) as client,
+        ):
+            fake.router._activity.draining = True
+            done = await client.generate([1, 2], PARAMS, seed=3)
+            assert list(done.token_ids) == expected([1, 2], PARAMS, 3)[0]
+            fake.router._activity.draining = False
+
+
+class TestBrokenConnections:
+    @pytest.mark.parametrize("seed", range(3))
+    async def test_async_streams_over_a_connection_that_breaks_at_random_bytes(self, model: str, seed: int) -> None:
+        async with (
+            cluster(model) as fake,
+            CuttingProxy(fake.address, seed=seed, cuts=12, longest=3000) as proxy,
+            AsyncClient(proxy.address, timeout_s=TIMEOUT_S) as client,
+        ):
+            params = SamplingParams(max_tokens=120, n=2)
+            chunks = [chunk async for chunk in client.stream(PROMPT, params, request_id="r")]
+            assert proxy.num_cuts > 4
+            check(chunks, fake, "r", params)
+
+    @pytest.mark.parametrize("seed", range(2))
+    async def test_sync_streams_too(self, model: str, seed: int) -> None:
+        async with cluster(model) as fake, CuttingProxy(fake.address, seed=seed, cuts=8, longest=3000) as proxy:
+            with Client(proxy.address, timeout_s=TIMEOUT_S) as client:
+                chunks = await asyncio.to_thread(lambda: list(client.stream(PROMPT, PARAMS, request_id="r")))
+            assert proxy.num_cuts > 2
+            check(chunks, fake, "r")
+
+    async def test_many_requests_share_a_connection_that_breaks(self, model: str) -> None:
+        async with (
+            cluster(model, slots=16) as fake,
+            CuttingProxy(fake.address, seed=1, cuts=8, longest=12_000) as proxy,
+            AsyncClient(proxy.address, timeout_s=TIMEOUT_S) as client,
+        ):
+            params = SamplingParams(max_tokens=50)
+            done = await client.generate_many([[i, 1] for i in range(30)], params, seeds=list(range(30)))
+            assert proxy.num_cuts > 4
+            for i, generation in enumerate(done):
+                assert list(generation.token_ids) == expected([i, 1], params, i)[0]
+
+
+class TestTwoRouters:
+    async def test_a_client_moves_to_the_other(self, model: str) -> None:
+        async with (
+            cluster(model, lease_ttl_ms=600) as fake,
+            sharing(fake, model) as other,
+            AsyncClient([fake.address, other.address], timeout_s=TIMEOUT_S) as client,
+        ):
+            slow(fake)
+            chunks = []
+            async for chunk in client.stream(PROMPT, PARAMS, request_id="r"):
+                chunks.append(chunk)
+                if len(chunks) == 10:
+                    await kill_router(fake.router)
+            check(chunks, other, "r")
+            assert (await client.get_cluster()).router_id == other.router.router_id
+
+    async def test_the_first_that_answers_is_used(self, model: str) -> None:
+        async with cluster(model) as fake:
+            async with AsyncClient(f"127.0.0.1:1, {fake.address}", timeout_s=TIMEOUT_S) as client:
+                assert (await client.get_cluster()).router_id == fake.router.router_id
+            with Client(("127.0.0.1:1", fake.address), timeout_s=TIMEOUT_S) as blocking:
+                status = await asyncio.to_thread(blocking.get_cluster)
+                assert status.router_id == fake.router.router_id
+
+    @pytest.mark.parametrize("address", ["", "a:1,", (), ("a:1", ""), 7, (7,)])
+    def test_addresses_are_checked(self, address: Any) -> None:
+        for kind in (Client, AsyncClient):
+            with pytest.raises(InvalidArgumentError, match="host:port, or several"):
+                kind(address)
+
+    async def test_one_of_two_is_killed_under_load(self, model: str) -> None:
+        """Slots are the nodes' own: what the dead router held comes back after its time to live, nothing is lost."""
+        async with cluster(model, prefills=2, decodes=2, slots=4, lease_ttl_ms=600) as fake:
+            for node in fake.nodes:
+                if not node.info.slots:
+                    node.engine.kv_ttl_s = 0.6
+            async with (
+                sharing(fake, model) as other,
+                AsyncClient([fake.address, other.address], timeout_s=TIMEOUT_S) as moving,
+                AsyncClient(other.address, timeout_s=TIMEOUT_S) as staying,
+            ):
+                slow(fake)
+                params = SamplingParams(max_tokens=40, logprobs=True)
+
+                async def run(client: AsyncClient, number: int) -> Generation:
+                    return await client.generate([number, 8], params, seed=number)
+
+                runs = [asyncio.ensure_future(run(moving if i % 2 else staying, i)) for i in range(40)]
+                await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
+                assert fake.router.queue.waiting
+                assert other.router.queue.waiting
+                held = [node.service._table.slots_in_use() for node in fake.nodes if node.info.slots]
+                assert held == [[0, 1, 2, 3]] * 2
+                await kill_router(fake.router)
+                for number, done in enumerate(await asyncio.gather(*runs)):
+                    ids, logprobs, _ = expected([number, 8], params, number)
+                    assert (list(done.token_ids), list(done.logprobs)) == (ids, logprobs)
+                await fake.until(lambda: not any(node.used_slots for node in fake.nodes) and not fake.kv.held)
+                assert not any(node.engine._running for node in fake.nodes if node.info.slots)
+                assert not other.held()
+                assert other.router.runner.finished >= 30

@@ -1,0 +1,287 @@
+"""A client comes back with what it has: the router sends the rest of the same output, or says that it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from corun import wire
+from corun.cluster import FinishReason, ResumePoint
+from corun.errors import ContractMismatchError, DataLossError, InvalidArgumentError
+from corun.params import SamplingParams
+from corun.receipt import OutputDigest, output_digest
+from corun.seeds import derive_seed
+from corun.v1 import cluster_service_pb2 as pb
+from router.output import Outbox, Piece, SampleOutput
+from router.text import ByteLevelDetokenizer, Detokenizer
+from tests.fakes import FakeCluster, Output, cluster, expected, generate, send
+
+PROMPT = (5, 6, 7)
+PARAMS = SamplingParams(max_tokens=40, logprobs=True)
+
+TEXTS = {
+    "ascii": (b"once upon a time", ()),
+    "characters of one to four bytes": ("aé€😀b€€é😀".encode(), ()),
+    "a stop string that does not come": ("ab ab€ ab".encode(), ("abc", "€ abx")),
+    "a stop string that cuts": ("aéb€😀 stop, and more".encode(), ("stop", "top,")),
+    "an unfinished character": ("aé€".encode() + "😀".encode()[:2], ()),
+    "an unfinished character after a broken one": (b"a\xff" + "é".encode() + b"\xe2\x82", ("zz",)),
+    "a stop string within a character's wait": ("x€€y".encode(), ("€y",)),
+    "a held back start of a stop string at the end": ("ab€ ab".encode(), ("abc", "b€ abc")),
+    "a stop token": (b"ab\x01", ("b!",)),
+}
+
+
+def detokenizer() -> Detokenizer:
+    return ByteLevelDetokenizer(lambda token_id: bytes([token_id]))
+
+
+class Run:
+    """One call's run of an output whose tokens are bytes; every state in which a message may have left is noted."""
+
+    def __init__(self, params: SamplingParams, received: ResumePoint | None = None) -> None:
+        self.outbox = Outbox()
+        self.output = SampleOutput(
+            sample_index=0,
+            seed=7,
+            params=params,
+            detokenizer=detokenizer(),
+            outbox=self.outbox,
+            received=received,
+        )
+        self.text, self.ids = "", list[int]()
+        self.states: list[tuple[list[int], str]] = []
+
+    def over(self, data: bytes) -> Run:
+        for token_id in data:
+            ended = self.output.take(token_id, logprob(token_id))
+            self._note()
+            if ended:
+                break
+        self.reason = self.output.end(FinishReason.LENGTH)
+        self._note()
+        return self
+
+    def _note(self) -> None:
+        piece: Piece | None = self.outbox._pending.pop(0, None)
+        if piece is not None:
+            assert piece.logprobs == [logprob(token_id) for token_id in piece.token_ids]
+            self.ids += piece.token_ids
+            self.text += piece.text
+        self.states.append((list(self.ids), self.text))
+
+
+def logprob(token_id: int) -> float:
+    return -token_id / 4
+
+
+def point(ids: list[int], text_bytes: int) -> ResumePoint:
+    digest = output_digest(ids, [logprob(token_id) for token_id in ids])
+    return ResumePoint(sample_index=0, seed=7, num_tokens=len(ids), output_digest=digest, text_bytes=text_bytes)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_cut_gives_the_rest_and_no_more(name: str) -> None:
+    data, stops = TEXTS[name]
+    params = SamplingParams(max_tokens=100, stop=stops, stop_token_ids=[1])
+    whole = Run(params).over(data)
+    for ids, text in whole.states:
+        rest = Run(params, point(ids, len(text.encode()))).over(data)
+        assert ids + rest.ids == whole.ids
+        assert text + rest.text == whole.text
+        assert (rest.reason, rest.output.hexdigest()) == (whole.reason, whole.output.hexdigest())
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_and_tokens_may_be_cut_apart(name: str) -> None:
+    """A client may have kept text and tokens up to different places."""
+    data, stops = TEXTS[name]
+    params = SamplingParams(max_tokens=100, stop=stops, stop_token_ids=[1])
+    whole = Run(params).over(data)
+    for num_tokens in range(len(whole.ids) + 1):
+        for length in range(len(whole.text) + 1):
+            received = point(whole.ids[:num_tokens], len(whole.text[:length].encode()))
+            rest = Run(params, received).over(data)
+            assert (rest.ids, rest.text) == (whole.ids[num_tokens:], whole.text[length:])
+
+
+def test_nothing_is_sent_before_the_digest_was_equal() -> None:
+    params = SamplingParams(max_tokens=100)
+    for changes in ({"output_digest": "0" * 64}, {"output_digest": ""}, {"num_tokens": 3}):
+        run = Run(params, replace(point(list(b"abcd"), 0), **changes))
+        with pytest.raises(DataLossError, match="tokens received are not those of this sample"):
+            run.over(b"abcdefgh")
+        assert (run.ids, run.text) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("received", "message"),
+    [
+        (point(list(b"abcde"), 0), "5 tokens were received of 4"),
+        (point(list(b"ab"), 5), "more text was received than the output has"),
+    ],
+)
+def test_more_than_there_is_was_received(received: ResumePoint, message: str) -> None:
+    with pytest.raises(DataLossError, match=message):
+        Run(SamplingParams(max_tokens=100), received).over(b"abcd")
+
+
+def test_text_received_ends_with_a_character() -> None:
+    with pytest.raises(DataLossError, match="within a character"):
+        Run(SamplingParams(max_tokens=100), point(list("a€".encode()), 2)).over("a€b".encode())
+
+
+def test_a_node_fault_while_resuming_changes_nothing() -> None:
+    params, data = SamplingParams(max_tokens=100), b"abcdefgh"
+    for fault_at in range(len(data)):
+        outbox = Outbox()
+        output = SampleOutput(
+            sample_index=0,
+            seed=7,
+            params=params,
+            detokenizer=detokenizer(),
+            outbox=outbox,
+            received=point(list(data[:4]), 4),
+        )
+        for token_id in data[:fault_at]:
+            assert not output.take(token_id, logprob(token_id))
+        output.restart()
+        for token_id in data:
+            assert not output.take(token_id, logprob(token_id))
+        assert output.end(FinishReason.LENGTH) is FinishReason.LENGTH
+        piece = outbox._pending[0]
+        assert (bytes(piece.token_ids), piece.text) == (data[4:], "efgh")
+
+
+def request(
+    params: SamplingParams = PARAMS, *points: ResumePoint, request_id: str = "r", fingerprint: str = ""
+) -> pb.GenerateRequest:
+    made = wire.generate_request(PROMPT, params, request_id=request_id)
+    return wire.resumed_request(made, points, fingerprint)
+
+
+def received(output: Output, num_tokens: int, text: str, *, index: int = 0, done: bool = False) -> ResumePoint:
+    digest = OutputDigest()
+    for token_id, value in zip(output.token_ids[:num_tokens], output.logprobs, strict=False):
+        digest.update(token_id, value)
+    return ResumePoint(
+        sample_index=index,
+        seed=output.seed,
+        num_tokens=num_tokens,
+        output_digest=digest.hexdigest(),
+        text_bytes=len(text.encode()),
+        done=done,
+    )
+
+
+class Cuts:
+    """An output as it came, message by message."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[int, str]] = [(0, "")]
+
+    async def read(self, fake: FakeCluster, params: SamplingParams) -> Output:
+        output = Output()
+        async with fake.stub() as stub:
+            async for message in stub.Generate(request(params), timeout=10):
+                output.token_ids.extend(message.token_ids)
+                output.logprobs.extend(message.logprobs)
+                output.text += message.text
+                output.seed = message.seed
+                self.states.append((len(output.token_ids), output.text))
+                output.receipt = message.receipt
+        return output
+
+
+class TestOverTheWire:
+    async def test_every_cut_of_a_stream(self, model: str) -> None:
+        async with cluster(model) as one, cluster(model) as two:
+            two_fingerprint = (await two.status()).fingerprint
+            for stop in ((), ("a", "e", "\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}e")):
+                params, cuts = replace(PARAMS, stop=stop), Cuts()
+                whole = await cuts.read(one, params)
+                for num_tokens, text in cuts.states:
+                    again = request(params, received(whole, num_tokens, text), fingerprint=two_fingerprint)
+                    (rest,) = await send(two, again)
+                    assert rest.token_ids == whole.token_ids[num_tokens:]
+                    assert rest.logprobs == whole.logprobs[num_tokens:]
+                    assert text + rest.text == whole.text
+                    for name in ("output_digest", "num_output_tokens", "seed", "request_id"):
+                        assert getattr(rest.receipt, name) == getattr(whole.receipt, name)
+
+    async def test_a_finished_sample_gives_only_its_end(self, model: str) -> None:
+        async with cluster(model) as fake:
+            (whole,) = await generate(fake, PROMPT, PARAMS, request_id="r")
+            (rest,) = await send(fake, request(PARAMS, received(whole, 40, whole.text)))
+            assert (rest.token_ids, rest.text, rest.messages) == ([], "", 1)
+            assert rest.receipt == replace(whole.receipt)
+            assert len(fake.nodes[0].engine.prefilled) == 2
+
+    async def test_samples_that_are_done_are_not_run_again(self, model: str) -> None:
+        async with cluster(model) as fake:
+            params = replace(PARAMS, n=3)
+            wholes = await generate(fake, PROMPT, params, request_id="r")
+            points = [received(wholes[i], 40, wholes[i].text, index=i, done=True) for i in (0, 2)]
+            again = request(params, *points, received(wholes[1], 7, "", index=1))
+            rest = Output()
+            async with fake.stub() as stub:
+                async for message in stub.Generate(again, timeout=10):
+                    assert message.sample_index == 1
+                    rest.token_ids.extend(message.token_ids)
+            assert rest.token_ids == wholes[1].token_ids[7:]
+            assert len(fake.nodes[0].engine.prefilled) == 4
+
+    async def test_other_tokens_are_data_loss_and_no_nodes_fault(self, model: str) -> None:
+        async with cluster(model) as fake:
+            (whole,) = await generate(fake, PROMPT, PARAMS, request_id="r")
+            wrong = replace(received(whole, 9, ""), output_digest="0" * 64)
+            with pytest.raises(DataLossError, match="the 9 tokens received are not those of this sample"):
+                await send(fake, request(PARAMS, wrong))
+            status = await fake.status()
+            assert status.mismatches == 0
+            assert {node.state.value for node in status.nodes} == {"ready"}
+
+    async def test_another_fingerprint_or_seed_key_is_refused_before_anything_runs(self, model: str) -> None:
+        async with cluster(model) as fake:
+            with pytest.raises(ContractMismatchError) as caught:
+                await send(fake, request(fingerprint="f" * 64))
+            own = (await fake.status()).fingerprint
+            assert caught.value.differences["fingerprint"][0][:8] == "f" * 8
+            assert caught.value.differences["fingerprint"][1][:8] == own[:8]
+            elsewhere = Output(seed=derive_seed(b"another key", "r"))
+            with pytest.raises(ContractMismatchError, match="another seed"):
+                await send(fake, request(PARAMS, received(elsewhere, 0, "")))
+            assert fake.nodes[0].engine.prefilled == []
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"sample_index": 1}, "resume[0].sample_index"),
+            ({"num_tokens": 41}, "resume[0].num_tokens"),
+            ({"done": True}, "resume"),
+        ],
+    )
+    async def test_points_that_cannot_be(self, model: str, changes: dict[str, Any], field: str) -> None:
+        async with cluster(model) as fake:
+            good = received(Output(seed=derive_seed(bytes(32), "r")), 0, "")
+            with pytest.raises(InvalidArgumentError) as caught:
+                await send(fake, request(PARAMS, replace(good, **changes)))
+            assert caught.value.field == field
+            with pytest.raises(InvalidArgumentError, match="must be given once"):
+                await send(fake, request(PARAMS, good, good))
+            with pytest.raises(InvalidArgumentError, match="must be set to resume"):
+                await send(fake, request(PARAMS, good, request_id=""))
+
+    async def test_a_node_dies_while_a_request_is_resumed(self, model: str) -> None:
+        async with cluster(model, decodes=2) as fake:
+            params = SamplingParams(max_tokens=80, logprobs=True)
+            ids, logprobs, _ = expected(PROMPT, params, derive_seed(bytes(32), "r"))
+            begun = Output(token_ids=ids, logprobs=logprobs, seed=derive_seed(bytes(32), "r"))
+            run = asyncio.ensure_future(send(fake, request(params, received(begun, 50, ""))))
+            await fake.until(lambda: fake.nodes[1].drawn_tokens > 20)
+            await fake.nodes[1].kill()
+            (rest,) = await run
+            assert (rest.token_ids, rest.logprobs) == (ids[50:], logprobs[50:])
