@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from corun import wire
+from corun.channel import OPEN, Access
 from corun.errors import (
     CorunError,
     DeadlineError,
@@ -52,11 +53,12 @@ class Deadline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """A router's address and how long to wait for it."""
+    """A router's address, how long to wait for it and what to show it."""
 
     address: str
     timeout_s: float
     connect_timeout_s: float
+    access: Access = OPEN
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address:
@@ -75,7 +77,14 @@ class Endpoint:
         return min(self.connect_timeout_s, deadline.remaining_s)
 
     def unreachable(self, waited_s: float) -> UnavailableError:
-        return UnavailableError(f"no router answers at {self.address} (waited {waited_s:.3g} s)")
+        return UnavailableError(f"no router answers at {self.address} (waited {waited_s:.3g} s{self._doubt})")
+
+    @property
+    def _doubt(self) -> str:
+        """What else may be wrong: gRPC does not tell a refused handshake from a silent peer."""
+        if self.access.tls is None:
+            return ", without TLS"
+        return ", over TLS: the certificates may not be those that the other side trusts"
 
     def typed(self, error: grpc.RpcError) -> CorunError:
         """The error to raise for a failed call; where the network may be at fault, it names the address."""

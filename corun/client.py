@@ -33,8 +33,9 @@ from corun.calls import (
     read_chunk,
     retry_delay_s,
 )
-from corun.channel import channel, sync_channel
+from corun.channel import Access, channel, sync_channel
 from corun.cluster import ClusterStatus, Condition, VerifyCase, VerifyResult
+from corun.config import TlsConfig
 from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.generation import Chunk, Generation, Prompt
 from corun.params import SamplingParams
@@ -50,7 +51,8 @@ class Client:
     """A router's client; blocks. Safe to use from several threads.
 
     address: host:port of a router. timeout_s: the deadline of a call that names none. connect_timeout_s: how much of
-    it may pass before a router is reachable. Connects when first used.
+    it may pass before a router is reachable. tls: for a router that serves TLS. token: for one that wants it. Connects
+    when first used.
     """
 
     def __init__(
@@ -59,9 +61,16 @@ class Client:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        tls: TlsConfig | None = None,
+        token: str = "",
     ) -> None:
-        self._endpoint = Endpoint(address=address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
-        self._channel = sync_channel(address)
+        self._endpoint = Endpoint(
+            address=address,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            access=Access(tls=tls, token=token),
+        )
+        self._channel = sync_channel(address, access=self._endpoint.access)
         # gRPC's own wait for a channel polls it in a thread, which dies of a traceback if the channel closes meanwhile.
         self._probe: Any = self._channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
         self._reached = False
@@ -218,8 +227,15 @@ class AsyncClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        tls: TlsConfig | None = None,
+        token: str = "",
     ) -> None:
-        self._endpoint = Endpoint(address=address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+        self._endpoint = Endpoint(
+            address=address,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            access=Access(tls=tls, token=token),
+        )
         self._open: tuple[grpc.aio.Channel, Any] | None = None
 
     async def __aenter__(self) -> AsyncClient:
@@ -352,8 +368,8 @@ class AsyncClient:
         return stub
 
     def _connect(self) -> tuple[grpc.aio.Channel, Any]:
-
-        opened = channel(self._endpoint.address)  # Needs the running loop, so not in the constructor.
+        # Needs the running loop, so not in the constructor.
+        opened = channel(self._endpoint.address, access=self._endpoint.access)
         return opened, ClusterServiceStub(opened)  # type: ignore[no-untyped-call]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 
+from corun.auth import Gate
+from corun.channel import Access
 from corun.config import RouterConfig
 from corun.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
@@ -30,7 +32,8 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
-        self.registry = Registry(config, self.router_id)
+        access = Access.of_member(config)
+        self.registry = Registry(config, self.router_id, access)
         self.queue = AdmissionQueue(
             self.registry,
             max_samples=config.max_queued_samples,
@@ -38,7 +41,14 @@ class Router:
             node_wait_s=config.node_wait_s,
         )
         self.registry.subscribe(self.queue.pump)
-        self.server = GrpcServer(config.host, config.port, max_message_bytes=config.max_message_bytes)
+        self.server = GrpcServer(
+            config.host,
+            config.port,
+            tls=access.tls,
+            mutual=config.tls_clients,
+            gate=Gate(cluster=access.token, clients=config.client_tokens()),
+            max_message_bytes=config.max_message_bytes,
+        )
         self.runner = SampleRunner(self.registry, self.queue, config)
         self.generator = Generator(
             self.registry,
