@@ -45,7 +45,8 @@ def check_token(field: str, token: str, where: str = "") -> str:
     """The token itself. Raises InvalidArgumentError, which never shows it."""
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not all("!" <= char <= "~" for char in token):
         limit = f"must be {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} visible ASCII characters"
-        raise InvalidArgumentError(field, Shown(f"{where}a token of {len(token)} characters"), limit)
+        place = f" ({where})" if where else ""
+        raise InvalidArgumentError(field, Shown(f"a token of {len(token)} characters"), limit + place)
     return token
 
 
@@ -54,12 +55,12 @@ def read_token(field: str, path: str) -> str:
     lines = _lines(field, path)
     if len(lines) != 1:
         raise InvalidArgumentError(field, path, f"must hold one token on one line, not {len(lines)}")
-    return check_token(field, lines[0][1], f"{path}: ")
+    return check_token(field, lines[0][1], path)
 
 
 def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
     """A file of client tokens, `[NAME:] TOKEN [max_requests=N]` on each line but empty ones and # comments."""
-    found = [_client_token(field, f"{path}, line {number}: ", number, line) for number, line in _lines(field, path)]
+    found = [_client_token(field, path, number, line) for number, line in _lines(field, path)]
     if not found:
         raise InvalidArgumentError(field, path, "must hold at least one token")
     for what, values in (("names", [token.name for token in found]), ("tokens", [token.digest for token in found])):
@@ -129,14 +130,14 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-def _client_token(field: str, where: str, number: int, line: str) -> ClientToken:
+def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
     first, _, rest = line.partition(":")
     named = bool(rest) and first == first.strip() and " " not in first
     name, words = (first, rest.split()) if named else (f"line-{number}", line.split())
     limits = [word.removeprefix("max_requests=") for word in words[1:] if word.startswith("max_requests=")]
     if len(words) != 1 + len(limits) or len(limits) > 1 or not all(n.isascii() and n.isdigit() for n in limits):
-        raise InvalidArgumentError(field, Shown(where.rstrip(": ")), "must be '[NAME:] TOKEN [max_requests=N]'")
-    token = check_token(field, words[0], where)
+        raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '[NAME:] TOKEN [max_requests=N]' ({path})")
+    token = check_token(field, words[0], f"{path}, line {number}")
     return ClientToken(name=name, digest=_digest(token), max_requests=int(limits[0]) if limits else 0)
 
 

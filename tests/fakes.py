@@ -20,7 +20,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from corun import wire
-from corun.channel import channel
+from corun.auth import Gate
+from corun.channel import OPEN, Access, channel
 from corun.cluster import (
     ClusterStatus,
     FinishReason,
@@ -303,9 +304,12 @@ class FakeNode:
 class FakeCluster:
     """A real router and any number of fake nodes, in one process."""
 
-    def __init__(self, model: str, router: Router) -> None:
+    def __init__(self, model: str, router: Router, access: Access = OPEN, client: Access = OPEN) -> None:
         self.model = model
         self.router = router
+        self.access = access
+        """Of members."""
+        self.client = client
         self.kv = FakeKv()
         self.nodes: list[FakeNode] = []
 
@@ -315,7 +319,7 @@ class FakeCluster:
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Any]:
-        async with channel(self.address) as link:
+        async with channel(self.address, access=self.client) as link:
             yield cluster_service_pb2_grpc.ClusterServiceStub(link)
 
     async def add_prefill(self, node_id: str = "p1", *, join: bool = True, **changes: Any) -> FakeNode:
@@ -356,7 +360,7 @@ class FakeCluster:
         join: bool,
         changes: dict[str, Any],
     ) -> FakeNode:
-        server = GrpcServer()
+        server = GrpcServer(tls=self.access.tls, gate=Gate(cluster=self.access.token))
         server.add(register, service)
         await server.start()
         info = NodeInfo(
@@ -369,7 +373,7 @@ class FakeCluster:
             model=self.model,
             **facts,
         )
-        agent = NodeAgent(info, [self.address], service.load)
+        agent = NodeAgent(info, [self.address], service.load, self.access)
         node = FakeNode(info=info, engine=engine, service=service, server=server, agent=agent)
         self.nodes.append(node)
         if join:
@@ -433,13 +437,14 @@ def claims(router: Router) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    model: str, *, prefills: int = 1, decodes: int = 1, slots: int = 8, **config: Any
+    model: str, *, prefills: int = 1, decodes: int = 1, slots: int = 8, client: Access = OPEN, **config: Any
 ) -> AsyncIterator[FakeCluster]:
     """A running cluster whose nodes are READY; closed, and checked to hold nothing, at the end."""
     values = {"port": 0, "seed_key": "00" * 32, "heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 2000}
-    router = Router(RouterConfig(**{**values, **config}))
+    settings = RouterConfig(**{**values, **config})
+    router = Router(settings)
     await router.start()
-    fake = FakeCluster(model, router)
+    fake = FakeCluster(model, router, Access.of_member(settings), client)
     try:
         for number in range(1, prefills + 1):
             await fake.add_prefill(f"p{number}")
