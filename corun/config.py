@@ -6,6 +6,7 @@ the environment, the engines or the services; `parse` turns a command line into 
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -269,6 +270,14 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None =
     except CorunError as error:
         print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:

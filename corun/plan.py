@@ -5,7 +5,6 @@ Pure but for looking at files and ports. Must not know how the processes are sta
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corun.config import DecodeConfig, PrefillConfig, RouterConfig
+from corun.config import DecodeConfig, PrefillConfig, RouterConfig, is_loopback
 from corun.errors import InvalidArgumentError
 
 TINY = "tiny"
@@ -61,14 +60,6 @@ class Security:
 
 
 NO_SECURITY = Security()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,8 +74,9 @@ def test_a_token_has_so_many_requests_at_once(gate: Gate) -> None:
     with ExitStack() as held:
         for _ in range(2):
             held.enter_context(gate.admit(GENERATE, bearer(ALICE)))
-        with pytest.raises(OverloadedError, match="client alice has 2 requests") as caught, gate.admit(
-            GENERATE, bearer(ALICE)
+        with (
+            pytest.raises(OverloadedError, match="client alice has 2 requests") as caught,
+            gate.admit(GENERATE, bearer(ALICE)),
         ):
             pass
         assert caught.value.retry_after_s > 0
