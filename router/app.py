@@ -10,7 +10,7 @@ import secrets
 
 from corun.auth import Gate
 from corun.channel import Access
-from corun.config import RouterConfig
+from corun.config import RouterConfig, is_loopback
 from corun.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.admission import AdmissionQueue
@@ -67,6 +67,9 @@ class Router:
         for service in ("", CLUSTER_SERVICE, REGISTRY_SERVICE):
             await self.server.set_serving(service, True)
         log.info("router %s listens on %s", self.router_id, self.server.address)
+        config = self._config
+        if not (is_loopback(config.host) or (config.tls_cert and config.client_tokens_file)):
+            log.warning("%s is a public address without TLS and tokens: anyone may use this router", config.host)
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones, at most `drain_grace_s` seconds."""
