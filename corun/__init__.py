@@ -5,6 +5,7 @@ These are the public names. Importing them starts nothing and loads neither serv
 
 from corun.client import AsyncClient, Client
 from corun.cluster import ClusterStatus, Condition, FinishReason
+from corun.config import TlsConfig
 from corun.errors import (
     CancelledByPeerError,
     ContractMismatchError,
@@ -16,6 +17,7 @@ from corun.errors import (
     NotFoundError,
     OverloadedError,
     StaleGenerationError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from corun.generation import Chunk, Generation, Sample
@@ -45,6 +47,8 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "StaleGenerationError",
+    "TlsConfig",
+    "UnauthenticatedError",
     "UnavailableError",
     "__version__",
 ]

@@ -1,16 +1,21 @@
 """Channels to our processes: one set of options for every client, so that both ends agree on sizes and keepalive.
 
-This module must not know servers, nor any service of ours.
+Owns what a client shows to a server, too: TLS and a token. This module must not know servers, nor any service of ours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
 import grpc
 import grpc.aio
 
-from corun.config import MAX_MESSAGE_BYTES
+from corun.auth import bearer, check_token
+from corun.config import MAX_MESSAGE_BYTES, MemberConfig, TlsConfig
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 
 KEEPALIVE_MS = 15_000
 KEEPALIVE_TIMEOUT_MS = 10_000
@@ -21,14 +26,46 @@ HARD_LIMIT_FACTOR = 4
 """gRPC's size limit, as a multiple of ours."""
 
 
-def channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """What one end of a link shows to the other."""
+
+    tls: TlsConfig | None = None
+    """None: no TLS."""
+    token: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.token:
+            check_token("token", self.token)
+
+    @classmethod
+    def of_member(cls, config: MemberConfig) -> Access:
+        """Of a process of the cluster."""
+        return cls(tls=config.tls, token=config.cluster_token())
+
+
+OPEN = Access()
+"""Neither TLS nor a token."""
+
+
+def channel(address: str, *, access: Access = OPEN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
     """An asyncio channel to a process of ours. Connects when first used; make it inside a running loop."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    options = _options(access, max_message_bytes)
+    if access.tls is None:
+        link = grpc.aio.insecure_channel(address, options=options)
+    else:
+        link = grpc.aio.secure_channel(address, _credentials(access.tls), options=options)
+    return cast(grpc.aio.Channel, _TokenChannel(link, access.token)) if access.token else link
 
 
-def sync_channel(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
+def sync_channel(address: str, *, access: Access = OPEN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
     """The same for blocking calls."""
-    return grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+    options = _options(access, max_message_bytes)
+    if access.tls is None:
+        link = grpc.insecure_channel(address, options=options)
+    else:
+        link = grpc.secure_channel(address, _credentials(access.tls), options=options)
+    return cast(grpc.Channel, _TokenChannel(link, access.token)) if access.token else link
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
@@ -48,3 +85,65 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.use_local_subchannel_pool", 1),  # One connection, and one backoff, per channel.
         ("grpc.enable_http_proxy", 0),  # A proxy for web traffic must not swallow calls inside a cluster.
     ]
+
+
+def _options(access: Access, max_message_bytes: int) -> Options:
+    options = channel_options(max_message_bytes)
+    if access.tls is not None and access.tls.name:
+        options.append(("grpc.ssl_target_name_override", access.tls.name))
+    return options
+
+
+def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(tls.pem("ca"), tls.pem("key"), tls.pem("cert"))
+
+
+class _TokenChannel:
+    """A channel, blocking or not, whose calls carry a token.
+
+    gRPC's own call credentials refuse a channel without TLS, and its interceptors put a task of their own between every
+    stream and its reader.
+    """
+
+    def __init__(self, link: Any, token: str) -> None:
+        self._link = link
+        self._metadata = bearer(token)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def __enter__(self) -> _TokenChannel:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._link.close()
+
+    async def __aenter__(self) -> _TokenChannel:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._link.close()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> _TokenMethod:
+        return _TokenMethod(self._link.unary_unary(*args, **kwargs), self._metadata)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> _TokenMethod:
+        return _TokenMethod(self._link.unary_stream(*args, **kwargs), self._metadata)
+
+
+class _TokenMethod:
+    """A method whose calls carry a token."""
+
+    def __init__(self, method: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._method = method
+        self._metadata = metadata
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._method, args, kwargs)
+
+    def future(self, *args: Any, **kwargs: Any) -> Any:
+        """As of gRPC's blocking methods."""
+        return self._call(self._method.future, args, kwargs)
+
+    def _call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return method(*args, metadata=self._metadata, **kwargs)

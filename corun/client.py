@@ -31,8 +31,9 @@ from corun.calls import (
     read_chunk,
     retry_delay_s,
 )
-from corun.channel import channel, sync_channel
+from corun.channel import Access, channel, sync_channel
 from corun.cluster import ClusterStatus, Condition, VerifyCase, VerifyResult
+from corun.config import TlsConfig
 from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
 from corun.generation import Chunk, Generation, Prompt
 from corun.links import Deadline, Endpoint, Links, Search, read_addresses
@@ -52,8 +53,9 @@ class Client:
     """A cluster's client; blocks. Safe to use from several threads.
 
     address: host:port of a router, or several ("a:1,b:2", or a sequence) that are tried in turn. timeout_s: deadline of
-    a call that names none. connect_timeout_s: how much of it may pass before a router is reachable. Connects when first
-    used. A generation survives its connection and its router: until its deadline it is resumed, with any router.
+    a call that names none. connect_timeout_s: how much of it may pass before a router is reachable. tls: for routers
+    that serve TLS. token: for those that want one. Connects when first used. A generation survives its connection and
+    its router: until its deadline it is resumed, with any router.
     """
 
     def __init__(
@@ -62,10 +64,18 @@ class Client:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        tls: TlsConfig | None = None,
+        token: str = "",
     ) -> None:
-        addresses = read_addresses(address)
-        self._endpoint = Endpoint(addresses=addresses, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
-        self._links = Links([_SyncLink(each, sync_channel(each)) for each in addresses])
+        self._endpoint = Endpoint(
+            addresses=read_addresses(address),
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            access=Access(tls=tls, token=token),
+        )
+        self._links = Links(
+            [_SyncLink(each, sync_channel(each, access=self._endpoint.access)) for each in self._endpoint.addresses]
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -228,9 +238,15 @@ class AsyncClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        tls: TlsConfig | None = None,
+        token: str = "",
     ) -> None:
-        addresses = read_addresses(address)
-        self._endpoint = Endpoint(addresses=addresses, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+        self._endpoint = Endpoint(
+            addresses=read_addresses(address),
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            access=Access(tls=tls, token=token),
+        )
         self._opened: Links[_AsyncLink] | None = None
 
     async def __aenter__(self) -> AsyncClient:
@@ -389,7 +405,8 @@ class AsyncClient:
     @property
     def _links(self) -> Links[_AsyncLink]:
         if self._opened is None:  # Channels need the running loop, so they are not made in the constructor.
-            self._opened = Links([_AsyncLink(each, channel(each)) for each in self._endpoint.addresses])
+            access = self._endpoint.access
+            self._opened = Links([_AsyncLink(each, channel(each, access=access)) for each in self._endpoint.addresses])
         return self._opened
 
 

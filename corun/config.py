@@ -1,15 +1,19 @@
 """Configuration of the processes: frozen, complete and checked when made; nothing changes it afterwards.
 
-This module must not know the environment, the engines or the services; `parse` turns a command line into a config.
+Secrets are files: a config holds their paths, and finds out at once whether they can be used. This module must not know
+the environment, the engines or the services; `parse` turns a command line into a config.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
+from corun.auth import ClientToken, read_client_tokens, read_token
 from corun.errors import CorunError, InvalidArgumentError, Shown
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -17,11 +21,85 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 SEED_KEY_VARIABLE = "CORUN_SEED_KEY"
 """Environment variable with a router's seed key. Command lines are no place for it: everybody there sees them."""
 
+SECRET = {"secret": True}
+"""Metadata of a field that a command line must not set: everyone on the machine can read it there."""
+
 C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RouterConfig:
+class TlsConfig:
+    """The PEM files of one end of TLS links, by path, and whom it trusts."""
+
+    cert: str = ""
+    """This end's certificate, with those between it and its authority."""
+    key: str = ""
+    """Its private key."""
+    ca: str = ""
+    """Authorities that sign the other end's certificate; empty: the system's."""
+    name: str = ""
+    """Name that servers' certificates carry, where it is not the address that is called."""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            raise InvalidArgumentError("tls_key" if self.cert else "tls_cert", "", "must be given: both, or neither")
+        for field_name in ("cert", "key", "ca"):
+            self.pem(field_name)
+
+    def pem(self, field_name: str) -> bytes | None:
+        """The content of a file; None if it is not given."""
+        path = getattr(self, field_name)
+        if not path:
+            return None
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            limit = f"must be a readable file: {error.strerror}"
+            raise InvalidArgumentError(f"tls_{field_name}", path, limit) from error
+        if b"-----BEGIN " not in content:
+            raise InvalidArgumentError(f"tls_{field_name}", path, "must be a PEM file")
+        return content
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberConfig:
+    """What every process of a cluster has for its links to the others: the paths of secrets, never a secret."""
+
+    tls_cert: str = ""
+    """PEM file of this process's certificate, which it shows as a server and as a client."""
+    tls_key: str = ""
+    """PEM file of its private key."""
+    tls_ca: str = ""
+    """PEM file of the authorities that sign the members' certificates."""
+    tls_name: str = ""
+    """Name that the members' certificates carry, where it is not the address that is called."""
+    cluster_token_file: str = ""
+    """File of the token that the members of this cluster, and nobody else, have; empty: anyone may be a member."""
+
+    def __post_init__(self) -> None:
+        files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        if any(files.values()) and not all(files.values()):
+            missing = next(name for name, path in files.items() if not path)
+            raise InvalidArgumentError(missing, "", f"must be given: TLS between members needs {', '.join(files)}")
+        if self.tls_name and not self.tls_ca:
+            raise InvalidArgumentError("tls_name", self.tls_name, "must be empty without tls_ca")
+        _ = self.tls, self.cluster_token()  # Files that cannot be used are found now.
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        """None: no TLS."""
+        if not self.tls_cert:
+            return None
+        return TlsConfig(cert=self.tls_cert, key=self.tls_key, ca=self.tls_ca, name=self.tls_name)
+
+    def cluster_token(self) -> str:
+        """Reads it; empty if there is none."""
+        path = self.cluster_token_file
+        return read_token("cluster_token_file", path) if path else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig(MemberConfig):
     """A router: tokenizes, assigns seeds, queues, places, streams, fails over."""
 
     host: str = "127.0.0.1"
@@ -30,9 +108,16 @@ class RouterConfig:
     """Port to listen on; 0 picks a free one."""
     router_id: str = ""
     """Name of this router; empty: random."""
-    seed_key: str = ""
-    """Key of derived seeds, up to 64 bytes in hexadecimal; empty: that of CORUN_SEED_KEY, else random at start. Routers
-    of one cluster share it, and keep it when they restart: else no other router can resume a request without a seed."""
+    seed_key: str = field(default="", repr=False, metadata=SECRET)
+    """A secret, so not for command lines: see seed_key_file."""
+    seed_key_file: str = ""
+    """File of the key of derived seeds, 8 to 64 bytes in hexadecimal; empty: that of CORUN_SEED_KEY, else random at
+    start. Routers of one cluster share it, and keep it when they restart: else no other router can resume a request
+    without a seed."""
+    client_tokens_file: str = ""
+    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N]; empty: anyone may be a client."""
+    tls_clients: bool = False
+    """Clients, too, must show a certificate that tls_ca signed."""
     max_queued_samples: int = 4096
     """Samples that may wait for a slot; more are refused with a retry delay."""
     max_queued_tokens: int = 4_194_304
@@ -57,9 +142,13 @@ class RouterConfig:
     """Time for running samples to end when the router is told to stop, in seconds."""
 
     def __post_init__(self) -> None:
+        MemberConfig.__post_init__(self)
         _check_listen(self.host, self.port)
         _check_name("router_id", self.router_id)
-        _check_seed_key(self.seed_key)
+        if self.seed_key and self.seed_key_file:
+            raise InvalidArgumentError("seed_key_file", self.seed_key_file, "must be empty when seed_key is given")
+        _check_seed_key(self._seed_key_hex())
+        self._check_clients()
         for name in ("max_queued_samples", "max_queued_tokens", "heartbeat_interval_ms", "max_attempts"):
             _check_range(name, getattr(self, name), 1, 2**32 - 1)
         _check_range("heartbeat_timeout_ms", self.heartbeat_timeout_ms, 2 * self.heartbeat_interval_ms, 2**32 - 1)
@@ -72,11 +161,27 @@ class RouterConfig:
     @property
     def seed_key_bytes(self) -> bytes:
         """Empty when the router has to draw one."""
-        return bytes.fromhex(self.seed_key)
+        return bytes.fromhex(self._seed_key_hex())
+
+    def _seed_key_hex(self) -> str:
+        return read_token("seed_key_file", self.seed_key_file) if self.seed_key_file else self.seed_key
+
+    def _check_clients(self) -> None:
+        if self.tls_clients and not self.tls_cert:
+            raise InvalidArgumentError("tls_clients", True, "must be off without tls_cert, tls_key and tls_ca")
+        if self.client_tokens_file and not self.cluster_token_file:
+            limit = "must be given with client_tokens_file: else every client may act as a node"
+            raise InvalidArgumentError("cluster_token_file", "", limit)
+        _ = self.client_tokens()
+
+    def client_tokens(self) -> tuple[ClientToken, ...]:
+        """Reads them; none: anyone may be a client."""
+        path = self.client_tokens_file
+        return read_client_tokens("client_tokens_file", path) if path else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeConfig:
+class NodeConfig(MemberConfig):
     """What prefill and decode nodes have in common."""
 
     model: str
@@ -109,6 +214,7 @@ class NodeConfig:
     """Time for running work to end when the node is told to stop, in seconds."""
 
     def __post_init__(self) -> None:
+        MemberConfig.__post_init__(self)
         _check_listen(self.host, self.port)
         _check_listen(self.nixl_host, self.nixl_port, "nixl_")
         _check_name("node_id", self.node_id)
@@ -162,10 +268,27 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None =
     import tyro  # Not needed, and slow to import, where configs are made in code.  # noqa: PLC0415
 
     try:
+        _refuse_secrets(cls, sys.argv[1:] if argv is None else argv)
         return tyro.cli(cls, args=argv, prog=prog)
     except CorunError as error:
         print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    for known in fields(cls):
+        if known.metadata.get("secret") and known.name in given:
+            limit = f"must not be on a command line, which everyone can read: use {known.name}_file"
+            raise InvalidArgumentError(known.name, Shown("a secret"), limit)
 
 
 def _check_listen(host: str, port: int, prefix: str = "") -> None:

@@ -9,6 +9,7 @@
      ├ ContractMismatchError   FAILED_PRECONDITION   google.rpc.PreconditionFailure: the differing fields
      ├ StaleGenerationError    ABORTED               google.rpc.ErrorInfo: node, expected and actual generation
      ├ NotFoundError           NOT_FOUND
+     ├ UnauthenticatedError    UNAUTHENTICATED
      ├ DataLossError           DATA_LOSS
      └ InternalError           INTERNAL              never carries internals
 
@@ -146,6 +147,12 @@ class NotFoundError(CorunError):
     """The named thing does not exist here."""
 
     code = grpc.StatusCode.NOT_FOUND
+
+
+class UnauthenticatedError(CorunError):
+    """The caller did not show the token that this call needs."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class DataLossError(CorunError):
@@ -300,7 +307,14 @@ _UNPACKERS: dict[grpc.StatusCode, Callable[[str, _Details], CorunError]] = {
     grpc.StatusCode.ABORTED: _unpack_stale,
     **{
         cls.code: _plain(cls)
-        for cls in (DeadlineError, CancelledByPeerError, NotFoundError, DataLossError, InternalError)
+        for cls in (
+            DeadlineError,
+            CancelledByPeerError,
+            NotFoundError,
+            UnauthenticatedError,
+            DataLossError,
+            InternalError,
+        )
     },
 }
 

@@ -23,13 +23,14 @@ from typing import Any
 
 from corun.client import Client
 from corun.cluster import ClusterStatus, NodeState
-from corun.config import SEED_KEY_VARIABLE
+from corun.config import SEED_KEY_VARIABLE, MemberConfig
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.plan import (
     LOOPBACK,
     ROUTER,
     TINY,
     Plan,
+    Security,
     command,
     free_port,
     resolve_model,
@@ -74,17 +75,38 @@ def up(
     dtype: str = "auto",
     ray_address: str | None = None,
     log_dir: str | os.PathLike[str] | None = None,
+    tls_cert: str = "",
+    tls_key: str = "",
+    tls_ca: str = "",
+    tls_name: str = "",
+    tls_clients: bool = False,
+    cluster_token_file: str = "",
+    client_tokens_file: str = "",
+    insecure: bool = False,
 ) -> int:
     """Runs a cluster until SIGINT, SIGTERM or SIGHUP; returns 0 then, and 1 when the cluster cannot go on.
 
     model: a path, a hub id, or "tiny". port: the router's; 0 picks a free one. ray_address: a running Ray to join
     instead of a local one. log_dir: one log per process; by default a new directory. Without threads, nodes on a
-    machine without GPUs get equal shares of its cores. Call it in the main thread.
+    machine without GPUs get equal shares of its cores. tls_*, *_file: paths, on every machine; see `RouterConfig`.
+    insecure: allows a public `host` without them. Call it in the main thread.
 
     Raises:
-        InvalidArgumentError: a value is out of range, or the port is taken. Nothing was started.
+        InvalidArgumentError: a value is out of range, the port is taken, or a public host lacks TLS and tokens. Nothing
+            was started.
         UnavailableError: Ray cannot be started or joined.
     """
+    security = Security(
+        tls_cert=_absolute(tls_cert),
+        tls_key=_absolute(tls_key),
+        tls_ca=_absolute(tls_ca),
+        tls_name=tls_name,
+        tls_clients=tls_clients,
+        cluster_token_file=_absolute(cluster_token_file),
+        client_tokens_file=_absolute(client_tokens_file),
+        insecure=insecure,
+    )
+    security.check(host)
     plan = Plan(
         model=model if model == TINY else resolve_model(model),
         prefill=prefill,
@@ -95,12 +117,17 @@ def up(
         threads=threads,
         chunk_size=chunk_size,
         dtype=dtype,
+        security=security,
     )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Else every lost connection is a line on the terminal.
     logs = Path(log_dir or tempfile.mkdtemp(prefix="corun-logs-")).resolve()
     logs.mkdir(parents=True, exist_ok=True)
     with StopSignals() as signals:
         return _run(plan, logs, ray_address, signals)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
 
 
 def _run(plan: Plan, logs: Path, ray_address: str | None, signals: StopSignals) -> int:
@@ -212,7 +239,8 @@ class _Cluster:
         Raises UnavailableError when it cannot any more, and DeadlineError if it never could.
         """
         deadline = time.monotonic() + _START_TIMEOUT_S
-        with Client(self._router) as client:
+        member = MemberConfig(**self._plan.security.of_member())
+        with Client(self._router, tls=member.tls, token=member.cluster_token()) as client:
             while not signals.count:
                 if not self._ready and time.monotonic() > deadline:
                     raise DeadlineError(f"the cluster was not ready in {_START_TIMEOUT_S:.0f} s")

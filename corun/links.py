@@ -1,4 +1,4 @@
-"""Which routers a client uses and how long it waits for them.
+"""Which routers a client uses, what it shows them and how long it waits for them.
 
 Nothing here does I/O. This module must not know what is asked of a router, nor whether its caller blocks or awaits.
 """
@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
+from corun.channel import OPEN, Access
 from corun.errors import (
     CancelledByPeerError,
     CorunError,
@@ -69,6 +70,8 @@ class Endpoint:
     addresses: tuple[str, ...]
     timeout_s: float
     connect_timeout_s: float
+    access: Access = OPEN
+    """What they are shown."""
 
     def __post_init__(self) -> None:
         check_timeout("timeout_s", self.timeout_s)
@@ -90,7 +93,14 @@ class Endpoint:
         return min(self.connect_timeout_s, deadline.remaining_s)
 
     def unreachable(self, waited_s: float) -> UnavailableError:
-        return UnavailableError(f"no router answers at {self.address} (waited {waited_s:.3g} s)")
+        return UnavailableError(f"no router answers at {self.address} (waited {waited_s:.3g} s{self._doubt})")
+
+    @property
+    def _doubt(self) -> str:
+        """What else may be wrong: gRPC does not tell a refused handshake from a silent peer."""
+        if self.access.tls is None:
+            return ", without TLS"
+        return ", over TLS: the certificates may not be those that the other side trusts"
 
 
 class Search:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from corun.config import DecodeConfig, PrefillConfig, RouterConfig
+from corun.config import DecodeConfig, PrefillConfig, RouterConfig, is_loopback
 from corun.errors import InvalidArgumentError
 
 TINY = "tiny"
@@ -22,6 +23,43 @@ LOOPBACK = "127.0.0.1"
 _ANY_HOST = ("0.0.0.0", "::")
 # Nodes that share a GPU share this much of its memory.
 _GPU_MEMORY = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Security:
+    """What the links of a cluster are protected with: paths of files, the same for all processes."""
+
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_name: str = ""
+    cluster_token_file: str = ""
+    tls_clients: bool = False
+    client_tokens_file: str = ""
+    insecure: bool = False
+    """Serves on a public address without protection."""
+
+    def check(self, host: str) -> None:
+        """Raises InvalidArgumentError for a public address without protection, unless that is wanted."""
+        if self.insecure or is_loopback(host):
+            return
+        needed = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file")
+        if missing := [name for name in needed if not getattr(self, name)]:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            limit = f"is a public address, so it needs {flags} as well; or say --insecure"
+            raise InvalidArgumentError("host", host, limit)
+
+    def of_member(self) -> dict[str, Any]:
+        """Settings of every process, without those that say nothing."""
+        names = ("tls_cert", "tls_key", "tls_ca", "tls_name", "cluster_token_file")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    def of_router(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("client_tokens_file", "tls_clients") if getattr(self, name)}
+        return self.of_member() | own
+
+
+NO_SECURITY = Security()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +76,14 @@ class Plan:
     threads: int = 0
     chunk_size: int = 2048
     dtype: str = "auto"
+    security: Security = NO_SECURITY
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(name, getattr(self, name), "must be at least 1")
-        RouterConfig(host=self.host, port=self.port)
+        self.security.check(self.host)
+        RouterConfig(host=self.host, port=self.port, **self.security.of_router())
         PrefillConfig(model=self.model, dtype=self.dtype, threads=self.threads, chunk_size=self.chunk_size)
         DecodeConfig(model=self.model, dtype=self.dtype, threads=self.threads, slots=self.slots)
 
@@ -67,9 +107,10 @@ def role_of(name: str) -> str:
 def command(plan: Plan, name: str, *, router: str, host: str, gpu_share: float = 0.0) -> list[str]:
     """The command line of one process. router: its host:port. host: where a node is reached."""
     if name == ROUTER:
-        return [sys.executable, "-m", "router", "--host", plan.host, "--port", str(plan.port)]
+        flags: dict[str, Any] = {"host": plan.host, "port": plan.port, **plan.security.of_router()}
+        return [sys.executable, "-m", "router", *_words(flags)]
     role = role_of(name)
-    flags: dict[str, object] = {
+    flags = {
         "model": plan.model,
         "router": router,
         "node-id": name,
@@ -81,8 +122,13 @@ def command(plan: Plan, name: str, *, router: str, host: str, gpu_share: float =
     flags |= {"chunk-size": plan.chunk_size} if role == "prefill" else {"slots": plan.slots}
     if 0 < gpu_share < 1:
         flags["gpu-memory-utilization"] = round(_GPU_MEMORY * gpu_share, 3)
-    words = (word for flag, value in flags.items() for word in (f"--{flag}", str(value)))
-    return [sys.executable, "-m", f"{role}_node", *words]
+    return [sys.executable, "-m", f"{role}_node", *_words(flags | plan.security.of_member())]
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    """The flags of a command line; True is one that takes no value."""
+    pairs = ((f"--{name.replace('_', '-')}", value) for name, value in flags.items())
+    return [word for flag, value in pairs for word in ((flag,) if value is True else (flag, str(value)))]
 
 
 def share_of_gpu(gpus: float, nodes: int) -> float:

@@ -12,6 +12,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,13 +23,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_status import rpc_status
 
+from corun.auth import Gate
 from corun.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
-from corun.config import MAX_MESSAGE_BYTES
+from corun.config import MAX_MESSAGE_BYTES, TlsConfig
 from corun.errors import (
     CorunError,
     InternalError,
     InvalidArgumentError,
     Shown,
+    UnauthenticatedError,
     UnavailableError,
     to_status,
     too_large_error,
@@ -40,6 +43,13 @@ S = TypeVar("S")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+MAX_STREAMS = 1024
+"""Calls in progress on one connection; a client's further ones wait on its side."""
+MAX_CONNECTIONS = 16_384
+"""Connections at once; further ones are closed."""
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""For a new connection to finish TLS and HTTP/2; gRPC's own limit is two minutes."""
+
 _CLOSE_TIMEOUT_S = 30.0
 """For a handler to release what it holds, when its client is gone."""
 
@@ -49,6 +59,9 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     return [
         ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # A client whose machine is gone frees what it holds.
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -65,17 +78,31 @@ def join_address(host: str, port: int) -> str:
 
 
 class GrpcServer:
-    """A grpc.aio server with typed errors, health and a message size limit. Make it inside a running loop.
+    """A grpc.aio server with typed errors, health, tokens and limits. Make it inside a running loop.
 
     Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until told otherwise.
+    tls: with it, and `mutual`, clients must show a certificate that its authorities signed. gate: who may call what;
+    None: anyone, anything. Reflection is never served.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        tls: TlsConfig | None = None,
+        mutual: bool = True,
+        gate: Gate | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         self.host = host
         self._port = port
+        self._tls = tls
+        self._mutual = mutual
         self._health = HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=[_ErrorInterceptor(max_message_bytes)], options=server_options(max_message_bytes)
+            interceptors=[_CallInterceptor(gate or Gate(), max_message_bytes)],
+            options=server_options(max_message_bytes),
         )
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
 
@@ -97,10 +124,21 @@ class GrpcServer:
         """Listens. Raises UnavailableError if the address cannot be had."""
         await self.set_serving("", False)
         try:
-            self._port = self._server.add_insecure_port(self.address)
+            self._port = self._bind()
         except RuntimeError as error:
-            raise UnavailableError(f"cannot listen on {self.address}: is the port in use?") from error
+            doubt = "" if self._tls is None else ", or are tls_cert and tls_key no pair?"
+            raise UnavailableError(f"cannot listen on {self.address}: is the port in use{doubt or '?'}") from error
         await self._server.start()
+
+    def _bind(self) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(self.address)
+        credentials = grpc.ssl_server_credentials(
+            [(self._tls.pem("key") or b"", self._tls.pem("cert") or b"")],
+            self._tls.pem("ca"),
+            require_client_auth=self._mutual,
+        )
+        return self._server.add_secure_port(self.address, credentials)
 
     async def set_serving(self, service: str, serving: bool) -> None:
         """What health says of a service, by its full name; "" is the whole process."""
@@ -152,24 +190,40 @@ class _Refused:
     error: InvalidArgumentError
 
 
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Generic in the stubs only.
-    """The one place where exceptions become statuses."""
+class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Generic in the stubs only.
+    """The one place where calls are admitted and exceptions become statuses."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, gate: Gate, max_message_bytes: int) -> None:
+        self._gate = gate
         self._max_message_bytes = max_message_bytes
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
     ) -> Handler:
         handler = await continuation(details)
-        if handler is None or handler.request_streaming:
-            return handler  # No such method, which gRPC answers; and no service of ours takes a stream.
+        if not handler:
+            return handler  # None: no such method, which gRPC answers.
+        try:
+            permit = self._gate.admit(details.method, details.invocation_metadata)
+        except UnauthenticatedError as error:
+            return _refusal(error)
+        if handler.request_streaming:
+            return handler  # No service of ours takes a stream.
         deserialize = _guard(handler.request_deserializer, self._max_message_bytes)
         if handler.response_streaming:
-            respond = _stream(handler.unary_stream, details.method)
+            respond = _stream(handler.unary_stream, details.method, permit)
             return grpc.unary_stream_rpc_method_handler(respond, deserialize, handler.response_serializer)
-        answer = _unary(handler.unary_unary, details.method)
+        answer = _unary(handler.unary_unary, details.method, permit)
         return grpc.unary_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
+
+
+def _refusal(error: CorunError) -> Handler:
+    """Ends a call without reading its message, which only a method that takes a stream can."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
@@ -184,32 +238,37 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
     return guarded
 
 
-def _unary(handler: Any, method: str) -> Any:
+def _unary(handler: Any, method: str, permit: AbstractContextManager[None]) -> Any:
     async def answer(request: Any, context: Context) -> Any:
         async with _translated(context, method):
             _check_read(request)
-            return await handler(request, context)
+            with permit:
+                return await handler(request, context)
 
     return answer
 
 
-def _stream(handler: Any, method: str) -> Any:
+def _stream(handler: Any, method: str, permit: AbstractContextManager[None]) -> Any:
     # Writing from a coroutine, not yielding from a generator: when the client goes away, that is noticed in here, and
     # the generator is closed, with all it holds, before the call ends.
     async def respond(request: Any, context: Context) -> None:
         async with _translated(context, method):
             _check_read(request)
-            responses = handler(request, context)
-            if not isinstance(responses, AsyncGenerator):
-                await responses  # The handler writes by itself.
-                return
-            try:
-                async for response in responses:
-                    await _write(context, response)
-            finally:
-                await _close(responses, method)
+            with permit:
+                await _respond(handler(request, context), context, method)
 
     return respond
+
+
+async def _respond(responses: Any, context: Context, method: str) -> None:
+    if not isinstance(responses, AsyncGenerator):
+        await responses  # The handler writes by itself.
+        return
+    try:
+        async for response in responses:
+            await _write(context, response)
+    finally:
+        await _close(responses, method)
 
 
 async def _write(context: Context, response: Any) -> None:

@@ -28,8 +28,10 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
 
 
 def _with_seed_key(config: RouterConfig) -> RouterConfig:
+    if config.seed_key_file:
+        return config
     try:
-        return replace(config, seed_key=config.seed_key or os.environ.get(SEED_KEY_VARIABLE, ""))
+        return replace(config, seed_key=os.environ.get(SEED_KEY_VARIABLE, ""))
     except InvalidArgumentError as error:
         print(f"{SEED_KEY_VARIABLE}: {error}", file=sys.stderr)
         raise SystemExit(2) from None

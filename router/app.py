@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import secrets
 
-from corun.config import RouterConfig
+from corun.auth import Gate
+from corun.channel import Access
+from corun.config import RouterConfig, is_loopback
 from corun.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.admission import AdmissionQueue
@@ -30,7 +32,8 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
-        self.registry = Registry(config, self.router_id)
+        access = Access.of_member(config)
+        self.registry = Registry(config, self.router_id, access)
         self.queue = AdmissionQueue(
             self.registry,
             max_samples=config.max_queued_samples,
@@ -38,7 +41,14 @@ class Router:
             node_wait_s=config.node_wait_s,
         )
         self.registry.subscribe(self.queue.pump)
-        self.server = GrpcServer(config.host, config.port, max_message_bytes=config.max_message_bytes)
+        self.server = GrpcServer(
+            config.host,
+            config.port,
+            tls=access.tls,
+            mutual=config.tls_clients,
+            gate=Gate(cluster=access.token, clients=config.client_tokens()),
+            max_message_bytes=config.max_message_bytes,
+        )
         self.runner = SampleRunner(self.registry, self.queue, config)
         self.generator = Generator(
             self.registry,
@@ -57,6 +67,9 @@ class Router:
         for service in ("", CLUSTER_SERVICE, REGISTRY_SERVICE):
             await self.server.set_serving(service, True)
         log.info("router %s listens on %s", self.router_id, self.server.address)
+        config = self._config
+        if not (is_loopback(config.host) or (config.tls_cert and config.client_tokens_file)):
+            log.warning("%s is a public address without TLS and tokens: anyone may use this router", config.host)
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones, at most `drain_grace_s` seconds."""

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from corun import wire
-from corun.channel import channel
+from corun.channel import OPEN, Access, channel
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef
 from corun.errors import (
     CancelledByPeerError,
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 class NodeClient:
     """What clients of both roles share: the channel, calls, and being given up."""
 
-    def __init__(self, info: NodeInfo) -> None:
+    def __init__(self, info: NodeInfo, access: Access = OPEN) -> None:
         self.ref = info.ref
-        self._channel = channel(info.address)
+        self._channel = channel(info.address, access=access)
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -104,8 +104,8 @@ class NodeClient:
 class PrefillClient(NodeClient):
     """Calls of one prefill node."""
 
-    def __init__(self, info: NodeInfo) -> None:
-        super().__init__(info)
+    def __init__(self, info: NodeInfo, access: Access = OPEN) -> None:
+        super().__init__(info, access)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def prefill(
@@ -193,8 +193,8 @@ class DecodeClient(NodeClient):
     to live even if the router comes back to the same node.
     """
 
-    def __init__(self, info: NodeInfo, router_id: str, on_lost: Callable[[str], None]) -> None:
-        super().__init__(info)
+    def __init__(self, info: NodeInfo, router_id: str, on_lost: Callable[[str], None], access: Access = OPEN) -> None:
+        super().__init__(info, access)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._session = f"{router_id}-{secrets.token_hex(4)}"
         self._on_lost = on_lost

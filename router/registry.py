@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from corun.channel import OPEN, Access
 from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
 from corun.config import RouterConfig
 from corun.contract import Contract
@@ -67,7 +68,7 @@ class Refusal:
 class Registry:
     """The nodes of one router."""
 
-    def __init__(self, config: RouterConfig, router_id: str) -> None:
+    def __init__(self, config: RouterConfig, router_id: str, access: Access = OPEN) -> None:
         self.contract = ClusterContract()
         self.model: Model | None = None
         """Known once a tokenizer has been loaded."""
@@ -75,6 +76,7 @@ class Registry:
         """Samples whose repeated run gave other bits, since the router started."""
         self._config = config
         self._router_id = router_id
+        self._access = access
         self._decodes: dict[str, DecodeMember] = {}
         self._prefills: dict[str, PrefillMember] = {}
         self._refused: dict[str, Refusal] = {}
@@ -286,10 +288,10 @@ class Registry:
     def _add(self, info: NodeInfo) -> None:
         member: Member[Any]
         if info.role is NodeRole.DECODE:
-            client = DecodeClient(info, self._router_id, lambda reason: self.lose(member, reason))
+            client = DecodeClient(info, self._router_id, lambda reason: self.lose(member, reason), self._access)
             member = self._decodes[info.ref.node_id] = DecodeMember(info, client, _now())
         else:
-            member = self._prefills[info.ref.node_id] = PrefillMember(info, PrefillClient(info), _now())
+            member = self._prefills[info.ref.node_id] = PrefillMember(info, PrefillClient(info, self._access), _now())
         log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
         self._expect_heartbeat(member)
         self._preparing[info.ref] = spawn(self._prepare(member), f"preparing node {info.ref}")

@@ -20,7 +20,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from corun import wire
-from corun.channel import channel
+from corun.auth import Gate
+from corun.channel import OPEN, Access, channel
 from corun.cluster import (
     ClusterStatus,
     FinishReason,
@@ -307,9 +308,12 @@ class FakeNode:
 class FakeCluster:
     """A real router and any number of fake nodes, in one process."""
 
-    def __init__(self, model: str, router: Router) -> None:
+    def __init__(self, model: str, router: Router, access: Access = OPEN, client: Access = OPEN) -> None:
         self.model = model
         self.router = router
+        self.access = access
+        """Of members."""
+        self.client = client
         self.kv = FakeKv()
         self.nodes: list[FakeNode] = []
 
@@ -319,7 +323,7 @@ class FakeCluster:
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[Any]:
-        async with channel(self.address) as link:
+        async with channel(self.address, access=self.client) as link:
             yield cluster_service_pb2_grpc.ClusterServiceStub(link)
 
     async def add_prefill(self, node_id: str = "p1", *, join: bool = True, **changes: Any) -> FakeNode:
@@ -360,7 +364,7 @@ class FakeCluster:
         join: bool,
         changes: dict[str, Any],
     ) -> FakeNode:
-        server = GrpcServer()
+        server = GrpcServer(tls=self.access.tls, gate=Gate(cluster=self.access.token))
         server.add(register, service)
         await server.start()
         info = NodeInfo(
@@ -373,7 +377,7 @@ class FakeCluster:
             model=self.model,
             **facts,
         )
-        agent = NodeAgent(info, [self.address], service.load)
+        agent = NodeAgent(info, [self.address], service.load, self.access)
         node = FakeNode(info=info, engine=engine, service=service, server=server, agent=agent)
         self.nodes.append(node)
         if join:
@@ -410,7 +414,10 @@ class FakeCluster:
 
     async def idle(self) -> None:
         """Waits until nothing is held anywhere: no slot, no KV, no place in the queue, no claim of the router."""
-        await self.until(lambda: not self.held())
+        try:
+            await self.until(lambda: not self.held())
+        except AssertionError:
+            raise AssertionError(f"still held: {self.held()}") from None
 
     def held(self) -> list[str]:
         """What is held, in words."""
@@ -427,9 +434,14 @@ class FakeCluster:
             await node.kill()
 
 
-async def start_router(**config: Any) -> Router:
+def router_config(**config: Any) -> RouterConfig:
+    """Of a router on a free port, with tests' own patience."""
     values = {"port": 0, "seed_key": "00" * 32, "heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 2000}
-    router = Router(RouterConfig(**{**values, **config}))
+    return RouterConfig(**{**values, **config})
+
+
+async def start_router(config: RouterConfig) -> Router:
+    router = Router(config)
     await router.start()
     return router
 
@@ -452,10 +464,18 @@ def claims(router: Router) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    model: str, *, prefills: int = 1, decodes: int = 1, slots: int = 8, lease_ttl_ms: int = 60_000, **config: Any
+    model: str,
+    *,
+    prefills: int = 1,
+    decodes: int = 1,
+    slots: int = 8,
+    lease_ttl_ms: int = 60_000,
+    client: Access = OPEN,
+    **config: Any,
 ) -> AsyncIterator[FakeCluster]:
     """A running cluster whose nodes are READY; closed, and checked to hold nothing, at the end."""
-    fake = FakeCluster(model, await start_router(**config))
+    settings = router_config(**config)
+    fake = FakeCluster(model, await start_router(settings), Access.of_member(settings), client)
     try:
         for number in range(1, prefills + 1):
             await fake.add_prefill(f"p{number}")

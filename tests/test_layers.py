@@ -124,6 +124,15 @@ def test_torch_is_touched_where_tensors_are() -> None:
     assert {Path(name).name for name in importers("torch")} <= allowed
 
 
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    for package in ("pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml"):
+        assert importers(package) == set()
+    trees = {name: ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in modules()}
+    calls = {name: {_called(n) for n in ast.walk(tree) if isinstance(n, ast.Call)} for name, tree in trees.items()}
+    # `model.eval` and the like are methods of torch; there is none so far.
+    assert {name for name, called in calls.items() if called & {"eval", "exec"}} == set()
+
+
 def test_messages_stay_at_the_edges() -> None:
     """Values cross inside; messages exist in `wire`, in services and in the clients of services."""
     allowed = {"wire.py", "service.py", "client.py", "calls.py", "nodes.py", "agent.py", "__main__.py", "app.py"}

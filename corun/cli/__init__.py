@@ -15,6 +15,7 @@ import tyro
 
 import corun
 from corun.cli.batch import Batch
+from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.generate import Generate
 from corun.cli.model import Model
@@ -27,6 +28,7 @@ from corun.errors import (
     DataLossError,
     InvalidArgumentError,
     OverloadedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 
@@ -47,6 +49,7 @@ _EXIT_CODES: tuple[tuple[type[CorunError], int], ...] = (
     (InvalidArgumentError, USAGE),
     (ContractMismatchError, MISMATCH),
     (DataLossError, MISMATCH),
+    (UnauthenticatedError, USAGE),
     (UnavailableError, UNAVAILABLE),
     (OverloadedError, UNAVAILABLE),
 )
@@ -68,6 +71,7 @@ COMMANDS: dict[str, type[Any]] = {
     "verify": Verify,
     "fingerprint": Fingerprint,
     "model": Model,
+    "certs": Certs,
 }
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
+from corun.auth import read_token
 from corun.calls import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from corun.client import AsyncClient, Client
+from corun.config import TlsConfig
 from corun.params import SamplingParams
+
+TOKEN_FILE_VARIABLE = "CORUN_TOKEN_FILE"
 
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
@@ -27,12 +32,32 @@ class RouterOptions:
     """Longest time for one call, in seconds."""
     connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S
     """Longest wait for the router to be reachable, in seconds."""
+    tls_ca: str = ""
+    """PEM file of the authorities that sign the router's certificate; turns TLS on."""
+    tls_cert: str = ""
+    """PEM file of your certificate, for a router that wants one."""
+    tls_key: str = ""
+    """PEM file of its private key."""
+    tls_name: str = ""
+    """Name that the router's certificate carries, if it is not the router's address."""
+    token_file: str = ""
+    """File of your token; by default the one that the environment variable CORUN_TOKEN_FILE names."""
 
     def client(self) -> Client:
-        return Client(self.router, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s)
+        return Client(self.router, **self._arguments())
 
     def async_client(self) -> AsyncClient:
-        return AsyncClient(self.router, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s)
+        return AsyncClient(self.router, **self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        files = {"ca": self.tls_ca, "cert": self.tls_cert, "key": self.tls_key, "name": self.tls_name}
+        path = self.token_file or os.environ.get(TOKEN_FILE_VARIABLE, "")
+        return {
+            "timeout_s": self.timeout_s,
+            "connect_timeout_s": self.connect_timeout_s,
+            "tls": TlsConfig(**files) if any(files.values()) else None,
+            "token": read_token("token_file", path) if path else "",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ class Up:
       corun up                                              the built-in tiny model on this machine
       corun up --model Qwen/Qwen3-8B --prefill 2 --decode 2
       corun up --ray-address auto --model /models/qwen3     on a Ray cluster
+
+    On another address than this machine's own loopback it starts with TLS and tokens only, or with --insecure.
     """
 
     model: str = "tiny"
@@ -45,6 +47,22 @@ class Up:
     """Running Ray cluster to place the processes on; by default one is started here and ends with the command."""
     log_dir: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """Directory for one log per process; by default a new one, whose path is printed."""
+    tls_cert: str = ""
+    """PEM file of the certificate of every process; see corun certs."""
+    tls_key: str = ""
+    """PEM file of its private key."""
+    tls_ca: str = ""
+    """PEM file of the authorities that sign the certificates of processes, and of clients with --tls-clients."""
+    tls_name: str = ""
+    """Name that the processes' certificate carries, where it is not the address that is called."""
+    tls_clients: bool = False
+    """Clients must show a certificate, too."""
+    cluster_token_file: str = ""
+    """File of the token that processes of this cluster, and nobody else, have."""
+    client_tokens_file: str = ""
+    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N]."""
+    insecure: bool = False
+    """Serve on a public address without TLS and tokens."""
 
     def run(self) -> int:
         with needs_extra("corun up"):

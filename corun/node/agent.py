@@ -13,9 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 
 from corun import wire
-from corun.channel import channel
+from corun.channel import OPEN, Access, channel
 from corun.cluster import NodeInfo, NodeLoad
-from corun.errors import ContractMismatchError, CorunError, DataLossError, NotFoundError, from_rpc_error
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    DataLossError,
+    NotFoundError,
+    UnauthenticatedError,
+    from_rpc_error,
+)
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc
 
@@ -27,8 +34,11 @@ log = logging.getLogger(__name__)
 class NodeAgent:
     """Keeps one node registered with each of `routers` (host:port) while `run` runs."""
 
-    def __init__(self, info: NodeInfo, routers: Sequence[str], load: Callable[[], Awaitable[NodeLoad]]) -> None:
+    def __init__(
+        self, info: NodeInfo, routers: Sequence[str], load: Callable[[], Awaitable[NodeLoad]], access: Access = OPEN
+    ) -> None:
         self.draining = False
+        self._access = access
         self._info = info
         self._routers = routers
         self._load = load
@@ -39,7 +49,7 @@ class NodeAgent:
         await asyncio.gather(*(self._serve(router) for router in self._routers))
 
     async def _serve(self, router: str) -> None:
-        async with channel(router) as link:
+        async with channel(router, access=self._access) as link:
             stub = registry_service_pb2_grpc.RegistryServiceStub(link)  # type: ignore[no-untyped-call]
             while True:
                 try:
@@ -74,6 +84,7 @@ class NodeAgent:
     def _complain(self, router: str, error: CorunError) -> None:
         text = str(error)
         if self._said.get(router) != text:
-            level = logging.ERROR if isinstance(error, (ContractMismatchError, DataLossError)) else logging.INFO
+            lasting = isinstance(error, (ContractMismatchError, DataLossError, UnauthenticatedError))
+            level = logging.ERROR if lasting else logging.INFO
             log.log(level, "router %s: %s", router, text)
         self._said[router] = text

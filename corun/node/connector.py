@@ -23,19 +23,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.platforms import current_platform
 
+from corun.auth import read_token
 from corun.node.digest import KvDigest, region_words
 from corun.node.owners import OWNER_PARAM, Owned, Prefills
 from corun.node.reads import Claim, ReadChecks, Verdict
+from corun.node.side_channel import sealed
 from corun.node.stamps import StampTable, finish
 
 # A release of KV that was read in the same moment finds nothing to free; it is forgotten after this long.
 RELEASE_TTL_S = 60.0
 LOWEST_PRIORITY = 19
 WARM_TIMEOUT_S = 10.0
+TOKEN_FILE_KEY = "cluster_token_file"
+"""In the connector's extra configuration: the path of the cluster's token."""
 log = logging.getLogger(__name__)
 
 
@@ -75,6 +80,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         threads = _threads()
+        _seal(vllm_config.kv_transfer_config.get_from_extra_config(TOKEN_FILE_KEY, ""))
         super().__init__(vllm_config, role, kv_cache_config)
         if current_platform.is_cpu():
             # NIXL's progress thread never sleeps; it must not take a core from the threads that compute.
@@ -284,6 +290,13 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         finally:
             agent.release_xfer_handle(handle)
         self._checks.warm(engine_id, agent, self._peer(engine_id), WARM_TIMEOUT_S)
+
+
+def _seal(token_file: str) -> None:
+    """Makes this process's handshake sockets answer and ask members of the cluster only."""
+    if token_file:
+        # A malformed request, or one for a rank that does not exist, would end vLLM's listener; strangers get none in.
+        base_scheduler.zmq_ctx = base_worker.zmq_ctx = sealed(read_token("cluster_token_file", token_file))
 
 
 def _threads() -> set[int]:

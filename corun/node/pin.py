@@ -78,6 +78,7 @@ ALL_REDUCE = {
 
 # Not about bits. Request ids stay the caller's, so that a KV handle names the prefill that the router asked for.
 PLUMBING = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickle between the engine's processes (v1/serial_utils.py)
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

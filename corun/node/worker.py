@@ -43,6 +43,9 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         switches.set_switches(current_platform.device_type)
+        if self.parallel_config.world_size == 1:
+            # torch's TCPStore listens on every interface, whatever address it is given; a lone rank needs nobody's.
+            self.distributed_init_method = f"file:///proc/self/fd/{os.memfd_create('rendezvous')}"
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:

@@ -190,8 +190,9 @@ async def under_chaos(model: str, seed: int) -> AsyncIterator[Chaos]:
 
 
 async def add(fake: FakeCluster, role: NodeRole, node_id: str) -> None:
-    """Starts a node; what a router reserved there and forgot ends soon."""
+    """Starts a node; what a router holds there and has forgotten ends soon."""
     if role is NodeRole.PREFILL:
-        await fake.add_prefill(node_id)
+        node = await fake.add_prefill(node_id)
+        node.engine.kv_ttl_s = LEASE_TTL_MS / 1000
     else:
         await fake.add_decode(node_id, slots=8, lease_ttl_ms=LEASE_TTL_MS)

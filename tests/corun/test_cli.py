@@ -634,6 +634,14 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype",
         "ray_address",
         "log_dir",
+        "tls_cert",
+        "tls_key",
+        "tls_ca",
+        "tls_name",
+        "tls_clients",
+        "cluster_token_file",
+        "client_tokens_file",
+        "insecure",
     }
     assert set(calls[0]) == names
 

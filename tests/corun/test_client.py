@@ -58,7 +58,8 @@ def test_the_public_names_are_these() -> None:
         "AsyncClient", "CancelledByPeerError", "Chunk", "Client", "ClusterStatus", "Condition",
         "ContractMismatchError", "CorunError", "DataLossError", "DeadlineError", "FinishReason", "Generation",
         "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "Receipt", "Sample",
-        "SamplingParams", "StaleGenerationError", "UnavailableError", "__version__",
+        "SamplingParams", "StaleGenerationError", "TlsConfig", "UnauthenticatedError", "UnavailableError",
+        "__version__",
     ]
     # fmt: on
     assert all(hasattr(corun, name) for name in corun.__all__)

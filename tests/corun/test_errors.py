@@ -26,6 +26,7 @@ from corun.errors import (
     OverloadedError,
     Shown,
     StaleGenerationError,
+    UnauthenticatedError,
     UnavailableError,
     from_rpc_error,
     is_answered,
@@ -42,6 +43,7 @@ ERRORS: list[CorunError] = [
     ContractMismatchError("refused", {"model.dtype": ("float32", "bfloat16"), "decode.slots": ("8", 'a != "b"')}),
     StaleGenerationError("decode-0", "0" * 16, "f" * 16),
     NotFoundError("no such node"),
+    UnauthenticatedError("DecodeService needs the cluster's token"),
     DataLossError("token 3 differs"),
     InternalError("internal error, id 12ab"),
 ]

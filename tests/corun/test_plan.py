@@ -11,7 +11,7 @@ import pytest
 from corun import tiny
 from corun.config import DecodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import InvalidArgumentError
-from corun.plan import Plan, command, free_port, resolve_model, role_of, share_of_cores, share_of_gpu
+from corun.plan import Plan, Security, command, free_port, resolve_model, role_of, share_of_cores, share_of_gpu
 
 PLAN = Plan(model="org/model", prefill=2, decode=1, slots=8, port=7001, threads=2, chunk_size=64, dtype="float32")
 
@@ -96,8 +96,9 @@ def test_cores_are_shared_equally(cores: int, nodes: int, shares: list[tuple[int
 
 
 def test_router_that_listens_anywhere_is_reached_at_its_machine() -> None:
-    assert Plan(model="m", host="0.0.0.0", port=1).router_address("10.0.0.9") == "10.0.0.9:1"
-    assert Plan(model="m", host="10.0.0.3", port=1).router_address("10.0.0.9") == "10.0.0.3:1"
+    for host, reached in (("0.0.0.0", "10.0.0.9:1"), ("10.0.0.3", "10.0.0.3:1")):
+        plan = Plan(model="m", host=host, port=1, security=Security(insecure=True))
+        assert plan.router_address("10.0.0.9") == reached
 
 
 def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from corun.errors import InvalidArgumentError
 from corun.node.agent import NodeAgent
 from corun.receipt import output_digest
 from corun.seeds import derive_seed, sample_seed
-from tests.fakes import FakeCluster, cluster, expected, kill_router, start_router
+from tests.fakes import FakeCluster, cluster, expected, kill_router, router_config, start_router
 from tests.proxy import CuttingProxy
 
 PROMPT = "Öne upon a tïme"
@@ -44,7 +44,7 @@ async def restart(fake: FakeCluster, **config: Any) -> None:
     """Kills the router and starts another one on its port."""
     port = fake.router.server.port
     await kill_router(fake.router)
-    fake.router = await start_router(port=port, **config)
+    fake.router = await start_router(router_config(port=port, **config))
 
 
 @contextlib.asynccontextmanager

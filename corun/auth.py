@@ -1,0 +1,153 @@
+"""Who may call what: bearer tokens of clients, the one secret of the cluster's members, and what each token may use.
+
+Owns: token files, the comparison of tokens, requests in progress per token. Tokens are kept as digests only. This
+module must not know gRPC, TLS or any configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from corun.errors import InvalidArgumentError, OverloadedError, Shown, UnauthenticatedError
+
+AUTHORIZATION = "authorization"
+"""The metadata key of a token."""
+MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 512
+RETRY_S = 1.0
+"""When a client that has as many requests as it may is told to come back, in seconds."""
+
+_SCHEME = "Bearer "
+_OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
+_PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientToken:
+    """One line of a file of client tokens, without its secret."""
+
+    name: str
+    digest: bytes
+    max_requests: int = 0
+    """Requests in progress at once; 0: any number."""
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call that carries a token; none for an empty one."""
+    return ((AUTHORIZATION, _SCHEME + token),) if token else ()
+
+
+def check_token(field: str, token: str, where: str = "") -> str:
+    """The token itself. Raises InvalidArgumentError, which never shows it."""
+    if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not all("!" <= char <= "~" for char in token):
+        limit = f"must be {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} visible ASCII characters"
+        place = f" ({where})" if where else ""
+        raise InvalidArgumentError(field, Shown(f"a token of {len(token)} characters"), limit + place)
+    return token
+
+
+def read_token(field: str, path: str) -> str:
+    """The one token of a file; `field` names the setting in errors."""
+    lines = _lines(field, path)
+    if len(lines) != 1:
+        raise InvalidArgumentError(field, path, f"must hold one token on one line, not {len(lines)}")
+    return check_token(field, lines[0][1], path)
+
+
+def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
+    """A file of client tokens, `[NAME:] TOKEN [max_requests=N]` on each line but empty ones and # comments."""
+    found = [_client_token(field, path, number, line) for number, line in _lines(field, path)]
+    if not found:
+        raise InvalidArgumentError(field, path, "must hold at least one token")
+    for what, values in (("names", [token.name for token in found]), ("tokens", [token.digest for token in found])):
+        if len(set(values)) != len(found):
+            raise InvalidArgumentError(field, path, f"must not hold two equal {what}")
+    return tuple(found)
+
+
+class Gate:
+    """Admits calls to a server by their token; health checks need none.
+
+    cluster: the members' secret, which opens every service. clients: tokens that open the public service only. Without
+    client tokens the public service is open to all, without a cluster token every service is.
+    """
+
+    def __init__(self, *, cluster: str = "", clients: Sequence[ClientToken] = ()) -> None:
+        self._cluster = (ClientToken(name="cluster", digest=_digest(cluster)),) if cluster else ()
+        self._clients = tuple(clients)
+        self._running: dict[str, int] = {}
+
+    def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[None]:
+        """What a call has to hold while it runs; entering it raises OverloadedError if its token has no request left.
+
+        Raises UnauthenticatedError if the call has no token that opens `method`, which is "/package.Service/Method".
+        """
+        service = method.strip("/").partition("/")[0]
+        public = service in _PUBLIC_SERVICES
+        needed = self._clients if public else self._cluster
+        if service in _OPEN_SERVICES or not needed:
+            return nullcontext()
+        token = _find(_given(metadata), (*self._cluster, *(self._clients if public else ())))
+        if token is None:
+            kind = "a client's token" if public else "the cluster's token"
+            raise UnauthenticatedError(f"{service} needs {kind} as metadata 'authorization: Bearer …'")
+        return self._hold(token) if token.max_requests else nullcontext()
+
+    @contextmanager
+    def _hold(self, token: ClientToken) -> Iterator[None]:
+        running = self._running.get(token.name, 0)
+        if running >= token.max_requests:
+            raise OverloadedError(f"client {token.name} has {running} requests in progress, as many as it may", RETRY_S)
+        self._running[token.name] = running + 1
+        try:
+            yield
+        finally:
+            self._running[token.name] -= 1
+
+
+def _given(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The token of a call; empty if it has none, or several."""
+    values = [value for key, value in metadata if key == AUTHORIZATION]
+    if len(values) != 1 or not isinstance(values[0], str) or values[0][: len(_SCHEME)].lower() != _SCHEME.lower():
+        return ""
+    return values[0][len(_SCHEME) :]
+
+
+def _find(given: str, tokens: Sequence[ClientToken]) -> ClientToken | None:
+    """Takes as long for any token, right or wrong: digests of one length, each compared whole, and all of them."""
+    digest, found = _digest(given), None
+    for token in tokens:
+        if hmac.compare_digest(digest, token.digest):
+            found = token
+    return found
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
+    first, _, rest = line.partition(":")
+    named = bool(rest) and first == first.strip() and " " not in first
+    name, words = (first, rest.split()) if named else (f"line-{number}", line.split())
+    limits = [word.removeprefix("max_requests=") for word in words[1:] if word.startswith("max_requests=")]
+    if len(words) != 1 + len(limits) or len(limits) > 1 or not all(n.isascii() and n.isdigit() for n in limits):
+        raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '[NAME:] TOKEN [max_requests=N]' ({path})")
+    token = check_token(field, words[0], f"{path}, line {number}")
+    return ClientToken(name=name, digest=_digest(token), max_requests=int(limits[0]) if limits else 0)
+
+
+def _lines(field: str, path: str) -> list[tuple[int, str]]:
+    """Numbered lines that say something."""
+    try:
+        text = Path(path).read_text(encoding="ascii")
+    except OSError as error:
+        raise InvalidArgumentError(field, path, f"must be a readable file: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise InvalidArgumentError(field, path, "must be ASCII text") from None
+    numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
+    return [(number, line) for number, line in numbered if line and not line.startswith("#")]

@@ -1,0 +1,113 @@
+"""A small certificate authority: what TLS between the processes of one cluster needs, made on the spot.
+
+Owns the files that `make` writes. An organisation's own authority does better; this is for those without one. Must not
+know who uses the files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from corun.errors import InvalidArgumentError
+
+VALID_DAYS = 825
+TOKEN_BYTES = 32
+SERVER = ExtendedKeyUsageOID.SERVER_AUTH
+CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
+
+
+def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[Path]:
+    """Writes an authority, a certificate for the members, reached at `hosts`, one for clients, and a token for each.
+
+    Keys and tokens are for their owner's eyes only. Raises InvalidArgumentError if a file is there already.
+    """
+    if not hosts:
+        raise InvalidArgumentError("hosts", list(hosts), "must be at least one host name or address")
+    directory.mkdir(parents=True, exist_ok=True)
+    authority, authority_key = _authority(days)
+    written = [*_write(directory, "ca", authority, authority_key)]
+    for name, names, uses in (("member", hosts, [SERVER, CLIENT]), ("client", ["client"], [CLIENT])):
+        key = ec.generate_private_key(ec.SECP256R1())
+        unsigned = _unsigned(f"corun {name}", key, authority.subject, days).add_extension(_names(names), critical=False)
+        unsigned = unsigned.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        written += _write(directory, name, unsigned.sign(authority_key, hashes.SHA256()), key)
+    tokens = {"cluster.token": "", "clients.tokens": "client: "}
+    for name, prefix in tokens.items():
+        written.append(_new(directory / name, f"{prefix}{secrets.token_hex(TOKEN_BYTES)}\n".encode(), 0o600))
+    token = (directory / "clients.tokens").read_text().partition(" ")[2]
+    return [*written, _new(directory / "client.token", token.encode(), 0o600)]
+
+
+def _authority(days: int) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _subject("corun authority")
+    signs = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    unsigned = _unsigned("corun authority", key, name, days)
+    unsigned = unsigned.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return unsigned.add_extension(signs, critical=True).sign(key, hashes.SHA256()), key
+
+
+def _unsigned(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name, days: int) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = x509.CertificateBuilder(issuer_name=issuer, subject_name=_subject(name), public_key=key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    # Clocks differ.
+    return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
+        now + datetime.timedelta(days=days)
+    )
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _names(hosts: Sequence[str]) -> x509.SubjectAlternativeName:
+    return x509.SubjectAlternativeName([_name(host) for host in hosts])
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(
+    directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+) -> tuple[Path, Path]:
+    pem = serialization.Encoding.PEM
+    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return (
+        _new(directory / f"{name}.pem", certificate.public_bytes(pem), 0o644),
+        _new(directory / f"{name}.key", secret, 0o600),
+    )
+
+
+def _new(path: Path, content: bytes, mode: int) -> Path:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise InvalidArgumentError("directory", str(path.parent), f"must not hold {path.name} already") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    return path

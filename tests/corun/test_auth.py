@@ -1,0 +1,140 @@
+"""Token files, and who may call what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from corun import auth
+from corun.auth import ClientToken, Gate, bearer, read_client_tokens, read_token
+from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError
+
+CLUSTER, ALICE, BOB = "cluster-" + "c" * 24, "alice-" + "a" * 24, "bob-" + "b" * 24
+HEALTH = "/grpc.health.v1.Health/Check"
+GENERATE = "/corun.v1.ClusterService/Generate"
+INTERNAL = (
+    "/corun.v1.RegistryService/Register",
+    "/corun.v1.DecodeService/Release",
+    "/corun.v1.DecodeService/StreamSteps",
+    "/corun.v1.PrefillService/Prefill",
+    "/corun.v1.SomethingNew/Call",
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    return tmp_path / "tokens"
+
+
+def tokens(path: Path, text: str) -> tuple[ClientToken, ...]:
+    path.write_text(text)
+    return read_client_tokens("client_tokens_file", str(path))
+
+
+@pytest.fixture
+def gate(path: Path) -> Gate:
+    return Gate(cluster=CLUSTER, clients=tokens(path, f"# ours\nalice: {ALICE} max_requests=2\n\n{BOB}\n"))
+
+
+@pytest.mark.parametrize("method", INTERNAL)
+def test_only_the_cluster_token_opens_what_is_internal(gate: Gate, method: str) -> None:
+    for given in ((), bearer(ALICE), bearer(BOB), bearer(CLUSTER[:-1]), bearer(CLUSTER + "x")):
+        with pytest.raises(UnauthenticatedError, match="needs the cluster's token") as caught:
+            gate.admit(method, given)
+        assert not any(secret in str(caught.value) for secret in (CLUSTER, ALICE, BOB))
+    gate.admit(method, bearer(CLUSTER))
+
+
+def test_any_token_opens_what_is_public(gate: Gate) -> None:
+    for token in (ALICE, BOB, CLUSTER):
+        gate.admit(GENERATE, (("user-agent", "x"), *bearer(token)))
+    for given in ((), bearer("wrong" * 4), bearer(ALICE) * 2, (("authorization", ALICE),), (("authorization", b"x"),)):
+        with pytest.raises(UnauthenticatedError, match="needs a client's token"):
+            gate.admit(GENERATE, given)
+
+
+def test_health_is_open(gate: Gate) -> None:
+    gate.admit(HEALTH, ())
+    with pytest.raises(UnauthenticatedError):
+        gate.admit("/grpc.health.v1.HealthX/Check", ())
+
+
+def test_without_tokens_all_is_open() -> None:
+    for method in (GENERATE, *INTERNAL):
+        Gate().admit(method, ())
+    with pytest.raises(UnauthenticatedError):
+        Gate(cluster=CLUSTER).admit(INTERNAL[0], ())
+    Gate(cluster=CLUSTER).admit(GENERATE, ())
+
+
+def test_a_token_has_so_many_requests_at_once(gate: Gate) -> None:
+    with ExitStack() as held:
+        for _ in range(2):
+            held.enter_context(gate.admit(GENERATE, bearer(ALICE)))
+        with (
+            pytest.raises(OverloadedError, match="client alice has 2 requests") as caught,
+            gate.admit(GENERATE, bearer(ALICE)),
+        ):
+            pass
+        assert caught.value.retry_after_s > 0
+        for _ in range(10):
+            held.enter_context(gate.admit(GENERATE, bearer(BOB)))
+    with gate.admit(GENERATE, bearer(ALICE)):
+        pass
+
+
+def test_every_token_is_compared_whole(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many comparisons, of equal lengths, whichever token is given."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return a == b
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    for token in (CLUSTER, ALICE, BOB, "w" * 500):
+        compared.clear()
+        try:
+            gate.admit(GENERATE, bearer(token))
+        except UnauthenticatedError:
+            assert token[0] == "w"
+        assert compared == [(32, 32)] * 3
+
+
+def test_a_file_of_client_tokens(path: Path) -> None:
+    found = tokens(path, f"alice: {ALICE} max_requests=3\n{BOB}\n")
+    assert [(token.name, token.max_requests) for token in found] == [("alice", 3), ("line-2", 0)]
+    assert ALICE not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "at least one token"),
+        ("short\n", "a token of 5 characters"),
+        (f"a: {ALICE} {BOB}\n", "line 1"),
+        (f"a: {ALICE} max_requests=many\n", "line 1"),
+        (f"a: {ALICE} max_requests=1 max_requests=2\n", "line 1"),
+        (f"a: {ALICE}\na: {BOB}\n", "two equal names"),
+        (f"a: {ALICE}\nb: {ALICE}\n", "two equal tokens"),
+    ],
+)
+def test_bad_files_are_refused_without_their_secrets(text: str, words: str, path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        tokens(path, text)
+    assert caught.value.field == "client_tokens_file"
+    assert ALICE not in str(caught.value)
+
+
+def test_a_file_of_one_token(path: Path) -> None:
+    path.write_text(f"\n{CLUSTER}\n")
+    assert read_token("f", str(path)) == CLUSTER
+    for content, words in ((b"", "one token"), (b"a\nb\n", "not 2"), (b"\xff" * 20, "ASCII"), (b"x y" * 9, "visible")):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match=words):
+            read_token("f", str(path))
+    with pytest.raises(InvalidArgumentError, match="readable file"):
+        read_token("f", str(path / "none"))

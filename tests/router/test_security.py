@@ -1,0 +1,158 @@
+"""A whole cluster with TLS and tokens, and the router as a process that keeps its secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from corun import wire
+from corun.channel import OPEN, Access, channel
+from corun.client import AsyncClient, Client
+from corun.errors import OverloadedError, UnauthenticatedError, UnavailableError, from_rpc_error
+from corun.node.agent import NodeAgent
+from corun.params import SamplingParams
+from corun.v1 import decode_service_pb2 as decode_pb
+from corun.v1 import decode_service_pb2_grpc, registry_service_pb2_grpc
+from corun.v1 import registry_service_pb2 as registry_pb
+from tests.fakes import WAIT_S, cluster, expected, generate
+from tests.router.test_main import free_port
+from tests.secrets import Secrets
+
+PARAMS = SamplingParams(max_tokens=12, logprobs=True)
+PROMPT = (5, 6, 7)
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    return Secrets.make(tmp_path_factory.mktemp("secrets"))
+
+
+async def refused(call: Any) -> Exception:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+@pytest.mark.parametrize("tls_clients", [False, True])
+async def test_a_request_through_a_protected_cluster(model: str, secrets: Secrets, tls_clients: bool) -> None:
+    tls = secrets.tls_of("client") if tls_clients else secrets.tls
+    access = Access(tls=tls, token=secrets.token("client"))
+    async with cluster(model, client=access, tls_clients=tls_clients, **secrets.settings) as fake:
+        (output,) = await generate(fake, PROMPT, PARAMS, seed=42)
+        assert (output.token_ids, output.logprobs) == expected(PROMPT, PARAMS, 42)[:2]
+        async with AsyncClient(fake.address, tls=tls, token=access.token, timeout_s=WAIT_S) as client:
+            done = await client.generate(PROMPT, PARAMS, seed=42)
+            assert list(done.token_ids) == output.token_ids
+            shown = f"{await client.get_cluster()}"
+        assert not [text for text in secrets.texts if text in shown]
+
+
+async def test_clients_need_a_certificate_where_the_router_says_so(model: str, secrets: Secrets) -> None:
+    access = Access(tls=secrets.tls_of("client"), token=secrets.token("client"))
+    async with cluster(model, client=access, tls_clients=True, **secrets.settings) as fake:
+        without = AsyncClient(fake.address, tls=secrets.tls, token=access.token, connect_timeout_s=0.5)
+        with pytest.raises(UnavailableError):
+            await without.get_cluster()
+        await without.close()
+
+
+async def test_a_client_cannot_act_as_a_member(model: str, secrets: Secrets) -> None:
+    """Not as a node to the router, nor as a router to a node, even with a certificate."""
+    client = Access(tls=secrets.tls_of("client"), token=secrets.token("client"))
+    async with cluster(model, client=client, **secrets.settings) as fake:
+        d1 = fake.nodes[1].info
+        async with channel(fake.address, access=client) as link:
+            registry: Any = registry_service_pb2_grpc.RegistryServiceStub(link)  # type: ignore[no-untyped-call]
+            register = registry_pb.RegisterRequest(node=wire.node_info_to_proto(d1))
+            beat = registry_pb.HeartbeatRequest(ref=wire.node_ref_to_proto(d1.ref), draining=True)
+            for call in (registry.Register(register, timeout=WAIT_S), registry.Heartbeat(beat, timeout=WAIT_S)):
+                assert isinstance(await refused(call), UnauthenticatedError)
+        async with channel(d1.address, access=client) as link:
+            decode: Any = decode_service_pb2_grpc.DecodeServiceStub(link)  # type: ignore[no-untyped-call]
+            release = decode_pb.ReleaseRequest(lease_id=1, generation=d1.ref.generation)
+            assert isinstance(await refused(decode.Release(release, timeout=WAIT_S)), UnauthenticatedError)
+            steps = decode_pb.StreamStepsRequest(router_id="r", generation=d1.ref.generation)
+            assert isinstance(await refused(decode.StreamSteps(steps, timeout=WAIT_S).read()), UnauthenticatedError)
+        await generate(fake, PROMPT, PARAMS, seed=1)
+
+
+async def test_a_node_without_the_token_does_not_join(
+    model: str, secrets: Secrets, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(model, prefills=0, decodes=0, client=secrets.client, **secrets.settings) as fake:
+        stranger = await fake.add_prefill("stranger", join=False)
+        stranger.agent = NodeAgent(stranger.info, [fake.address], stranger.service.load, secrets.client)
+        stranger.join()
+        await fake.until(lambda: "needs the cluster's token" in caplog.text)
+        assert fake.state("stranger") is None
+        assert not [text for text in secrets.texts if text in caplog.text]
+
+
+async def test_a_client_has_so_many_requests(model: str, secrets: Secrets, tmp_path: Path) -> None:
+    tokens = tmp_path / "clients.tokens"
+    tokens.write_text(f"me: {secrets.token('client')} max_requests=2\n")
+    settings = {**secrets.settings, "client_tokens_file": str(tokens)}
+    async with cluster(model, client=secrets.client, **settings) as fake:
+        fake.nodes[1].engine.hanging = True
+        async with (
+            AsyncClient(fake.address, tls=secrets.tls, token=secrets.client.token, timeout_s=WAIT_S) as client,
+            AsyncClient(fake.address, tls=secrets.tls, token=secrets.client.token) as other,
+        ):
+            streams = [client.stream(PROMPT, PARAMS, seed=seed) for seed in range(2)]
+            firsts = [asyncio.ensure_future(anext_(stream)) for stream in streams]
+            await fake.until(lambda: fake.nodes[1].used_slots == 2)
+            with pytest.raises(OverloadedError, match="client me has 2 requests in progress"):
+                await other.generate(PROMPT, PARAMS, seed=3)
+            fake.nodes[1].engine.hanging = False
+            for stream, first in zip(streams, firsts, strict=True):
+                await first
+                async for _ in stream:
+                    pass
+            await other.generate(PROMPT, PARAMS, seed=3)
+
+
+async def anext_(stream: Any) -> Any:
+    return await stream.__anext__()
+
+
+@pytest.fixture
+def process(secrets: Secrets) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    port = free_port()
+    flags = [word for name, path in secrets.settings.items() for word in (f"--{name.replace('_', '-')}", path)]
+    argv = [sys.executable, "-m", "router", "--port", str(port), *flags]
+    with ExitStack() as stack:
+        found = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        stack.callback(found.wait)
+        stack.callback(found.kill)
+        yield found, port
+
+
+def test_a_process_shows_no_secret(process: tuple[subprocess.Popen[str], int], secrets: Secrets) -> None:
+    """Neither in its command line and environment, nor in its log, nor in what it answers."""
+    router, port = process
+    address = f"127.0.0.1:{port}"
+    with Client(address, tls=secrets.tls, token=secrets.token("client"), timeout_s=WAIT_S) as client:
+        seen = [str(client.get_cluster())]
+    with Client(address, tls=secrets.tls, token="wrong-" * 5, timeout_s=WAIT_S) as client:
+        with pytest.raises(UnauthenticatedError) as caught:
+            client.get_cluster()
+        seen.append(str(caught.value))
+    seen += [Path(f"/proc/{router.pid}/{name}").read_text() for name in ("cmdline", "environ")]
+    router.terminate()
+    seen.append(router.communicate(timeout=WAIT_S)[1])
+    assert router.returncode == 0, seen[-1]
+    assert "listens on" in seen[-1]
+    assert secrets.path("cluster.token") in seen[2]
+    assert not [text for text in [*secrets.texts, "wrong-" * 5] if any(text in one for one in seen)]
+
+
+def test_open_access_is_the_default() -> None:
+    assert (OPEN.tls, OPEN.token) == (None, "")
