@@ -19,6 +19,7 @@ from router.generations import Generator
 from router.registry import Registry
 from router.service import CLUSTER_SERVICE, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
 from router.verify import Verifier
+from router.warmup import spawn
 
 SEED_KEY_BYTES = 32
 STOP_GRACE_S = 5.0
@@ -59,13 +60,16 @@ class Router:
         )
         self._config = config
         self._activity = Activity()
+        self._is_ready = False
         self._add_services()
 
     async def start(self) -> None:
         """Listens for clients and nodes. Raises UnavailableError if the address cannot be had."""
         await self.server.start()
-        for service in ("", CLUSTER_SERVICE, REGISTRY_SERVICE):
+        for service in ("", REGISTRY_SERVICE):
             await self.server.set_serving(service, True)
+        await self.server.set_serving(CLUSTER_SERVICE, False)
+        self.registry.subscribe(self._tell_health)
         log.info("router %s listens on %s", self.router_id, self.server.address)
         config = self._config
         if not (is_loopback(config.host) or (config.tls_cert and config.client_tokens_file)):
@@ -73,6 +77,8 @@ class Router:
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones, at most `drain_grace_s` seconds."""
+        self._activity.draining = True
+        self._is_ready = False
         for service in ("", CLUSTER_SERVICE):
             await self.server.set_serving(service, False)
         if not await self._activity.drain(self._config.drain_grace_s):
@@ -84,6 +90,13 @@ class Router:
         await self.server.stop(0.0)
         await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
         await self.registry.close()
+
+    def _tell_health(self) -> None:
+        """Clients are served while a certified pair of nodes is warm; the process itself, and nodes, always."""
+        ready = not self.registry.missing() and not self._activity.draining
+        if ready != self._is_ready:
+            self._is_ready = ready
+            spawn(self.server.set_serving(CLUSTER_SERVICE, ready), "telling health")
 
     def _add_services(self) -> None:
         config = self._config

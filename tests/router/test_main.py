@@ -33,9 +33,10 @@ def test_serves_until_told_to_stop(number: signal.Signals) -> None:
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service="corun.v1.ClusterService")
-            answer = health.Check(request, timeout=WAIT_S, wait_for_ready=True)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            statuses = health_pb2.HealthCheckResponse
+            for service, status in (("", statuses.SERVING), ("corun.v1.ClusterService", statuses.NOT_SERVING)):
+                request = health_pb2.HealthCheckRequest(service=service)
+                assert health.Check(request, timeout=WAIT_S, wait_for_ready=True).status == status
         process.send_signal(number)
         _, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, errors

@@ -11,8 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun import wire
+from corun.channel import channel
 from corun.cluster import Condition, FinishReason, NodeState, VerifyCase
 from corun.errors import (
     ContractMismatchError,
@@ -270,6 +272,22 @@ class TestRefusals:
 
 
 class TestNodes:
+    async def test_health_follows_the_last_warm_pair(self, model: str) -> None:
+        async def serving() -> bool:
+            async with channel(fake.address) as link:
+                request = health_pb2.HealthCheckRequest(service="corun.v1.ClusterService")
+                answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=WAIT_S)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        async with cluster(model) as fake:
+            assert await serving()
+            await fake.nodes[1].kill()
+            await fake.until(lambda: fake.state("d1") is not NodeState.READY)
+            assert not await serving()
+            await fake.add_decode("d2")
+            await fake.ready("d2")
+            assert await serving()
+
     async def test_another_contract_is_refused_and_shown(self, model: str) -> None:
         async with cluster(model) as fake:
             node = await fake.add_decode("d2", join=False, threads=2)
