@@ -7,7 +7,7 @@ import asyncio
 from corun.cluster import NodeRole
 from corun.config import DecodeConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live, log_to_stderr, node_info, node_ref
+from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref
 from corun.server import run as serve
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
@@ -23,7 +23,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
     service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
     engine.on_step = service.on_step
 
-    await live(
+    await live_and_leave(
         config,
         Role(
             engine=engine,

@@ -7,7 +7,7 @@ import asyncio
 from corun.cluster import NodeRole
 from corun.config import PrefillConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live, log_to_stderr, node_info, node_ref
+from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref
 from corun.server import run as serve
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.engine import VllmPrefillEngine
@@ -20,7 +20,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
     service = PrefillService(ref, engine)
 
-    await live(
+    await live_and_leave(
         config,
         Role(
             engine=engine,

@@ -9,9 +9,10 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from corun.auth import Gate
 from corun.channel import Access
@@ -110,6 +111,24 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
     await role.engine.close()
     if died.is_set():
         raise UnavailableError("the engine died")
+
+
+async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) -> NoReturn:
+    """`live`, and the end of the process: with 0 after a drain, with 1 if the engine died.
+
+    At once, since everything of ours is closed by then: what vLLM's sockets and NIXL's threads still do when the
+    interpreter ends has been seen to keep it from ending.
+    """
+    code = 0
+    try:
+        await live(config, role, stop)
+    except UnavailableError as error:
+        log.error("%s", error)
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _set_serving(server: GrpcServer, role: Role, serving: bool) -> None:
