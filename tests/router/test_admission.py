@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from corun.errors import DeadlineError, OverloadedError, UnavailableError
-from router.admission import AdmissionQueue, Ticket
+from router.admission import AdmissionQueue
+from router.lanes import Ticket
 from router.members import Seat
 from router.placement import Need
 
