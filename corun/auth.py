@@ -42,6 +42,9 @@ class Caller:
     """The best one that it may ask for."""
 
 
+ANYONE = Caller()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientToken:
     """One line of a file of client tokens, without its secret."""
@@ -104,10 +107,8 @@ class Gate:
         self._clients = tuple(clients)
         self._running: dict[str, int] = {}
 
-    def admit(
-        self, method: str, metadata: Iterable[tuple[str, str | bytes]]
-    ) -> AbstractContextManager[Caller | None]:
-        """What a call has to hold while it runs; entering it gives the caller, None where tokens do not tell, and raises
+    def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[Caller | None]:
+        """What a call has to hold while it runs. Entering it gives the caller, if tokens tell them apart, and raises
         OverloadedError if its token has no request left.
 
         Raises UnauthenticatedError if the call has no token that opens `method`, which is "/package.Service/Method".

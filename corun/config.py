@@ -115,8 +115,8 @@ class RouterConfig(MemberConfig):
     start. Routers of one cluster share it, and keep it when they restart: else no other router can resume a request
     without a seed."""
     client_tokens_file: str = ""
-    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low] [weight=N];
-    empty: anyone may be a client, and clients are told apart by their hosts."""
+    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low]
+    [weight=N]; empty: anyone may be a client, and clients are told apart by their hosts."""
     tls_clients: bool = False
     """Clients, too, must show a certificate that tls_ca signed."""
     max_queued_samples: int = 4096

@@ -1,8 +1,8 @@
 """The queue of samples that wait for a slot: bounded by count, tokens and time, and every wait ends.
 
-Who is next and who is shed is said by `router.lanes`; nothing here touches a sample that has a seat. A place is a ticket
-drawn on arrival: who has to wait again, because a node had no room after all or failed, keeps it. This module must not
-know nodes or gRPC.
+Who is next and who is shed is said by `router.lanes`; nothing here touches a sample that has a seat. A ticket, drawn on
+arrival, is a place: who has to wait again, because a node had no room after all or failed, keeps it. This module must
+not know nodes or gRPC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from corun.auth import Caller
+from corun.auth import ANYONE, Caller
 from corun.cluster import Priority
 from corun.errors import CorunError, DeadlineError, OverloadedError, UnavailableError
 from router.lanes import Lanes, Ticket
@@ -94,14 +94,14 @@ class AdmissionQueue:
             self._arriving -= samples
 
     def enter(
-        self, needs: Sequence[Need], *, caller: Caller | None = None, priority: Priority = Priority.NORMAL
+        self, needs: Sequence[Need], *, caller: Caller = ANYONE, priority: Priority = Priority.NORMAL
     ) -> list[Ticket]:
         """Tickets for the samples of one request, some perhaps already with a seat.
 
         Raises OverloadedError, and takes none of them, if more would have to wait than the bounds allow, and nobody
         has to go for them.
         """
-        party = [self._ticket(need, caller or Caller(), priority) for need in needs]
+        party = [self._ticket(need, caller, priority) for need in needs]
         for ticket in party:
             ticket.party = party
             self._push(ticket)

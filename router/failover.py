@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from corun.auth import Caller
+from corun.auth import ANYONE, Caller
 from corun.cluster import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
 from corun.config import RouterConfig
 from corun.errors import (
@@ -54,7 +54,7 @@ class Sample:
     """On the loop's clock."""
     received: ResumePoint | None = None
     """What the client has of it from an earlier call."""
-    caller: Caller = Caller()
+    caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
 
     @property

@@ -1,10 +1,10 @@
 """Whose turn it is among the clients that wait: each gets tokens in proportion to its weight, its own samples in order.
 
 Start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996): a client's next sample starts
-at a virtual time, and every sample that is served moves that on by its cost over the client's weight; the earliest start
-is next. Time is that of the last sample served, and whoever comes anew starts now: idling saves up nothing. What leaves
-unserved costs nothing. Every operation takes O(log clients). Pure: this module must not know what a sample is, seats,
-clocks or priorities.
+at a virtual time, and every sample that is served moves that on by its cost over the client's weight; the earliest
+start is next. Time is that of the last sample served, and whoever comes anew starts now: idling saves up nothing. What
+leaves unserved costs nothing. Every operation takes O(log clients). Pure: this module must not know what a sample is,
+seats, clocks or priorities.
 """
 
 from __future__ import annotations

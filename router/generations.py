@@ -12,9 +12,16 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from corun.auth import Caller
+from corun.auth import ANYONE, Caller
 from corun.cluster import Priority, ResumePoint
-from corun.errors import ContractMismatchError, CorunError, InternalError, InvalidArgumentError, PermissionDeniedError, Shown
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    Shown,
+)
 from corun.params import (
     SamplingParams,
     check_lengths,
@@ -52,7 +59,7 @@ class Request:
     """What an earlier call delivered."""
     fingerprint: str = ""
     """Of the contract that the earlier call ran under; empty: any."""
-    caller: Caller = Caller()
+    caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
 
 
@@ -114,9 +121,7 @@ class Generator:
         """
         check_priority(request.priority, request.caller)
         tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)
-        with self._queue.arriving(
-            request.params.n, tokens, deadline, caller=request.caller, priority=request.priority
-        ):
+        with self._queue.arriving(request.params.n, tokens, deadline, caller=request.caller, priority=request.priority):
             return await self._accept(request, deadline)
 
     async def _accept(self, request: Request, deadline: float) -> list[Sample]:

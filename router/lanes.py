@@ -1,9 +1,10 @@
 """The order of those who wait, and who has to go when too many do.
 
 First come the samples that ran and whose node failed, then class by class. Within a class, samples that had a seat and
-could not use it go by their turn, then clients share by tokens (`router.fairness`). For a newcomer can be shed: requests
-of lower classes, then the newest of the client that takes most of its class, as long as the newcomer's takes less; never
-a request of which a sample had a seat. Pure: this module must not know nodes, clocks or what a seat is.
+could not use it go by their turn, then clients share by tokens (`router.fairness`). For a newcomer may be shed: the
+newest request of the lowest class, else of its own class, of the client that takes most of that; in its own class only
+while the newcomer's client takes less; never a request of which a sample had a seat. Pure: this module must not know
+nodes, clocks or what a seat is.
 """
 
 from __future__ import annotations

@@ -46,9 +46,7 @@ class Outcome:
 class Fillers:
     """Samples that only keep others company: random prompts and parameters, drawn from a seed."""
 
-    def __init__(
-        self, generator: Generator, model: Model, rng: random.Random, deadline: float, caller: Caller
-    ) -> None:
+    def __init__(self, generator: Generator, model: Model, rng: random.Random, deadline: float, caller: Caller) -> None:
         self._generator = generator
         self._model = model
         self._rng = rng

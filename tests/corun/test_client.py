@@ -57,7 +57,7 @@ def test_the_public_names_are_these() -> None:
     assert corun.__all__ == [
         "AsyncClient", "CancelledByPeerError", "Chunk", "Client", "ClusterStatus", "Condition",
         "ContractMismatchError", "CorunError", "DataLossError", "DeadlineError", "FinishReason", "Generation",
-        "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "Receipt", "Sample",
+        "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "PermissionDeniedError",
         "SamplingParams", "StaleGenerationError", "TlsConfig", "UnauthenticatedError", "UnavailableError",
         "__version__",
     ]
