@@ -43,7 +43,7 @@ class Pool(Protocol):
 
 
 class AdmissionQueue:
-    """Gives seats to tickets in order. `pump` has to be called when the pool changes.
+    """Gives seats to tickets in order. `pump` or `pump_soon` has to be called when the pool changes.
 
     max_wait_s: longest wait that a newcomer may have to expect, but one of the lowest class; 0: any.
     """
@@ -63,6 +63,7 @@ class AdmissionQueue:
         self._orders = itertools.count()
         self._turns = itertools.count()
         self._giving_up: asyncio.TimerHandle | None = None
+        self._pumping: asyncio.Handle | None = None
         self._pace = Pace()
 
     @property
@@ -147,6 +148,11 @@ class AdmissionQueue:
         if granted is not None and granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().close()
 
+    def pump_soon(self) -> None:
+        """Pumps once what runs now is done: by then, who lost its seat in it has queued up again."""
+        if self._pumping is None:
+            self._pumping = asyncio.get_running_loop().call_soon(self._pump_now)
+
     def pump(self) -> None:
         """Seats tickets in order for as long as there is room for the first."""
         while (head := self._lanes.head()) is not None:
@@ -158,6 +164,10 @@ class AdmissionQueue:
                 break
         self._pace.waits(_now(), anyone=self.waiting > 0)
         self._watch_for_nodes()
+
+    def _pump_now(self) -> None:
+        self._pumping = None
+        self.pump()
 
     def _ticket(self, need: Need, caller: Caller, priority: Priority) -> Ticket:
         return Ticket(next(self._orders), need, caller, priority, self._size(1, need.num_prompt))

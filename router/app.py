@@ -42,7 +42,7 @@ class Router:
             node_wait_s=config.node_wait_s,
             max_wait_s=config.max_queue_wait_s,
         )
-        self.registry.subscribe(self.queue.pump)
+        self.registry.subscribe(self.queue.pump_soon)
         self.server = GrpcServer(
             config.host,
             config.port,
