@@ -23,6 +23,8 @@ from router.placement import Need
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
+MISSING_RETRY_S = 1.0
+"""The least while nodes are missing."""
 _SPREAD = 0.5
 """Part by which retry delays differ, so that those who are refused together do not come back together."""
 _GOLDEN = 0.6180339887498949
@@ -162,8 +164,9 @@ class AdmissionQueue:
                 self._fail(head, UnavailableError(f"no decode node has KV room for {head.need.total} tokens"))
             else:
                 break
-        self._pace.waits(_now(), anyone=self.waiting > 0)
-        self._watch_for_nodes()
+        is_stuck = self.waiting > 0 and bool(self._pool.missing())
+        self._pace.waits(_now(), anyone=self.waiting > 0 and not is_stuck)  # An outage says nothing about the pace.
+        self._watch_for_nodes(is_stuck=is_stuck)
 
     def _pump_now(self) -> None:
         self._pumping = None
@@ -206,9 +209,8 @@ class AdmissionQueue:
     def _is_hopeless(self, need: Need) -> bool:
         return not self._pool.missing() and not self._pool.could_hold(need.total)
 
-    def _watch_for_nodes(self) -> None:
+    def _watch_for_nodes(self, *, is_stuck: bool) -> None:
         """Runs a clock while samples wait and nodes are missing."""
-        is_stuck = self.waiting > 0 and bool(self._pool.missing())
         if is_stuck and self._giving_up is None:
             self._giving_up = asyncio.get_running_loop().call_later(self._node_wait_s, self._give_up)
         elif not is_stuck and self._giving_up is not None:
@@ -263,8 +265,9 @@ class AdmissionQueue:
         """retry_s: None: when all who wait now have their seats."""
         self.refused += 1
         retry_s = self.waiting * self._pace.interval_s if retry_s is None else retry_s
+        least = MISSING_RETRY_S if self._pool.missing() else MIN_RETRY_S
         spread = 1 + _SPREAD * (self.refused * _GOLDEN % 1)
-        return OverloadedError(text, min(max(retry_s, MIN_RETRY_S), MAX_RETRY_S / (1 + _SPREAD)) * spread)
+        return OverloadedError(text, min(max(retry_s, least), MAX_RETRY_S / (1 + _SPREAD)) * spread)
 
 
 def _now() -> float:

@@ -470,6 +470,22 @@ async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.Monk
     assert arrives(HOG, Priority.LOW, 5.0) is not None
 
 
+async def test_an_outage_is_no_reason_to_refuse_what_comes_after_it() -> None:
+    pool = FakePool()
+    queue = make(pool, max_wait_s=1.0, node_wait_s=60.0, max_samples=3)
+    pool.gap = "no decode node has joined"
+    queue.enter([need()] * 3)
+    with pytest.raises(OverloadedError) as caught:
+        queue.enter([need()])
+    assert caught.value.retry_after_s >= 1
+    await asyncio.sleep(2 * SOON)
+    pool.gap, pool.free = "", 2
+    queue.pump()
+    assert queue._pace.interval_s == 0
+    with queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+        pass
+
+
 async def test_refusals_do_not_come_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "interval_s", 1.0)
     queue = make(FakePool(), max_samples=4)
