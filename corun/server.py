@@ -53,7 +53,9 @@ MAX_CONNECTIONS = 16_384
 HANDSHAKE_TIMEOUT_MS = 10_000
 """For a new connection to finish TLS and HTTP/2; gRPC's own limit is two minutes."""
 
-_call: ContextVar[tuple[Caller | None, Context]] = ContextVar("call")
+_call: ContextVar[tuple[Caller | None, str]] = ContextVar("call")
+"""The caller by its token, and the peer. Values only: whatever a handler leaves behind, a timer or a task, keeps this
+alive, and with a call's context the call, which would go on to count as one of the connection's."""
 
 _CLOSE_TIMEOUT_S = 30.0
 """For a handler to release what it holds, when its client is gone."""
@@ -79,8 +81,8 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 
 def caller() -> Caller:
     """Who makes the call that is being answered, in a handler: named by its token, else by the host it comes from."""
-    known, context = _call.get()
-    return known or Caller(name=peer_host(context.peer()))
+    known, peer = _call.get()
+    return known or Caller(name=peer_host(peer))
 
 
 def peer_host(peer: str) -> str:
@@ -267,7 +269,7 @@ def _unary(handler: Any, method: str, permit: AbstractContextManager[Caller | No
         async with _translated(context, method):
             _check_read(request)
             with permit as known:
-                _call.set((known, context))
+                _call.set((known, context.peer()))
                 return await handler(request, context)
 
     return answer
@@ -280,7 +282,7 @@ def _stream(handler: Any, method: str, permit: AbstractContextManager[Caller | N
         async with _translated(context, method):
             _check_read(request)
             with permit as known:
-                _call.set((known, context))
+                _call.set((known, context.peer()))
                 await _respond(handler(request, context), context, method)
 
     return respond

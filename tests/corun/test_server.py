@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from corun import server
 from corun.auth import Gate, bearer, read_client_tokens
 from corun.channel import channel, sync_channel
 from corun.errors import (
@@ -386,3 +387,26 @@ async def test_a_handler_knows_who_calls(tmp_path: Path) -> None:
             await asyncio.gather(read("b"), read("a"))
         await server.stop(0.0)
     assert [each.name for each in found] == ["127.0.0.1"] * 3 + ["alice", "alice", "bob"]
+
+
+async def test_what_a_handler_leaves_behind_does_not_keep_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is kept counts as one of its connection's, of which there may be only so many."""
+    monkeypatch.setattr(server, "MAX_STREAMS", 20)
+    timers = []
+
+    class Leaving(Servicer):
+        async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
+            timers.append(asyncio.get_running_loop().call_later(60, print))
+            return pb.GetClusterResponse()
+
+    serving = GrpcServer()
+    serving.add(pb_grpc.add_ClusterServiceServicer_to_server, Leaving())
+    await serving.start()
+    async with channel(serving.address) as link:
+        stub = pb_grpc.ClusterServiceStub(link)
+        for _ in range(50):
+            await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)
+    await serving.stop(0.0)
+    assert len(timers) == 50
+    for timer in timers:
+        timer.cancel()
