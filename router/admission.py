@@ -146,6 +146,7 @@ class AdmissionQueue:
     def leave(self, ticket: Ticket) -> None:
         """Takes a ticket out for good; a seat that nobody has taken goes back. Harmless for a ticket that is out."""
         self._lanes.remove(ticket)
+        ticket.party = ()  # Else tickets would hold each other until they are found by the garbage collector.
         granted, ticket.granted = ticket.granted, None
         if granted is not None and granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().close()

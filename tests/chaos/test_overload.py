@@ -48,9 +48,10 @@ async def test_nobody_is_lost_and_small_clients_are_served(
             most = max(most, queue.waiting)
 
     monkeypatch.setattr(AdmissionQueue, "enter", watched)
-    access, settings = Access(token=token_of("hog")), write_tokens(tmp_path)
+    access = Access(token=token_of("hog"))
+    settings = {**write_tokens(tmp_path), "max_queued_samples": 8, "heartbeat_timeout_ms": 60_000}
     model = write_tokenizer(tmp_path)
-    async with cluster(model, slots=SLOTS, client=access, max_queued_samples=8, **settings) as fake:
+    async with cluster(model, slots=SLOTS, client=access, **settings) as fake:
         tallies = await overload(fake, hogs=10 * SLOTS)
         assert {name: dict(tally.other) for name, tally in tallies.items()} == {"hog": {}, "small": {}, "tiny": {}}
         assert {name: tally.asked for name, tally in tallies.items()} == {"hog": 400, "small": 20, "tiny": 10}
