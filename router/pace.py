@@ -6,6 +6,8 @@ import math
 
 MEMORY_S = 30.0
 """Of waiting, after which what was seen counts 1/e."""
+SETTLE_S = 0.25
+"""Of waiting before anything counts: who waits for an instant, while many slots become free at once, says nothing."""
 
 
 class Pace:
@@ -14,8 +16,10 @@ class Pace:
     def __init__(self) -> None:
         self._grants = 0.0
         self._busy_s = 0.0
+        self._began: float | None = None
+        """Since when somebody has been waiting; None while nobody does."""
         self._since: float | None = None
-        """Up to when the current time of waiting is in the sums; None while nobody waits."""
+        """Up to when this time of waiting is in the sums, from its first seat on."""
 
     @property
     def interval_s(self) -> float:
@@ -24,19 +28,27 @@ class Pace:
 
     def waits(self, now: float, *, anyone: bool) -> None:
         """Somebody waits from now on, or nobody does."""
-        if self._since is not None:
+        if not anyone:
+            self._began = self._since = None
+        elif self._began is None:
+            self._began = now
+        else:
             self._pass(now)
-        self._since = now if anyone else None
 
     def granted(self, now: float) -> None:
         """A sample got a seat. One that never had to wait for it does not count."""
-        if self._since is not None:
-            self._pass(now)
+        if self._began is None:
+            return
+        if self._pass(now):
             self._grants += 1
+        self._since = now
 
-    def _pass(self, now: float) -> None:
-        assert self._since is not None
+    def _pass(self, now: float) -> bool:
+        """Takes the time since the last seat in; False if it does not count."""
+        if self._began is None or self._since is None or now - self._began < SETTLE_S:
+            return False
         kept = math.exp((self._since - now) / MEMORY_S)
         self._grants *= kept
         self._busy_s = self._busy_s * kept + MEMORY_S * (1 - kept)
         self._since = now
+        return True

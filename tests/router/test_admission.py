@@ -523,10 +523,10 @@ def test_the_pace_is_that_of_busy_times() -> None:
     pace.granted(1.0)
     assert pace.interval_s == 0.0  # It never had to wait.
     pace.waits(10.0, anyone=True)
-    for second in range(11, 21):
+    for second in range(11, 22):
         pace.granted(second)
     assert pace.interval_s == pytest.approx(1.0, rel=0.1)
-    pace.waits(20.0, anyone=False)
+    pace.waits(21.0, anyone=False)
     pace.waits(500.0, anyone=True)
     for second in range(501, 521):
         pace.granted(second)
@@ -534,6 +534,16 @@ def test_the_pace_is_that_of_busy_times() -> None:
     assert 0.5 < pace.interval_s < 0.75
     pace.waits(700.0, anyone=True)
     assert pace.interval_s > 10
+
+
+def test_who_waits_for_an_instant_says_nothing_of_the_pace() -> None:
+    pace = Pace()
+    for second in range(100):  # Eight slots become free at once, and the last few clients come a moment too early.
+        pace.waits(second, anyone=True)
+        for slot in range(8):
+            pace.granted(second + 0.001 * slot)
+        pace.waits(second + 0.01, anyone=False)
+    assert pace.interval_s == 0.0
 
 
 steps = st.lists(
