@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -23,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_status import rpc_status
 
-from corun.auth import Gate
+from corun.auth import Caller, Gate
 from corun.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
 from corun.config import MAX_MESSAGE_BYTES, TlsConfig
 from corun.errors import (
@@ -50,6 +53,10 @@ MAX_CONNECTIONS = 16_384
 HANDSHAKE_TIMEOUT_MS = 10_000
 """For a new connection to finish TLS and HTTP/2; gRPC's own limit is two minutes."""
 
+_call: ContextVar[tuple[Caller | None, str]] = ContextVar("call")
+"""The caller by its token, and the peer. Values only: whatever a handler leaves behind, a timer or a task, keeps this
+alive, and with a call's context the call, which would go on to count as one of the connection's."""
+
 _CLOSE_TIMEOUT_S = 30.0
 """For a handler to release what it holds, when its client is gone."""
 
@@ -70,6 +77,25 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
         ("grpc.so_reuseport", 0),  # Two processes on one port must be an error, not a lottery.
     ]
+
+
+def caller() -> Caller:
+    """Who makes the call that is being answered, in a handler: named by its token, else by the host it comes from."""
+    known, peer = _call.get()
+    return known or Caller(name=peer_host(peer))
+
+
+def peer_host(peer: str) -> str:
+    """The host in gRPC's name for a peer, without its port; of IPv6, its network of 64 bits, any address of which one
+    host may use."""
+    kind, _, rest = unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind  # A socket on this machine.
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv4Address) or address.ipv4_mapped is not None:
+        return str(getattr(address, "ipv4_mapped", address))
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 def join_address(host: str, port: int) -> str:
@@ -238,23 +264,25 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
     return guarded
 
 
-def _unary(handler: Any, method: str, permit: AbstractContextManager[None]) -> Any:
+def _unary(handler: Any, method: str, permit: AbstractContextManager[Caller | None]) -> Any:
     async def answer(request: Any, context: Context) -> Any:
         async with _translated(context, method):
             _check_read(request)
-            with permit:
+            with permit as known:
+                _call.set((known, context.peer()))
                 return await handler(request, context)
 
     return answer
 
 
-def _stream(handler: Any, method: str, permit: AbstractContextManager[None]) -> Any:
+def _stream(handler: Any, method: str, permit: AbstractContextManager[Caller | None]) -> Any:
     # Writing from a coroutine, not yielding from a generator: when the client goes away, that is noticed in here, and
     # the generator is closed, with all it holds, before the call ends.
     async def respond(request: Any, context: Context) -> None:
         async with _translated(context, method):
             _check_read(request)
-            with permit:
+            with permit as known:
+                _call.set((known, context.peer()))
                 await _respond(handler(request, context), context, method)
 
     return respond
