@@ -47,7 +47,7 @@ class Member(Generic[C]):
 
     @property
     def takes_work(self) -> bool:
-        return self.is_open and not (self.lost or self.suspended or self.draining)
+        return self.is_open and not (self.lost or self.quarantined or self.suspended or self.draining)
 
     @property
     def state(self) -> NodeState:

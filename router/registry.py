@@ -142,13 +142,15 @@ class Registry:
         suspects = tuple(dict.fromkeys(refs))
         if any(ref in self._quarantined for ref in suspects):
             return
+        reason = f"gave other bits for {sample}"
+        members = [member for ref in suspects if (member := self._member(ref.node_id)) and member.info.ref == ref]
         for ref in suspects:
-            reason = self._quarantined[ref] = f"gave other bits for {sample}"
+            self._quarantined[ref] = reason
             log.error("node %s is quarantined: one of two runs %s", ref, reason)
-            member = self._member(ref.node_id)
-            if member is not None and member.info.ref == ref:
-                member.quarantined = reason
-                self.lose(member, reason)
+        for member in members:
+            member.quarantined = reason
+        for member in members:  # Not before all are out: what is lost here must not go to another of them.
+            self.lose(member, reason)
 
     def note_fault(self, member: Member[Any], error: CorunError) -> None:
         """A call to a node failed. One that did not answer gets no new work before its next heartbeat; one that was

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import stat
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ import pytest
 
 from corun.cluster import AuditStatus, FinishReason, NodeRole, NodeState
 from corun.config import RouterConfig
+from corun.errors import UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.reproduction import Drawn, read_reproduction
 from corun.verify import case_from_reproduction
-from router import reproductions
-from router.app import Router
+from router import audit, reproductions
 from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
 from router.comparison import Comparison
 from router.failover import Finished
+from router.metrics import MetricsServer
 from router.output import RECORD
 from tests.chaos.fakes import CONFIG, Chaos
 from tests.chaos.fakes import add as add_to_chaos
@@ -192,7 +192,6 @@ async def test_the_only_nodes_audit_themselves_and_it_is_said(model: str) -> Non
 
 async def test_another_node_is_waited_for_while_there_is_one(model: str) -> None:
     async with cluster(model, decodes=2, slots=1, **ALL) as fake:
-        fake.router.registry._config  # noqa: B018
         first = asyncio.ensure_future(generate(fake, (1, 1), LONG, seed=1))
         await fake.until(lambda: any(node.used_slots for node in fake.nodes[1:]))
         (output,) = await generate(fake, PROMPT, PARAMS, seed=8)
@@ -285,13 +284,9 @@ async def test_an_audit_leaves_a_prefill_node_that_gets_a_prompt(model: str) -> 
         prefill = fake.nodes[0]
         await generate(fake, PROMPT, PARAMS, seed=8)
         await audited(fake, 1)
-        held = asyncio.Event()
         prefill.engine.delay_s = 0.5
-        fake.router.auditor._rng = random.Random(1)
-        sample = asyncio.ensure_future(generate(fake, (3, 3), PARAMS, seed=9))
-        await sample
+        await generate(fake, (3, 3), PARAMS, seed=9)
         await fake.until(lambda: prefill.queued_tokens == 2)  # Its audit is being prefilled.
-        assert not held.is_set()
         other = asyncio.ensure_future(generate(fake, (4, 4, 4), PARAMS, seed=10))
         await fake.until(lambda: prefill.queued_tokens == 3)  # The audit has left.
         assert fake.router.auditor.status().waiting == 1
@@ -305,10 +300,9 @@ async def test_an_audit_that_never_gets_to_its_end_is_skipped(model: str) -> Non
         await generate(fake, PROMPT, LONG, seed=8)
         auditor = fake.router.auditor
         for number in range(1, MAX_TRIES + 1):
-            await fake.until(lambda: bool(auditor._running))
-            assert [running.audit.tries for running in auditor._running.values()] == [number]
+            await fake.until(lambda number=number: [r.audit.tries for r in auditor._running.values()] == [number])
             auditor.give_way(None)
-            await fake.until(lambda: not auditor._running or auditor.status().skipped == 1)
+        await fake.until(lambda: not auditor.status().waiting)
         assert auditor.status() == AuditStatus(skipped=1)
         assert auditor._tokens == 0
 
@@ -351,7 +345,6 @@ async def test_a_router_that_drains_does_not_wait_for_audits(model: str) -> None
 
 async def test_an_audit_that_a_node_fails_is_counted_and_forgotten(model: str) -> None:
     async with cluster(model, **ALL) as fake:
-        fake.nodes[0].engine.errors = []
         await generate(fake, PROMPT, PARAMS, seed=8)
         await audited(fake, 1)
         await generate(fake, PROMPT, PARAMS, seed=9)
@@ -362,6 +355,10 @@ async def test_an_audit_that_a_node_fails_is_counted_and_forgotten(model: str) -
 
 
 # A node that lies
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir())
 
 
 async def lie(fake: FakeCluster) -> tuple[FakeNode, FakeNode]:
@@ -386,8 +383,8 @@ async def test_a_node_that_lies_is_found(model: str, tmp_path: Path, caplog: pyt
         assert (await fake.status()).mismatches == 1
         assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.REFUSED}  # One of two was wrong.
         assert fake.detail("d1") == "gave other bits for the audit of sample 0 of request 'lied'"
-        await fake.until(lambda: bool(list(tmp_path.glob("audit-*.json"))))
-        (path,) = tmp_path.iterdir()
+        await fake.until(lambda: bool(files(tmp_path)))
+        (path,) = files(tmp_path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         row = json.loads(path.read_text())
         right = expected(PROMPT, PARAMS, 8)
@@ -410,34 +407,111 @@ async def test_without_the_comparison_it_is_not(model: str, monkeypatch: pytest.
         await lie(fake)
         assert await audited(fake, 1) == AuditStatus(matched=1)
         assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.READY}
-        assert not list(tmp_path.iterdir())
+        assert not files(tmp_path)
 
 
-async def test_a_node_that_has_restarted_since_stays_but_explains_what_it_said(model: str) -> None:
+async def test_a_node_that_has_restarted_stays_and_explains_what_it_said(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
-        auditor = fake.router.auditor
-        fake.router.registry._watchers.clear()
-        closed, auditor._closed = auditor._closed, False
-        pump, auditor.pump = auditor.pump, lambda: None  # type: ignore[method-assign]  # No audit starts yet.
-        fake.router.registry._listeners.remove(pump)
+        monkeypatch.setattr(audit, "MAX_RUNNING", 0)  # No audit starts yet.
         liar, honest = await lie(fake)
-        await generate(fake, (9, 9), PARAMS, seed=9, request_id="too")
-        assert not closed
-        assert auditor.status().waiting == 2
+        await generate(fake, (9, 9), PARAMS, seed=9)
+        assert fake.router.auditor.status().waiting == 2
         await liar.kill()
-        await fake.add_decode("d1")
-        await fake.ready("d1", "d2")
-        auditor.pump = pump  # type: ignore[method-assign]
-        auditor.pump()
-        await fake.until(lambda: auditor.status().mismatched == 1)
-        assert fake.state("d1") is NodeState.READY
-        assert fake.state("d2") is NodeState.REFUSED
-        for number in (1, 2):
-            if fake.state(f"p{number}") is NodeState.REFUSED:
-                await fake.nodes[number - 1].kill()
-                await fake.ready(str((await fake.add_prefill(f"p{number}")).info.ref))
-        fake.router.registry.subscribe(auditor.pump)
+        new = await fake.add_decode("d1")
+        await fake.ready(str(new.info.ref))
+        monkeypatch.setattr(audit, "MAX_RUNNING", 1)
+        await fake.until(lambda: fake.router.auditor.status().mismatched == 1)
+        assert fake.state(str(new.info.ref)) is NodeState.JOINING  # There is no prefill node just now.
+        assert {fake.state(name) for name in ("p1", "p2", "d2")} == {NodeState.REFUSED}
+        for node in (*fake.nodes[:2], honest):
+            await node.kill()
+        news = [await fake.add_prefill("p1"), await fake.add_prefill("p2"), await fake.add_decode("d2")]
+        await fake.ready(*(str(node.info.ref) for node in news))
         status = await audited(fake, 2)
-        assert status.mismatched == 2
-        assert fake.state("d1") is NodeState.READY
-        assert honest.info.ref in fake.router.registry._quarantined
+        assert status.mismatched == 2  # The liar's second sample: nobody is out for it but what is dead.
+        assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.READY}
+
+
+async def test_files_are_whole_few_and_none_without_a_directory(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproductions, "MAX_FILES", 3)
+    async with cluster(model, prefills=2, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
+        kept: list[Any] = []
+        monkeypatch.setattr(fake.router.auditor._files, "keep", kept.append)
+        await lie(fake)
+        await audited(fake, 1)
+    (found,) = kept
+    (tmp_path / "other").touch()
+    some, none = reproductions.Reproductions(str(tmp_path)), reproductions.Reproductions("")
+    for _ in range(5):
+        none.keep(found)
+        some.keep(found)
+        await some.close()
+    await none.close()
+    assert [path.name[:6] for path in files(tmp_path)] == ["audit-"] * 3 + ["other"]
+
+
+async def test_a_file_that_cannot_be_written_is_an_entry_in_the_log(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "audits"
+    directory.mkdir()
+    async with cluster(model, prefills=2, decodes=2, audit_dir=str(directory), **ALL) as fake:
+        directory.rmdir()
+        await lie(fake)
+        assert (await audited(fake, 1)).mismatched == 1
+        await fake.until(lambda: "no reproduction of lied could be written" in caplog.text)
+
+
+# Under faults
+
+
+@pytest.mark.timeout(120)
+async def test_no_fault_makes_an_audit_differ(model: str) -> None:
+    """Nodes die, stand still and fail under load while everything is audited."""
+    async with cluster(model, prefills=0, decodes=0, **CONFIG, **ALL) as fake:
+        for number in (1, 2):
+            await add_to_chaos(fake, NodeRole.PREFILL, f"p{number}")
+            await add_to_chaos(fake, NodeRole.DECODE, f"d{number}")
+        await fake.ready("p1", "p2", "d1", "d2")
+        report = await Chaos(fake, seed=3).run(faults=40, clients=4)
+        assert (report.wrong, report.failed) == ([], [])
+        await fake.until(lambda: not fake.router.auditor.status().waiting)
+        status = fake.router.auditor.status()
+        assert status.mismatched == 0
+        assert status.matched > 10
+        assert fake.router.auditor._tokens == 0
+
+
+# Metrics
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+async def test_metrics_are_what_the_router_counts(model: str) -> None:
+    async with cluster(model, metrics_port=0, **ALL) as fake:
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        await audited(fake, 1)
+        assert await asyncio.to_thread(scrape, fake.router.metrics.port) == {
+            "corun_router_queued_samples": 0,
+            "corun_router_finished_samples_total": 1,
+            "corun_router_mismatches_total": 0,
+            'corun_router_audited_samples_total{result="match"}': 1,
+            'corun_router_audited_samples_total{result="mismatch"}': 0,
+            'corun_router_audited_samples_total{result="error"}': 0,
+            "corun_router_audit_skipped_total": 0,
+        }
+        with pytest.raises(UnavailableError, match="metrics cannot listen"):
+            await MetricsServer(fake.router._figures).start("127.0.0.1", fake.router.metrics.port)
+
+
+async def test_there_are_no_metrics_unless_asked_for(model: str) -> None:
+    async with cluster(model) as fake:
+        assert fake.router.metrics.port == 0
