@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from corun import Client
 from corun.cluster import AuditStatus, FinishReason, NodeRole, NodeState
 from corun.config import RouterConfig
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.reproduction import Drawn, read_reproduction
-from corun.verify import case_from_reproduction
+from corun.verify import NamedCase, Report, case_from_reproduction, run
 from router import audit, reproductions
 from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
 from router.comparison import Comparison
@@ -34,7 +35,7 @@ from tests.fakes import FakeCluster, FakeDecodeEngine, FakeNode, cluster, expect
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=20, logprobs=True)
 LONG = SamplingParams(max_tokens=400)
-ALL: dict[str, Any] = {"audit_fraction": 1.0}
+ALL: dict[str, Any] = {"audit_fraction": 1.0, "heartbeat_timeout_ms": 30_000}  # A loaded machine loses no node.
 
 
 async def audited(fake: FakeCluster, count: int) -> AuditStatus:
@@ -218,20 +219,20 @@ async def test_samples_that_end_in_any_way_match(model: str, change: dict[str, A
 
 async def test_a_sample_that_survived_its_node_is_audited_whole(model: str) -> None:
     async with cluster(model, decodes=2, **ALL) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, max_tokens=60), seed=8))
+        call = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, max_tokens=60), seed=8))
         await fake.until(lambda: any(node.drawn_tokens > 10 for node in fake.nodes[1:]))
         await next(node for node in fake.nodes[1:] if node.drawn_tokens).kill()
-        await run
+        await call
         status = await audited(fake, 1)
         assert (status.matched, status.same_node) == (1, 1)
 
 
 async def test_a_client_that_leaves_leaves_nothing_to_audit(model: str) -> None:
     async with cluster(model, **ALL) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, LONG, seed=8))
+        call = asyncio.ensure_future(generate(fake, PROMPT, LONG, seed=8))
         await fake.until(lambda: fake.nodes[1].drawn_tokens > 5)
-        run.cancel()
-        await asyncio.wait((run,))
+        call.cancel()
+        await asyncio.wait((call,))
         await fake.idle()
         assert fake.router.auditor.status() == AuditStatus()
 
@@ -255,10 +256,10 @@ async def test_a_sample_gets_the_slot_that_an_audit_holds(model: str) -> None:
         node = fake.nodes[1]
         before = node.drawn_tokens
         node.engine.hanging = True  # So that the audit cannot end by itself.
-        run = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
+        call = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
         await fake.until(lambda: len(fake.nodes[0].engine.prefilled) == 3)  # The sample's turn has come.
         node.engine.hanging = False
-        (output,) = await run
+        (output,) = await call
         assert output.token_ids == expected((1, 2), PARAMS, 9)[0]
         assert node.drawn_tokens == before + 20
         assert (await audited(fake, 2)).matched == 2  # The one that gave way as well.
@@ -270,12 +271,12 @@ async def test_an_audit_that_does_not_give_way_is_in_the_way(model: str, monkeyp
     async with cluster(model, slots=1, **ALL) as fake:
         await start_audit(fake)
         fake.nodes[1].engine.hanging = True
-        run = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
+        call = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
         await asyncio.sleep(0.3)
         assert len(fake.nodes[0].engine.prefilled) == 2
         assert fake.router.queue.waiting == 1
         fake.nodes[1].engine.hanging = False
-        await run
+        await call
         await audited(fake, 2)
 
 
@@ -361,6 +362,11 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir())
 
 
+def replay(address: str, named: NamedCase) -> Report:
+    with Client(address) as client:
+        return run(client, [named])
+
+
 async def lie(fake: FakeCluster) -> tuple[FakeNode, FakeNode]:
     """A sample runs at a decode node that lies and is audited at one that does not; returns both."""
     decodes = [node for node in fake.nodes if isinstance(node.engine, FakeDecodeEngine)]
@@ -398,6 +404,16 @@ async def test_a_node_that_lies_is_found(model: str, tmp_path: Path, caplog: pyt
         named = case_from_reproduction(*read_reproduction(path))
         assert named.case.output_digest == output_digest(right[0], [-1.0] * 20)
         assert named.audit_digest == output_digest(right[0], right[1])
+        fake.router.auditor.stop()
+        for node in fake.nodes:
+            await node.kill()
+        news = [await fake.add_prefill("p1"), await fake.add_decode("d1")]
+        await fake.ready(*(str(node.info.ref) for node in news))
+        report = await asyncio.to_thread(replay, fake.address, named)
+        assert report.runs.total() == 4
+        assert {d.reason.rpartition(", ")[2] for d in report.differences} == {"as the audit did"}
+        news[1].engine.corrupt = True
+        assert (await asyncio.to_thread(replay, fake.address, named)).match
 
 
 async def test_without_the_comparison_it_is_not(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -472,7 +488,7 @@ async def test_a_file_that_cannot_be_written_is_an_entry_in_the_log(
 @pytest.mark.timeout(120)
 async def test_no_fault_makes_an_audit_differ(model: str) -> None:
     """Nodes die, stand still and fail under load while everything is audited."""
-    async with cluster(model, prefills=0, decodes=0, **CONFIG, **ALL) as fake:
+    async with cluster(model, prefills=0, decodes=0, **{**ALL, **CONFIG}) as fake:
         for number in (1, 2):
             await add_to_chaos(fake, NodeRole.PREFILL, f"p{number}")
             await add_to_chaos(fake, NodeRole.DECODE, f"d{number}")
