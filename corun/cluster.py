@@ -177,6 +177,26 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AuditStatus:
+    """What came of running finished samples again, since the router started."""
+
+    matched: int = 0
+    """Audits that gave the same bits."""
+    mismatched: int = 0
+    """Audits that gave other bits."""
+    failed: int = 0
+    """Audits that their nodes did not finish."""
+    skipped: int = 0
+    """Samples chosen that found no time or room."""
+    same_node: int = 0
+    """Of those matched or mismatched: how many used a node of the first run again, because there was no other."""
+    waiting: int = 0
+    """Samples chosen that have no answer yet."""
+    last_mismatch: str = ""
+    """When, which sample and which nodes; empty if there was none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
     """What the cluster is made of and how busy it is."""
 
@@ -190,9 +210,10 @@ class ClusterStatus:
     finished_samples: int
     """Since the router started."""
     mismatches: int = 0
-    """Samples whose repeated run gave other bits, since the router started."""
+    """Samples whose repeated run gave other bits, audits included, since the router started."""
     refused_requests: int = 0
     """For want of room, since the router started; those that had waited are among them."""
+    audit: AuditStatus = AuditStatus()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

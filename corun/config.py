@@ -7,6 +7,7 @@ the environment, the engines or the services; `parse` turns a command line into 
 from __future__ import annotations
 
 import ipaddress
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -144,6 +145,16 @@ class RouterConfig(MemberConfig):
     """Largest request, in bytes."""
     drain_grace_s: float = 30.0
     """Time for running samples to end when the router is told to stop, in seconds."""
+    audit_fraction: float = 0.001
+    """Share of the finished samples that is run again on other nodes, in idle slots, and compared by bits, in [0, 1];
+    0: none."""
+    audit_dir: str = ""
+    """Directory for a file per difference that an audit finds, to run it again; empty: differences are only logged and
+    counted. The files hold prompts of clients, so only their owner may read them; the newest 100 are kept."""
+    metrics_port: int | None = None
+    """Port of the metrics for Prometheus, over plain HTTP; 0 picks a free one, None has no metrics."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the metrics. Whoever reaches it may read them."""
 
     def __post_init__(self) -> None:
         MemberConfig.__post_init__(self)
@@ -161,6 +172,9 @@ class RouterConfig(MemberConfig):
         for name in ("max_queue_wait_s", "node_wait_s", "drain_grace_s"):
             _check_seconds(name, getattr(self, name))
         _check_range("max_message_bytes", self.max_message_bytes, 1024, 2**29)
+        _check_share("audit_fraction", self.audit_fraction)
+        _check_directory("audit_dir", self.audit_dir)
+        _check_listen(self.metrics_host, self.metrics_port or 0, "metrics_")
 
     @property
     def seed_key_bytes(self) -> bytes:
@@ -248,8 +262,7 @@ class PrefillConfig(NodeConfig):
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.
         _check_range("chunk_size", self.chunk_size, 1, 2**20)
-        if not 0 <= self.kv_check_fraction <= 1:
-            raise InvalidArgumentError("kv_check_fraction", self.kv_check_fraction, "must be in [0, 1]")
+        _check_share("kv_check_fraction", self.kv_check_fraction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,6 +344,16 @@ def _check_not_empty(field: str, value: Any) -> None:
 def _check_range(field: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidArgumentError(field, value, f"must be an integer in [{low}, {high}]")
+
+
+def _check_share(field: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InvalidArgumentError(field, value, "must be in [0, 1]")
+
+
+def _check_directory(field: str, path: str) -> None:
+    if path and not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
+        raise InvalidArgumentError(field, path, "must be a directory that this process may write to")
 
 
 def _check_seconds(field: str, value: float, *, above_zero: bool = False) -> None:

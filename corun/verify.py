@@ -34,6 +34,8 @@ class NamedCase:
     name: str
     case: VerifyCase
     fingerprint: str = ""
+    audit_digest: str = ""
+    """What the run gave that was found to differ, for a case from a reproduction file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +138,16 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
         raise InvalidArgumentError(where, row, "is not a result of corun batch") from None
 
 
+def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
+    """The sample of a file that an audit wrote; expected is what the client got."""
+    (named,) = cases_from_row(where, row)
+    try:
+        audit = Receipt.from_dict(row["audit"]["receipt"])
+    except InvalidArgumentError as error:
+        raise located(where, error) from None
+    return replace(named, audit_digest=audit.output_digest)
+
+
 def _collect(
     report: Report,
     part: Sequence[NamedCase],
@@ -190,7 +202,8 @@ def _difference(named: NamedCase, result: VerifyResult) -> str:
         return f"failed: {result.error}"
     found = "" if result.receipt is None else result.receipt.output_digest
     if not result.match:
-        return f"expected {result.expected_digest}, got {found}"
+        known = ", as the audit did" if found and found == named.audit_digest else ""
+        return f"expected {result.expected_digest}, got {found}{known}"
     if result.receipt is not None and named.fingerprint not in ("", result.receipt.fingerprint):
         return f"made under contract {named.fingerprint}, run under {result.receipt.fingerprint}"
     return ""

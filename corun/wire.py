@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from corun.cluster import (
+    AuditStatus,
     ClusterStatus,
     Condition,
     FinishReason,
@@ -272,6 +273,30 @@ def node_status_from_proto(message: cluster_pb2.NodeStatus) -> NodeStatus:
     )
 
 
+def audit_status_to_proto(status: AuditStatus) -> cluster_pb2.AuditStatus:
+    return cluster_pb2.AuditStatus(
+        matched=status.matched,
+        mismatched=status.mismatched,
+        failed=status.failed,
+        skipped=status.skipped,
+        same_node=status.same_node,
+        waiting=status.waiting,
+        last_mismatch=status.last_mismatch,
+    )
+
+
+def audit_status_from_proto(message: cluster_pb2.AuditStatus) -> AuditStatus:
+    return AuditStatus(
+        matched=message.matched,
+        mismatched=message.mismatched,
+        failed=message.failed,
+        skipped=message.skipped,
+        same_node=message.same_node,
+        waiting=message.waiting,
+        last_mismatch=message.last_mismatch,
+    )
+
+
 def cluster_status_to_proto(status: ClusterStatus) -> cluster_pb2.GetClusterResponse:
     return cluster_pb2.GetClusterResponse(
         router_id=status.router_id,
@@ -282,6 +307,7 @@ def cluster_status_to_proto(status: ClusterStatus) -> cluster_pb2.GetClusterResp
         finished_samples=status.finished_samples,
         mismatches=status.mismatches,
         refused_requests=status.refused_requests,
+        audit=audit_status_to_proto(status.audit),
     )
 
 
@@ -295,6 +321,7 @@ def cluster_status_from_proto(message: cluster_pb2.GetClusterResponse) -> Cluste
         finished_samples=message.finished_samples,
         mismatches=message.mismatches,
         refused_requests=message.refused_requests,
+        audit=audit_status_from_proto(message.audit),
     )
 
 

@@ -14,8 +14,10 @@ from corun.config import RouterConfig, is_loopback
 from corun.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.admission import AdmissionQueue
+from router.audit import Auditor
 from router.failover import SampleRunner
 from router.generations import Generator
+from router.metrics import Figures, MetricsServer
 from router.registry import Registry
 from router.service import CLUSTER_SERVICE, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
 from router.verify import Verifier
@@ -43,6 +45,9 @@ class Router:
             max_wait_s=config.max_queue_wait_s,
         )
         self.registry.subscribe(self.queue.pump_soon)
+        self.auditor = Auditor(self.registry, self.queue, config)
+        self.registry.subscribe(self.auditor.pump)  # After the queue: what that leaves.
+        self.registry.watch(self.auditor.give_way)
         self.server = GrpcServer(
             config.host,
             config.port,
@@ -51,7 +56,7 @@ class Router:
             gate=Gate(cluster=access.token, clients=config.client_tokens()),
             max_message_bytes=config.max_message_bytes,
         )
-        self.runner = SampleRunner(self.registry, self.queue, config)
+        self.runner = SampleRunner(self.registry, self.queue, config, self.auditor.note)
         self.generator = Generator(
             self.registry,
             self.queue,
@@ -59,6 +64,7 @@ class Router:
             seed_key=config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES),
             node_wait_s=config.node_wait_s,
         )
+        self.metrics = MetricsServer(self._figures)
         self._config = config
         self._activity = Activity()
         self._is_ready = False
@@ -67,6 +73,8 @@ class Router:
     async def start(self) -> None:
         """Listens for clients and nodes. Raises UnavailableError if the address cannot be had."""
         await self.server.start()
+        if self._config.metrics_port is not None:
+            await self.metrics.start(self._config.metrics_host, self._config.metrics_port)
         for service in ("", REGISTRY_SERVICE):
             await self.server.set_serving(service, True)
         await self.server.set_serving(CLUSTER_SERVICE, False)
@@ -79,6 +87,7 @@ class Router:
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones, at most `drain_grace_s` seconds."""
         self._activity.draining = True
+        self.auditor.stop()
         self._is_ready = False
         for service in ("", CLUSTER_SERVICE):
             await self.server.set_serving(service, False)
@@ -90,7 +99,17 @@ class Router:
         self._activity.draining = True
         await self.server.stop(0.0)
         await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
+        await self.auditor.close()
         await self.registry.close()
+        await self.metrics.stop()
+
+    def _figures(self) -> Figures:
+        return Figures(
+            queued_samples=self.queue.waiting,
+            finished_samples=self.runner.finished,
+            mismatches=self.registry.mismatches,
+            audit=self.auditor.status(),
+        )
 
     def _tell_health(self) -> None:
         """Clients are served while a certified pair of nodes is warm; the process itself, and nodes, always."""
@@ -109,6 +128,7 @@ class Router:
             runner=self.runner,
             generator=self.generator,
             verifier=Verifier(self.generator, self.registry, max_cases=config.max_queued_samples),
+            auditor=self.auditor,
             max_queued_samples=config.max_queued_samples,
         )
         registry = RegistryService(

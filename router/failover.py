@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from corun.auth import ANYONE, Caller
 from corun.cluster import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
@@ -63,6 +63,18 @@ class Sample:
 
     def __str__(self) -> str:
         return f"sample {self.index} of request {self.request_id!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A sample that its client has in full."""
+
+    sample: Sample
+    receipt: Receipt
+    records: bytes | bytearray
+    """Of its tokens, 8 bytes each (`router.output.RECORD`)."""
+    node_reason: FinishReason | None
+    """Why the node ended it; None: the router did, at a stop string."""
 
 
 class NodeFaultError(Exception):
@@ -119,12 +131,19 @@ class History:
 class SampleRunner:
     """Runs samples on the registry's nodes, in the queue's order."""
 
-    def __init__(self, registry: Registry, queue: AdmissionQueue, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        queue: AdmissionQueue,
+        config: RouterConfig,
+        on_finished: Callable[[Finished], None] = lambda _: None,
+    ) -> None:
         self.finished = 0
         """Samples, since the router started."""
         self._registry = registry
         self._queue = queue
         self._config = config
+        self._on_finished = on_finished
 
     async def run(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Receipt:
         """Runs a sample to its end; its tokens go to `output` as they come.
@@ -145,6 +164,9 @@ class SampleRunner:
             self._queue.again(ticket, ran=True)
         self.finished += 1
         output.deliver(receipt)
+        self._on_finished(
+            Finished(sample=sample, receipt=receipt, records=output.records, node_reason=output.node_reason)
+        )
         return receipt
 
     async def _try(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt | None:
@@ -163,16 +185,14 @@ class SampleRunner:
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
         run = await self._admit(sample, ticket, output)
         try:
-            handle = await run.prefill()
-            await run.start(handle)
-            reason = output.end(await run.stream())
+            reason = output.end(await run.to_end())
         except DataLossError as error:
             self._note_mismatch(error, sample, run.seat, output, history)
             raise
         finally:
             history.note_run(output.num_tokens, run.seat)
             run.close()
-        return self._receipt(sample, output, run.seat, reason)
+        return receipt_of(sample, self._registry.contract.fingerprint, output, run.seat, reason)
 
     def _note_mismatch(
         self, error: DataLossError, sample: Sample, seat: Seat, output: SampleOutput, history: History
@@ -183,7 +203,7 @@ class SampleRunner:
             return
         source = history.source(output.differs_at)
         assert source is not None  # What differs was there before.
-        self._registry.quarantine((source.prefill, source.decode, seat.prefill, seat.decode), str(sample))
+        self._registry.quarantine((*source.refs, *seat.refs), str(sample))
 
     async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Run:
         """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
@@ -202,27 +222,28 @@ class SampleRunner:
             else:
                 return run
 
-    def _receipt(self, sample: Sample, output: SampleOutput, seat: Seat, reason: FinishReason) -> Receipt:
-        return Receipt(
-            fingerprint=self._registry.contract.fingerprint,
-            request_id=sample.request_id,
-            sample_index=sample.index,
-            seed=sample.seed,
-            prompt_digest=prompt_digest(sample.prompt_token_ids),
-            params_digest=sample.params.digest(),
-            output_digest=output.hexdigest(),
-            num_prompt_tokens=len(sample.prompt_token_ids),
-            num_output_tokens=output.num_tokens,
-            finish_reason=reason,
-            prefill_node=seat.prefill.info.ref,
-            decode_node=seat.decode.info.ref,
-        )
+
+class Output(Protocol):
+    """Where the tokens of a run go."""
+
+    position: int
+    """Tokens of the current run."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the sample."""
+
+    def take(self, token_id: int, logprob: float) -> bool:
+        """Takes the run's next token; True ends the sample."""
+
+    def hexdigest(self) -> str:
+        """Of the sample's tokens (`corun.receipt.OutputDigest`)."""
 
 
 class Run:
     """One run of one sample on one pair of nodes, and what it holds there."""
 
-    def __init__(self, sample: Sample, seat: Seat, output: SampleOutput, config: RouterConfig) -> None:
+    def __init__(self, sample: Sample, seat: Seat, output: Output, config: RouterConfig) -> None:
         self.seat = seat
         self._sample = sample
         self._output = output
@@ -239,6 +260,11 @@ class Run:
                 max_tokens=self._sample.params.max_tokens,
                 timeout_s=self._time(self._config.reserve_timeout_s),
             )
+
+    async def to_end(self) -> FinishReason:
+        """Computes the whole sample, in a slot that is leased; tokens go to the output meanwhile."""
+        await self.start(await self.prefill())
+        return await self.stream()
 
     async def prefill(self) -> KvHandle:
         """Computes the prompt's KV."""
@@ -297,3 +323,21 @@ def _faults_of(member: Member[Any], passing: type[CorunError] | tuple[()] = ()) 
         if isinstance(error, InvalidArgumentError) and error.field.startswith("sampling_params"):
             raise  # The engine refuses what it cannot do; no other run would change that.
         raise NodeFaultError(member, error) from error
+
+
+def receipt_of(sample: Sample, fingerprint: str, output: Output, seat: Seat, reason: FinishReason) -> Receipt:
+    """Of a run that has ended."""
+    return Receipt(
+        fingerprint=fingerprint,
+        request_id=sample.request_id,
+        sample_index=sample.index,
+        seed=sample.seed,
+        prompt_digest=prompt_digest(sample.prompt_token_ids),
+        params_digest=sample.params.digest(),
+        output_digest=output.hexdigest(),
+        num_prompt_tokens=len(sample.prompt_token_ids),
+        num_output_tokens=output.num_tokens,
+        finish_reason=reason,
+        prefill_node=seat.prefill.info.ref,
+        decode_node=seat.decode.info.ref,
+    )

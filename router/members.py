@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from corun.cluster import NodeInfo, NodeLoad, NodeState, NodeStatus
+from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeState, NodeStatus
 from router.nodes import DecodeClient, NodeClient, PrefillClient
 from router.placement import PREFILLS_IN_FLIGHT, Need
 from router.slots import DecodeRoom, PrefillRoom
@@ -47,7 +47,7 @@ class Member(Generic[C]):
 
     @property
     def takes_work(self) -> bool:
-        return self.is_open and not (self.lost or self.suspended or self.draining)
+        return self.is_open and not (self.lost or self.quarantined or self.suspended or self.draining)
 
     @property
     def state(self) -> NodeState:
@@ -121,6 +121,14 @@ class Seat:
         self._holds_turn = True
         decode.room.take(need.total)
         prefill.room.take(need.num_prompt)
+
+    @property
+    def refs(self) -> tuple[NodeRef, NodeRef]:
+        return self.prefill.info.ref, self.decode.info.ref
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self._holds_turn
 
     def prefilled(self) -> None:
         """The prefill node is done with this sample."""

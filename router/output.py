@@ -18,7 +18,8 @@ from corun.params import SamplingParams
 from corun.receipt import OutputDigest, Receipt
 from router.text import Detokenizer, StopMatcher
 
-_RECORD = struct.Struct("<If")
+RECORD = struct.Struct("<If")
+"""A token id and the bits of its log probability, as in `corun.receipt.OutputDigest`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,6 +90,10 @@ class SampleOutput:
         """Set when bits differed from an earlier run's, or from what the client received."""
         self.differs_at: int | None = None
         """The token, from 0, at which a run differed from an earlier one; that is the nodes' fault."""
+        self.records = bytearray()
+        """Of every token of the sample so far, 8 bytes each."""
+        self.node_reason: FinishReason | None = None
+        """Why the node ended the sample; None if a stop string did, which nodes know nothing of."""
         self._sample_index = sample_index
         self._seed = seed
         self._min_tokens = params.min_tokens
@@ -96,7 +101,6 @@ class SampleOutput:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(tuple(params.stop))
         self._outbox = outbox
-        self._records = bytearray()  # Of every token that was delivered, 8 bytes each.
         self._digest = OutputDigest()
         self._num_received = received.num_tokens if received else 0
         self._received_digest = received.output_digest if received else ""
@@ -114,12 +118,12 @@ class SampleOutput:
 
     def take(self, token_id: int, logprob: float) -> bool:
         """Takes the run's next token; True ends the sample."""
-        record = _RECORD.pack(token_id, logprob)
-        at = self.position * _RECORD.size
+        record = RECORD.pack(token_id, logprob)
+        at = self.position * RECORD.size
         self.position += 1
-        if at < len(self._records):
+        if at < len(self.records):
             return self._is_different(at, record)
-        self._records += record
+        self.records += record
         self._digest.update(token_id, logprob)
         # As in vLLM: a stop token is part of the ids and not of the text, a stop string may end after min_tokens.
         text = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
@@ -137,6 +141,7 @@ class SampleOutput:
         """The run is over: delivers the text that was held back. The result differs from `reason` if that completes a
         stop string. Raises DataLossError if the run was not a repetition of an earlier one, or not what the client
         has received."""
+        self.node_reason = None if self._stops.matched else reason
         if self.mismatch is None and self.position < self.num_tokens:
             self.differs_at = self.position
             self.mismatch = DataLossError(f"a repeated run ended after {self.position} of {self.num_tokens} tokens")
@@ -160,9 +165,9 @@ class SampleOutput:
         return self.num_tokens > self._min_tokens
 
     def _is_different(self, at: int, record: bytes) -> bool:
-        if self._records[at : at + _RECORD.size] == record:
+        if self.records[at : at + RECORD.size] == record:
             return False
-        self.differs_at = at // _RECORD.size
+        self.differs_at = at // RECORD.size
         self.mismatch = DataLossError(f"a repeated run differs at token {self.differs_at}")
         return True
 

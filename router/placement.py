@@ -6,6 +6,7 @@ clocks or queues.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,29 @@ def choose_pair(
             if is_warm(decode.node_id, prefill.node_id):
                 return decode.node_id, prefill.node_id
     return None
+
+
+def choose_idle_pair(
+    need: Need,
+    decodes: Iterable[DecodeCandidate],
+    prefills: Iterable[PrefillCandidate],
+    is_warm: Callable[[str, str], bool],
+    spare_slots: int,
+) -> tuple[str, str] | None:
+    """The (decode, prefill) pair for a sample that nobody waits for, or None if it has to wait.
+
+    Only a prefill node with nothing to do and a decode node that keeps `spare_slots` free will do. A node of
+    `need.avoid` is taken where no pair without it could ever hold the sample, and not because the others are busy.
+    """
+    able = [node for node in decodes if node.room.could_hold(need.total)]
+    pairs = [pair for pair in itertools.product(able, prefills) if is_warm(pair[0].node_id, pair[1].node_id)]
+    known = [sum(node.node_id in need.avoid for node in pair) for pair in pairs]
+    idle = [
+        (-decode.room.free_slots, -decode.room.free_blocks, decode.node_id, prefill.node_id)
+        for (decode, prefill), number in zip(pairs, known, strict=True)
+        if number == min(known) and prefill.room.is_idle and decode.room.has_idle_room(need.total, spare_slots)
+    ]
+    return min(idle)[2:] if idle else None
 
 
 def _by_room(need: Need, decodes: Iterable[DecodeCandidate]) -> list[DecodeCandidate]:

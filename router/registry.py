@@ -31,7 +31,7 @@ from corun.errors import (
 from router.members import DecodeMember, Member, PrefillMember, Seat
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
-from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_pair
+from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.text import Tokenizer
 from router.warmup import Pairs, spawn, until_done
 
@@ -73,7 +73,7 @@ class Registry:
         self.model: Model | None = None
         """Known once a tokenizer has been loaded."""
         self.mismatches = 0
-        """Samples whose repeated run gave other bits, since the router started."""
+        """Samples whose repeated run gave other bits, audits included, since the router started."""
         self._config = config
         self._router_id = router_id
         self._access = access
@@ -86,12 +86,17 @@ class Registry:
         self._preparing: dict[NodeRef, asyncio.Future[None]] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
+        self._watchers: list[Callable[[Seat | None], None]] = []
         self._loading = asyncio.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Calls `listener` after every change that may let a sample start."""
         self._listeners.append(listener)
+
+    def watch(self, watcher: Callable[[Seat | None], None]) -> None:
+        """Calls `watcher` with what every `place` gives: None is a sample that has to wait."""
+        self._watchers.append(watcher)
 
     def register(self, info: NodeInfo) -> None:
         """Takes a node in, or refreshes it; a new generation replaces the old one at once.
@@ -129,17 +134,23 @@ class Registry:
             log.warning("node %s is lost: %s", member.info.ref, reason)
             self._drop(member, reason)
 
-    def quarantine(self, members: Iterable[Member[Any]], sample: str) -> None:
+    def quarantine(self, refs: Iterable[NodeRef], sample: str) -> None:
         """Two runs of `sample` on these nodes gave different bits: none of them is used again before it has restarted,
-        and so tested itself. A node that is out for that already explains it: then the others stay."""
+        and so tested itself. One that has restarted since stays; but if a node, or what it was before its restart, is
+        out for that already, it explains this one too: then the others stay."""
         self.mismatches += 1
-        suspects = list(members)
-        if any(member.quarantined for member in suspects):
+        suspects = tuple(dict.fromkeys(refs))
+        if any(ref in self._quarantined for ref in suspects):
             return
-        for member in suspects:
-            member.quarantined = self._quarantined[member.info.ref] = f"gave other bits for {sample}"
-            log.error("node %s is quarantined: one of two runs %s", member.info.ref, member.quarantined)
-            self.lose(member, member.quarantined)
+        reason = f"gave other bits for {sample}"
+        members = [member for ref in suspects if (member := self._member(ref.node_id)) and member.info.ref == ref]
+        for ref in suspects:
+            self._quarantined[ref] = reason
+            log.error("node %s is quarantined: one of two runs %s", ref, reason)
+        for member in members:
+            member.quarantined = reason
+        for member in members:  # Not before all are out: what is lost here must not go to another of them.
+            self.lose(member, reason)
 
     def note_fault(self, member: Member[Any], error: CorunError) -> None:
         """A call to a node failed. One that did not answer gets no new work before its next heartbeat; one that was
@@ -154,15 +165,14 @@ class Registry:
 
     def place(self, need: Need) -> Seat | None:
         """Claims a pair of nodes for a sample now; None if it has to wait."""
-        chosen = choose_pair(
-            need,
-            [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)],
-            [PrefillCandidate(node.node_id, node.room) for node in _usable(self._prefills)],
-            self._pairs.is_warm,
-        )
-        if chosen is None:
-            return None
-        return Seat(self._decodes[chosen[0]], self._prefills[chosen[1]], need, self.changed)
+        seat = self._seat(choose_pair(need, *self._candidates(), self._pairs.is_warm), need)
+        for watcher in self._watchers:
+            watcher(seat)
+        return seat
+
+    def place_idle(self, need: Need, spare_slots: int) -> Seat | None:
+        """Claims a pair that has nothing better to do, away from the nodes of `need.avoid`; None if there is none."""
+        return self._seat(choose_idle_pair(need, *self._candidates(), self._pairs.is_warm, spare_slots), need)
 
     def could_hold(self, num_tokens: int) -> bool:
         """Whether some decode node, if only later, may have room for a sample."""
@@ -244,6 +254,13 @@ class Registry:
             await asyncio.wait((change,), timeout=max(0.0, deadline - _now()))
         finally:
             self._waiting.discard(change)
+
+    def _candidates(self) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
+        decodes = [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)]
+        return decodes, [PrefillCandidate(node.node_id, node.room) for node in _usable(self._prefills)]
+
+    def _seat(self, pair: tuple[str, str] | None, need: Need) -> Seat | None:
+        return Seat(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None
 
     def _member(self, node_id: str) -> Member[Any] | None:
         return self._decodes.get(node_id) or self._prefills.get(node_id)

@@ -18,6 +18,7 @@ from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
 from router.admission import AdmissionQueue
+from router.audit import Auditor
 from router.failover import SampleRunner
 from router.generations import Generator, Request
 from router.output import Piece
@@ -80,6 +81,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         runner: SampleRunner,
         generator: Generator,
         verifier: Verifier,
+        auditor: Auditor,
         max_queued_samples: int,
     ) -> None:
         self._router_id = router_id
@@ -89,6 +91,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._runner = runner
         self._generator = generator
         self._verifier = verifier
+        self._auditor = auditor
         self._max_queued_samples = max_queued_samples
 
     async def Generate(
@@ -122,6 +125,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             finished_samples=self._runner.finished,
             mismatches=self._registry.mismatches,
             refused_requests=self._queue.refused,
+            audit=self._auditor.status(),
         )
         return wire.cluster_status_to_proto(status)
 

@@ -66,6 +66,14 @@ class DecodeRoom:
     def has_room(self, num_tokens: int) -> bool:
         return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
 
+    def keeps_free(self, spare_slots: int) -> bool:
+        """Whether so many slots are free, or all but one where the node has no more."""
+        return self.free_slots >= min(spare_slots, self._total_slots - 1)
+
+    def has_idle_room(self, num_tokens: int, spare_slots: int) -> bool:
+        """Whether `keeps_free` would still hold with such a sample."""
+        return self.has_room(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
+
     def take(self, num_tokens: int) -> None:
         self._slots.take(1)
         self._blocks.take(self.blocks(num_tokens))
@@ -101,6 +109,10 @@ class PrefillRoom:
     @property
     def queued_tokens(self) -> int:
         return self._tokens.used
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._in_flight and not self.queued_tokens
 
     def has_room(self) -> bool:
         return self._in_flight < self._max_in_flight

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corun.cli.options import OptionalFloat, RouterOptions
-from corun.cluster import ClusterStatus, NodeRole, NodeState, NodeStatus
+from corun.cluster import AuditStatus, ClusterStatus, NodeRole, NodeState, NodeStatus
 from corun.errors import InvalidArgumentError
 from corun.rows import to_line
 
@@ -85,10 +85,34 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
         (", mismatches ", "bold"),
         (str(status.mismatches), "red" if status.mismatches else ""),
     )
+    audits = _audits(status.audit)
     slots = [slot_map(node) for node in status.nodes if node.node.role is NodeRole.DECODE and node.node.slots]
     return Group(
-        head, contract, queue, "", _node_table(status.nodes), *(part for squares in slots for part in ("", squares))
+        head,
+        contract,
+        queue,
+        audits,
+        "",
+        _node_table(status.nodes),
+        *(part for squares in slots for part in ("", squares)),
     )
+
+
+def _audits(audit: AuditStatus) -> Text:
+    red = "red" if audit.mismatched else ""
+    text = Text.assemble(
+        ("audited ", "bold"),
+        f"{audit.matched + audit.mismatched} ({audit.same_node} on the same node)",
+        (", mismatches ", "bold"),
+        (str(audit.mismatched), red),
+        (", failed ", "bold"),
+        str(audit.failed),
+        (", skipped ", "bold"),
+        str(audit.skipped),
+        (", waiting ", "bold"),
+        str(audit.waiting),
+    )
+    return text.append(f"\nlast mismatch {audit.last_mismatch}", red) if audit.last_mismatch else text
 
 
 def slot_map(node: NodeStatus) -> RenderableType:

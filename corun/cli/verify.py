@@ -18,6 +18,7 @@ from corun.client import Client
 from corun.cluster import Condition
 from corun.errors import InvalidArgumentError
 from corun.progress import ProgressBar
+from corun.reproduction import read_reproduction
 from corun.rows import read_results, to_line
 
 VERIFY_TIMEOUT_S = 3600.0
@@ -35,11 +36,14 @@ class Verify:
       corun verify                                         built-in prompts: each condition against the first
       corun verify results.jsonl                           the output of corun batch: against its receipts
       corun verify results.jsonl --conditions alone crowded --json
+      corun verify --reproduction audit-….json             what an audit found: against what the client got
       corun verify -o report.json                          the table here, the JSON object in a file as well
     """
 
     results: tyro.conf.Positional[OptionalPath] = None
     """Output of corun batch; without it, built-in prompts are run."""
+    reproduction: OptionalPath = None
+    """Instead of results: a file that a router's audit wrote. Equal runs mean that the audit's nodes were wrong."""
     conditions: tyro.conf.EnumChoicesFromValues[tuple[Condition, ...]] = tuple(Condition)
     """Conditions to run under."""
     limit: OptionalInt = None
@@ -70,6 +74,10 @@ class Verify:
     def _cases(self, client: Client) -> list[verify.NamedCase]:
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError("limit", self.limit, "must be at least 1")
+        if self.reproduction is not None:
+            if self.results is not None:
+                raise InvalidArgumentError("reproduction", str(self.reproduction), "must be given without results")
+            return [verify.case_from_reproduction(*read_reproduction(self.reproduction))]
         if self.results is None:
             return verify.built_in_cases(client.get_cluster())[: self.limit]
         rows = read_results(self.results)

@@ -119,7 +119,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests")
+    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests", "audit")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class GetClusterResponse(_message.Message):
     FINISHED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     fingerprint: str
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
@@ -136,7 +137,26 @@ class GetClusterResponse(_message.Message):
     finished_samples: int
     mismatches: int
     refused_requests: int
-    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ...) -> None: ...
+    audit: AuditStatus
+    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ...) -> None: ...
+
+class AuditStatus(_message.Message):
+    __slots__ = ("matched", "mismatched", "failed", "skipped", "same_node", "waiting", "last_mismatch")
+    MATCHED_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    SAME_NODE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    LAST_MISMATCH_FIELD_NUMBER: _ClassVar[int]
+    matched: int
+    mismatched: int
+    failed: int
+    skipped: int
+    same_node: int
+    waiting: int
+    last_mismatch: str
+    def __init__(self, matched: _Optional[int] = ..., mismatched: _Optional[int] = ..., failed: _Optional[int] = ..., skipped: _Optional[int] = ..., same_node: _Optional[int] = ..., waiting: _Optional[int] = ..., last_mismatch: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("node", "load", "state", "detail", "last_heartbeat_ms")

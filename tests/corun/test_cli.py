@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from corun.cli import COMMANDS, main
 from corun.cli.generate import for_terminal
-from corun.cluster import Condition, NodeRole, NodeState
+from corun.cluster import AuditStatus, Condition, NodeRole, NodeState
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -524,6 +524,33 @@ def test_verify_refuses_what_is_no_result(corun: Any, tmp_path: Path, row: dict[
     assert "bad.jsonl:1" in done.err
 
 
+@pytest.fixture
+def reproduction(results: Path, tmp_path: Path) -> Path:
+    row = next(row for row in read_rows(results) if row["id"] == "quiet")
+    return write_rows(tmp_path / "audit.json", row | {"audit": {"receipt": row["receipt"] | {"seed": 1}}})
+
+
+def test_verify_runs_what_an_audit_found(corun: Any, fake: FakeCluster, reproduction: Path) -> None:
+    done = corun("verify", "--reproduction", reproduction, "--json")
+    assert done.code == 0
+    (row,) = read_rows(reproduction)
+    (case,) = fake.verified[0].cases
+    assert (case.output_digest, case.seed) == (row["receipt"]["output_digest"], row["seed"])
+    fake.broken = {Condition.ALONE}
+    assert corun("verify", "--reproduction", reproduction).code == 3
+
+
+def test_verify_refuses_what_is_no_reproduction(corun: Any, results: Path, reproduction: Path, tmp_path: Path) -> None:
+    assert "must be a file that an audit wrote" in corun("verify", "--reproduction", results).err
+    assert corun("verify", "--reproduction", write_rows(tmp_path / "empty")).code == 2
+    assert corun("verify", "--reproduction", tmp_path / "none").code == 2
+    assert "without results" in corun("verify", results, "--reproduction", reproduction).err
+    (row,) = read_rows(reproduction)
+    del row["audit"]["receipt"]["seed"]
+    done = corun("verify", "--reproduction", write_rows(reproduction, row))
+    assert (done.code, "audit.json:1: receipt.seed" in done.err) == (2, True)
+
+
 def test_verify_of_nothing_is_refused(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
     assert corun("verify", write_rows(tmp_path / "empty.jsonl")).code == 2
     fake.status = replace(fake.status, nodes=())
@@ -554,6 +581,17 @@ def test_status_says_why_a_node_is_not_used(corun: Any, fake: FakeCluster, monke
     done = corun("status")
     assert done.code == 4
     assert "refused: model.dtype: [bold]x[/] != y" in done.out
+
+
+def test_status_shows_audits(corun: Any, fake: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert "audited 0 (0 on the same node), mismatches 0, failed 0, skipped 0, waiting 0" in corun("status").out
+    audit = AuditStatus(matched=9, mismatched=1, failed=2, skipped=3, same_node=4, waiting=5, last_mismatch="[b] d1")
+    fake.status = replace(fake.status, audit=audit)
+    out = corun("status").out
+    assert "audited 10 (4 on the same node), mismatches 1, failed 2, skipped 3, waiting 5" in out
+    assert "last mismatch [b] d1" in out
+    assert json.loads(corun("status", "--json").out)["audit"] == asdict(audit)
 
 
 def test_status_json(corun: Any) -> None:

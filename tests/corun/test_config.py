@@ -33,6 +33,10 @@ from corun.errors import InvalidArgumentError
         ("node_wait_s", [-1, 1e9]),
         ("drain_grace_s", [-1]),
         ("max_message_bytes", [0, 1023, 2**29 + 1]),
+        ("audit_fraction", [-0.1, 1.1, math.nan, True, "1"]),
+        ("audit_dir", ["/nowhere", "/dev/null"]),
+        ("metrics_port", [-1, 65536]),
+        ("metrics_host", [""]),
     ],
 )
 def test_router_limits(name: str, values: list[Any]) -> None:
@@ -75,6 +79,8 @@ def test_node_limits(cls: type[NodeConfig], name: str, values: list[Any]) -> Non
 def test_defaults() -> None:
     assert RouterConfig().port == 50051
     assert RouterConfig().seed_key_bytes == b""
+    assert RouterConfig().audit_fraction == 0.001
+    assert RouterConfig().metrics_port is None
     assert RouterConfig(seed_key="00ff").seed_key_bytes == b"\x00\xff"
     assert NodeConfig(model="m", router=("[::1]:50051",)).router == ("[::1]:50051",)
     assert PrefillConfig(model="m").chunk_size == 2048
@@ -96,6 +102,7 @@ def test_parse() -> None:
     config = parse(DecodeConfig, ["--model", "m", "--slots", "8", "--router", "a:1", "b:2"])
     assert config == DecodeConfig(model="m", slots=8, router=("a:1", "b:2"))
     assert parse(RouterConfig, []) == RouterConfig()
+    assert parse(RouterConfig, ["--metrics-port", "9"]) == RouterConfig(metrics_port=9)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from corun import cluster, wire
 from corun.cluster import (
+    AuditStatus,
     ClusterStatus,
     Condition,
     FinishReason,
@@ -87,6 +88,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         ("node_info", NodeInfo),
         ("node_load", NodeLoad),
         ("node_status", NodeStatus),
+        ("audit_status", AuditStatus),
         ("cluster_status", ClusterStatus),
         ("receipt", Receipt),
         ("resume_point", ResumePoint),
@@ -112,6 +114,7 @@ def test_the_values_have_the_fields_of_the_messages() -> None:
         (NodeInfo, registry_service_pb2.NodeInfo),
         (NodeLoad, registry_service_pb2.NodeLoad),
         (NodeStatus, cluster_service_pb2.NodeStatus),
+        (AuditStatus, cluster_service_pb2.AuditStatus),
         (ClusterStatus, cluster_service_pb2.GetClusterResponse),
         (ResumePoint, cluster_service_pb2.ResumePoint),
         (VerifyCase, cluster_service_pb2.VerifyCase),

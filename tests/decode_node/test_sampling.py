@@ -230,7 +230,7 @@ def random_logits(source: random.Random, vocab: int) -> list[float]:
     return logits
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(SOURCES, st.integers(2, 200), st.integers(1, 9))
 def test_a_row_reads_nothing_of_other_rows(source: random.Random, vocab: int, count: int) -> None:
     """The same logits and draw give the same token in any row, beside any neighbours, with or without their filters."""
@@ -246,7 +246,7 @@ def test_a_row_reads_nothing_of_other_rows(source: random.Random, vocab: int, co
     assert logits[tokens.pop()] > -INF
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(SOURCES, st.integers(2, 300))
 def test_filters_of_neighbours_do_not_move_a_bit(source: random.Random, vocab: int) -> None:
     """Of the logits themselves, not only of the token: a row without filters leaves the filtering as it came."""
@@ -257,7 +257,7 @@ def test_filters_of_neighbours_do_not_move_a_bit(source: random.Random, vocab: i
     assert torch.equal(filtered[::2][filtered[::2] > -INF], scaled[::2][filtered[::2] > -INF])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(SOURCES, st.integers(2, 50))
 def test_filters_keep_what_their_definition_says(source: random.Random, vocab: int) -> None:
     """Against the definition in double precision, a hair wider at the edges of top_p and min_p."""

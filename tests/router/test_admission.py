@@ -636,7 +636,7 @@ def _rank(ticket: Ticket) -> tuple[Any, ...]:
     return (place, 0, ticket.turn) if ticket.turn is not None else (place, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps)
 def test_any_course_of_events_loses_nobody_and_keeps_the_order(course: list[Any]) -> None:
     async def run() -> None:

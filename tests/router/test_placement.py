@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_pair
+from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.slots import DecodeRoom, PrefillRoom
 
 NEED = Need(num_prompt=16, max_tokens=16)
@@ -69,3 +69,24 @@ def test_nodes_that_failed_the_sample_come_last_but_are_taken() -> None:
     again = NEED.avoiding("a").avoiding("p")
     assert choose_pair(again, decodes, prefills, always) == ("b", "q")
     assert choose_pair(again, decodes[:1], prefills[:1], always) == ("a", "p")
+
+
+def test_idle_pairs_are_other_nodes_with_slots_to_spare_and_nothing_to_prefill() -> None:
+    decodes, prefills = [decode("a", slots=8), decode("b"), decode("c")], [prefill("p"), prefill("q"), prefill("r")]
+    known = NEED.avoiding("a").avoiding("p")
+    assert choose_idle_pair(known, decodes, prefills, always, 2) == ("b", "q")
+    assert choose_idle_pair(known, decodes, prefills, only(("c", "r"), ("a", "p")), 2) == ("c", "r")
+    assert choose_idle_pair(known, decodes, [prefill("p"), prefill("q", queued=1)], always, 2) is None
+    assert choose_idle_pair(known, [decodes[0], decode("b", slots=0)], prefills, always, 2) == ("a", "q")
+
+
+def test_a_node_of_the_first_run_is_taken_only_where_no_other_could_ever_do() -> None:
+    known = NEED.avoiding("a").avoiding("p")
+    small = decode("b", kv_blocks=1)
+    assert choose_idle_pair(known, [decode("a"), small], [prefill("p")], always, 0) == ("a", "p")
+    busy = decode("b")
+    for _ in range(4):
+        busy.room.take(16)
+    assert choose_idle_pair(known, [decode("a"), busy], [prefill("p")], always, 0) is None
+    assert choose_idle_pair(known, [decode("a"), busy], [prefill("p")], only(("a", "p")), 0) == ("a", "p")
+    assert choose_idle_pair(known, [], [prefill("p")], always, 0) is None

@@ -87,6 +87,23 @@ def test_counts_never_go_below_zero_or_lose_own_claims(steps: list[tuple[str, in
         assert count.used >= sum(held)
 
 
+def test_spare_slots_are_all_but_one_where_there_are_fewer() -> None:
+    decode = DecodeRoom(slots=6, kv_blocks=100, block_size=16)
+    decode.take(16)
+    assert decode.has_idle_room(16, 4)
+    decode.take(16)
+    assert decode.keeps_free(4)
+    assert not decode.has_idle_room(16, 4)
+    decode.report(NodeLoad(used_slots=3))  # Another router came.
+    assert not decode.keeps_free(4)
+    single = DecodeRoom(slots=1, kv_blocks=2, block_size=16)
+    assert single.has_idle_room(32, 4)
+    assert not single.has_idle_room(33, 4)
+    single.take(16)
+    assert single.keeps_free(4)
+    assert not single.has_idle_room(16, 4)
+
+
 def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
     prefill = PrefillRoom(max_in_flight=2)
     prefill.take(100)

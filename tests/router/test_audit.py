@@ -1,0 +1,533 @@
+"""Audits over fake engines: what is chosen, when it runs, when it gives way, and what a difference does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import stat
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun import Client
+from corun.cluster import AuditStatus, FinishReason, NodeRole, NodeState
+from corun.config import RouterConfig
+from corun.errors import UnavailableError
+from corun.params import SamplingParams
+from corun.receipt import output_digest
+from corun.reproduction import Drawn, read_reproduction
+from corun.verify import NamedCase, Report, case_from_reproduction, run
+from router import audit, reproductions
+from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
+from router.comparison import Comparison
+from router.failover import Finished
+from router.metrics import MetricsServer
+from router.output import RECORD
+from tests.chaos.fakes import CONFIG, Chaos
+from tests.chaos.fakes import add as add_to_chaos
+from tests.fakes import FakeCluster, FakeDecodeEngine, FakeNode, cluster, expected, generate
+
+PROMPT = (5, 6, 7)
+PARAMS = SamplingParams(max_tokens=20, logprobs=True)
+LONG = SamplingParams(max_tokens=400)
+ALL: dict[str, Any] = {"audit_fraction": 1.0, "heartbeat_timeout_ms": 30_000}  # A loaded machine loses no node.
+
+
+async def audited(fake: FakeCluster, count: int) -> AuditStatus:
+    """The audits' status, once so many have a result and none waits."""
+    auditor = fake.router.auditor
+
+    def done() -> bool:
+        status = auditor.status()
+        return status.matched + status.mismatched + status.failed >= count and not status.waiting
+
+    await fake.until(done)
+    return (await fake.status()).audit
+
+
+# The comparison
+
+
+TOKENS = [(7, -0.5), (8, -1.5), (9, -0.25)]
+
+
+def records(tokens: Sequence[tuple[int, float]]) -> bytes:
+    return b"".join(RECORD.pack(*token) for token in tokens)
+
+
+def compare(tokens: Sequence[tuple[int, float]], reason: FinishReason, *, was: FinishReason | None) -> Comparison:
+    finished = Finished(sample=None, receipt=None, records=records(TOKENS), node_reason=was)  # type: ignore[arg-type]
+    comparison = Comparison(finished)
+    for token in tokens:
+        if comparison.take(*token):
+            break
+    comparison.end(reason)
+    return comparison
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "differs_at"),
+    [
+        (TOKENS, FinishReason.LENGTH, None),
+        (TOKENS, FinishReason.STOP, 3),
+        (TOKENS[:2], FinishReason.LENGTH, 2),
+        ([*TOKENS, (1, -1.0)], FinishReason.LENGTH, 3),
+        ([(7, -0.5), (8, -1.25), (9, -0.25)], FinishReason.LENGTH, 1),
+        ([(7, -0.5), (1, -1.5), (9, -0.5)], FinishReason.LENGTH, 1),
+        ([(7, 0.0)], FinishReason.LENGTH, 0),
+    ],
+)
+def test_every_bit_and_the_end_count(
+    tokens: list[tuple[int, float]], reason: FinishReason, differs_at: int | None
+) -> None:
+    comparison = compare(tokens, reason, was=FinishReason.LENGTH)
+    assert comparison.differs_at == differs_at
+    assert comparison.hexdigest() == output_digest([t for t, _ in tokens], [p for _, p in tokens])
+
+
+def test_negative_zero_is_another_bit() -> None:
+    finished = Finished(sample=None, receipt=None, records=records([(1, 0.0)]), node_reason=None)  # type: ignore[arg-type]
+    comparison = Comparison(finished)
+    comparison.take(1, -0.0)
+    assert comparison.tokens() == (Drawn(token_id=1, logprob_bits="0" * 8), Drawn(token_id=1, logprob_bits="80000000"))
+
+
+def test_where_a_stop_string_ended_the_sample_the_audit_ends_too() -> None:
+    on = [*TOKENS, (1, -1.0), (2, -1.0)]
+    comparison = compare(on, FinishReason.STOP, was=None)
+    assert (comparison.position, comparison.differs_at) == (3, None)
+    assert compare(TOKENS[:2], FinishReason.LENGTH, was=None).differs_at == 2
+
+
+# Choosing
+
+
+class NoNodes:
+    """A registry in which nothing is idle."""
+
+    def place_idle(self, need: Any, spare_slots: int) -> None:
+        return None
+
+
+class EmptyQueue:
+    waiting = 0
+
+
+def auditor_of(fraction: float, seed: int = 1) -> Auditor:
+    config = RouterConfig(audit_fraction=fraction)
+    return Auditor(NoNodes(), EmptyQueue(), config, random.Random(seed))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def finished(model: str) -> Finished:
+    """A sample that a router finished."""
+    found: list[Finished] = []
+    async with cluster(model) as fake:
+        fake.router.runner._on_finished = found.append
+        await generate(fake, PROMPT, PARAMS, seed=8)
+    return found[0]
+
+
+async def test_a_share_is_chosen_at_random_and_nothing_with_0(finished: Finished) -> None:
+    for fraction, low, high in ((0.0, 0, 0), (0.05, 20, 90), (1.0, MAX_WAITING, MAX_WAITING)):
+        auditor = auditor_of(fraction)
+        for _ in range(1000):
+            auditor.note(finished)
+        status = auditor.status()
+        assert low <= status.waiting <= high
+        assert status.skipped == (1000 - MAX_WAITING if fraction == 1.0 else 0)
+    chosen = []
+    for _ in range(2):
+        auditor = auditor_of(0.05, seed=7)
+        chosen.append([auditor.status().waiting for _ in range(200) if auditor.note(finished) is None])
+    assert chosen[0] == chosen[1]
+
+
+async def test_what_waits_is_bounded_by_tokens_as_well(finished: Finished) -> None:
+    auditor = auditor_of(1.0)
+    tokens = MAX_WAITING_TOKENS // 3
+    large = replace(finished, records=bytes(RECORD.size) * tokens)
+    for _ in range(5):
+        auditor.note(large)
+    status = auditor.status()
+    assert (status.waiting, status.skipped) == (2, 3)
+    auditor.stop()
+    auditor.note(finished)
+    assert auditor.status() == AuditStatus(skipped=6)
+
+
+# Over fakes
+
+
+async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model: str) -> None:
+    async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
+        runs = [generate(fake, (i, 2), replace(PARAMS, n=1 + i % 2), seed=i) for i in range(10)]
+        outputs = [output for outputs in await asyncio.gather(*runs) for output in outputs]
+        status = await audited(fake, 15)
+        assert status == AuditStatus(matched=15)
+        assert len(outputs) == 15
+        assert (await fake.status()).finished_samples == 15  # Audits are not among them.
+        assert sum(len(node.engine.prefilled) for node in fake.nodes[:2]) == 30
+        assert sum(node.drawn_tokens for node in fake.nodes[2:]) == 2 * sum(len(o.token_ids) for o in outputs)
+        await fake.idle()
+
+
+async def test_nothing_is_audited_with_0(model: str) -> None:
+    async with cluster(model, prefills=2, decodes=2, audit_fraction=0.0) as fake:
+        await asyncio.gather(*(generate(fake, (i, 2), PARAMS, seed=i) for i in range(10)))
+        await asyncio.sleep(0.2)
+        assert (await fake.status()).audit == AuditStatus()
+        assert sum(len(node.engine.prefilled) for node in fake.nodes[:2]) == 10
+
+
+async def test_the_only_nodes_audit_themselves_and_it_is_said(model: str) -> None:
+    async with cluster(model, **ALL) as fake:
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        assert await audited(fake, 1) == AuditStatus(matched=1, same_node=1)
+
+
+async def test_another_node_is_waited_for_while_there_is_one(model: str) -> None:
+    async with cluster(model, decodes=2, slots=1, **ALL) as fake:
+        first = asyncio.ensure_future(generate(fake, (1, 1), LONG, seed=1))
+        await fake.until(lambda: any(node.used_slots for node in fake.nodes[1:]))
+        (output,) = await generate(fake, PROMPT, PARAMS, seed=8)
+        await asyncio.sleep(0.1)
+        assert fake.router.auditor.status() == AuditStatus(waiting=1)  # Its own node is idle, and will not do.
+        await first
+        status = await audited(fake, 2)
+        assert (status.matched, status.same_node) == (2, 2)  # There is one prefill node only.
+        assert {node.drawn_tokens for node in fake.nodes[1:]} == {len(output.token_ids) + 400}
+
+
+@pytest.mark.parametrize(
+    "change", [{"stop": (" ", "e")}, {"stop_token_ids": (3, 90, 200)}, {"stop": ("\ufffd",)}, {"min_tokens": 5}]
+)
+async def test_samples_that_end_in_any_way_match(model: str, change: dict[str, Any]) -> None:
+    """A stop string ends a sample in the router, a stop token at the node, and a flush after the node's end."""
+    async with cluster(model, **ALL) as fake:
+        params = replace(PARAMS, max_tokens=60, **change)
+        outputs = await asyncio.gather(*(generate(fake, (i, 9), params, seed=i) for i in range(12)))
+        reasons = {output.receipt.finish_reason for (output,) in outputs}
+        assert FinishReason.STOP in reasons or "min_tokens" in change
+        assert (await audited(fake, 12)).matched == 12
+
+
+async def test_a_sample_that_survived_its_node_is_audited_whole(model: str) -> None:
+    async with cluster(model, decodes=2, **ALL) as fake:
+        call = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, max_tokens=60), seed=8))
+        await fake.until(lambda: any(node.drawn_tokens > 10 for node in fake.nodes[1:]))
+        await next(node for node in fake.nodes[1:] if node.drawn_tokens).kill()
+        await call
+        status = await audited(fake, 1)
+        assert (status.matched, status.same_node) == (1, 1)
+
+
+async def test_a_client_that_leaves_leaves_nothing_to_audit(model: str) -> None:
+    async with cluster(model, **ALL) as fake:
+        call = asyncio.ensure_future(generate(fake, PROMPT, LONG, seed=8))
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 5)
+        call.cancel()
+        await asyncio.wait((call,))
+        await fake.idle()
+        assert fake.router.auditor.status() == AuditStatus()
+
+
+# Giving way
+
+
+async def start_audit(fake: FakeCluster, params: SamplingParams = LONG) -> None:
+    """Finishes a sample and waits until its audit decodes."""
+    await generate(fake, PROMPT, params, seed=8)
+    await fake.until(lambda: any(node.used_slots for node in fake.nodes if node.info.role is NodeRole.DECODE))
+    before = sum(node.drawn_tokens for node in fake.nodes if node.info.role is NodeRole.DECODE)
+    await fake.until(
+        lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.role is NodeRole.DECODE) > before + 3
+    )
+
+
+async def test_a_sample_gets_the_slot_that_an_audit_holds(model: str) -> None:
+    async with cluster(model, slots=1, max_queued_samples=1, **ALL) as fake:
+        await start_audit(fake)
+        node = fake.nodes[1]
+        before = node.drawn_tokens
+        node.engine.hanging = True  # So that the audit cannot end by itself.
+        call = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
+        await fake.until(lambda: len(fake.nodes[0].engine.prefilled) == 3)  # The sample's turn has come.
+        node.engine.hanging = False
+        (output,) = await call
+        assert output.token_ids == expected((1, 2), PARAMS, 9)[0]
+        assert node.drawn_tokens == before + 20
+        assert (await audited(fake, 2)).matched == 2  # The one that gave way as well.
+
+
+async def test_an_audit_that_does_not_give_way_is_in_the_way(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(Auditor, "_cancel", lambda auditor, tasks: None)
+    async with cluster(model, slots=1, **ALL) as fake:
+        await start_audit(fake)
+        fake.nodes[1].engine.hanging = True
+        call = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
+        await asyncio.sleep(0.3)
+        assert len(fake.nodes[0].engine.prefilled) == 2
+        assert fake.router.queue.waiting == 1
+        fake.nodes[1].engine.hanging = False
+        await call
+        await audited(fake, 2)
+
+
+async def test_an_audit_leaves_a_prefill_node_that_gets_a_prompt(model: str) -> None:
+    async with cluster(model, **ALL) as fake:
+        prefill = fake.nodes[0]
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        await audited(fake, 1)
+        prefill.engine.delay_s = 0.5
+        await generate(fake, (3, 3), PARAMS, seed=9)
+        await fake.until(lambda: prefill.queued_tokens == 2)  # Its audit is being prefilled.
+        other = asyncio.ensure_future(generate(fake, (4, 4, 4), PARAMS, seed=10))
+        await fake.until(lambda: prefill.queued_tokens == 3)  # The audit has left.
+        assert fake.router.auditor.status().waiting == 1
+        prefill.engine.delay_s = 0.0
+        await other
+        assert (await audited(fake, 3)).matched == 3
+
+
+async def test_an_audit_that_never_gets_to_its_end_is_skipped(model: str) -> None:
+    async with cluster(model, slots=1, **ALL) as fake:
+        await generate(fake, PROMPT, LONG, seed=8)
+        auditor = fake.router.auditor
+        for number in range(1, MAX_TRIES + 1):
+            await fake.until(lambda number=number: [r.audit.tries for r in auditor._running.values()] == [number])
+            auditor.give_way(None)
+        await fake.until(lambda: not auditor.status().waiting)
+        assert auditor.status() == AuditStatus(skipped=1)
+        assert auditor._tokens == 0
+
+
+async def test_audits_leave_slots_for_those_who_come(model: str) -> None:
+    async with cluster(model, slots=8, **ALL) as fake:
+        fake.nodes[1].engine.step_ms = 3
+        await asyncio.gather(*(generate(fake, (i, 2), replace(PARAMS, max_tokens=60), seed=i) for i in range(8)))
+        most = 0
+        while fake.router.auditor.status().waiting:
+            most = max(most, fake.nodes[1].used_slots)
+            await asyncio.sleep(0.002)
+        assert 0 < most <= 4
+        assert fake.router.auditor.status().matched == 8
+
+
+async def test_a_node_that_drains_gets_rid_of_its_audits(model: str) -> None:
+    async with cluster(model, slots=1, **ALL) as fake:
+        await start_audit(fake)
+        node = fake.nodes[1]
+        node.engine.hanging = True
+        node.agent.draining = True
+        await fake.until(lambda: node.used_slots == 0)
+        assert fake.router.auditor.status().waiting == 1
+        node.agent.draining = node.engine.hanging = False
+        assert (await audited(fake, 1)).matched == 1
+
+
+async def test_a_router_that_drains_does_not_wait_for_audits(model: str) -> None:
+    async with cluster(model, **ALL) as fake:
+        await start_audit(fake)
+        fake.nodes[1].engine.hanging = True
+        began = asyncio.get_running_loop().time()
+        await fake.router.drain()
+        await fake.idle()
+        assert asyncio.get_running_loop().time() - began < 30  # Less than anything that an audit waits for.
+        status = fake.router.auditor.status()
+        assert (status.skipped, status.waiting) == (1, 0)
+
+
+async def test_an_audit_that_a_node_fails_is_counted_and_forgotten(model: str) -> None:
+    async with cluster(model, **ALL) as fake:
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        await audited(fake, 1)
+        await generate(fake, PROMPT, PARAMS, seed=9)
+        fake.nodes[1].engine.fail_after = 2
+        status = await audited(fake, 2)
+        assert (status.matched, status.failed, status.mismatched) == (1, 1, 0)
+        assert fake.state("d1") is NodeState.READY
+
+
+# A node that lies
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir())
+
+
+def replay(address: str, named: NamedCase) -> Report:
+    with Client(address) as client:
+        return run(client, [named])
+
+
+async def lie(fake: FakeCluster) -> tuple[FakeNode, FakeNode]:
+    """A sample runs at a decode node that lies and is audited at one that does not; returns both."""
+    decodes = [node for node in fake.nodes if isinstance(node.engine, FakeDecodeEngine)]
+    liar, honest = decodes
+    liar.engine.corrupt = True
+    (output,) = await generate(fake, PROMPT, PARAMS, seed=8, request_id="lied")
+    assert output.receipt.decode_node == liar.info.ref  # Both are empty: the first by id.
+    assert output.logprobs[0] == -1.0
+    return liar, honest
+
+
+async def test_a_node_that_lies_is_found(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(model, prefills=2, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
+        liar, honest = await lie(fake)
+        status = await audited(fake, 1)
+        assert (status.matched, status.mismatched, status.same_node) == (0, 1, 0)
+        for text in ("sample 0 of request 'lied' differs at token 0", str(liar.info.ref), str(honest.info.ref)):
+            assert text in status.last_mismatch
+            assert text in caplog.text
+        assert (await fake.status()).mismatches == 1
+        assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.REFUSED}  # One of two was wrong.
+        assert fake.detail("d1") == "gave other bits for the audit of sample 0 of request 'lied'"
+        await fake.until(lambda: bool(files(tmp_path)))
+        (path,) = files(tmp_path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        row = json.loads(path.read_text())
+        right = expected(PROMPT, PARAMS, 8)
+        assert (row["prompt"], row["seed"]) == (list(PROMPT), 8)
+        assert row["audit"]["differs_at"] == 0
+        assert row["audit"]["first_token"] == {"token_id": right[0][0], "logprob_bits": "bf800000"}
+        assert row["audit"]["audit_token"]["token_id"] == right[0][0]
+        assert row["receipt"]["decode_node"]["generation"] == liar.info.ref.generation
+        assert row["audit"]["receipt"]["decode_node"]["generation"] == honest.info.ref.generation
+        assert row["audit"]["receipt"]["output_digest"] == output_digest(right[0], right[1])
+        named = case_from_reproduction(*read_reproduction(path))
+        assert named.case.output_digest == output_digest(right[0], [-1.0] * 20)
+        assert named.audit_digest == output_digest(right[0], right[1])
+        fake.router.auditor.stop()
+        for node in fake.nodes:
+            await node.kill()
+        news = [await fake.add_prefill("p1"), await fake.add_decode("d1")]
+        await fake.ready(*(str(node.info.ref) for node in news))
+        report = await asyncio.to_thread(replay, fake.address, named)
+        assert report.runs.total() == 4
+        assert {d.reason.rpartition(", ")[2] for d in report.differences} == {"as the audit did"}
+        news[1].engine.corrupt = True
+        assert (await asyncio.to_thread(replay, fake.address, named)).match
+
+
+async def test_without_the_comparison_it_is_not(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Negative control."""
+    monkeypatch.setattr(Comparison, "_differ", lambda comparison, position, record: None)
+    async with cluster(model, prefills=2, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
+        await lie(fake)
+        assert await audited(fake, 1) == AuditStatus(matched=1)
+        assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.READY}
+        assert not files(tmp_path)
+
+
+async def test_a_node_that_has_restarted_stays_and_explains_what_it_said(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
+        monkeypatch.setattr(audit, "MAX_RUNNING", 0)  # No audit starts yet.
+        liar, honest = await lie(fake)
+        await generate(fake, (9, 9), PARAMS, seed=9)
+        assert fake.router.auditor.status().waiting == 2
+        await liar.kill()
+        new = await fake.add_decode("d1")
+        await fake.ready(str(new.info.ref))
+        monkeypatch.setattr(audit, "MAX_RUNNING", 1)
+        await fake.until(lambda: fake.router.auditor.status().mismatched == 1)
+        assert fake.state(str(new.info.ref)) is NodeState.JOINING  # There is no prefill node just now.
+        assert {fake.state(name) for name in ("p1", "p2", "d2")} == {NodeState.REFUSED}
+        for node in (*fake.nodes[:2], honest):
+            await node.kill()
+        news = [await fake.add_prefill("p1"), await fake.add_prefill("p2"), await fake.add_decode("d2")]
+        await fake.ready(*(str(node.info.ref) for node in news))
+        status = await audited(fake, 2)
+        assert status.mismatched == 2  # The liar's second sample: nobody is out for it but what is dead.
+        assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.READY}
+
+
+async def test_files_are_whole_few_and_none_without_a_directory(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproductions, "MAX_FILES", 3)
+    async with cluster(model, prefills=2, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
+        kept: list[Any] = []
+        monkeypatch.setattr(fake.router.auditor._files, "keep", kept.append)
+        await lie(fake)
+        await audited(fake, 1)
+    (found,) = kept
+    (tmp_path / "other").touch()
+    some, none = reproductions.Reproductions(str(tmp_path)), reproductions.Reproductions("")
+    for _ in range(5):
+        none.keep(found)
+        some.keep(found)
+        await some.close()
+    await none.close()
+    assert [path.name[:6] for path in files(tmp_path)] == ["audit-"] * 3 + ["other"]
+
+
+async def test_a_file_that_cannot_be_written_is_an_entry_in_the_log(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "audits"
+    directory.mkdir()
+    async with cluster(model, prefills=2, decodes=2, audit_dir=str(directory), **ALL) as fake:
+        directory.rmdir()
+        await lie(fake)
+        assert (await audited(fake, 1)).mismatched == 1
+        await fake.until(lambda: "no reproduction of lied could be written" in caplog.text)
+
+
+# Under faults
+
+
+@pytest.mark.timeout(120)
+async def test_no_fault_makes_an_audit_differ(model: str) -> None:
+    """Nodes die, stand still and fail under load while everything is audited."""
+    async with cluster(model, prefills=0, decodes=0, **{**ALL, **CONFIG}) as fake:
+        for number in (1, 2):
+            await add_to_chaos(fake, NodeRole.PREFILL, f"p{number}")
+            await add_to_chaos(fake, NodeRole.DECODE, f"d{number}")
+        await fake.ready("p1", "p2", "d1", "d2")
+        report = await Chaos(fake, seed=3).run(faults=40, clients=4)
+        assert (report.wrong, report.failed) == ([], [])
+        await fake.until(lambda: not fake.router.auditor.status().waiting)
+        status = fake.router.auditor.status()
+        assert status.mismatched == 0
+        assert status.matched > 0
+        assert fake.router.auditor._tokens == 0
+
+
+# Metrics
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+async def test_metrics_are_what_the_router_counts(model: str) -> None:
+    async with cluster(model, metrics_port=0, **ALL) as fake:
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        await audited(fake, 1)
+        assert await asyncio.to_thread(scrape, fake.router.metrics.port) == {
+            "corun_router_queued_samples": 0,
+            "corun_router_finished_samples_total": 1,
+            "corun_router_mismatches_total": 0,
+            'corun_router_audited_samples_total{result="match"}': 1,
+            'corun_router_audited_samples_total{result="mismatch"}': 0,
+            'corun_router_audited_samples_total{result="error"}': 0,
+            "corun_router_audit_skipped_total": 0,
+        }
+        with pytest.raises(UnavailableError, match="metrics cannot listen"):
+            await MetricsServer(fake.router._figures).start("127.0.0.1", fake.router.metrics.port)
+
+
+async def test_there_are_no_metrics_unless_asked_for(model: str) -> None:
+    async with cluster(model) as fake:
+        assert fake.router.metrics.port == 0
