@@ -34,6 +34,7 @@ from corun.errors import (
     Shown,
     UnauthenticatedError,
     UnavailableError,
+    shown,
     to_status,
     too_large_error,
 )
@@ -60,6 +61,7 @@ one for ever: gRPC has no other way to end a stream whose client lets nothing be
 SPARE_FILES = 256
 """File descriptors of a process that are not for connections."""
 
+_GRPC_LOG = "grpc._cython.cygrpc"
 _CLOSE_TIMEOUT_S = 30.0
 """For a handler to release what it holds, when its client is gone."""
 _FAREWELL_S = 1.0
@@ -133,6 +135,7 @@ class GrpcServer:
         self._tls = tls
         self._mutual = mutual
         self._health = HealthService()
+        logging.getLogger(_GRPC_LOG).addFilter(_without_clients_faults)
         self._server = grpc.aio.server(
             interceptors=[_CallInterceptor(gate or Gate(), max_message_bytes, client_timeout_s)],
             options=server_options(max_message_bytes, longest_call_s),
@@ -253,6 +256,16 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         return grpc.stream_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
 
 
+def _without_clients_faults(record: logging.LogRecord) -> bool:
+    """Whether a record of gRPC's own log is to be kept. Bytes that are not UTF-8 where text belongs, and a client that
+    is gone when it is to be answered, are no errors of ours: a traceback for each lets anyone fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, (UnicodeDecodeError, grpc.aio.BaseError)):
+        return True
+    logger.debug("a client's fault: %s", shown(record.getMessage()))
+    return False
+
+
 def _refusal(error: CorunError) -> Handler:
     """Ends a call without reading its message, which only a method that takes a stream can."""
 
@@ -308,10 +321,16 @@ class _Calls:
         if not isinstance(responses, AsyncGenerator):
             await responses  # The handler writes by itself.
             return
+        has_begun = False
         try:
             async for response in responses:
+                if not has_begun:
+                    # By itself: a header that goes with a message that is stuck counts as not sent, and no error could
+                    # be sent after it.
+                    await _sent(context.send_initial_metadata(()))
+                    has_begun = True
                 with patience.expecting("took no message"):
-                    await _write(context, response)
+                    await _sent(context.write(response))
         finally:
             await _close(responses, self._method)
 
@@ -376,9 +395,9 @@ async def _read(context: Context, patience: _Patience) -> Any:
     return request
 
 
-async def _write(context: Context, response: Any) -> None:
+async def _sent(sending: Awaitable[None]) -> None:
     try:
-        await context.write(response)
+        await sending
     except grpc.aio.BaseError as error:
         raise asyncio.CancelledError from error  # The client is gone; gRPC's own cancellation may be yet to come.
 
@@ -425,7 +444,12 @@ async def _abort(context: Context, error: CorunError) -> None:
     if context.cancelled():
         raise asyncio.CancelledError from error  # Nobody is there to be told.
     status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from error  # The client has gone in this moment.
 
 
 async def _abort_late(context: Context, method: str, error: CorunError) -> None:
