@@ -9,10 +9,11 @@ import asyncio
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
+from tests.fuzz.hostile import SCALES, measure
 from tests.fuzz.observed import running
 from tests.fuzz.runner import fuzzing
 
@@ -27,17 +28,38 @@ class Options:
     """Number of the first case."""
     at_once: int = 96
     """Cases at a time."""
+    attack: tuple[Literal["slowloris", "idle", "giant", "slow_reader", "many_streams"], ...] = ()
+    """Hostile clients instead of cases."""
+    scale: int = 0
+    """Connections, or calls, of each attack; 0: as many as it has by itself."""
+    seconds: float = 10.0
+    """Of ordinary requests without, and again with, each attack."""
+    client_timeout_s: float = 5.0
+    """Of the router under attack."""
+    log: str = ""
+    """File for the target's log; empty: thrown away."""
+
+
+async def run_attacks(options: Options) -> dict[str, Any]:
+    """Each attack on a router of its own."""
+    reports = []
+    for name in options.attack:
+        async with running(options.log, client_timeout_s=options.client_timeout_s) as target:
+            scale = options.scale or SCALES[name]
+            reports.append(await measure(target, name, scale=scale, seconds=options.seconds))
+    left = [f"{report['attack']}: {left}" for report in reports for left in report["left"]]
+    return {"attacks": reports, "findings": left}
 
 
 async def run(options: Options) -> dict[str, Any]:
-    async with running() as target, fuzzing(target, options.seed) as fuzzer:
+    async with running(options.log) as target, fuzzing(target, options.seed) as fuzzer:
         report = await fuzzer.run(first=options.first, cases=options.cases, at_once=options.at_once, canary_every=200)
     return report.as_dict()
 
 
 def main() -> int:
     options = tyro.cli(Options, prog="tests.fuzz")
-    report = asyncio.run(run(options))
+    report = asyncio.run(run_attacks(options) if options.attack else run(options))
     print(json.dumps(report))
     return 1 if report["findings"] else 0
 

@@ -17,6 +17,8 @@ from tests.secrets import Secrets
 
 START_S = 120.0
 SETTLE_S = 60.0
+_OWN_OF_GRPC = re.compile(r"Traceback .*\n(?: +File \"src/python/grpcio/.*\n(?: {4,}.*\n)*)+grpc\S+ExecuteBatchError")
+"""What gRPC prints by itself when a client is gone that it wanted to tell of an error of its own."""
 _UNEXPECTED = re.compile(
     r"^(?:.* internal error .*|Traceback .*|.*Task exception was never retrieved.*)$", re.MULTILINE
 )
@@ -53,6 +55,7 @@ class Target:
     def tracebacks(self) -> list[str]:
         """Unexpected errors in the log: their ends, each kind once."""
         text = self._log.read_text(errors="replace")
+        text = _OWN_OF_GRPC.sub("", text)
         found = [text[match.start() : match.start() + 3000] for match in _UNEXPECTED.finditer(text)]
         return sorted({_last_line(each) for each in found})
 
@@ -87,12 +90,12 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def running(**settings: Any) -> AsyncIterator[Target]:
-    """A target; `settings` are those of its routers, or broken=True."""
+async def running(log_path: str = "", **settings: Any) -> AsyncIterator[Target]:
+    """A target; `settings` are those of its routers, or broken=True. log_path: where its log is kept."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         secrets = Secrets.make(scratch / "secrets")
-        log = scratch / "log"
+        log = Path(log_path) if log_path else scratch / "log"
         command = [sys.executable, "-m", "tests.fuzz.target", write_tokenizer(scratch), str(secrets.directory)]
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(

@@ -38,10 +38,12 @@ KINDS = {"message": 50, "bytes": 30, "raw": 15, "unknown method": 2, "token": 3}
 MAX_FINDINGS = 100
 LONGEST_S = 2.0
 """Deadline of a call."""
+_UNARY_S = (0.002, *[LONGEST_S] * 9)
+MAX_PAYLOAD = 2**22
 RAW_WAIT_S = 0.15
 CANARY_S = 30.0
 CANARY_PROMPT, CANARY_PARAMS, CANARY_SEED = (1, 2, 3), SamplingParams(max_tokens=12, logprobs=True), 7
-_UNTYPED_RAW = {"odd_path": {2}}
+_UNTYPED_RAW = {"odd_path": {2}, "broken_frames": {2}}
 """A path that is not UTF-8 is refused by gRPC for Python itself, with UNKNOWN, before any code of ours."""
 
 
@@ -151,7 +153,7 @@ class Fuzzer:
         metadata, must_be = self._credentials(rng, server, method, odd=kind == "token")
         payload = self._payload(rng, method, kind)
         answers = rng.choice((1, 2, 1000)) if rng.random() < 0.2 else 1000
-        timeout_s = rng.choice((0.002, 0.05, 0.5, LONGEST_S, LONGEST_S))
+        timeout_s = rng.choice((0.002, 0.05, 0.3, LONGEST_S) if method.descriptor.server_streaming else _UNARY_S)
         code, detail = await self._send(server, method, payload, metadata, timeout_s, answers)
         self.report.count(kind, code.name)
         is_unary = not method.descriptor.server_streaming
@@ -188,7 +190,7 @@ class Fuzzer:
         right = valid(rng, method, self._target.nodes)
         how = rng.random()
         request = right if how < 0.1 else maker.changed(right) if how < 0.7 else maker.any_of(right.DESCRIPTOR)
-        data: bytes = request.SerializeToString()
+        data: bytes = (right if request.ByteSize() > MAX_PAYLOAD else request).SerializeToString()
         return mutated(rng, data, right.SerializeToString()) if kind == "bytes" else data
 
     def _credentials(self, rng: random.Random, server: str, method: Method, *, odd: bool) -> tuple[Any, Code | None]:
