@@ -107,7 +107,7 @@ async def slow_reader(address: str, scale: int, seen: Seen) -> None:
     """Clients that let one byte a second come of a long answer."""
     request = cluster_service_pb2.GenerateRequest()
     request.token_ids.ids.extend((1, 2, 3))
-    request.sampling_params.n, request.sampling_params.logprobs = 16, True
+    request.sampling_params.n, request.sampling_params.logprobs = 4, True
     request.sampling_params.max_tokens = MAX_MODEL_LEN - 3
     payload = request.SerializeToString()
     byte, plenty = (frame(WINDOW_UPDATE, 0, 1, struct.pack(">I", size)) for size in (1, 1 << 24))
@@ -151,7 +151,7 @@ ATTACKS: dict[str, Callable[[str, int, Seen], Awaitable[None]]] = {
     "slow_reader": slow_reader,
     "many_streams": many_streams,
 }
-SCALES = {"slowloris": 500, "idle": 10_000, "giant": 2, "slow_reader": 16, "many_streams": 3000}
+SCALES = {"slowloris": 500, "idle": 10_000, "giant": 2, "slow_reader": 2, "many_streams": 3000}
 
 
 async def measure(target: Target, name: str, *, scale: int, seconds: float) -> dict[str, Any]:

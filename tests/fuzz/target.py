@@ -30,13 +30,14 @@ from tests.secrets import Secrets
 
 PATIENT: dict[str, Any] = {"heartbeat_interval_ms": 500, "heartbeat_timeout_ms": 60_000}
 """The machine may be slow; that a node is lost is not what is looked for here."""
-STEP_MS = 0.5
+STEP_MS = 1.0
+SLOTS = 32
 LEASE_TTL_MS = 5000
 
 
 async def serve(model: str, secrets: Secrets, settings: dict[str, Any]) -> None:
     async with AsyncExitStack() as stack:
-        open_router = await stack.enter_async_context(cluster(model, **PATIENT, **settings))
+        open_router = await stack.enter_async_context(cluster(model, slots=SLOTS, **PATIENT, **settings))
         tokens = {name: value for name, value in secrets.settings.items() if not name.startswith("tls")}
         guarded = await stack.enter_async_context(cluster(model, **PATIENT, **settings, **tokens))
         lone = FakeCluster(model, await start_router(router_config(**PATIENT, **settings)), OPEN, OPEN)
