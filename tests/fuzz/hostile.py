@@ -41,7 +41,7 @@ from tests.fuzz.http2 import (
 from tests.fuzz.observed import Target
 
 GENERATE, WATCH = b"/corun.v1.ClusterService/Generate", b"/grpc.health.v1.Health/Watch"
-ORDINARY_S = 30.0
+ORDINARY_S = 60.0
 PARAMS = SamplingParams(max_tokens=8, logprobs=True)
 _OPEN_AT_ONCE = 200
 

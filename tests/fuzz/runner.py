@@ -41,9 +41,9 @@ LONGEST_S = 2.0
 _UNARY_S = (0.002, *[LONGEST_S] * 9)
 MAX_PAYLOAD = 2**22
 RAW_WAIT_S = 0.15
-CANARY_S = 30.0
+CANARY_S = 120.0
 CANARY_PROMPT, CANARY_PARAMS, CANARY_SEED = (1, 2, 3), SamplingParams(max_tokens=12, logprobs=True), 7
-_UNTYPED_RAW = {"odd_path": {2}, "broken_frames": {2}}
+_UNTYPED_RAW = {"odd_path": {2}, "broken_frames": {2}, "odd_frames": {2}}
 """A path that is not UTF-8 is refused by gRPC for Python itself, with UNKNOWN, before any code of ours."""
 
 
@@ -57,7 +57,7 @@ class Report:
     """By kind of case; of raw ones, how the connection or stream ended."""
     findings: list[str] = field(default_factory=list)
     canaries: int = 0
-    late: int = 0
+    late: Counter[str] = field(default_factory=Counter)
     """Calls of unary methods that were not answered within the longest deadline."""
     seconds: float = 0.0
     memory_mib: dict[str, float] = field(default_factory=dict)
@@ -157,7 +157,8 @@ class Fuzzer:
         code, detail = await self._send(server, method, payload, metadata, timeout_s, answers)
         self.report.count(kind, code.name)
         is_unary = not method.descriptor.server_streaming
-        self.report.late += is_unary and code is Code.DEADLINE_EXCEEDED and timeout_s >= LONGEST_S
+        if is_unary and code is Code.DEADLINE_EXCEEDED and timeout_s >= LONGEST_S:
+            self.report.late[f"{server} {method.path} {len(payload)}"] += 1
         allowed = TYPED if must_be is None else {must_be, Code.DEADLINE_EXCEEDED, Code.CANCELLED}
         if code not in allowed or detail.startswith("!"):
             what = f"{server} {method.path}, {kind}: {code.name} {detail}"
