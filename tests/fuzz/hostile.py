@@ -202,7 +202,7 @@ async def latency(address: str, seconds: float) -> dict[str, Any]:
         while time.monotonic() < end:
             began = time.perf_counter()
             try:
-                answers = [answer async for answer in stub.Generate(request, timeout=ORDINARY_S)]
+                answers = [answer async for answer in stub.Generate(request, timeout=ORDINARY_S, wait_for_ready=True)]
             except Exception as error:
                 if not hasattr(error, "code"):
                     raise
