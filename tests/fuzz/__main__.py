@@ -30,6 +30,8 @@ class Options:
     """Cases at a time."""
     attack: tuple[Literal["slowloris", "idle", "giant", "slow_reader", "many_streams"], ...] = ()
     """Hostile clients instead of cases."""
+    server: Literal["open", "guarded"] = "open"
+    """The router under attack: anyone's, or one that wants tokens, of which the attackers have none."""
     scale: int = 0
     """Connections, or calls, of each attack; 0: as many as it has by itself."""
     seconds: float = 10.0
@@ -46,7 +48,7 @@ async def run_attacks(options: Options) -> dict[str, Any]:
     for name in options.attack:
         async with running(options.log, client_timeout_s=options.client_timeout_s) as target:
             scale = options.scale or SCALES[name]
-            reports.append(await measure(target, name, scale=scale, seconds=options.seconds))
+            reports.append(await measure(target, name, scale=scale, seconds=options.seconds, server=options.server))
     left = [f"{report['attack']}: {left}" for report in reports for left in report["left"]]
     return {"attacks": reports, "findings": left}
 

@@ -154,11 +154,12 @@ ATTACKS: dict[str, Callable[[str, int, Seen], Awaitable[None]]] = {
 SCALES = {"slowloris": 500, "idle": 10_000, "giant": 2, "slow_reader": 2, "many_streams": 3000}
 
 
-async def measure(target: Target, name: str, *, scale: int, seconds: float) -> dict[str, Any]:
-    """An ordinary client's latency without and with an attack, and what the attack did to the target."""
+async def measure(target: Target, name: str, *, scale: int, seconds: float, server: str = "open") -> dict[str, Any]:
+    """An ordinary client's latency without and with an attack on a server of the same process, and what the attack did
+    to that."""
     files, memory = target.files, target.rss_mib
     before = await latency(target.addresses["open"], seconds)
-    command = [sys.executable, "-m", "tests.fuzz.hostile", name, target.addresses["open"], str(scale)]
+    command = [sys.executable, "-m", "tests.fuzz.hostile", name, target.addresses[server], str(scale)]
     attacker = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
     assert attacker.stdin is not None
     assert attacker.stdout is not None
@@ -178,6 +179,7 @@ async def measure(target: Target, name: str, *, scale: int, seconds: float) -> d
     left = await target.settled(files)
     return {
         "attack": name,
+        "server": server,
         "scale": scale,
         "seconds": seconds,
         "before": before,
