@@ -4,7 +4,7 @@ These are the public names. Importing them starts nothing and loads neither serv
 """
 
 from corun.client import AsyncClient, Client
-from corun.cluster import ClusterStatus, Condition, FinishReason
+from corun.cluster import ClusterStatus, Condition, FinishReason, Priority
 from corun.config import TlsConfig
 from corun.errors import (
     CancelledByPeerError,
@@ -16,6 +16,7 @@ from corun.errors import (
     InvalidArgumentError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     StaleGenerationError,
     UnauthenticatedError,
     UnavailableError,
@@ -43,6 +44,8 @@ __all__ = [
     "InvalidArgumentError",
     "NotFoundError",
     "OverloadedError",
+    "PermissionDeniedError",
+    "Priority",
     "Receipt",
     "Sample",
     "SamplingParams",

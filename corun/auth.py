@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from corun.cluster import Priority
 from corun.errors import InvalidArgumentError, OverloadedError, Shown, UnauthenticatedError
 
 AUTHORIZATION = "authorization"
@@ -21,9 +22,27 @@ MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 512
 RETRY_S = 1.0
 """When a client that has as many requests as it may is told to come back, in seconds."""
 
+MAX_DIGITS = 9
+"""Of a number in a file of client tokens."""
+
+_LINE = "[NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low] [weight=N]"
 _SCHEME = "Bearer "
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """Who makes a call, for whoever has to share among callers. Never what a caller says of itself."""
+
+    name: str = ""
+    weight: int = 1
+    """Of its share, where there is not enough for all."""
+    max_priority: Priority = Priority.HIGH
+    """The best one that it may ask for."""
+
+
+ANYONE = Caller()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +53,12 @@ class ClientToken:
     digest: bytes
     max_requests: int = 0
     """Requests in progress at once; 0: any number."""
+    weight: int = 1
+    max_priority: Priority = Priority.HIGH
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(name=self.name, weight=self.weight, max_priority=self.max_priority)
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
@@ -59,7 +84,8 @@ def read_token(field: str, path: str) -> str:
 
 
 def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
-    """A file of client tokens, `[NAME:] TOKEN [max_requests=N]` on each line but empty ones and # comments."""
+    """A file of client tokens, a line each, but for empty ones and # comments: `[NAME:] TOKEN [max_requests=N]
+    [max_priority=high|normal|low] [weight=N]`."""
     found = [_client_token(field, path, number, line) for number, line in _lines(field, path)]
     if not found:
         raise InvalidArgumentError(field, path, "must hold at least one token")
@@ -81,8 +107,9 @@ class Gate:
         self._clients = tuple(clients)
         self._running: dict[str, int] = {}
 
-    def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[None]:
-        """What a call has to hold while it runs; entering it raises OverloadedError if its token has no request left.
+    def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[Caller | None]:
+        """What a call has to hold while it runs. Entering it gives the caller, if tokens tell them apart, and raises
+        OverloadedError if its token has no request left.
 
         Raises UnauthenticatedError if the call has no token that opens `method`, which is "/package.Service/Method".
         """
@@ -90,21 +117,21 @@ class Gate:
         public = service in _PUBLIC_SERVICES
         needed = self._clients if public else self._cluster
         if service in _OPEN_SERVICES or not needed:
-            return nullcontext()
+            return nullcontext(None)
         token = _find(_given(metadata), (*self._cluster, *(self._clients if public else ())))
         if token is None:
             kind = "a client's token" if public else "the cluster's token"
             raise UnauthenticatedError(f"{service} needs {kind} as metadata 'authorization: Bearer …'")
-        return self._hold(token) if token.max_requests else nullcontext()
+        return self._hold(token) if token.max_requests else nullcontext(token.caller)
 
     @contextmanager
-    def _hold(self, token: ClientToken) -> Iterator[None]:
+    def _hold(self, token: ClientToken) -> Iterator[Caller]:
         running = self._running.get(token.name, 0)
         if running >= token.max_requests:
             raise OverloadedError(f"client {token.name} has {running} requests in progress, as many as it may", RETRY_S)
         self._running[token.name] = running + 1
         try:
-            yield
+            yield token.caller
         finally:
             self._running[token.name] -= 1
 
@@ -134,11 +161,24 @@ def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
     first, _, rest = line.partition(":")
     named = bool(rest) and first == first.strip() and " " not in first
     name, words = (first, rest.split()) if named else (f"line-{number}", line.split())
-    limits = [word.removeprefix("max_requests=") for word in words[1:] if word.startswith("max_requests=")]
-    if len(words) != 1 + len(limits) or len(limits) > 1 or not all(n.isascii() and n.isdigit() for n in limits):
-        raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '[NAME:] TOKEN [max_requests=N]' ({path})")
+    settings = {key: value for key, _, value in (word.partition("=") for word in words[1:])}
+    if len(words) != 1 + len(settings) or not all(_can_set(key, value) for key, value in settings.items()):
+        raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '{_LINE}' ({path})")
     token = check_token(field, words[0], f"{path}, line {number}")
-    return ClientToken(name=name, digest=_digest(token), max_requests=int(limits[0]) if limits else 0)
+    return ClientToken(
+        name=name,
+        digest=_digest(token),
+        max_requests=int(settings.get("max_requests", 0)),
+        weight=int(settings.get("weight", 1)),
+        max_priority=Priority(settings.get("max_priority", Priority.HIGH.value)),
+    )
+
+
+def _can_set(key: str, value: str) -> bool:
+    if key == "max_priority":
+        return value in {priority.value for priority in Priority}
+    is_number = value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS
+    return is_number and (key == "max_requests" or (key == "weight" and int(value) > 0))
 
 
 def _lines(field: str, path: str) -> list[tuple[int, str]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from corun import wire
-from corun.cluster import ResumePoint
+from corun.cluster import Priority, ResumePoint
 from corun.errors import InvalidArgumentError, OverloadedError, Shown
 from corun.generation import Assembler, Chunk, Prompt
 from corun.links import MIN_RETRY_S, Deadline
@@ -45,11 +45,21 @@ class Job:
         return Assembler(self.n, None if is_text else self.request.token_ids.ids)
 
 
-def make_job(prompt: Prompt, params: SamplingParams | None, seed: int | None, request_id: str | None) -> Job:
+def make_job(
+    prompt: Prompt,
+    params: SamplingParams | None,
+    seed: int | None,
+    request_id: str | None,
+    priority: Priority | str = Priority.NORMAL,
+) -> Job:
     """Raises InvalidArgumentError for what no model could take."""
     params = params or SamplingParams()
     request = wire.generate_request(
-        prompt, replace(params, logprobs=True), seed=seed, request_id=request_id or secrets.token_hex(16)
+        prompt,
+        replace(params, logprobs=True),
+        seed=seed,
+        request_id=request_id or secrets.token_hex(16),
+        priority=read_priority(priority),
     )
     return Job(request=request, n=params.n, logprobs=params.logprobs)
 
@@ -58,6 +68,7 @@ def make_jobs(
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     seeds: Sequence[int | None] | None,
+    priority: Priority | str = Priority.NORMAL,
 ) -> list[Job]:
     """All prompts of a batch, checked before the first is sent; an error names the prompt's index."""
     if isinstance(prompts, str):
@@ -66,7 +77,18 @@ def make_jobs(
     each_seed = [None] * len(prompts) if seeds is None else seeds
     _check_one_each("params", each_params, prompts)
     _check_one_each("seeds", each_seed, prompts)
-    return [_job_of_batch(i, *job) for i, job in enumerate(zip(prompts, each_params, each_seed, strict=True))]
+    known = read_priority(priority)
+    jobs = enumerate(zip(prompts, each_params, each_seed, strict=True))
+    return [_job_of_batch(i, *job, known) for i, job in jobs]
+
+
+def read_priority(priority: Priority | str) -> Priority:
+    """Raises InvalidArgumentError if there is none of this name."""
+    try:
+        return Priority(priority)
+    except ValueError:
+        limit = "must be " + ", ".join(known.value for known in Priority)
+        raise InvalidArgumentError("priority", priority, limit) from None
 
 
 def at_index(index: int, error: InvalidArgumentError) -> InvalidArgumentError:
@@ -102,9 +124,11 @@ def check_concurrency(concurrency: int) -> None:
         raise InvalidArgumentError("concurrency", concurrency, "must be at least 1")
 
 
-def _job_of_batch(index: int, prompt: Prompt, params: SamplingParams | None, seed: int | None) -> Job:
+def _job_of_batch(
+    index: int, prompt: Prompt, params: SamplingParams | None, seed: int | None, priority: Priority
+) -> Job:
     try:
-        return make_job(prompt, params, seed, None)
+        return make_job(prompt, params, seed, None, priority)
     except InvalidArgumentError as error:
         raise at_index(index, error) from error
 

@@ -32,7 +32,7 @@ from corun.calls import (
     retry_delay_s,
 )
 from corun.channel import Access, channel, sync_channel
-from corun.cluster import ClusterStatus, Condition, VerifyCase, VerifyResult
+from corun.cluster import ClusterStatus, Condition, Priority, VerifyCase, VerifyResult
 from corun.config import TlsConfig
 from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
 from corun.generation import Chunk, Generation, Prompt
@@ -98,10 +98,14 @@ class Client:
         *,
         seed: int | None = None,
         request_id: str | None = None,
+        priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> Generation:
-        """All samples of one prompt, text or token ids, once they are finished and checked against their receipts."""
-        job = make_job(prompt, params, seed, request_id)
+        """All samples of one prompt, text or token ids, once they are finished and checked against their receipts.
+
+        priority: "high", "normal" or "low": which of the requests that wait for a slot come first.
+        """
+        job = make_job(prompt, params, seed, request_id, priority)
         return self._generate(job, self._endpoint.deadline(timeout_s), _Calls())
 
     def stream(
@@ -111,10 +115,11 @@ class Client:
         *,
         seed: int | None = None,
         request_id: str | None = None,
+        priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> Iterator[Chunk]:
         """The same as it is drawn; samples interleave. Leaving the loop ends the request and frees its slot."""
-        job = make_job(prompt, params, seed, request_id)
+        job = make_job(prompt, params, seed, request_id, priority)
         return self._chunks(job, self._endpoint.deadline(timeout_s), _Calls())
 
     def generate_many(
@@ -123,18 +128,20 @@ class Client:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         seeds: Sequence[int | None] | None = None,
+        priority: Priority | str = Priority.LOW,
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Generation]:
         """The generations of many prompts, in order; at most `concurrency` at once.
 
-        params: for all, or one per prompt. timeout_s: of each prompt. progress=None shows a bar on a terminal when
+        params: for all, or one per prompt. priority: low, so that a batch gives way to single prompts and may wait for
+        as long as its time allows. timeout_s: of each prompt. progress=None shows a bar on a terminal when
         the batch takes longer than a second. An overloaded router is asked again when it says so. The first other
         error ends the batch.
         """
         check_concurrency(concurrency)
-        jobs, calls = make_jobs(prompts, params, seeds), _Calls()
+        jobs, calls = make_jobs(prompts, params, seeds, priority), _Calls()
         pool = ThreadPoolExecutor(max_workers=max(1, min(concurrency, len(jobs))), thread_name_prefix="corun-client")
         with ProgressBar(len(jobs), "prompts", shown=progress) as bar, pool:
             futures = [pool.submit(self._retrying, i, job, timeout_s, calls) for i, job in enumerate(jobs)]
@@ -271,10 +278,15 @@ class AsyncClient:
         *,
         seed: int | None = None,
         request_id: str | None = None,
+        priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> Generation:
-        """All samples of one prompt, text or token ids, once they are finished and checked against their receipts."""
-        return await self._generate(make_job(prompt, params, seed, request_id), self._endpoint.deadline(timeout_s))
+        """All samples of one prompt, text or token ids, once they are finished and checked against their receipts.
+
+        priority: "high", "normal" or "low": which of the requests that wait for a slot come first.
+        """
+        job = make_job(prompt, params, seed, request_id, priority)
+        return await self._generate(job, self._endpoint.deadline(timeout_s))
 
     def stream(
         self,
@@ -283,10 +295,12 @@ class AsyncClient:
         *,
         seed: int | None = None,
         request_id: str | None = None,
+        priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Chunk]:
         """The same as it is drawn; samples interleave. Leaving the loop ends the request and frees its slot."""
-        return self._chunks(make_job(prompt, params, seed, request_id), self._endpoint.deadline(timeout_s))
+        job = make_job(prompt, params, seed, request_id, priority)
+        return self._chunks(job, self._endpoint.deadline(timeout_s))
 
     async def generate_many(
         self,
@@ -294,13 +308,14 @@ class AsyncClient:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         seeds: Sequence[int | None] | None = None,
+        priority: Priority | str = Priority.LOW,
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Generation]:
         """The generations of many prompts, in order; at most `concurrency` at once. See `Client.generate_many`."""
         check_concurrency(concurrency)
-        jobs, gate = make_jobs(prompts, params, seeds), asyncio.Semaphore(concurrency)
+        jobs, gate = make_jobs(prompts, params, seeds, priority), asyncio.Semaphore(concurrency)
         with ProgressBar(len(jobs), "prompts", shown=progress) as bar:
 
             async def run(index: int, job: Job) -> Generation:

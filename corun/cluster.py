@@ -28,6 +28,15 @@ class FinishReason(enum.Enum):
     """Between router and node only: the sample must run again from its prompt."""
 
 
+class Priority(enum.Enum):
+    """Which of those that wait for a slot come first: best first. What runs is never touched."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+    """When nobody else waits, and for as long as that takes."""
+
+
 class NodeRole(enum.Enum):
     """What a node computes."""
 
@@ -182,6 +191,8 @@ class ClusterStatus:
     """Since the router started."""
     mismatches: int = 0
     """Samples whose repeated run gave other bits, since the router started."""
+    refused_requests: int = 0
+    """For want of room, since the router started; those that had waited are among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

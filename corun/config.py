@@ -119,13 +119,17 @@ class RouterConfig(MemberConfig):
     start. Routers of one cluster share it, and keep it when they restart: else no other router can resume a request
     without a seed."""
     client_tokens_file: str = ""
-    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N]; empty: anyone may be a client."""
+    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low]
+    [weight=N]; empty: anyone may be a client, and clients are told apart by their hosts."""
     tls_clients: bool = False
     """Clients, too, must show a certificate that tls_ca signed."""
     max_queued_samples: int = 4096
     """Samples that may wait for a slot; more are refused with a retry delay."""
     max_queued_tokens: int = 4_194_304
     """Prompt tokens of the samples that may wait for a slot."""
+    max_queue_wait_s: float = 60.0
+    """Longest wait for a slot, in seconds, that a request may have to expect; with a longer one it is refused with a
+    retry delay. Not for requests of low priority, which wait for as long as their deadline allows; 0: for none."""
     heartbeat_interval_ms: int = 1000
     """How often nodes report, in milliseconds."""
     heartbeat_timeout_ms: int = 5000
@@ -170,7 +174,7 @@ class RouterConfig(MemberConfig):
         _check_range("heartbeat_timeout_ms", self.heartbeat_timeout_ms, 2 * self.heartbeat_interval_ms, 2**32 - 1)
         for name in ("reserve_timeout_s", "prefill_timeout_s", "step_timeout_s", "client_timeout_s"):
             _check_seconds(name, getattr(self, name), above_zero=True)
-        for name in ("node_wait_s", "drain_grace_s"):
+        for name in ("max_queue_wait_s", "node_wait_s", "drain_grace_s"):
             _check_seconds(name, getattr(self, name))
         _check_range("max_message_bytes", self.max_message_bytes, 1024, 2**29)
 

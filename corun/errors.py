@@ -10,6 +10,7 @@
      ├ StaleGenerationError    ABORTED               google.rpc.ErrorInfo: node, expected and actual generation
      ├ NotFoundError           NOT_FOUND
      ├ UnauthenticatedError    UNAUTHENTICATED
+     ├ PermissionDeniedError   PERMISSION_DENIED     google.rpc.BadRequest: field, value and limit
      ├ DataLossError           DATA_LOSS
      └ InternalError           INTERNAL              never carries internals
 
@@ -155,6 +156,19 @@ class UnauthenticatedError(CorunError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
+class PermissionDeniedError(CorunError):
+    """A value that this caller may not use, though others may. Nothing was started or reserved."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} = {shown(value)}: {limit}")
+        self.args = (field, value, limit)
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
 class DataLossError(CorunError):
     """Bits differ where the contract says that they are equal."""
 
@@ -218,22 +232,27 @@ class _Details:
         return dict(info.metadata) if self.find(info) and info.domain == _DOMAIN else {}
 
 
-def _pack_invalid_argument(error: Any) -> list[Message]:
+def _pack_violation(error: Any) -> list[Message]:
     value = shown(error.value)
     violation = error_details_pb2.BadRequest.FieldViolation(
         field=_clip(error.field, 128), description=_clip(f"{value}: {error.limit}", 256)
     )
-    info = _info("INVALID_ARGUMENT", value=value, limit=_clip(error.limit, 256))
+    info = _info(error.code.name, value=value, limit=_clip(error.limit, 256))
     return [error_details_pb2.BadRequest(field_violations=[violation]), info]
 
 
-def _unpack_invalid_argument(text: str, details: _Details) -> CorunError:
-    request, info = error_details_pb2.BadRequest(), details.info()
-    if not details.find(request) or not request.field_violations:
-        return InvalidArgumentError("request", Shown("refused"), text)
-    violation = request.field_violations[0]
-    limit = info.get("limit", violation.description)
-    return InvalidArgumentError(violation.field, Shown(info.get("value", "refused")), limit)
+def _violation(
+    cls: type[InvalidArgumentError] | type[PermissionDeniedError],
+) -> Callable[[str, _Details], CorunError]:
+    def unpack(text: str, details: _Details) -> CorunError:
+        request, info = error_details_pb2.BadRequest(), details.info()
+        if not details.find(request) or not request.field_violations:
+            return cls("request", Shown("refused"), text)
+        violation = request.field_violations[0]
+        limit = info.get("limit", violation.description)
+        return cls(violation.field, Shown(info.get("value", "refused")), limit)
+
+    return unpack
 
 
 def _pack_retry(error: Any) -> list[Message]:
@@ -293,14 +312,16 @@ def _plain(cls: type[CorunError]) -> Callable[[str, _Details], CorunError]:
 
 
 _PACKERS: dict[grpc.StatusCode, Callable[[Any], list[Message]]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: _pack_invalid_argument,
+    grpc.StatusCode.INVALID_ARGUMENT: _pack_violation,
+    grpc.StatusCode.PERMISSION_DENIED: _pack_violation,
     grpc.StatusCode.RESOURCE_EXHAUSTED: _pack_retry,
     grpc.StatusCode.UNAVAILABLE: _pack_retry,
     grpc.StatusCode.FAILED_PRECONDITION: _pack_mismatch,
     grpc.StatusCode.ABORTED: _pack_stale,
 }
 _UNPACKERS: dict[grpc.StatusCode, Callable[[str, _Details], CorunError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: _unpack_invalid_argument,
+    grpc.StatusCode.INVALID_ARGUMENT: _violation(InvalidArgumentError),
+    grpc.StatusCode.PERMISSION_DENIED: _violation(PermissionDeniedError),
     grpc.StatusCode.RESOURCE_EXHAUSTED: _unpack_exhausted,
     grpc.StatusCode.UNAVAILABLE: _unpack_unavailable,
     grpc.StatusCode.FAILED_PRECONDITION: _unpack_mismatch,

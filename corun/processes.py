@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from corun.guard import children, stat_fields
 
@@ -23,6 +23,11 @@ def descendants(pid: int) -> dict[int, str]:
             tree[child] = started
             tree |= descendants(child)
     return tree
+
+
+def started(pids: Iterable[int]) -> dict[int, str]:
+    """Those of the processes that live, with their start times."""
+    return {pid: at for pid in pids if (at := _start_time(pid)) is not None}
 
 
 def end_tree(tree: Mapping[int, str], step_s: float = _STEP_S) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import resource
 import secrets
@@ -14,8 +15,10 @@ import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -23,7 +26,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
-from corun.auth import Gate
+from corun.auth import Caller, Gate
 from corun.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
 from corun.config import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig
 from corun.errors import (
@@ -52,6 +55,10 @@ MAX_CONNECTIONS = 16_384
 """Connections at once; further ones are closed."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """For a new connection to finish TLS and HTTP/2; gRPC's own limit is two minutes."""
+
+_call: ContextVar[tuple[Caller | None, str]] = ContextVar("call")
+"""The caller by its token, and the peer. Values only: whatever a handler leaves behind, a timer or a task, keeps this
+alive, and with a call's context the call, which would go on to count as one of the connection's."""
 
 IDLE_TIMEOUT_MS = 600_000
 """A connection without calls is closed then; clients make a new one when they need it."""
@@ -102,6 +109,25 @@ def raise_file_limit() -> None:
     """Lets this process have as many file descriptors as it may: the usual 1024 are few connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def caller() -> Caller:
+    """Who makes the call that is being answered, in a handler: named by its token, else by the host it comes from."""
+    known, peer = _call.get()
+    return known or Caller(name=peer_host(peer))
+
+
+def peer_host(peer: str) -> str:
+    """The host in gRPC's name for a peer, without its port; of IPv6, its network of 64 bits, any address of which one
+    host may use."""
+    kind, _, rest = unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind  # A socket on this machine.
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv4Address) or address.ipv4_mapped is not None:
+        return str(getattr(address, "ipv4_mapped", address))
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 def join_address(host: str, port: int) -> str:
@@ -290,7 +316,7 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
 class _Calls:
     """How one call of a method runs."""
 
-    def __init__(self, method: str, permit: AbstractContextManager[None], client_timeout_s: float) -> None:
+    def __init__(self, method: str, permit: AbstractContextManager[Caller | None], client_timeout_s: float) -> None:
         self._method = method
         self._permit = permit
         self._timeout_s = client_timeout_s
@@ -300,7 +326,8 @@ class _Calls:
             async with _translated(context, self._method):
                 with _Patience(self._timeout_s) as patience:
                     request = await _read(context, patience)
-                with self._permit:
+                with self._permit as known:
+                    _call.set((known, context.peer()))
                     return await handler(request, context)
 
         return answer
@@ -312,7 +339,8 @@ class _Calls:
             async with _translated(context, self._method):
                 with _Patience(self._timeout_s) as patience:
                     request = await _read(context, patience)
-                    with self._permit:
+                    with self._permit as known:
+                        _call.set((known, context.peer()))
                         await self._respond(handler(request, context), context, patience)
 
         return respond

@@ -22,6 +22,7 @@ from corun.cluster import (
     NodeRole,
     NodeState,
     NodeStatus,
+    Priority,
     ResumePoint,
     VerifyCase,
     VerifyResult,
@@ -73,6 +74,12 @@ _CONDITIONS: dict[cluster_pb2.Condition, Condition] = {
     cluster_pb2.CONDITION_SHUFFLED: Condition.SHUFFLED,
 }
 
+_PRIORITIES: dict[cluster_pb2.Priority, Priority] = {
+    cluster_pb2.PRIORITY_HIGH: Priority.HIGH,
+    cluster_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    cluster_pb2.PRIORITY_LOW: Priority.LOW,
+}
+
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Every field is set, so that the reader's defaults do not matter."""
@@ -115,6 +122,18 @@ def condition_to_proto(condition: Condition) -> cluster_pb2.Condition:
 
 def condition_from_proto(number: cluster_pb2.Condition) -> Condition:
     return _member(_CONDITIONS, "condition", number)
+
+
+def priority_to_proto(priority: Priority) -> cluster_pb2.Priority:
+    number: cluster_pb2.Priority = _number(_PRIORITIES, priority)
+    return number
+
+
+def priority_from_proto(number: cluster_pb2.Priority) -> Priority:
+    """UNSPECIFIED is normal."""
+    if number == cluster_pb2.PRIORITY_UNSPECIFIED:
+        return Priority.NORMAL
+    return _member(_PRIORITIES, "priority", number)
 
 
 def node_ref_to_proto(ref: NodeRef) -> types_pb2.NodeRef:
@@ -262,6 +281,7 @@ def cluster_status_to_proto(status: ClusterStatus) -> cluster_pb2.GetClusterResp
         max_queued_samples=status.max_queued_samples,
         finished_samples=status.finished_samples,
         mismatches=status.mismatches,
+        refused_requests=status.refused_requests,
     )
 
 
@@ -274,6 +294,7 @@ def cluster_status_from_proto(message: cluster_pb2.GetClusterResponse) -> Cluste
         max_queued_samples=message.max_queued_samples,
         finished_samples=message.finished_samples,
         mismatches=message.mismatches,
+        refused_requests=message.refused_requests,
     )
 
 
@@ -374,13 +395,19 @@ def verify_result_from_proto(message: cluster_pb2.VerifyResponse) -> VerifyResul
 
 
 def generate_request(
-    prompt: str | Iterable[int], params: SamplingParams, *, seed: int | None = None, request_id: str = ""
+    prompt: str | Iterable[int],
+    params: SamplingParams,
+    *,
+    seed: int | None = None,
+    request_id: str = "",
+    priority: Priority = Priority.NORMAL,
 ) -> cluster_pb2.GenerateRequest:
     """A checked request. Raises InvalidArgumentError for what no model could take; the router checks the rest."""
     request = cluster_pb2.GenerateRequest(
         request_id=check_request_id(request_id),
         sampling_params=sampling_params_to_proto(params),
         seed=None if seed is None else check_seed(seed),
+        priority=priority_to_proto(priority),
     )
     if isinstance(prompt, str):
         request.text = check_text("prompt.text", prompt)

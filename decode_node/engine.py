@@ -14,16 +14,18 @@ from typing import Any
 from corun.cluster import FinishReason, NixlEndpoint, NodeRole
 from corun.config import DecodeConfig
 from corun.contract import Contract
-from corun.errors import UnavailableError
+from corun.errors import CorunError, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
 from corun.node.owners import OWNER_PARAM
 from corun.params import SamplingParams
+from corun.processes import living, started
 from decode_node.service import DecodeRequest, StepRow
 
 CONNECT_TIMEOUT_S = 20.0
 CONNECT_POLL_S = 0.05
 REPORT_S = 10.0
+LET_GO_S = 2.0
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +58,8 @@ class VllmDecodeEngine:
         self._llm = llm
         self._has_started = False
         self._logged: dict[int, dict[str, float]] = {}  # by rank
-        self._reporter: asyncio.Task[None] | None = None
+        self._mapped: dict[int, str] = {}  # Start times of the processes whose GPU memory we read, by process id.
+        self._tasks: list[asyncio.Task[None]] = []
         llm.on_outputs = self._take
         llm.on_dead = self._die
 
@@ -67,7 +70,7 @@ class VllmDecodeEngine:
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
         engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen))
-        engine._reporter = asyncio.create_task(engine._report())
+        engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
 
     async def start(self, request: DecodeRequest) -> None:
@@ -103,9 +106,26 @@ class VllmDecodeEngine:
         while time.monotonic() < deadline:
             if all(await base.call_workers(self._llm, "connect", *where, timeout_s=CONNECT_TIMEOUT_S)):
                 await base.call_workers(self._llm, "warm", peer.engine_id, timeout_s=CONNECT_TIMEOUT_S)
+                await self._note_mapped()
                 return
             await asyncio.sleep(CONNECT_POLL_S)
         raise UnavailableError(f"no NIXL handshake with {peer.host}:{peer.port} within {CONNECT_TIMEOUT_S:.0f} s")
+
+    async def _note_mapped(self) -> None:
+        for pids in await base.call_workers(self._llm, "mapped_pids", timeout_s=CONNECT_TIMEOUT_S):
+            self._mapped |= {pid: at for pid, at in started(pids).items() if pid not in self._mapped}
+
+    async def _let_go(self) -> None:
+        """Unmaps the GPU memory of prefill nodes that have died: they could not start again on their GPU otherwise."""
+        while True:
+            await asyncio.sleep(LET_GO_S)
+            dead = sorted(self._mapped.keys() - living(self._mapped))
+            try:
+                if dead and all(await base.call_workers(self._llm, "unmap", dead, timeout_s=CONNECT_TIMEOUT_S)):
+                    log.info("let go of the GPU memory of processes that have ended: %s", dead)
+                    self._mapped = {pid: at for pid, at in self._mapped.items() if pid not in dead}
+            except CorunError as error:
+                log.warning("GPU memory of processes that have ended is still mapped: %s", error)
 
     async def _report(self) -> None:
         """Logs the KV reads of every `REPORT_S` in which there were any."""
@@ -127,8 +147,8 @@ class VllmDecodeEngine:
 
     async def close(self) -> None:
         """Ends the engine's processes."""
-        if self._reporter is not None:
-            self._reporter.cancel()
+        for task in self._tasks:
+            task.cancel()
         if not self._llm.errored:
             await self._log_handoffs()
         self._llm.shutdown()

@@ -1,25 +1,34 @@
-"""The queue of samples that wait for a slot: first in, first out, bounded, and every wait ends.
+"""The queue of samples that wait for a slot: bounded by count, tokens and time, and every wait ends.
 
-A sample's place is a ticket drawn on arrival. One that has to wait again, because a node had no room after all or
-failed, keeps its ticket and so comes before everybody who arrived later. This module must not know nodes or gRPC.
+Who is next and who is shed is said by `router.lanes`; nothing here touches a sample that has a seat. A ticket, drawn on
+arrival, is a place: who has to wait again, because a node had no room after all or failed, keeps it. This module must
+not know nodes or gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
+from corun.auth import ANYONE, Caller
+from corun.cluster import Priority
 from corun.errors import CorunError, DeadlineError, OverloadedError, UnavailableError
+from router.lanes import Lanes, Ticket
 from router.members import Seat
+from router.pace import Pace
 from router.placement import Need
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
-_SMOOTHING = 0.1
-"""Weight of the newest interval in the running mean between two grants."""
+MISSING_RETRY_S = 1.0
+"""The least while nodes are missing."""
+_SPREAD = 0.5
+"""Part by which retry delays differ, so that those who are refused together do not come back together."""
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, are spread evenly however many there are."""
 
 
 class Pool(Protocol):
@@ -35,60 +44,84 @@ class Pool(Protocol):
         """Why nobody can be placed at all; empty if somebody can."""
 
 
-class Ticket:
-    """One sample's place in the queue, from its arrival until it leaves."""
-
-    __slots__ = ("granted", "is_waiting", "need", "order")
-
-    def __init__(self, order: int, need: Need) -> None:
-        self.order = order
-        self.need = need
-        self.is_waiting = False
-        self.granted: asyncio.Future[Seat] | None = None
-        """Set from when the ticket starts to wait until its seat is taken."""
-
-    def __lt__(self, other: Ticket) -> bool:
-        return self.order < other.order
-
-
 class AdmissionQueue:
-    """Gives seats to tickets in order. `pump` has to be called when the pool changes."""
+    """Gives seats to tickets in order. `pump` or `pump_soon` has to be called when the pool changes.
 
-    def __init__(self, pool: Pool, *, max_samples: int, max_tokens: int, node_wait_s: float) -> None:
-        self.waiting = 0
-        """Samples without a seat."""
-        self.waiting_tokens = 0
-        """Their prompt tokens."""
+    max_wait_s: longest wait that a newcomer may have to expect, but one of the lowest class; 0: any.
+    """
+
+    def __init__(
+        self, pool: Pool, *, max_samples: int, max_tokens: int, node_wait_s: float, max_wait_s: float = 0.0
+    ) -> None:
+        self.refused = 0
+        """Requests for which there was no room, or none any more, since the router started."""
         self._pool = pool
         self._max_samples = max_samples
         self._max_tokens = max_tokens
+        self._max_wait_s = max_wait_s
         self._node_wait_s = node_wait_s
-        self._heap: list[Ticket] = []  # Also holds tickets that have left; they are dropped at the head.
+        self._lanes = Lanes()
+        self._arriving = 0
         self._orders = itertools.count()
+        self._turns = itertools.count()
         self._giving_up: asyncio.TimerHandle | None = None
-        self._granted_at = 0.0
-        self._grant_interval_s = 0.0
+        self._pumping: asyncio.Handle | None = None
+        self._pace = Pace()
 
-    def enter(self, needs: Sequence[Need]) -> list[Ticket]:
+    @property
+    def waiting(self) -> int:
+        """Samples without a seat."""
+        return self._lanes.waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Their prompt tokens."""
+        return self._lanes.waiting_tokens
+
+    @contextmanager
+    def arriving(
+        self, samples: int, tokens: int, deadline: float, *, caller: Caller, priority: Priority
+    ) -> Iterator[None]:
+        """Counts samples that have yet to `enter`. Raises OverloadedError at once, before any work is done for them, if
+        they would be refused there, or not be seated before `deadline` or within `max_wait_s`."""
+        if self.waiting:
+            self._check_wait(samples, deadline, caller, priority)
+        if (self.waiting or self._arriving) and not self._has_room(self._arriving + samples, tokens):
+            size = self._size(samples, tokens)
+            if not self._lanes.may_shed(size, caller, priority):
+                raise self._full(samples)
+        self._arriving += samples
+        try:
+            yield
+        finally:
+            self._arriving -= samples
+
+    def enter(
+        self, needs: Sequence[Need], *, caller: Caller = ANYONE, priority: Priority = Priority.NORMAL
+    ) -> list[Ticket]:
         """Tickets for the samples of one request, some perhaps already with a seat.
 
-        Raises OverloadedError, and takes none of them, if more would have to wait than the bounds allow.
+        Raises OverloadedError, and takes none of them, if more would have to wait than the bounds allow, and nobody
+        has to go for them.
         """
-        tickets = [Ticket(next(self._orders), need) for need in needs]
-        for ticket in tickets:
+        party = [self._ticket(need, caller, priority) for need in needs]
+        for ticket in party:
+            ticket.party = party
             self._push(ticket)
         self.pump()
-        if self.waiting > self._max_samples or self.waiting_tokens > self._max_tokens:
-            for ticket in tickets:
+        waits = [ticket for ticket in party if ticket.is_waiting]
+        if waits and not self._has_room() and not self._make_room(waits[0]):
+            for ticket in party:
                 self.leave(ticket)
             raise self._full(len(needs))
-        return tickets
+        return party
 
     async def seat(self, ticket: Ticket, deadline: float) -> Seat:
         """The ticket's seat, which now belongs to the caller. Whatever is raised, the ticket has left the queue.
 
         Raises:
             DeadlineError: no seat before `deadline`, on the loop's clock.
+            OverloadedError: the request had to go for others.
             UnavailableError: nodes are missing, and were for `node_wait_s` or until the deadline.
         """
         assert ticket.granted is not None
@@ -103,58 +136,67 @@ class AdmissionQueue:
         ticket.granted = None
         return seat
 
-    def again(self, ticket: Ticket) -> None:
-        """Puts a ticket whose seat was of no use back to its old place."""
+    def again(self, ticket: Ticket, *, ran: bool = False) -> None:
+        """Puts a ticket whose seat was of no use back to its old place; one that `ran` before everybody who has not:
+        no class reaches into a request that is running."""
+        ticket.ran = ticket.ran or ran
         self._push(ticket)
         self.pump()
 
     def leave(self, ticket: Ticket) -> None:
         """Takes a ticket out for good; a seat that nobody has taken goes back. Harmless for a ticket that is out."""
-        self._unqueue(ticket)
+        self._lanes.remove(ticket)
+        ticket.party = ()  # Else tickets would hold each other until they are found by the garbage collector.
         granted, ticket.granted = ticket.granted, None
         if granted is not None and granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().close()
 
+    def pump_soon(self) -> None:
+        """Pumps once what runs now is done: by then, who lost its seat in it has queued up again."""
+        if self._pumping is None:
+            self._pumping = asyncio.get_running_loop().call_soon(self._pump_now)
+
     def pump(self) -> None:
         """Seats tickets in order for as long as there is room for the first."""
-        while (head := self._head()) is not None:
+        while (head := self._lanes.head()) is not None:
             if (seat := self._pool.place(head.need)) is not None:
                 self._grant(head, seat)
             elif self._is_hopeless(head.need):
                 self._fail(head, UnavailableError(f"no decode node has KV room for {head.need.total} tokens"))
             else:
                 break
-        self._watch_for_nodes()
+        is_stuck = self.waiting > 0 and bool(self._pool.missing())
+        self._pace.waits(_now(), anyone=self.waiting > 0 and not is_stuck)  # An outage says nothing about the pace.
+        self._watch_for_nodes(is_stuck=is_stuck)
+
+    def _pump_now(self) -> None:
+        self._pumping = None
+        self.pump()
+
+    def _ticket(self, need: Need, caller: Caller, priority: Priority) -> Ticket:
+        return Ticket(next(self._orders), need, caller, priority, self._size(1, need.num_prompt))
+
+    def _size(self, samples: int, tokens: int) -> int:
+        """Parts of both bounds together, in a unit that makes them integers."""
+        return samples * self._max_tokens + tokens * self._max_samples
 
     def _push(self, ticket: Ticket) -> None:
-        ticket.is_waiting = True
         ticket.granted = asyncio.get_running_loop().create_future()
-        self.waiting += 1
-        self.waiting_tokens += ticket.need.num_prompt
-        heapq.heappush(self._heap, ticket)
-
-    def _unqueue(self, ticket: Ticket) -> None:
-        if ticket.is_waiting:
-            ticket.is_waiting = False
-            self.waiting -= 1
-            self.waiting_tokens -= ticket.need.num_prompt
-
-    def _head(self) -> Ticket | None:
-        while self._heap and not self._heap[0].is_waiting:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
+        self._lanes.add(ticket)
 
     def _grant(self, ticket: Ticket, seat: Seat) -> None:
         assert ticket.granted is not None
-        self._unqueue(ticket)
         if ticket.granted.done():  # Its caller was cancelled a moment ago and has yet to leave.
+            self._lanes.remove(ticket)
             seat.close()
             return
+        self._lanes.serve(ticket)
+        ticket.turn = next(self._turns) if ticket.turn is None else ticket.turn
         ticket.granted.set_result(seat)
-        self._note_grant()
+        self._pace.granted(_now())
 
     def _fail(self, ticket: Ticket, error: CorunError) -> None:
-        self._unqueue(ticket)
+        self._lanes.remove(ticket)
         if ticket.granted is not None and not ticket.granted.done():
             ticket.granted.set_exception(error)
 
@@ -168,9 +210,8 @@ class AdmissionQueue:
     def _is_hopeless(self, need: Need) -> bool:
         return not self._pool.missing() and not self._pool.could_hold(need.total)
 
-    def _watch_for_nodes(self) -> None:
+    def _watch_for_nodes(self, *, is_stuck: bool) -> None:
         """Runs a clock while samples wait and nodes are missing."""
-        is_stuck = self._head() is not None and bool(self._pool.missing())
         if is_stuck and self._giving_up is None:
             self._giving_up = asyncio.get_running_loop().call_later(self._node_wait_s, self._give_up)
         elif not is_stuck and self._giving_up is not None:
@@ -180,16 +221,55 @@ class AdmissionQueue:
     def _give_up(self) -> None:
         self._giving_up = None
         missing = self._pool.missing()
-        while missing and (head := self._head()) is not None:
+        while missing and (head := self._lanes.head()) is not None:
             self._fail(head, UnavailableError(missing))
 
-    def _full(self, samples: int) -> OverloadedError:
-        retry_s = min(max(self.waiting * self._grant_interval_s, MIN_RETRY_S), MAX_RETRY_S)
-        text = f"the queue has no room for {samples} more samples: {self.waiting} of at most {self._max_samples} wait"
-        return OverloadedError(f"{text}, with {self.waiting_tokens} of at most {self._max_tokens} tokens", retry_s)
+    def _has_room(self, samples: int = 0, tokens: int = 0) -> bool:
+        return self.waiting + samples <= self._max_samples and self.waiting_tokens + tokens <= self._max_tokens
 
-    def _note_grant(self) -> None:
-        now = asyncio.get_running_loop().time()
-        interval = min(now - self._granted_at, 1.0)  # An idle queue says nothing about a busy one.
-        self._grant_interval_s += _SMOOTHING * (interval - self._grant_interval_s)
-        self._granted_at = now
+    def _make_room(self, newcomer: Ticket) -> bool:
+        """Sheds requests until the queue is within its bounds; none if that would not do."""
+        parties: list[Sequence[Ticket]] = []
+        while not self._has_room() and (victim := self._lanes.victim(newcomer)) is not None:
+            parties.append([ticket for ticket in victim.party if ticket.is_waiting])
+            for ticket in parties[-1]:
+                self._lanes.remove(ticket)
+        if not self._has_room():
+            for ticket in itertools.chain.from_iterable(reversed(parties)):  # Back to where they were: oldest first.
+                self._lanes.add(ticket)
+            return False
+        for party in parties:
+            self._shed(party)
+        return True
+
+    def _shed(self, party: Sequence[Ticket]) -> None:
+        error = self._refusal("the queue is full: the request has to go for one of a higher class or a smaller client")
+        for ticket in party:
+            self._fail(ticket, error)
+
+    def _check_wait(self, samples: int, deadline: float, caller: Caller, priority: Priority) -> None:
+        longest = deadline - _now()
+        if self._max_wait_s and priority is not Priority.LOW:
+            longest = min(longest, self._max_wait_s)
+        ahead = self._lanes.ahead(samples, caller, priority)
+        wait = ahead * self._pace.interval_s
+        if wait > longest:
+            text = f"the wait for a slot would be about {wait:.1f} s, with {ahead:.0f} samples to go"
+            raise self._refusal(f"{text}: longer than {max(0.0, longest):.1f} s", wait - longest)
+
+    def _full(self, samples: int) -> OverloadedError:
+        waiting = self.waiting + self._arriving
+        text = f"the queue has no room for {samples} more samples: {waiting} of at most {self._max_samples} wait"
+        return self._refusal(f"{text}, with {self.waiting_tokens} of at most {self._max_tokens} tokens")
+
+    def _refusal(self, text: str, retry_s: float | None = None) -> OverloadedError:
+        """retry_s: None: when all who wait now have their seats."""
+        self.refused += 1
+        retry_s = self.waiting * self._pace.interval_s if retry_s is None else retry_s
+        least = MISSING_RETRY_S if self._pool.missing() else MIN_RETRY_S
+        spread = 1 + _SPREAD * (self.refused * _GOLDEN % 1)
+        return OverloadedError(text, min(max(retry_s, least), MAX_RETRY_S / (1 + _SPREAD)) * spread)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

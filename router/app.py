@@ -40,8 +40,9 @@ class Router:
             max_samples=config.max_queued_samples,
             max_tokens=config.max_queued_tokens,
             node_wait_s=config.node_wait_s,
+            max_wait_s=config.max_queue_wait_s,
         )
-        self.registry.subscribe(self.queue.pump)
+        self.registry.subscribe(self.queue.pump_soon)
         self.server = GrpcServer(
             config.host,
             config.port,

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from corun.cluster import FinishReason, KvHandle, NodeRef, ResumePoint
+from corun.auth import ANYONE, Caller
+from corun.cluster import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
 from corun.config import RouterConfig
 from corun.errors import (
     CancelledByPeerError,
@@ -29,7 +30,8 @@ from corun.errors import (
 )
 from corun.params import SamplingParams
 from corun.receipt import Receipt, prompt_digest
-from router.admission import AdmissionQueue, Ticket
+from router.admission import AdmissionQueue
+from router.lanes import Ticket
 from router.members import Member, Seat
 from router.nodes import Lease, Start
 from router.output import SampleOutput
@@ -54,6 +56,8 @@ class Sample:
     """On the loop's clock."""
     received: ResumePoint | None = None
     """What the client has of it from an earlier call."""
+    caller: Caller = ANYONE
+    priority: Priority = Priority.NORMAL
 
     @property
     def need(self) -> Need:
@@ -129,6 +133,7 @@ class SampleRunner:
 
         Raises:
             DeadlineError: the sample's deadline has passed.
+            OverloadedError: it had to go for others before it ever had a seat.
             UnavailableError: nodes are missing, or failed `max_attempts` runs.
             DataLossError: a repeated run gave other bits than the one before, or than the client received.
         """
@@ -139,7 +144,7 @@ class SampleRunner:
                 log.error("%s", error)
                 raise error
             output.restart()
-            self._queue.again(ticket)
+            self._queue.again(ticket, ran=True)
         self.finished += 1
         output.deliver(receipt)
         return receipt

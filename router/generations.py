@@ -12,8 +12,16 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from corun.cluster import ResumePoint
-from corun.errors import ContractMismatchError, CorunError, InternalError, InvalidArgumentError, Shown
+from corun.auth import ANYONE, Caller
+from corun.cluster import Priority, ResumePoint
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    Shown,
+)
 from corun.params import (
     SamplingParams,
     check_lengths,
@@ -24,8 +32,9 @@ from corun.params import (
 )
 from corun.receipt import Receipt
 from corun.seeds import derive_seed, sample_seed
-from router.admission import AdmissionQueue, Ticket
+from router.admission import AdmissionQueue
 from router.failover import Sample, SampleRunner
+from router.lanes import Ticket
 from router.output import Outbox, Piece, SampleOutput
 from router.registry import Model, Registry
 
@@ -50,6 +59,8 @@ class Request:
     """What an earlier call delivered."""
     fingerprint: str = ""
     """Of the contract that the earlier call ran under; empty: any."""
+    caller: Caller = ANYONE
+    priority: Priority = Priority.NORMAL
 
 
 class Generation:
@@ -116,8 +127,16 @@ class Generator:
         Raises:
             InvalidArgumentError: the request cannot be run; names field, value and limit.
             ContractMismatchError: it began under another contract or seed key, so its rest would be other bits.
+            OverloadedError: there is no room, or not in time; found out before the prompt is looked at.
+            PermissionDeniedError: the caller may not ask for such a priority.
             UnavailableError: nodes are missing, and were until `deadline` or for `node_wait_s`.
         """
+        check_priority(request.priority, request.caller)
+        tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)
+        with self._queue.arriving(request.params.n, tokens, deadline, caller=request.caller, priority=request.priority):
+            return await self._accept(request, deadline)
+
+    async def _accept(self, request: Request, deadline: float) -> list[Sample]:
         if not request.prompt:
             raise InvalidArgumentError("prompt", request.prompt, "must not be empty")
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
@@ -136,6 +155,8 @@ class Generator:
                 seed=sample_seed(seed, index),
                 deadline=deadline,
                 received=received.get(index),
+                caller=request.caller,
+                priority=request.priority,
             )
             for index in range(request.params.n)
             if index not in received or not received[index].done
@@ -158,7 +179,9 @@ class Generator:
     def start(self, samples: Sequence[Sample]) -> Generation:
         """Queues the samples of one request, in order, and runs them. Raises OverloadedError if the queue is full."""
         assert self._registry.model is not None  # There are samples, so there was one to check them against.
-        tickets = self._queue.enter([sample.need for sample in samples])
+        first = samples[0]
+        needs = [sample.need for sample in samples]
+        tickets = self._queue.enter(needs, caller=first.caller, priority=first.priority)
         outbox = Outbox(self._max_unsent_tokens)
         tasks = [
             asyncio.ensure_future(self._run(sample, ticket, outbox, self._registry.model))
@@ -203,6 +226,14 @@ class Generator:
         if not ids:
             raise InvalidArgumentError("prompt", Shown(f"{len(prompt)} characters"), "must have at least one token")
         return ids
+
+
+def check_priority(priority: Priority, caller: Caller) -> None:
+    """Raises PermissionDeniedError if the caller may not ask for it."""
+    order = list(Priority)
+    if order.index(priority) < order.index(caller.max_priority):
+        limit = f"must be {caller.max_priority.value} or lower for client {caller.name}"
+        raise PermissionDeniedError("priority", priority.value, limit)
 
 
 def _received(request: Request, seed: int) -> dict[int, ResumePoint]:

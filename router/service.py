@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager
 from corun import wire
 from corun.cluster import ClusterStatus, VerifyCase
 from corun.errors import UnavailableError
-from corun.server import Context
+from corun.server import Context, caller
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
@@ -121,6 +121,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             max_queued_samples=self._max_queued_samples,
             finished_samples=self._runner.finished,
             mismatches=self._registry.mismatches,
+            refused_requests=self._queue.refused,
         )
         return wire.cluster_status_to_proto(status)
 
@@ -131,7 +132,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             cases = [_case(index, case) for index, case in enumerate(request.cases)]
             conditions = [wire.condition_from_proto(condition) for condition in request.conditions]
             results = self._verifier.verify(
-                cases, conditions, order_seed=request.order_seed, deadline=_deadline(context)
+                cases, conditions, order_seed=request.order_seed, deadline=_deadline(context), caller=caller()
             )
             async with aclosing(results):
                 async for result in results:
@@ -179,6 +180,8 @@ def _request(message: cluster_pb2.GenerateRequest) -> Request:
         seed=message.seed if message.HasField("seed") else None,
         resume=tuple(map(wire.resume_point_from_proto, message.resume)),
         fingerprint=message.fingerprint,
+        caller=caller(),
+        priority=wire.priority_from_proto(message.priority),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+from corun.auth import Caller
 from corun.cluster import Condition, NodeInfo, VerifyCase, VerifyResult
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.params import SamplingParams, check_seed
@@ -45,11 +46,12 @@ class Outcome:
 class Fillers:
     """Samples that only keep others company: random prompts and parameters, drawn from a seed."""
 
-    def __init__(self, generator: Generator, model: Model, rng: random.Random, deadline: float) -> None:
+    def __init__(self, generator: Generator, model: Model, rng: random.Random, deadline: float, caller: Caller) -> None:
         self._generator = generator
         self._model = model
         self._rng = rng
         self._deadline = deadline
+        self._caller = caller
 
     @asynccontextmanager
     async def crowd(self, size: int) -> AsyncIterator[None]:
@@ -109,6 +111,7 @@ class Fillers:
             params=params,
             seed=rng.randint(0, MAX_SEED),
             deadline=self._deadline,
+            caller=self._caller,
         )
 
 
@@ -122,7 +125,13 @@ class Verifier:
         self._is_busy = False
 
     async def verify(
-        self, cases: Sequence[VerifyCase], conditions: Sequence[Condition], *, order_seed: int, deadline: float
+        self,
+        cases: Sequence[VerifyCase],
+        conditions: Sequence[Condition],
+        *,
+        order_seed: int,
+        deadline: float,
+        caller: Caller,
     ) -> AsyncGenerator[VerifyResult, None]:
         """One result per case and condition, as they come.
 
@@ -138,8 +147,8 @@ class Verifier:
             judge = Judge(cases)
             for condition in conditions or tuple(Condition):
                 rng = random.Random(f"{order_seed} {condition.value}")  # Text seeds are stable across processes.
-                fillers = Fillers(self._generator, model, rng, deadline)
-                samples = [_sample(case, index, deadline) for index, case in enumerate(cases)]
+                fillers = Fillers(self._generator, model, rng, deadline, caller)
+                samples = [_sample(case, index, deadline, caller) for index, case in enumerate(cases)]
                 async with aclosing(self._under(condition, samples, fillers, rng)) as outcomes:
                     async for outcome in outcomes:
                         yield judge.result(condition, outcome)
@@ -254,7 +263,7 @@ def naming_case(index: int) -> Iterator[None]:
         raise InvalidArgumentError(f"cases[{index}].{error.field}", error.value, error.limit) from None
 
 
-def _sample(case: VerifyCase, index: int, deadline: float) -> Sample:
+def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sample:
     return Sample(
         request_id=f"verify-{index}",
         index=0,
@@ -262,6 +271,7 @@ def _sample(case: VerifyCase, index: int, deadline: float) -> Sample:
         params=case.sampling_params,
         seed=case.seed,
         deadline=deadline,
+        caller=caller,
     )
 
 

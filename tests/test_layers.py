@@ -43,7 +43,14 @@ RULES = {
         ("prefill_node/", "decode_node/", "corun/node/"), ("corun.launch", "corun.client", "corun.cli")
     ),
     "pure parts know no wire": Rule(
-        ("decode_node/slots.py", "decode_node/sampling.py", "router/placement.py", "router/slots.py"),
+        (
+            "decode_node/slots.py",
+            "decode_node/sampling.py",
+            "router/placement.py",
+            "router/slots.py",
+            "router/fairness.py",
+            "router/pace.py",
+        ),
         ("grpc", "asyncio", "corun.wire", "corun.v1", "vllm"),
     ),
     "values know neither wire nor network": Rule(

@@ -28,6 +28,7 @@ from corun.errors import (
     DataLossError,
     InvalidArgumentError,
     OverloadedError,
+    PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -50,6 +51,7 @@ _EXIT_CODES: tuple[tuple[type[CorunError], int], ...] = (
     (ContractMismatchError, MISMATCH),
     (DataLossError, MISMATCH),
     (UnauthenticatedError, USAGE),
+    (PermissionDeniedError, USAGE),
     (UnavailableError, UNAVAILABLE),
     (OverloadedError, UNAVAILABLE),
 )

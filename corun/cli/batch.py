@@ -12,7 +12,7 @@ from typing import Annotated, TextIO
 import tyro
 
 from corun.calls import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
-from corun.cli.options import OptionalInt, RouterOptions, SamplingOptions
+from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
 from corun.client import AsyncClient
 from corun.errors import InvalidArgumentError, OverloadedError
 from corun.generation import Generation
@@ -47,6 +47,8 @@ class Batch:
     """Gives each row without a seed one that depends on this seed and the row's id."""
     concurrency: int = DEFAULT_CONCURRENCY
     """Prompts in flight at once."""
+    priority: PriorityName = "low"
+    """Which of the requests that wait for a slot come first; low ones may wait for as long as their time allows."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
     sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
 
@@ -99,7 +101,9 @@ class Batch:
         deadline = Deadline(self.cluster.timeout_s)
         while True:
             try:
-                return await client.generate(row.prompt, row.params, seed=row.seed, timeout_s=deadline.remaining_s)
+                return await client.generate(
+                    row.prompt, row.params, seed=row.seed, priority=self.priority, timeout_s=deadline.remaining_s
+                )
             except OverloadedError as error:
                 delay = retry_delay_s(error, deadline)
             except InvalidArgumentError as error:

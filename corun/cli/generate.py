@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from corun.cli.options import OptionalInt, RouterOptions, SamplingOptions
+from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
 from corun.errors import InvalidArgumentError
 from corun.generation import Assembler, Chunk, Generation, Prompt
 from corun.rows import result_row, short_fp32, to_line
@@ -30,6 +30,8 @@ class Generate:
     """In [0, 2^63); without one the router derives it and says which."""
     request_id: str = ""
     """Your name for the request, at most 128 characters; without one the router draws it."""
+    priority: PriorityName = "normal"
+    """Which of the requests that wait for a slot come first; your token may limit it."""
     json: bool = False
     """Print one JSON object instead, once finished: all samples with token ids and receipts."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
@@ -39,7 +41,9 @@ class Generate:
         prompt, params = self._prompt(), self.sampling.params()
         assembler = Assembler(params.n, None if isinstance(prompt, str) else prompt)
         with self.cluster.client() as client, SampleWriter(params.n) as writer:
-            for chunk in client.stream(prompt, params, seed=self.seed, request_id=self.request_id):
+            for chunk in client.stream(
+                prompt, params, seed=self.seed, request_id=self.request_id, priority=self.priority
+            ):
                 assembler.add(chunk)
                 if not self.json:
                     writer.write(chunk)

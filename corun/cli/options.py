@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -17,6 +17,7 @@ from corun.params import SamplingParams
 
 TOKEN_FILE_VARIABLE = "CORUN_TOKEN_FILE"
 
+PriorityName = Literal["high", "normal", "low"]
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="[PATH]")]

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConne
 from vllm.platforms import current_platform
 
 from corun.auth import read_token
+from corun.node import ipc_mappings
 from corun.node.digest import KvDigest, region_words
 from corun.node.owners import OWNER_PARAM, Owned, Prefills
 from corun.node.reads import Claim, ReadChecks, Verdict
@@ -290,6 +291,20 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         finally:
             agent.release_xfer_handle(handle)
         self._checks.warm(engine_id, agent, self._peer(engine_id), WARM_TIMEOUT_S)
+
+    def mapped_pids(self) -> list[int]:
+        """The processes whose GPU memory is mapped here for reading."""
+        mappings = ipc_mappings.of_this_process()
+        return sorted(mappings.pids()) if mappings else []
+
+    def unmap(self, pids: Collection[int]) -> bool:
+        """Lets go of the GPU memory of processes that have died. False: not now, a peer is being read or connected."""
+        worker = self.connector_worker
+        if any(worker._recving_transfers.values()) or worker._handshake_futures:
+            return False
+        if mappings := ipc_mappings.of_this_process():
+            mappings.drop(pids)
+        return True
 
 
 def _seal(token_file: str) -> None:

@@ -136,6 +136,14 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         """Pays for what a first transfer from a connected prefill engine sets up."""
         get_kv_transfer_group().warm(engine_id)
 
+    def mapped_pids(self) -> list[int]:
+        """The processes whose GPU memory is mapped here for reading."""
+        return list(get_kv_transfer_group().mapped_pids())
+
+    def unmap(self, pids: Sequence[int]) -> bool:
+        """Lets go of the GPU memory of processes that have died; False: not now, call again."""
+        return bool(get_kv_transfer_group().unmap(pids))
+
 
 def packed(config: Any) -> Any:
     """A `KVCacheConfig` with all layers of a block side by side, as vLLM itself lays some models out.

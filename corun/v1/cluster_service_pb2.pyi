@@ -9,6 +9,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_HIGH: _ClassVar[Priority]
+    PRIORITY_NORMAL: _ClassVar[Priority]
+    PRIORITY_LOW: _ClassVar[Priority]
+
 class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     NODE_STATE_UNSPECIFIED: _ClassVar[NodeState]
@@ -25,6 +32,10 @@ class Condition(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CONDITION_CROWDED: _ClassVar[Condition]
     CONDITION_OTHER_SLOTS: _ClassVar[Condition]
     CONDITION_SHUFFLED: _ClassVar[Condition]
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_HIGH: Priority
+PRIORITY_NORMAL: Priority
+PRIORITY_LOW: Priority
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_READY: NodeState
 NODE_STATE_JOINING: NodeState
@@ -44,7 +55,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling_params", "seed", "resume", "fingerprint")
+    __slots__ = ("request_id", "text", "token_ids", "sampling_params", "seed", "resume", "fingerprint", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +63,7 @@ class GenerateRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -59,7 +71,8 @@ class GenerateRequest(_message.Message):
     seed: int
     resume: _containers.RepeatedCompositeFieldContainer[ResumePoint]
     fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class ResumePoint(_message.Message):
     __slots__ = ("sample_index", "seed", "num_tokens", "output_digest", "text_bytes", "done")
@@ -106,7 +119,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches")
+    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +127,7 @@ class GetClusterResponse(_message.Message):
     MAX_QUEUED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FINISHED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     fingerprint: str
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
@@ -121,7 +135,8 @@ class GetClusterResponse(_message.Message):
     max_queued_samples: int
     finished_samples: int
     mismatches: int
-    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ...) -> None: ...
+    refused_requests: int
+    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("node", "load", "state", "detail", "last_heartbeat_ms")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from corun import auth
-from corun.auth import ClientToken, Gate, bearer, read_client_tokens, read_token
+from corun.auth import Caller, ClientToken, Gate, bearer, read_client_tokens, read_token
+from corun.cluster import Priority
 from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError
 
 CLUSTER, ALICE, BOB = "cluster-" + "c" * 24, "alice-" + "a" * 24, "bob-" + "b" * 24
@@ -110,6 +111,21 @@ def test_a_file_of_client_tokens(path: Path) -> None:
     assert ALICE not in repr(found)
 
 
+def test_a_token_says_who_calls_and_what_that_client_may(path: Path) -> None:
+    gate = Gate(
+        cluster=CLUSTER, clients=tokens(path, f"alice: {ALICE} weight=3 max_priority=low\n{BOB} max_requests=1\n")
+    )
+    called = {}
+    for token in (ALICE, BOB, CLUSTER):
+        with gate.admit(GENERATE, bearer(token)) as called[token]:
+            pass
+    assert called[ALICE] == Caller(name="alice", weight=3, max_priority=Priority.LOW)
+    assert called[BOB] == Caller(name="line-2")
+    assert called[CLUSTER] == Caller(name="cluster")
+    with Gate().admit(GENERATE, bearer(ALICE)) as nobody:
+        assert nobody is None  # A token that nobody checked says nothing.
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -118,6 +134,10 @@ def test_a_file_of_client_tokens(path: Path) -> None:
         (f"a: {ALICE} {BOB}\n", "line 1"),
         (f"a: {ALICE} max_requests=many\n", "line 1"),
         (f"a: {ALICE} max_requests=1 max_requests=2\n", "line 1"),
+        (f"a: {ALICE} max_priority=urgent\n", "line 1"),
+        (f"a: {ALICE} weight=0\n", "line 1"),
+        (f"a: {ALICE} weight=1e3\n", "line 1"),
+        (f"a: {ALICE} name=b\n", "line 1"),
         (f"a: {ALICE}\na: {BOB}\n", "two equal names"),
         (f"a: {ALICE}\nb: {ALICE}\n", "two equal tokens"),
     ],

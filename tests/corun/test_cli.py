@@ -26,6 +26,7 @@ from corun.errors import (
     InternalError,
     InvalidArgumentError,
     OverloadedError,
+    PermissionDeniedError,
     UnavailableError,
 )
 from corun.params import SamplingParams
@@ -173,6 +174,24 @@ def test_generate_wants_one_prompt(corun: Any, fake: FakeCluster) -> None:
     assert corun("generate").code == 2
     assert corun("generate", "x", "--token-ids", 1).code == 2
     assert not fake.requests
+
+
+def test_commands_say_how_urgent_they_are(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", {"prompt": "a"})
+    assert corun("generate", "x", "--priority", "high").code == 0
+    assert corun("generate", "x").code == 0
+    assert corun("batch", rows, "-o", tmp_path / "1.jsonl").code == 0
+    assert corun("batch", rows, "-o", tmp_path / "2.jsonl", "--priority", "normal").code == 0
+    assert [request.priority for request in fake.requests] == [1, 2, 3, 2]
+    with pytest.raises(SystemExit):
+        corun("generate", "x", "--priority", "urgent")
+
+
+def test_a_priority_that_the_token_does_not_allow_is_a_usage_error(corun: Any, fake: FakeCluster) -> None:
+    fake.errors.append(PermissionDeniedError("priority", "high", "must be normal or lower for client me"))
+    done = corun("generate", "x", "--priority", "high")
+    assert done.code == 2
+    assert "priority = 'high': must be normal or lower for client me" in done.err
 
 
 def test_a_model_cannot_command_the_terminal() -> None:

@@ -25,8 +25,9 @@ from corun import (
     OverloadedError,
     SamplingParams,
     UnavailableError,
+    wire,
 )
-from corun.cluster import VerifyCase
+from corun.cluster import Priority, VerifyCase
 from corun.progress import ProgressBar
 from corun.receipt import output_digest
 from corun.seeds import sample_seed
@@ -57,9 +58,9 @@ def test_the_public_names_are_these() -> None:
     assert corun.__all__ == [
         "AsyncClient", "CancelledByPeerError", "Chunk", "Client", "ClusterStatus", "Condition",
         "ContractMismatchError", "CorunError", "DataLossError", "DeadlineError", "FinishReason", "Generation",
-        "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "Receipt", "Sample",
-        "SamplingParams", "StaleGenerationError", "TlsConfig", "UnauthenticatedError", "UnavailableError",
-        "__version__",
+        "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "PermissionDeniedError",
+        "Priority", "Receipt", "Sample", "SamplingParams", "StaleGenerationError", "TlsConfig",
+        "UnauthenticatedError", "UnavailableError", "__version__",
     ]
     # fmt: on
     assert all(hasattr(corun, name) for name in corun.__all__)
@@ -265,6 +266,27 @@ def test_generate_many_gives_up_when_the_delay_is_beyond_the_deadline(client: Cl
     fake.errors.append(OverloadedError("queue full", 60))
     with pytest.raises(OverloadedError, match="queue full"):
         client.generate_many(["a"], PARAMS, timeout_s=5)
+
+
+def test_every_call_says_how_urgent_it_is(client: Client, fake: FakeCluster) -> None:
+    client.generate("a", PARAMS)
+    client.generate("b", PARAMS, priority="high")
+    list(client.stream("c", PARAMS, priority=Priority.LOW))
+    client.generate_many(["d"], PARAMS)
+    client.generate_many(["e"], PARAMS, priority="normal")
+    sent = [wire.priority_from_proto(request.priority) for request in fake.requests]
+    assert sent == [Priority.NORMAL, Priority.HIGH, Priority.LOW, Priority.LOW, Priority.NORMAL]
+    for call in (client.generate, client.stream):
+        with pytest.raises(InvalidArgumentError) as caught:
+            call("a", priority="urgent")
+        assert (caught.value.field, caught.value.limit) == ("priority", "must be high, normal, low")
+
+
+async def test_an_async_call_says_how_urgent_it_is(fake: FakeCluster) -> None:
+    async with AsyncClient(fake.address) as client:
+        await client.generate("a", PARAMS, priority="high")
+        assert [chunk async for chunk in client.stream("b", PARAMS, priority="low")]
+    assert [wire.priority_from_proto(r.priority) for r in fake.requests] == [Priority.HIGH, Priority.LOW]
 
 
 def test_generate_does_not_retry(client: Client, fake: FakeCluster) -> None:

@@ -23,6 +23,7 @@ from corun.errors import InvalidArgumentError
         ("seed_key", ["xyz", "abc", "00" * 65]),
         ("max_queued_samples", [0, -1, 1.5]),
         ("max_queued_tokens", [0]),
+        ("max_queue_wait_s", [-1, float("inf"), True]),
         ("heartbeat_interval_ms", [0, 2501]),
         ("heartbeat_timeout_ms", [1999]),
         ("max_attempts", [0]),

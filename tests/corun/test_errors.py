@@ -24,6 +24,7 @@ from corun.errors import (
     InvalidArgumentError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     Shown,
     StaleGenerationError,
     UnauthenticatedError,
@@ -44,6 +45,7 @@ ERRORS: list[CorunError] = [
     StaleGenerationError("decode-0", "0" * 16, "f" * 16),
     NotFoundError("no such node"),
     UnauthenticatedError("DecodeService needs the cluster's token"),
+    PermissionDeniedError("priority", "high", "must be at most normal for client alice"),
     DataLossError("token 3 differs"),
     InternalError("internal error, id 12ab"),
 ]

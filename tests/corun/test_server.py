@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from corun import server
+from corun.auth import Gate, bearer, read_client_tokens
 from corun.channel import channel, sync_channel
 from corun.errors import (
     CorunError,
@@ -26,7 +29,7 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from corun.server import GrpcServer, join_address, run
+from corun.server import GrpcServer, caller, join_address, peer_host, run
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
 
@@ -335,3 +338,75 @@ def test_run_logs_a_typed_error(caplog: pytest.LogCaptureFixture) -> None:
         run(main)
     assert caught.value.code == 1
     assert "UnavailableError: cannot listen" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.7:5123", "10.0.0.7"),
+        ("ipv6:[::1]:5123", "::/64"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:5123", "2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2::9]:1", "2001:db8:1:2::/64"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:5123", "10.0.0.7"),
+        ("ipv6:[fe80::1%25eth0]:5123", "fe80::/64"),
+        ("unix:", "unix"),
+    ],
+)
+def test_a_client_without_a_token_is_its_host(peer: str, host: str) -> None:
+    assert peer_host(peer) == host
+
+
+async def test_a_handler_knows_who_calls(tmp_path: Path) -> None:
+    found = []
+
+    class Asking(Servicer):
+        async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
+            found.append(caller())
+            return pb.GetClusterResponse()
+
+        async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+            await asyncio.sleep(0.01 * len(request.request_id))
+            found.append(caller())
+            yield pb.GenerateResponse()
+
+    file = tmp_path / "tokens"
+    file.write_text(f"alice: {'a' * 16}\nbob: {'b' * 16} max_requests=9\n")
+    for gate in (None, Gate(clients=read_client_tokens("client_tokens_file", str(file)))):
+        server = GrpcServer(gate=gate)
+        server.add(pb_grpc.add_ClusterServiceServicer_to_server, Asking())
+        await server.start()
+        async with channel(server.address) as link:
+            stub = pb_grpc.ClusterServiceStub(link)
+
+            async def read(name: str, stub: Any = stub) -> None:
+                request = pb.GenerateRequest(request_id="x" * ord(name) if name == "b" else "")
+                own = (("corun-client", "forged"), *bearer(name * 16))
+                assert [each async for each in stub.Generate(request, metadata=own, timeout=DEADLINE_S)]
+
+            await stub.GetCluster(pb.GetClusterRequest(), metadata=bearer("a" * 16), timeout=DEADLINE_S)
+            await asyncio.gather(read("b"), read("a"))
+        await server.stop(0.0)
+    assert [each.name for each in found] == ["127.0.0.1"] * 3 + ["alice", "alice", "bob"]
+
+
+async def test_what_a_handler_leaves_behind_does_not_keep_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is kept counts as one of its connection's, of which there may be only so many."""
+    monkeypatch.setattr(server, "MAX_STREAMS", 20)
+    timers = []
+
+    class Leaving(Servicer):
+        async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
+            timers.append(asyncio.get_running_loop().call_later(60, print))
+            return pb.GetClusterResponse()
+
+    serving = GrpcServer()
+    serving.add(pb_grpc.add_ClusterServiceServicer_to_server, Leaving())
+    await serving.start()
+    async with channel(serving.address) as link:
+        stub = pb_grpc.ClusterServiceStub(link)
+        for _ in range(50):
+            await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)
+    await serving.stop(0.0)
+    assert len(timers) == 50
+    for timer in timers:
+        timer.cancel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import struct
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 
 from corun.cluster import FinishReason, KvHandle, NodeRef
+from corun.errors import UnavailableError
 from corun.handle import owner_of
+from corun.node import engine as base
 from corun.node.engine import EngineFacts
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
@@ -139,3 +143,33 @@ def test_the_handle_becomes_a_read(engine: VllmDecodeEngine) -> None:
         7000,
     )
     assert transfer["corun_owner"] == owner_of(HANDLE)
+
+
+async def test_the_memory_of_a_prefill_node_that_died_is_let_go(
+    engine: VllmDecodeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is gone, ours is not; the first time a read is under way, the second time the engine is stuck."""
+    ended, answered = await asyncio.create_subprocess_exec("sleep", "60"), asyncio.Event()
+    answers: list[Any] = [[[ended.pid, os.getpid()], []], [True, False], UnavailableError("stuck"), [True, True]]
+    asked: list[tuple[Any, ...]] = []
+
+    async def call_workers(llm: Any, *call: Any, timeout_s: float) -> Any:
+        asked.append(call)
+        answer = answers.pop(0)
+        if not answers:
+            answered.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(base, "call_workers", call_workers)
+    monkeypatch.setattr("decode_node.engine.LET_GO_S", 0.001)
+    await engine._note_mapped()
+    ended.kill()
+    await ended.wait()
+    watch = asyncio.create_task(engine._let_go())
+    await asyncio.wait_for(answered.wait(), 30.0)
+    await asyncio.sleep(0.01)
+    watch.cancel()
+    assert asked == [("mapped_pids",), *[("unmap", [ended.pid])] * 3], "and never again"
+    assert engine._mapped.keys() == {os.getpid()}

@@ -32,6 +32,7 @@ TYPED = frozenset(
         Code.ABORTED,
         Code.NOT_FOUND,
         Code.UNAUTHENTICATED,
+        Code.PERMISSION_DENIED,
         Code.DATA_LOSS,
     }
 )

@@ -160,6 +160,14 @@ class Pair:
     connect_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """Of a read, after the first."""
+
+    count: int
+    pause_s: float
+
+
 @contextmanager
 def connected(topology: Topology, logs: Path) -> Iterator[Pair]:
     """The first prefill and the first decode engine of a topology.
@@ -199,7 +207,7 @@ def connect(decode: EngineProcess, peer: NixlEndpoint) -> None:
 
 
 def measure(
-    topology: Topology, prompt_lengths: Sequence[int], block_counts: Sequence[int], repeats: int, logs: Path
+    topology: Topology, prompt_lengths: Sequence[int], block_counts: Sequence[int], repeats: Repeats, logs: Path
 ) -> Iterator[dict[str, Any]]:
     """A result per number of blocks, order and rank, as they come. Raises what `connected` raises."""
     with connected(topology, logs) as pair:
@@ -216,14 +224,14 @@ def measure(
                 yield from ({**named, "order": order, **found} for found in _read(pair, count, order, repeats))
 
 
-def _read(pair: Pair, count: int, order: str, repeats: int) -> Iterator[dict[str, Any]]:
+def _read(pair: Pair, count: int, order: str, repeats: Repeats) -> Iterator[dict[str, Any]]:
     """Figures of one read of each rank. Before it, both sides hold other random bits."""
     theirs, ours = (pick(order, count, facts.num_blocks, seed) for seed, facts in enumerate(pair.facts, 1))
     pair.prefill.call("fill_kv", theirs, 2 * count)
     pair.decode.call("fill_kv", ours, 2 * count + 1)
     expected, before = pair.prefill.call("digest_kv", theirs), pair.decode.call("digest_kv", ours)
     engine_id = pair.facts[0].endpoint.engine_id
-    reads = pair.decode.call("read_kv", engine_id, theirs, ours, repeats, READ_LIMIT_S)
+    reads = pair.decode.call("read_kv", engine_id, theirs, ours, repeats.count, repeats.pause_s, READ_LIMIT_S)
     after = pair.decode.call("digest_kv", ours)
     for rank, read in enumerate(reads):
         is_new = not {*expected[rank]} & {*before[rank]}
@@ -248,6 +256,7 @@ def figures(read: dict[str, Any]) -> dict[str, Any]:
         "post_ms": _ms(post),
         "wait_ms": _ms(wait),
         "gb_per_s": round(read["bytes"] / middle / 1e9, 2),
+        "slowest_ms": _ms(max(totals[1:] or totals)),
         "repeats": len(totals) - 1,
         **{name: read[name] for name in ("bytes", "descriptors", "merged_descriptors")},
     }

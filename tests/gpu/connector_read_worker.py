@@ -40,9 +40,11 @@ class FilledPrefillWorker(_Blocks, PrefillWorker):
 
 class ReadingDecodeWorker(_Blocks, FixedShapeWorker):
     def read_kv(
-        self, engine_id: str, theirs: Sequence[int], ours: Sequence[int], repeats: int, limit_s: float
+        self, engine_id: str, theirs: Sequence[int], ours: Sequence[int], repeats: int, pause_s: float, limit_s: float
     ) -> dict[str, Any]:
         """Reads a connected peer's blocks once and then `repeats` times, fewer if `limit_s` is over before.
+
+        Before each read it waits for `pause_s`: handoffs come one by one, not back to back.
 
         Returns:
             Bytes and descriptors of a read, and the seconds of each: to post it, and from there to its end.
@@ -51,6 +53,7 @@ class ReadingDecodeWorker(_Blocks, FixedShapeWorker):
         deadline = time.monotonic() + limit_s
         times = [read.run(deadline)]
         while len(times) <= repeats and time.monotonic() < deadline:
+            time.sleep(pause_s)
             times.append(read.run(deadline))
         return {**read.size, "post_s": [post for post, _ in times], "wait_s": [wait for _, wait in times]}
 

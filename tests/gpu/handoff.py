@@ -61,8 +61,10 @@ class Handoff:
     """Tokens, through the connector and the cluster."""
     blocks: tuple[int, ...] = (512,)
     """Numbers of KV blocks, through the connector too."""
-    repeats: int = 5
+    repeats: int = 9
     """Of each read through the connector, after the first."""
+    pause_ms: float = 10.0
+    """Before each of them: handoffs come one by one."""
     at_once: int = 32
     """Prompts at once, through the cluster."""
     logs: Path = Path("handoff-logs")
@@ -96,7 +98,8 @@ def raw(options: Handoff) -> Iterator[dict[str, Any]]:
 
 def through_connector(options: Handoff) -> Iterator[dict[str, Any]]:
     sizes = options.prompt_lengths, options.blocks
-    return connector_read.measure(options.topology, *sizes, options.repeats, options.logs)
+    repeats = connector_read.Repeats(count=options.repeats, pause_s=options.pause_ms / 1e3)
+    return connector_read.measure(options.topology, *sizes, repeats, options.logs)
 
 
 def through_cluster(options: Handoff) -> Iterator[dict[str, Any]]:

@@ -330,3 +330,19 @@ def test_a_handshake_needs_equal_facts(connector: Any) -> None:
     assert bound(facts) == bound(dict(reversed(facts.items()))) != "vllm's"
     others = [bound({**facts, "weights_digest": "b"}), bound({**facts, "threads": 1}), bound(facts, "other")]
     assert len({bound(facts), bound(facts, ranks=1), *others}) == 5
+
+
+def test_memory_of_the_dead_is_let_go_between_reads_only(connector: Any, module: ModuleType, monkeypatch: Any) -> None:
+    dropped: list[Any] = []
+    mappings = SimpleNamespace(pids=lambda: {8, 7}, drop=dropped.append)
+    monkeypatch.setattr(module.ipc_mappings, "of_this_process", lambda: mappings)
+    assert connector.mapped_pids() == [7, 8]
+    connector.connector_worker._recving_transfers["r"] = [1]
+    assert not connector.unmap([7])
+    connector.connector_worker._recving_transfers.clear()
+    connector.connector_worker._handshake_futures["p1"] = Future()
+    assert not connector.unmap([7])
+    connector.connector_worker._handshake_futures.clear()
+    assert not dropped
+    assert connector.unmap([7])
+    assert dropped == [[7]]

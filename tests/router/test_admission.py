@@ -1,14 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
+import weakref
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from corun.auth import Caller
+from corun.cluster import Priority
 from corun.errors import DeadlineError, OverloadedError, UnavailableError
-from router.admission import AdmissionQueue, Ticket
+from router.admission import AdmissionQueue
+from router.lanes import Lanes, Ticket
 from router.members import Seat
+from router.pace import Pace
 from router.placement import Need
 
 SOON = 0.02
@@ -273,3 +282,373 @@ async def test_random_visitors_lose_no_seat() -> None:
     await asyncio.wait(tasks)
     assert most == 5
     assert (pool.free, queue.waiting, queue.waiting_tokens) == (5, 0, 0)
+
+
+HOG, SMALL = Caller(name="hog"), Caller(name="small")
+
+
+async def give(pool: FakePool, queue: AdmissionQueue, tickets: dict[str, Ticket], number: int) -> str:
+    """The names of the next tickets that get seats, one after the other."""
+    found = []
+    for _ in range(number):
+        before = {name for name, ticket in tickets.items() if ticket.is_waiting}
+        pool.free += 1
+        queue.pump()
+        found += [name for name in before if not tickets[name].is_waiting]
+    return " ".join(found)
+
+
+async def refusal(ticket: Ticket, queue: AdmissionQueue) -> OverloadedError:
+    with pytest.raises(OverloadedError) as caught:
+        await queue.seat(ticket, later())
+    return caught.value
+
+
+async def test_higher_classes_come_first() -> None:
+    pool = FakePool()
+    queue = make(pool)
+    tickets = {}
+    for name in ("low 1", "normal 1", "high 1", "low 2", "normal 2", "high 2"):
+        (tickets[name],) = queue.enter([need()], priority=Priority(name.split()[0]))
+    assert await give(pool, queue, tickets, 6) == "high 1 high 2 normal 1 normal 2 low 1 low 2"
+
+
+async def test_clients_of_a_class_take_turns() -> None:
+    pool = FakePool()
+    queue = make(pool)
+    tickets = {}
+    for index in range(4):
+        (tickets[f"h{index}"],) = queue.enter([need()], caller=HOG)
+    for index in range(2):
+        (tickets[f"s{index}"],) = queue.enter([need()], caller=SMALL)
+    assert await give(pool, queue, tickets, 6) == "h0 s0 h1 s1 h2 h3"
+
+
+async def test_what_ran_comes_before_every_class_and_what_only_had_a_seat_before_its_own() -> None:
+    pool = FakePool(free=2)
+    queue = make(pool)
+    tickets = {}
+    for name in ("ran", "refused"):
+        (tickets[name],) = queue.enter([need()], priority=Priority.LOW)
+        seat = await queue.seat(tickets[name], later())
+        pool.free = 0 if name == "refused" else pool.free
+    (tickets["low"],) = queue.enter([need()], priority=Priority.LOW)
+    (tickets["high"],) = queue.enter([need()], priority=Priority.HIGH)
+    queue.again(tickets["refused"])
+    queue.again(tickets["ran"], ran=True)
+    assert await give(pool, queue, tickets, 4) == "ran high refused low"
+    assert seat is not None
+
+
+async def test_a_full_queue_sheds_lower_classes_first_the_newest_of_the_largest_client() -> None:
+    queue = make(FakePool(), max_samples=6)
+    kept = queue.enter([need()], priority=Priority.NORMAL, caller=HOG)
+    low = [queue.enter([need()], priority=Priority.LOW, caller=client)[0] for client in (HOG, SMALL, HOG, HOG, SMALL)]
+    for expected in (low[3], low[2], low[4]):  # Of equals, either may go: here, the first by name.
+        kept += queue.enter([need()], priority=Priority.HIGH)
+        error = await refusal(expected, queue)
+        assert 0.1 <= error.retry_after_s <= 30
+    assert queue.waiting == 6
+    assert queue.refused == 3
+    assert all(ticket.is_waiting for ticket in [*kept, low[0], low[1]])
+    with pytest.raises(OverloadedError):
+        queue.enter([need()], priority=Priority.LOW)
+
+
+async def test_a_client_with_less_in_the_queue_takes_from_the_one_with_most() -> None:
+    queue = make(FakePool(), max_samples=5)
+    hog = [queue.enter([need()], caller=HOG)[0] for _ in range(5)]
+    small = [queue.enter([need()], caller=SMALL)[0] for _ in range(2)]
+    for ticket in hog[3:]:
+        await refusal(ticket, queue)
+    for client in (SMALL, HOG):  # Three against two: one more for either would only turn that around.
+        with pytest.raises(OverloadedError):
+            queue.enter([need()], caller=client)
+    assert all(ticket.is_waiting for ticket in [*hog[:3], *small])
+    assert queue.waiting == 5
+
+
+async def test_a_queue_without_shares_would_lock_small_clients_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(Lanes, "victim", lambda lanes, newcomer: None)
+    queue = make(FakePool(), max_samples=5)
+    hog = [queue.enter([need()], caller=HOG)[0] for _ in range(5)]
+    with pytest.raises(OverloadedError):
+        queue.enter([need()], caller=SMALL)
+    assert all(ticket.is_waiting for ticket in hog)
+
+
+async def test_a_request_is_shed_whole_and_only_if_that_is_enough() -> None:
+    queue = make(FakePool(), max_samples=8)
+    first = queue.enter([need()] * 3, caller=HOG)
+    second = queue.enter([need()] * 4, caller=HOG)
+    with pytest.raises(OverloadedError):  # All of both would have to go.
+        queue.enter([need()] * 9, caller=SMALL)
+    assert all(ticket.is_waiting for ticket in [*first, *second])
+    small = queue.enter([need()] * 2, caller=SMALL)
+    for ticket in second:
+        await refusal(ticket, queue)
+    assert all(ticket.is_waiting for ticket in [*first, *small])
+    assert queue.waiting == 5
+
+
+async def test_after_shedding_in_vain_everybody_has_their_place() -> None:
+    pool = FakePool()
+    queue = make(pool, max_samples=4)
+    tickets = {}
+    for index in range(2):
+        tickets[f"h{index}a"], tickets[f"h{index}b"] = queue.enter([need()] * 2, caller=HOG)
+    with pytest.raises(OverloadedError):
+        queue.enter([need()] * 5, caller=SMALL, priority=Priority.HIGH)
+    assert (queue.waiting, queue.waiting_tokens) == (4, 4)
+    assert await give(pool, queue, tickets, 4) == "h0a h0b h1a h1b"
+
+
+async def test_a_request_that_has_begun_is_never_shed() -> None:
+    """Neither the rest of a request whose first sample has a seat, nor what waits again."""
+    pool = FakePool(free=2)
+    queue = make(pool, max_samples=3)
+    begun = queue.enter([need()] * 2, caller=HOG, priority=Priority.LOW)
+    for ticket in begun:
+        await queue.seat(ticket, later())
+    queue.again(begun[0], ran=True)
+    queue.again(begun[1])
+    pool.free = 1
+    part = queue.enter([need()] * 2, caller=HOG, priority=Priority.LOW)  # The seat goes to the one that ran.
+    assert [ticket.is_waiting for ticket in [*begun, *part]] == [False, True, True, True]
+    pool.free = 2
+    queue.pump()
+    assert [ticket.is_waiting for ticket in [*begun, *part]] == [False, False, False, True]
+    queue.enter([need()] * 2, caller=SMALL, priority=Priority.HIGH)
+    with pytest.raises(OverloadedError):
+        queue.enter([need()], caller=SMALL, priority=Priority.HIGH)
+    assert part[1].is_waiting
+
+
+async def test_who_would_be_refused_is_refused_before_any_work() -> None:
+    queue = make(FakePool(), max_samples=3)
+    arrive: Any = lambda caller, priority=Priority.NORMAL, n=1: queue.arriving(  # noqa: E731
+        n, 1, later(), caller=caller, priority=priority
+    )
+    queue.enter([need()] * 3, caller=HOG)
+    with pytest.raises(OverloadedError, match="3 of at most 3 wait"), arrive(HOG):
+        pass
+    with pytest.raises(OverloadedError), arrive(SMALL, Priority.LOW):
+        pass
+    with arrive(SMALL), arrive(HOG, Priority.HIGH):
+        pass
+    assert queue.refused == 2
+
+
+async def test_requests_on_their_way_in_are_bounded_too() -> None:
+    """They wait for nodes, or for a tokenizer."""
+    queue = make(FakePool(), max_samples=3)
+    with contextlib.ExitStack() as arrived:
+        for _ in range(3):
+            arrived.enter_context(queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL))
+        with pytest.raises(OverloadedError), queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+            pass
+    with queue.arriving(3, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+        pass
+
+
+async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "interval_s", 1.0)
+    queue = make(FakePool(), max_samples=1000, max_wait_s=10.0)
+    queue.enter([need()] * 10, caller=HOG)
+
+    def arrives(caller: Caller, priority: Priority, timeout_s: float) -> float | None:
+        try:
+            with queue.arriving(1, 1, later(timeout_s), caller=caller, priority=priority):
+                return None
+        except OverloadedError as error:
+            return error.retry_after_s
+
+    assert 1 <= (arrives(HOG, Priority.NORMAL, 60.0) or 0) <= 1.5  # Eleven seconds: one too many.
+    assert arrives(SMALL, Priority.NORMAL, 60.0) is None  # Its turn comes after two.
+    assert arrives(SMALL, Priority.NORMAL, 1.0) is not None
+    assert arrives(HOG, Priority.HIGH, 2.0) is None
+    assert arrives(HOG, Priority.LOW, 60.0) is None  # As long as it takes, within its deadline.
+    assert arrives(HOG, Priority.LOW, 5.0) is not None
+
+
+async def test_an_outage_is_no_reason_to_refuse_what_comes_after_it() -> None:
+    pool = FakePool()
+    queue = make(pool, max_wait_s=1.0, node_wait_s=60.0, max_samples=3)
+    pool.gap = "no decode node has joined"
+    queue.enter([need()] * 3)
+    with pytest.raises(OverloadedError) as caught:
+        queue.enter([need()])
+    assert caught.value.retry_after_s >= 1
+    await asyncio.sleep(2 * SOON)
+    pool.gap, pool.free = "", 2
+    queue.pump()
+    assert queue._pace.interval_s == 0
+    with queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+        pass
+
+
+async def test_refusals_do_not_come_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "interval_s", 1.0)
+    queue = make(FakePool(), max_samples=4)
+    queue.enter([need()] * 4)
+    delays = []
+    for _ in range(20):
+        with pytest.raises(OverloadedError) as caught:
+            queue.enter([need()])
+        delays.append(caught.value.retry_after_s)
+    assert all(4 <= delay <= 6 for delay in delays)
+    assert len({round(delay, 2) for delay in delays}) == 20
+
+
+async def test_tickets_that_left_need_no_garbage_collector() -> None:
+    queue = make(FakePool(free=2), max_samples=3)
+    tickets = queue.enter([need()] * 4)
+    for ticket in tickets[:2]:
+        (await queue.seat(ticket, later())).close()
+    held = [weakref.ref(ticket.granted) for ticket in tickets if ticket.granted is not None]
+    assert held
+    gc.disable()
+    try:
+        for ticket in tickets:
+            queue.leave(ticket)
+        del ticket, tickets
+        assert [each() for each in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+def test_the_pace_is_that_of_busy_times() -> None:
+    pace = Pace()
+    pace.granted(1.0)
+    assert pace.interval_s == 0.0  # It never had to wait.
+    pace.waits(10.0, anyone=True)
+    for second in range(11, 22):
+        pace.granted(second)
+    assert pace.interval_s == pytest.approx(1.0, rel=0.1)
+    pace.waits(21.0, anyone=False)
+    pace.waits(500.0, anyone=True)
+    for second in range(501, 521):
+        pace.granted(second)
+        pace.granted(second)
+    assert 0.5 < pace.interval_s < 0.75
+    pace.waits(700.0, anyone=True)
+    assert pace.interval_s > 10
+
+
+def test_who_waits_for_an_instant_says_nothing_of_the_pace() -> None:
+    pace = Pace()
+    for second in range(100):  # Eight slots become free at once, and the last few clients come a moment too early.
+        pace.waits(second, anyone=True)
+        for slot in range(8):
+            pace.granted(second + 0.001 * slot)
+        pace.waits(second + 0.01, anyone=False)
+    assert pace.interval_s == 0.0
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["enter"] * 4 + ["seats", "leave", "expire", "again", "ran", "close", "close"]),
+        st.sampled_from("abc"),
+        st.sampled_from(list(Priority)),
+        st.integers(1, 4),
+        st.integers(1, 9),
+    ),
+    max_size=120,
+)
+
+
+class Model:
+    """Drives a queue by random steps, and knows what has to be true of it after each."""
+
+    def __init__(self) -> None:
+        self.pool = FakePool(free=2, largest=1000)
+        self.queue = make(self.pool, max_samples=8, max_tokens=50)
+        self.tickets: list[Ticket] = []
+        self.seats: dict[int, Seat] = {}
+        self.had_seat: set[int] = set()
+        self.parties: dict[int, list[int]] = {}
+        self.shed = 0
+
+    async def step(self, kind: str, client: str, priority: Priority, number: int, tokens: int) -> None:
+        if kind == "enter":
+            with contextlib.suppress(OverloadedError):
+                needs = [need(num_prompt=tokens)] * number
+                party = self.queue.enter(needs, caller=Caller(name=client), priority=priority)
+                self.tickets += party
+                self.parties |= {ticket.order: [each.order for each in party] for ticket in party}
+        elif kind == "seats":
+            self.pool.free += 1
+            self.queue.pump()
+        elif kind == "leave" and self.tickets:
+            gone = self.tickets.pop(number % len(self.tickets))
+            self.queue.leave(gone)
+            if gone.order in self.seats:
+                self.seats.pop(gone.order).close()
+        elif kind == "expire" and self.tickets:
+            self.queue._expire(self.tickets[tokens % len(self.tickets)])
+        elif self.seats:
+            order = sorted(self.seats)[tokens % len(self.seats)]
+            seat = self.seats.pop(order)
+            ticket = next(ticket for ticket in self.tickets if ticket.order == order)
+            if kind == "close":
+                self.tickets.remove(ticket)
+                seat.close()
+            else:
+                self.pool.free += 1
+                self.queue.again(ticket, ran=kind == "ran")
+        await self.take()
+
+    async def take(self) -> None:
+        """Takes what was granted; drops what was refused."""
+        for ticket in list(self.tickets):
+            if ticket.granted is None or not ticket.granted.done():
+                continue
+            try:
+                self.seats[ticket.order] = await self.queue.seat(ticket, later())
+                self.had_seat.add(ticket.order)
+            except OverloadedError:
+                assert not self.had_seat.intersection(self.parties[ticket.order]), "shed what had begun"
+                self.tickets.remove(ticket)
+                self.shed += 1
+            except (DeadlineError, UnavailableError):
+                self.tickets.remove(ticket)
+
+    def check(self) -> None:
+        waiting = [ticket for ticket in self.tickets if ticket.is_waiting]
+        fresh = [ticket for ticket in waiting if ticket.turn is None]
+        assert self.queue.waiting == len(waiting)
+        assert self.queue.waiting_tokens == sum(ticket.need.num_prompt for ticket in waiting)
+        assert not fresh or len(fresh) <= 8
+        assert len(waiting) + len(self.seats) == len(self.tickets), "a ticket is lost"
+        assert not waiting or self.pool.free == 0, "a seat is left over"
+        head = self.queue._lanes.head()
+        assert (head is not None) == bool(waiting)
+        if head is not None:
+            assert _rank(head) == min(map(_rank, waiting))
+
+
+def _rank(ticket: Ticket) -> tuple[Any, ...]:
+    """What no later one may come before; of fresh ones of a class, each client's first."""
+    if ticket.ran:
+        return (0, ticket.turn)
+    place = 1 + list(Priority).index(ticket.priority)
+    return (place, 0, ticket.turn) if ticket.turn is not None else (place, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_any_course_of_events_loses_nobody_and_keeps_the_order(course: list[Any]) -> None:
+    async def run() -> None:
+        model = Model()
+        for step in course:
+            await model.step(*step)
+            model.check()
+        for ticket in model.tickets:
+            model.queue.leave(ticket)
+        for seat in model.seats.values():
+            seat.close()
+        assert (model.queue.waiting, model.queue.waiting_tokens) == (0, 0)
+        assert model.queue._lanes.head() is None
+
+    asyncio.run(run())

@@ -1,0 +1,178 @@
+"""The order of those who wait, and who has to go when too many do.
+
+First come the samples that ran and whose node failed, then class by class. Within a class, samples that had a seat and
+could not use it go by their turn, then clients share by tokens (`router.fairness`). For a newcomer may be shed: the
+newest request of the lowest class, else of its own class, of the client that takes most of that; in its own class only
+while the newcomer's client takes less; never a request of which a sample had a seat. Pure: this module must not know
+nodes, clocks or what a seat is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from corun.auth import Caller
+from corun.cluster import Priority
+from router.fairness import FairQueue, Line, Place
+from router.placement import Need
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from router.members import Seat
+
+
+class Ticket(Place):
+    """One sample's place in the queue, from its arrival until it leaves."""
+
+    __slots__ = ("granted", "is_waiting", "need", "party", "priority", "ran", "turn")
+
+    def __init__(self, order: int, need: Need, caller: Caller, priority: Priority, size: int) -> None:
+        super().__init__(order, caller.name, weight=caller.weight, cost=need.total, size=size)
+        self.need = need
+        self.priority = priority
+        self.party: Sequence[Ticket] = ()
+        """All tickets of its request."""
+        self.turn: int | None = None
+        """When it got its first seat, counted in seats; its place if it has to wait again."""
+        self.ran = False
+        """A run of it has begun: its client may have output."""
+        self.is_waiting = False
+        self.granted: asyncio.Future[Seat] | None = None
+        """Set from when the ticket starts to wait until its seat is taken."""
+
+
+class Returned:
+    """Tickets that had a seat and wait again, in the order of their first one."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, Ticket]] = []  # Also holds tickets that have left; they are dropped at the head.
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, ticket: Ticket) -> None:
+        assert ticket.turn is not None
+        heapq.heappush(self._heap, (ticket.turn, ticket))
+        self._count += 1
+
+    def head(self) -> Ticket | None:
+        while self._heap and not self._heap[0][1].is_waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def serve(self, ticket: Ticket) -> None:
+        """Takes the head out."""
+        assert self._heap[0][1] is ticket
+        heapq.heappop(self._heap)
+        self._count -= 1
+
+    def remove(self, ticket: Ticket) -> None:
+        self._count -= 1
+
+
+class Lane:
+    """The waiting tickets of one class."""
+
+    def __init__(self) -> None:
+        self.fresh: FairQueue[Ticket] = FairQueue()
+        """Those that never had a seat."""
+        self.returned = Returned()
+
+    def __len__(self) -> int:
+        return len(self.fresh) + len(self.returned)
+
+    def head(self) -> Ticket | None:
+        return self.returned.head() or self.fresh.head()
+
+
+class Lanes:
+    """All who wait."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        """Samples."""
+        self.waiting_tokens = 0
+        """Their prompt tokens."""
+        self._front = Returned()
+        self._lanes = {priority: Lane() for priority in Priority}
+
+    def head(self) -> Ticket | None:
+        """The sample whose turn it is."""
+        heads = itertools.chain([self._front.head()], (lane.head() for lane in self._lanes.values()))
+        return next((head for head in heads if head is not None), None)
+
+    def add(self, ticket: Ticket) -> None:
+        ticket.is_waiting = True
+        self.waiting += 1
+        self.waiting_tokens += ticket.need.num_prompt
+        self._place(ticket).add(ticket)
+
+    def serve(self, ticket: Ticket) -> None:
+        """Takes the head out, at its client's cost."""
+        self._leave(ticket)
+        self._place(ticket).serve(ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        """Takes a ticket out, if it is in."""
+        if ticket.is_waiting:
+            self._leave(ticket)
+            self._place(ticket).remove(ticket)
+
+    def victim(self, newcomer: Ticket) -> Ticket | None:
+        """A ticket whose request is to go first for the newcomer, which is in; None if nobody has to."""
+        for priority in reversed(Priority):
+            line = self._lanes[priority].fresh.largest()
+            if priority is newcomer.priority:
+                own = self._lanes[priority].fresh.line(newcomer.client)
+                is_smaller = line is not None and own is not None and own.share < line.share
+                return _sheddable(line) if is_smaller else None
+            if (victim := _sheddable(line)) is not None:
+                return victim
+        return None
+
+    def may_shed(self, size: int, caller: Caller, priority: Priority) -> bool:
+        """False if certainly nobody would have to go for a newcomer of this size, which is not in."""
+        if any(len(lane.fresh) for other, lane in self._lanes.items() if _is_lower(other, priority)):
+            return True
+        fresh = self._lanes[priority].fresh
+        own, largest = fresh.line(caller.name), fresh.largest()
+        size += own.size if own else 0
+        return largest is not None and largest is not own and size / caller.weight < largest.share
+
+    def ahead(self, samples: int, caller: Caller, priority: Priority) -> float:
+        """How many samples get seats before the last of a newcomer's, itself included, if nobody else comes."""
+        higher = sum(len(lane) for other, lane in self._lanes.items() if _is_lower(priority, other))
+        lane = self._lanes[priority]
+        own = lane.fresh.line(caller.name)
+        weights = lane.fresh.weights + (0 if own else caller.weight)
+        mine = samples + (len(own.places) if own else 0)
+        in_lane = min(len(lane.fresh) + samples, mine * weights / caller.weight)
+        return len(self._front) + higher + len(lane.returned) + in_lane
+
+    def _leave(self, ticket: Ticket) -> None:
+        ticket.is_waiting = False
+        self.waiting -= 1
+        self.waiting_tokens -= ticket.need.num_prompt
+
+    def _place(self, ticket: Ticket) -> FairQueue[Ticket] | Returned:
+        if ticket.ran:
+            return self._front
+        lane = self._lanes[ticket.priority]
+        return lane.fresh if ticket.turn is None else lane.returned
+
+
+def _is_lower(one: Priority, other: Priority) -> bool:
+    order = list(Priority)
+    return order.index(one) > order.index(other)
+
+
+def _sheddable(line: Line[Ticket] | None) -> Ticket | None:
+    """The newest of a client's tickets, if no sample of its request has had a seat."""
+    if line is None or any(ticket.turn is not None for ticket in line.newest.party):
+        return None
+    return line.newest

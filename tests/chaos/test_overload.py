@@ -1,0 +1,68 @@
+"""A short overload in one process. Counts only: how long anything takes is for `python -m tests.chaos.overload`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from corun.channel import Access
+from router.admission import AdmissionQueue
+from router.lanes import Lanes
+from tests.chaos.overload import SHARES, Tally, asker, token_of, write_tokens
+from tests.fakes import FakeCluster, cluster, write_tokenizer
+
+SIZE = {"max_tokens": 8, "prompt_tokens": 8}
+SLOTS = 4
+
+
+async def overload(fake: FakeCluster, *, hogs: int) -> dict[str, Tally]:
+    """A hog asks for much at once, again and again, while the others ask for one thing after the other."""
+
+    async def client(name: str, concurrency: int, number: int) -> Tally:
+        async with asker(fake.address, token_of(name), **SIZE) as one:
+            return await one.closed_count(concurrency, number)
+
+    tallies = await asyncio.gather(client("hog", hogs, 10), client("small", 2, 10), client("tiny", 1, 10))
+    return dict(zip(SHARES, tallies, strict=True))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sheds", [True, False])
+async def test_nobody_is_lost_and_small_clients_are_served(
+    tmp_path: Path, sheds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they are not all served, if a full queue is full for everybody."""
+    if not sheds:
+        monkeypatch.setattr(Lanes, "victim", lambda lanes, newcomer: None)
+        monkeypatch.setattr(Lanes, "may_shed", lambda *_: False)
+    most = 0
+    enter = AdmissionQueue.enter
+
+    def watched(queue: AdmissionQueue, *arguments: object, **options: object) -> object:
+        nonlocal most
+        try:
+            return enter(queue, *arguments, **options)  # type: ignore[arg-type]
+        finally:
+            most = max(most, queue.waiting)
+
+    monkeypatch.setattr(AdmissionQueue, "enter", watched)
+    access = Access(token=token_of("hog"))
+    settings = {**write_tokens(tmp_path), "max_queued_samples": 8, "heartbeat_timeout_ms": 60_000}
+    model = write_tokenizer(tmp_path)
+    async with cluster(model, slots=SLOTS, client=access, **settings) as fake:
+        tallies = await overload(fake, hogs=10 * SLOTS)
+        assert {name: dict(tally.other) for name, tally in tallies.items()} == {"hog": {}, "small": {}, "tiny": {}}
+        assert {name: tally.asked for name, tally in tallies.items()} == {"hog": 400, "small": 20, "tiny": 10}
+        assert tallies["hog"].ended
+        assert tallies["hog"].refused
+        refused = sum(len(tally.refused) for tally in tallies.values())
+        assert fake.router.queue.refused == refused
+        small = len(tallies["small"].refused) + len(tallies["tiny"].refused)
+        assert (small == 0) is sheds
+        assert most <= 8
+        await fake.idle()
+        lanes = fake.router.queue._lanes
+        assert (lanes.waiting, lanes.waiting_tokens, lanes.head()) == (0, 0, None)
+        assert all(not lane.fresh._lines and not lane.fresh._heap for lane in lanes._lanes.values())

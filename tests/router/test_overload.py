@@ -1,0 +1,162 @@
+"""Admission through a whole router: who calls is known by the token, classes and refusals reach the client."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun import wire
+from corun.channel import Access
+from corun.client import AsyncClient
+from corun.errors import OverloadedError, PermissionDeniedError
+from corun.params import SamplingParams
+from router.admission import AdmissionQueue
+from router.generations import Generator
+from tests.fakes import WAIT_S, FakeCluster, cluster, expected_digest, send
+
+TOKENS = {"alice": "a" * 16, "bob": "b" * 16, "capped": "c" * 16}
+PARAMS = SamplingParams(max_tokens=4, logprobs=True)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    clients, members = tmp_path / "clients", tmp_path / "cluster"
+    limits = {"capped": " max_priority=normal"}
+    clients.write_text("".join(f"{name}: {token}{limits.get(name, '')}\n" for name, token in TOKENS.items()))
+    members.write_text("m" * 16)
+    return {"client_tokens_file": str(clients), "cluster_token_file": str(members)}
+
+
+def of(fake: FakeCluster, name: str) -> AsyncClient:
+    return AsyncClient(fake.address, token=TOKENS[name], timeout_s=WAIT_S)
+
+
+async def full(fake: FakeCluster, client: AsyncClient, waiting: int, **options: Any) -> list[asyncio.Task[Any]]:
+    """Requests that fill every slot of a stopped node and `waiting` places of the queue."""
+    fake.nodes[1].engine.hanging = True
+    slots = fake.nodes[1].info.slots
+    calls = []
+    for number in range(slots + waiting):
+        calls.append(asyncio.ensure_future(client.generate([number + 1], PARAMS, seed=number, **options)))
+        await fake.until(lambda number=number: _inside(fake) == number + 1)  # type: ignore[misc]
+    return calls
+
+
+def _inside(fake: FakeCluster) -> int:
+    return fake.router.queue.waiting + sum(m.room._slots.own for m in fake.router.registry._decodes.values())
+
+
+async def test_a_small_client_gets_in_and_the_large_one_is_told(model: str, settings: dict[str, Any]) -> None:
+    access = Access(token=TOKENS["alice"])
+    async with (
+        cluster(model, slots=2, client=access, max_queued_samples=3, **settings) as fake,
+        of(fake, "alice") as alice,
+        of(fake, "bob") as bob,
+    ):
+        calls = await full(fake, alice, 3)
+        with pytest.raises(OverloadedError) as caught:
+            await alice.generate([9], PARAMS)
+        assert caught.value.retry_after_s >= 0.1
+        small = asyncio.ensure_future(bob.generate([7], PARAMS, seed=7))
+        await fake.until(calls[-1].done)  # The newest had to go.
+        assert isinstance(calls[-1].exception(), OverloadedError)
+        fake.nodes[1].engine.hanging = False
+        done = await asyncio.gather(*calls[:-1], small)
+        assert done[-1].receipt.output_digest == expected_digest([7], PARAMS, 7)
+        assert [each.receipt.output_digest for each in done[:-1]] == [
+            expected_digest([number + 1], PARAMS, number) for number in range(4)
+        ]
+        assert (await alice.get_cluster()).refused_requests == 2
+
+
+async def test_a_batch_gives_way_and_comes_back(model: str, settings: dict[str, Any]) -> None:
+    access = Access(token=TOKENS["alice"])
+    async with (
+        cluster(model, slots=2, client=access, max_queued_samples=3, **settings) as fake,
+        of(fake, "alice") as alice,
+        of(fake, "bob") as bob,
+    ):
+        fake.nodes[1].engine.hanging = True
+        batch = asyncio.ensure_future(alice.generate_many([[n] for n in range(1, 6)], PARAMS, seeds=range(1, 6)))
+        await fake.until(lambda: _inside(fake) == 5)
+        urgent = asyncio.ensure_future(bob.generate([9], PARAMS, seed=9, priority="high"))
+        await fake.until(lambda: fake.router.queue.refused > 0)
+        fake.nodes[1].engine.hanging = False
+        assert (await urgent).receipt.output_digest == expected_digest([9], PARAMS, 9)
+        assert len(await batch) == 5
+
+
+async def test_a_token_limits_the_priority(model: str, settings: dict[str, Any]) -> None:
+    async with (
+        cluster(model, client=Access(token=TOKENS["capped"]), **settings) as fake,
+        of(fake, "capped") as capped,
+        of(fake, "alice") as alice,
+    ):
+        with pytest.raises(PermissionDeniedError) as caught:
+            await capped.generate([1], PARAMS, priority="high")
+        error = caught.value
+        assert (error.field, str(error.value)) == ("priority", "'high'")
+        assert error.limit == "must be normal or lower for client capped"
+        for client, priority in ((capped, "normal"), (capped, "low"), (alice, "high")):
+            assert (await client.generate([1], PARAMS, priority=priority)).token_ids
+
+
+async def test_a_priority_that_there_is_not_is_refused(model: str) -> None:
+    async with cluster(model) as fake:
+        request = wire.generate_request([1], PARAMS)
+        request.priority = 9  # type: ignore[assignment]
+        with pytest.raises(Exception, match="priority = 9: must be one of high, normal, low"):
+            await send(fake, request)
+        request.ClearField("priority")
+        assert await send(fake, request)
+
+
+async def test_text_is_not_tokenized_for_a_full_queue(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenized: list[Any] = []
+    token_ids = Generator._token_ids
+
+    async def counted(generator: Generator, prompt: Any, model: Any) -> Any:
+        tokenized.append(prompt)
+        return await token_ids(generator, prompt, model)
+
+    monkeypatch.setattr(Generator, "_token_ids", counted)
+    async with (
+        cluster(model, slots=2, max_queued_samples=2) as fake,
+        AsyncClient(fake.address, timeout_s=WAIT_S) as client,
+    ):
+        calls = await full(fake, client, 2)
+        before = len(tokenized)
+        for _ in range(5):
+            with pytest.raises(OverloadedError):
+                await client.generate("x" * 100_000, PARAMS)
+        assert len(tokenized) == before
+        fake.nodes[1].engine.hanging = False
+        await asyncio.gather(*calls)
+
+
+@pytest.mark.parametrize("keeps_its_place", [True, False])
+async def test_a_sample_whose_node_failed_is_first_whatever_its_class(
+    model: str, keeps_its_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And would not be, if it queued up again in its class."""
+    if not keeps_its_place:
+        again = AdmissionQueue.again
+        monkeypatch.setattr(AdmissionQueue, "again", lambda queue, ticket, ran=False: again(queue, ticket))
+    ended: list[str] = []
+    async with cluster(model, slots=1, max_queued_samples=2) as fake, AsyncClient(fake.address) as client:
+
+        async def ask(name: str, max_tokens: int) -> None:
+            params = SamplingParams(max_tokens=max_tokens, logprobs=True)
+            done = await client.generate([1], params, seed=1, priority=name, timeout_s=WAIT_S)
+            assert done.receipt.output_digest == expected_digest([1], params, 1)
+            ended.append(name)
+
+        fake.nodes[1].engine.fail_after = 150
+        low = asyncio.ensure_future(ask("low", 200))
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 0)
+        high = asyncio.ensure_future(ask("high", 1))
+        await asyncio.gather(low, high)
+    assert ended == (["low", "high"] if keeps_its_place else ["high", "low"])
