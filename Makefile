@@ -20,11 +20,11 @@ TOOL := $(VENV)/.uv-$(UV_VERSION)
 STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pyproject.toml 2>/dev/null; } | sha256sum | cut -c1-16)
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help setup demo test chaos check proto fmt lock clean distclean
+.PHONY: help setup demo test chaos fuzz check proto fmt lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
-	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo, test and chaos"
+	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo, test, chaos and fuzz"
 
 setup: $(STAMP) ## Make the virtual environment from the lock file
 
@@ -56,6 +56,9 @@ test: $(STAMP) ## Run the tests
 
 chaos: $(STAMP) ## Kill, stop and break nodes of fake engines under load; ARGS='--seed 1 --faults 1000'
 	@$(PY) -m tests.chaos $(ARGS)
+
+fuzz: $(STAMP) ## Throw hostile bytes and clients at fake engines; ARGS='--cases 100000 --seed 1' or '--attack idle'
+	@$(PY) -m tests.fuzz $(ARGS)
 
 check: $(STAMP) ## Lint, formatting, types, and generated code that is up to date
 	@$(PY) -m ruff check .

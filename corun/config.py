@@ -19,6 +19,10 @@ from corun.errors import CorunError, InvalidArgumentError, Shown
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """The largest message a process takes, unless configured."""
+CLIENT_TIMEOUT_S = 30.0
+"""How long a server waits for a client to send or to take a message, unless configured."""
+MAX_UNSENT_TOKENS = 65_536
+"""How many tokens of one request a router keeps for a slow reader, unless configured."""
 SEED_KEY_VARIABLE = "CORUN_SEED_KEY"
 """Environment variable with a router's seed key. Command lines are no place for it: everybody there sees them."""
 
@@ -143,6 +147,12 @@ class RouterConfig(MemberConfig):
     """Longest wait for the first nodes to join, in seconds; a request's own deadline may be sooner."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Largest request, in bytes."""
+    client_timeout_s: float = CLIENT_TIMEOUT_S
+    """Longest that a client may take to send its request, or to take a message of the answer, in seconds; then its call
+    ends with DEADLINE_EXCEEDED."""
+    max_unsent_tokens: int = MAX_UNSENT_TOKENS
+    """Tokens of one request that may wait for a client that reads more slowly than they are drawn; with more, the
+    request ends with RESOURCE_EXHAUSTED."""
     drain_grace_s: float = 30.0
     """Time for running samples to end when the router is told to stop, in seconds."""
     audit_fraction: float = 0.001
@@ -164,10 +174,16 @@ class RouterConfig(MemberConfig):
             raise InvalidArgumentError("seed_key_file", self.seed_key_file, "must be empty when seed_key is given")
         _check_seed_key(self._seed_key_hex())
         self._check_clients()
-        for name in ("max_queued_samples", "max_queued_tokens", "heartbeat_interval_ms", "max_attempts"):
+        for name in (
+            "max_queued_samples",
+            "max_queued_tokens",
+            "heartbeat_interval_ms",
+            "max_attempts",
+            "max_unsent_tokens",
+        ):
             _check_range(name, getattr(self, name), 1, 2**32 - 1)
         _check_range("heartbeat_timeout_ms", self.heartbeat_timeout_ms, 2 * self.heartbeat_interval_ms, 2**32 - 1)
-        for name in ("reserve_timeout_s", "prefill_timeout_s", "step_timeout_s"):
+        for name in ("reserve_timeout_s", "prefill_timeout_s", "step_timeout_s", "client_timeout_s"):
             _check_seconds(name, getattr(self, name), above_zero=True)
         for name in ("max_queue_wait_s", "node_wait_s", "drain_grace_s"):
             _check_seconds(name, getattr(self, name))

@@ -26,6 +26,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_SAMPLES = 256
 MAX_REQUEST_ID_LENGTH = 128
 """Characters."""
+MAX_NAME_LENGTH = 128
+"""Characters of the name of a process, or of its address."""
 
 _UINT32 = 2**32
 _INT31 = 2**31
@@ -151,6 +153,13 @@ def check_text(field: str, text: str, max_length: int | None = None, min_length:
 def check_request_id(request_id: str) -> str:
     """`request_id`, which may be empty; raises InvalidArgumentError beyond 128 characters."""
     return check_text("request_id", request_id, MAX_REQUEST_ID_LENGTH, min_length=0)
+
+
+def check_name(field: str, name: str) -> str:
+    """`name` of a process, which goes into logs; raises InvalidArgumentError unless it is short and visible ASCII."""
+    if not 1 <= len(name) <= MAX_NAME_LENGTH or not all("!" <= char <= "~" for char in name):
+        raise InvalidArgumentError(field, name, f"must be 1 to {MAX_NAME_LENGTH} visible ASCII characters")
+    return name
 
 
 def _integer(field: str, value: Any, low: int, end: int, limit: str = "") -> int:

@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import resource
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,23 +23,25 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
 from corun.auth import Caller, Gate
 from corun.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
-from corun.config import MAX_MESSAGE_BYTES, TlsConfig
+from corun.config import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig
 from corun.errors import (
     CorunError,
+    DeadlineError,
     InternalError,
     InvalidArgumentError,
     Shown,
     UnauthenticatedError,
     UnavailableError,
+    shown,
     to_status,
     too_large_error,
 )
+from corun.health import HealthService
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +60,34 @@ _call: ContextVar[tuple[Caller | None, str]] = ContextVar("call")
 """The caller by its token, and the peer. Values only: whatever a handler leaves behind, a timer or a task, keeps this
 alive, and with a call's context the call, which would go on to count as one of the connection's."""
 
+IDLE_TIMEOUT_MS = 600_000
+"""A connection without calls is closed then; clients make a new one when they need it."""
+MAX_CONNECTION_AGE_S = 3600.0
+"""Where calls end by themselves, connections do too, so that a client which answers pings and reads nothing cannot keep
+one for ever: gRPC has no other way to end a stream whose client lets nothing be sent to it."""
+SPARE_FILES = 256
+"""File descriptors of a process that are not for connections."""
+
+_GRPC_LOG = "grpc._cython.cygrpc"
 _CLOSE_TIMEOUT_S = 30.0
 """For a handler to release what it holds, when its client is gone."""
+_FAREWELL_S = 1.0
+"""For the error of a client that reads nothing to be sent to it after all."""
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Options of a server; they permit the pings of `channel_options`."""
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, longest_call_s: float | None = None) -> Options:
+    """Options of a server; they permit the pings of `channel_options`. longest_call_s: None where calls are endless."""
+    ages: Options = [
+        ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),
+        ("grpc.max_connection_age_grace_ms", round(1000 * (longest_call_s or 0))),
+    ]
     return [
+        *(ages if longest_call_s is not None else ()),
         ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.max_connection_idle_ms", IDLE_TIMEOUT_MS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # A client whose machine is gone frees what it holds.
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -77,6 +97,18 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
         ("grpc.so_reuseport", 0),  # Two processes on one port must be an error, not a lottery.
     ]
+
+
+def max_connections() -> int:
+    """How many connections this process takes: with no file descriptor left, it could not even refuse one."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(MAX_CONNECTIONS, files - SPARE_FILES))
+
+
+def raise_file_limit() -> None:
+    """Lets this process have as many file descriptors as it may: the usual 1024 are few connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def caller() -> Caller:
@@ -108,7 +140,8 @@ class GrpcServer:
 
     Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until told otherwise.
     tls: with it, and `mutual`, clients must show a certificate that its authorities signed. gate: who may call what;
-    None: anyone, anything. Reflection is never served.
+    None: anyone, anything. client_timeout_s: longest that a client may take to send its request, or to take a message.
+    longest_call_s: when calls end at the latest; None: never. Reflection is never served.
     """
 
     def __init__(
@@ -120,15 +153,18 @@ class GrpcServer:
         mutual: bool = True,
         gate: Gate | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+        longest_call_s: float | None = None,
     ) -> None:
         self.host = host
         self._port = port
         self._tls = tls
         self._mutual = mutual
-        self._health = HealthServicer()
+        self._health = HealthService()
+        logging.getLogger(_GRPC_LOG).addFilter(_without_clients_faults)
         self._server = grpc.aio.server(
-            interceptors=[_CallInterceptor(gate or Gate(), max_message_bytes)],
-            options=server_options(max_message_bytes),
+            interceptors=[_CallInterceptor(gate or Gate(), max_message_bytes, client_timeout_s)],
+            options=server_options(max_message_bytes, longest_call_s),
         )
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
 
@@ -168,12 +204,11 @@ class GrpcServer:
 
     async def set_serving(self, service: str, serving: bool) -> None:
         """What health says of a service, by its full name; "" is the whole process."""
-        statuses = health_pb2.HealthCheckResponse
-        await self._health.set(service, statuses.SERVING if serving else statuses.NOT_SERVING)
+        self._health.set(service, serving)
 
     async def stop(self, grace_s: float) -> None:
         """Turns health off, refuses new calls, gives running ones `grace_s` seconds, then cancels them."""
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         await self._server.stop(grace_s)
 
 
@@ -219,9 +254,10 @@ class _Refused:
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Generic in the stubs only.
     """The one place where calls are admitted and exceptions become statuses."""
 
-    def __init__(self, gate: Gate, max_message_bytes: int) -> None:
+    def __init__(self, gate: Gate, max_message_bytes: int, client_timeout_s: float) -> None:
         self._gate = gate
         self._max_message_bytes = max_message_bytes
+        self._client_timeout_s = client_timeout_s
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -236,11 +272,24 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if handler.request_streaming:
             return handler  # No service of ours takes a stream.
         deserialize = _guard(handler.request_deserializer, self._max_message_bytes)
+        call = _Calls(details.method, permit, self._client_timeout_s)
+        # To gRPC, all our methods take a stream: it would wait for ever for the message of a unary call, and would not
+        # answer a call that ends without one.
         if handler.response_streaming:
-            respond = _stream(handler.unary_stream, details.method, permit)
-            return grpc.unary_stream_rpc_method_handler(respond, deserialize, handler.response_serializer)
-        answer = _unary(handler.unary_unary, details.method, permit)
-        return grpc.unary_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
+            respond = call.streaming(handler.unary_stream)
+            return grpc.stream_stream_rpc_method_handler(respond, deserialize, handler.response_serializer)
+        answer = call.unary(handler.unary_unary)
+        return grpc.stream_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
+
+
+def _without_clients_faults(record: logging.LogRecord) -> bool:
+    """Whether a record of gRPC's own log is to be kept. Bytes that are not UTF-8 where text belongs, and a client that
+    is gone when it is to be answered, are no errors of ours: a traceback for each lets anyone fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, (UnicodeDecodeError, grpc.aio.BaseError)):
+        return True
+    logger.debug("a client's fault: %s", shown(record.getMessage()))
+    return False
 
 
 def _refusal(error: CorunError) -> Handler:
@@ -264,44 +313,119 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
     return guarded
 
 
-def _unary(handler: Any, method: str, permit: AbstractContextManager[Caller | None]) -> Any:
-    async def answer(request: Any, context: Context) -> Any:
-        async with _translated(context, method):
-            _check_read(request)
-            with permit as known:
-                _call.set((known, context.peer()))
-                return await handler(request, context)
+class _Calls:
+    """How one call of a method runs."""
 
-    return answer
+    def __init__(self, method: str, permit: AbstractContextManager[Caller | None], client_timeout_s: float) -> None:
+        self._method = method
+        self._permit = permit
+        self._timeout_s = client_timeout_s
+
+    def unary(self, handler: Any) -> Any:
+        async def answer(_: Any, context: Context) -> Any:
+            async with _translated(context, self._method):
+                with _Patience(self._timeout_s) as patience:
+                    request = await _read(context, patience)
+                with self._permit as known:
+                    _call.set((known, context.peer()))
+                    return await handler(request, context)
+
+        return answer
+
+    def streaming(self, handler: Any) -> Any:
+        # Writing from a coroutine, not yielding from a generator: when the client goes away, that is noticed in here,
+        # and the generator is closed, with all it holds, before the call ends.
+        async def respond(_: Any, context: Context) -> None:
+            async with _translated(context, self._method):
+                with _Patience(self._timeout_s) as patience:
+                    request = await _read(context, patience)
+                    with self._permit as known:
+                        _call.set((known, context.peer()))
+                        await self._respond(handler(request, context), context, patience)
+
+        return respond
+
+    async def _respond(self, responses: Any, context: Context, patience: _Patience) -> None:
+        if not isinstance(responses, AsyncGenerator):
+            await responses  # The handler writes by itself.
+            return
+        has_begun = False
+        try:
+            async for response in responses:
+                if not has_begun:
+                    # By itself: a header that goes with a message that is stuck counts as not sent, and no error could
+                    # be sent after it.
+                    await _sent(context.send_initial_metadata(()))
+                    has_begun = True
+                with patience.expecting("took no message"):
+                    await _sent(context.write(response))
+        finally:
+            await _close(responses, self._method)
 
 
-def _stream(handler: Any, method: str, permit: AbstractContextManager[Caller | None]) -> Any:
-    # Writing from a coroutine, not yielding from a generator: when the client goes away, that is noticed in here, and
-    # the generator is closed, with all it holds, before the call ends.
-    async def respond(request: Any, context: Context) -> None:
-        async with _translated(context, method):
-            _check_read(request)
-            with permit as known:
-                _call.set((known, context.peer()))
-                await _respond(handler(request, context), context, method)
+class _Patience:
+    """Ends the waits for a client that take longer than `timeout_s`. One timer for all waits of a call: they are as
+    many as messages. Make it, enter it and wait in the call's own task."""
 
-    return respond
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._since: float | None = None  # When the wait in progress began.
+        self._is_over = False
+
+    def __enter__(self) -> _Patience:
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    @contextlib.contextmanager
+    def expecting(self, failed: str) -> Iterator[None]:
+        """Waits for the client in here. Raises DeadlineError, which says what the client did not do, if it is late."""
+        self._since = self._loop.time()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._is_over:
+                raise
+            raise _LateClientError(f"the client {failed} for {self._timeout_s:g} s") from None
+        finally:
+            self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now < since + self._timeout_s:
+            self._timer = self._loop.call_at(since + self._timeout_s, self._look)
+            return
+        self._is_over = True
+        assert self._task is not None  # Made in one.
+        self._task.cancel()  # It waits in `expecting`, and nowhere else while `_since` is set.
 
 
-async def _respond(responses: Any, context: Context, method: str) -> None:
-    if not isinstance(responses, AsyncGenerator):
-        await responses  # The handler writes by itself.
-        return
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # Not in the stubs.
+
+
+class _LateClientError(DeadlineError):
+    """A client does not send, or does not take, so it may not take this error either."""
+
+
+async def _read(context: Context, patience: _Patience) -> Any:
+    """The one message of a call."""
+    with patience.expecting("sent no whole request"):
+        request = await context.read()
+    if request is _EOF:
+        raise InvalidArgumentError("message", Shown("none"), "must be sent before the call's end")
+    if isinstance(request, _Refused):
+        raise request.error
+    return request
+
+
+async def _sent(sending: Awaitable[None]) -> None:
     try:
-        async for response in responses:
-            await _write(context, response)
-    finally:
-        await _close(responses, method)
-
-
-async def _write(context: Context, response: Any) -> None:
-    try:
-        await context.write(response)
+        await sending
     except grpc.aio.BaseError as error:
         raise asyncio.CancelledError from error  # The client is gone; gRPC's own cancellation may be yet to come.
 
@@ -325,17 +449,14 @@ async def _close(responses: AsyncGenerator[Any, Any], method: str) -> None:
         raise asyncio.CancelledError
 
 
-def _check_read(request: Any) -> None:
-    if isinstance(request, _Refused):
-        raise request.error
-
-
 @contextlib.asynccontextmanager
 async def _translated(context: Context, method: str) -> AsyncIterator[None]:
     try:
         yield
     except grpc.aio.AbortError:
         raise  # A handler that ended the call by itself.
+    except _LateClientError as error:
+        await _abort_late(context, method, error)
     except CorunError as error:
         await _abort(context, error)
     except Exception as error:
@@ -351,4 +472,19 @@ async def _abort(context: Context, error: CorunError) -> None:
     if context.cancelled():
         raise asyncio.CancelledError from error  # Nobody is there to be told.
     status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from error  # The client has gone in this moment.
+
+
+async def _abort_late(context: Context, method: str, error: CorunError) -> None:
+    """Ends a call whose client may be unreachable: what the call holds is given back, told or not."""
+    logger.warning("%s: %s", method, error)
+    try:
+        await asyncio.wait_for(_abort(context, error), _FAREWELL_S)
+    except asyncio.TimeoutError:
+        # The error waits in gRPC until the client reads, or its connection ends.
+        raise asyncio.CancelledError from error

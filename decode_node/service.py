@@ -16,7 +16,7 @@ from corun import wire
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.handle import binding
-from corun.params import SamplingParams
+from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.server import Context
 from corun.v1 import decode_service_pb2 as pb
@@ -155,6 +155,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         if request.num_prompt_tokens < 1 or request.max_tokens < 1:
             value = (request.num_prompt_tokens, request.max_tokens)
             raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")
+        check_name("router_id", request.router_id)
         try:
             lease = self._table.reserve(request.router_id, request.num_prompt_tokens, request.max_tokens)
         except NoRoomError as error:
@@ -198,6 +199,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self, request: pb.StreamStepsRequest, context: Context
     ) -> AsyncIterator[pb.StreamStepsResponse]:
         self._check_generation(request.generation)
+        check_name("router_id", request.router_id)
         stream = self._attach(request.router_id)
         try:
             async for message in stream.messages():

@@ -12,7 +12,7 @@ import uvloop
 
 from corun.config import SEED_KEY_VARIABLE, RouterConfig, parse
 from corun.errors import InvalidArgumentError
-from corun.server import run
+from corun.server import raise_file_limit, run
 from router.app import Router
 
 
@@ -40,6 +40,7 @@ def _with_seed_key(config: RouterConfig) -> RouterConfig:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = _with_seed_key(parse(RouterConfig, prog="python -m router"))
+    raise_file_limit()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(lambda stop: serve(config, stop))
 

@@ -19,7 +19,7 @@ from router.failover import SampleRunner
 from router.generations import Generator
 from router.metrics import Figures, MetricsServer
 from router.registry import Registry
-from router.service import CLUSTER_SERVICE, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
+from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
 from router.verify import Verifier
 from router.warmup import spawn
 
@@ -55,6 +55,8 @@ class Router:
             mutual=config.tls_clients,
             gate=Gate(cluster=access.token, clients=config.client_tokens()),
             max_message_bytes=config.max_message_bytes,
+            client_timeout_s=config.client_timeout_s,
+            longest_call_s=LONGEST_CALL_S,
         )
         self.runner = SampleRunner(self.registry, self.queue, config, self.auditor.note)
         self.generator = Generator(
@@ -63,6 +65,7 @@ class Router:
             self.runner,
             seed_key=config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES),
             node_wait_s=config.node_wait_s,
+            max_unsent_tokens=config.max_unsent_tokens,
         )
         self.metrics = MetricsServer(self._figures)
         self._config = config

@@ -90,10 +90,14 @@ class Generation:
         """Waits until the request has output. Takes that output."""
         await self._outbox.take()
 
-    async def close(self) -> None:
-        """Ends what still runs."""
+    def cancel(self) -> None:
+        """Tells what still runs to end."""
         for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        """Ends what still runs."""
+        self.cancel()
         await asyncio.wait(self._tasks)  # A cancelled sample does not wait for anything.
 
 
@@ -101,13 +105,21 @@ class Generator:
     """Makes samples of requests and runs them."""
 
     def __init__(
-        self, registry: Registry, queue: AdmissionQueue, runner: SampleRunner, *, seed_key: bytes, node_wait_s: float
+        self,
+        registry: Registry,
+        queue: AdmissionQueue,
+        runner: SampleRunner,
+        *,
+        seed_key: bytes,
+        node_wait_s: float,
+        max_unsent_tokens: int,
     ) -> None:
         self._registry = registry
         self._queue = queue
         self._runner = runner
         self._seed_key = seed_key
         self._node_wait_s = node_wait_s
+        self._max_unsent_tokens = max_unsent_tokens
 
     async def accept(self, request: Request, deadline: float) -> list[Sample]:
         """The samples of a request that are to run; nothing is reserved for them yet.
@@ -170,7 +182,7 @@ class Generator:
         first = samples[0]
         needs = [sample.need for sample in samples]
         tickets = self._queue.enter(needs, caller=first.caller, priority=first.priority)
-        outbox = Outbox()
+        outbox = Outbox(self._max_unsent_tokens)
         tasks = [
             asyncio.ensure_future(self._run(sample, ticket, outbox, self._registry.model))
             for sample, ticket in zip(samples, tickets, strict=True)
@@ -178,7 +190,9 @@ class Generator:
         for task, ticket in zip(tasks, tickets, strict=True):
             # Also if the task is cancelled before its first step.
             task.add_done_callback(lambda _, ticket=ticket: self._queue.leave(ticket))  # type: ignore[misc]
-        return Generation(tickets, tasks, outbox)
+        generation = Generation(tickets, tasks, outbox)
+        outbox.overflowed = generation.cancel  # Its reader may be stuck where it cannot see the error yet.
+        return generation
 
     async def _run(self, sample: Sample, ticket: Ticket, outbox: Outbox, model: Model) -> None:
         output = SampleOutput(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from corun.cluster import FinishReason, ResumePoint
-from corun.errors import CorunError, DataLossError
+from corun.config import MAX_UNSENT_TOKENS
+from corun.errors import CorunError, DataLossError, OverloadedError
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest, Receipt
 from router.text import Detokenizer, StopMatcher
@@ -36,9 +37,13 @@ class Piece:
 
 
 class Outbox:
-    """Output of one request's samples on its way to the client."""
+    """Output of one request's samples on its way to the client: at most `max_tokens` tokens of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int = MAX_UNSENT_TOKENS) -> None:
+        self.overflowed: Callable[[], None] = lambda: None
+        """Called when the client reads so slowly that there is no room for more."""
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
         self._pending: dict[int, Piece] = {}  # By sample index, oldest first.
         self._error: CorunError | None = None
         self._ready = asyncio.Event()
@@ -51,6 +56,17 @@ class Outbox:
             self._ready.set()
         return found
 
+    def add(self, piece: Piece, token_id: int, logprob: float) -> None:
+        """Adds a token to a piece."""
+        piece.token_ids.append(token_id)
+        piece.logprobs.append(logprob)
+        self._num_tokens += 1
+        if self._num_tokens > self._max_tokens and self._error is None:
+            waiting = f"{self._max_tokens} tokens wait for the client, as many as may"
+            self.fail(OverloadedError(f"the client reads more slowly than its output is drawn: {waiting}"))
+            self._pending.clear()
+            self.overflowed()
+
     def fail(self, error: CorunError) -> None:
         """Ends the request; the first failure counts."""
         self._error = self._error or error
@@ -62,6 +78,7 @@ class Outbox:
         if self._error is not None:
             raise self._error
         self._ready.clear()
+        self._num_tokens = 0
         pending, self._pending = self._pending, {}
         return tuple(pending.values())
 
@@ -129,9 +146,7 @@ class SampleOutput:
         text = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
         self._unsent += self._stops.push(text, armed=self._is_armed)
         if self.num_tokens > self._num_received:
-            piece = self._outbox.piece(self._sample_index, self._seed)
-            piece.token_ids.append(token_id)
-            piece.logprobs.append(logprob)
+            self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob)
             self._send_text()
         elif self.num_tokens == self._num_received:
             self._check_received()

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from corun.cluster import NodeInfo, NodeRole
 from corun.contract import Contract, diff, pair_fingerprint
-from corun.errors import ContractMismatchError, InvalidArgumentError
+from corun.errors import ContractMismatchError, InvalidArgumentError, Shown
+from corun.params import check_name
+
+MAX_TEXT_LENGTH = 65_536
+"""Characters of anything that a node says of itself."""
 
 
 class ClusterContract:
@@ -49,3 +53,9 @@ def check_info(info: NodeInfo) -> None:
     for field, value in required.items():
         if not value:
             raise InvalidArgumentError(field, value, "must be set")
+    for field in ("node.ref.node_id", "node.ref.generation", "node.address"):
+        check_name(field, str(required[field]))
+    for field, text in (("contract_json", info.contract_json), ("model", info.model), ("finding", info.finding)):
+        if len(text) > MAX_TEXT_LENGTH:
+            limit = f"must be at most {MAX_TEXT_LENGTH} characters"
+            raise InvalidArgumentError(f"node.{field}", Shown(f"{len(text)} characters"), limit)

@@ -25,6 +25,7 @@ from corun.errors import (
     DeadlineError,
     InvalidArgumentError,
     NotFoundError,
+    OverloadedError,
     StaleGenerationError,
     UnavailableError,
 )
@@ -40,6 +41,8 @@ OPEN_TIMEOUT_S = 10.0
 FORGET_AFTER_S = 600.0
 """How long lost and refused nodes stay in the cluster's status."""
 REMEMBERED_GENERATIONS = 64
+MAX_NODES = 4096
+"""Node ids that are known at once, with those lost and refused."""
 
 M = TypeVar("M", bound=Member[Any])
 
@@ -106,8 +109,10 @@ class Registry:
             ContractMismatchError: its contract differs from the cluster's; the error has the fields.
             StaleGenerationError: this generation was replaced before.
             DataLossError: this generation may have given wrong bits.
+            OverloadedError: there are as many nodes as there may be.
         """
         check_info(info)
+        self._check_room(info.ref.node_id)
         self._check_trusted(info)
         self._check_alive(info.ref)
         known = self._member(info.ref.node_id)
@@ -265,6 +270,11 @@ class Registry:
     def _member(self, node_id: str) -> Member[Any] | None:
         return self._decodes.get(node_id) or self._prefills.get(node_id)
 
+    def _check_room(self, node_id: str) -> None:
+        known = self._decodes.keys() | self._prefills.keys() | self._refused.keys()
+        if node_id not in known and len(known) >= MAX_NODES:
+            raise OverloadedError(f"{len(known)} nodes are known here, as many as may be", FORGET_AFTER_S)
+
     def _check_alive(self, ref: NodeRef) -> None:
         if ref.generation in self._dead.get(ref.node_id, ()):
             known = self._member(ref.node_id)
@@ -280,6 +290,8 @@ class Registry:
         if known.info.ref != ref:
             dead = self._dead.setdefault(ref.node_id, deque(maxlen=REMEMBERED_GENERATIONS))
             dead.append(known.info.ref.generation)
+            if len(self._dead) > MAX_NODES:
+                self._dead.pop(next(iter(self._dead)))  # The one that was replaced first.
             self.lose(known, f"generation {ref.generation} replaced it")
         self._forget(known)
 

@@ -227,6 +227,13 @@ async def test_a_lease_for_nothing_is_refused(node: Node, field: str) -> None:
     assert await node.slots_in_use() == ()
 
 
+@pytest.mark.parametrize("router_id", ["", "r\n2026 ERROR forged", "r" * 129])
+async def test_a_router_has_a_name_that_can_be_logged(node: Node, router_id: str) -> None:
+    error = await refusal(node.reserve(router_id=router_id))
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == "router_id"
+
+
 async def test_another_generation_is_refused(node: Node) -> None:
     lease = (await node.reserve()).lease_id
     other = "b" * 16

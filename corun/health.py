@@ -1,0 +1,74 @@
+"""grpc.health.v1: what a server says of its services, at once or as it changes.
+
+Open to anyone, so the number of watchers is bounded. grpcio's own servicer is not used: when one of several watchers
+of a service leaves, the others hear of no change any more. This module must not know any service of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from corun.errors import NotFoundError, OverloadedError, shown
+
+MAX_WATCHERS = 1024
+RETRY_S = 5.0
+"""When a watcher that finds no room is told to come back, in seconds."""
+
+_Response = health_pb2.HealthCheckResponse
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It has no types.
+    """Answers health checks. Statuses do not change any more after `end`."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self._watchers = 0
+        self._has_ended = False
+
+    def set(self, service: str, serving: bool) -> None:
+        """What is said of a service, by its full name; "" is the whole process."""
+        if not self._has_ended:
+            self._statuses[service] = _Response.SERVING if serving else _Response.NOT_SERVING
+            self._tell()
+
+    def end(self) -> None:
+        """Says NOT_SERVING of everything, for good."""
+        for service in self._statuses:
+            self.set(service, False)
+        self._has_ended = True
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        status = self._statuses.get(request.service)
+        if status is None:
+            raise NotFoundError(f"there is no service {shown(request.service)} here")
+        return _Response(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        if self._watchers >= MAX_WATCHERS:
+            raise OverloadedError(f"{self._watchers} watchers are here, as many as there may be", RETRY_S)
+        self._watchers += 1
+        try:
+            async for status in self._states(request.service):
+                yield _Response(status=status)
+        finally:
+            self._watchers -= 1
+
+    async def _states(self, service: str) -> AsyncIterator[Any]:
+        said = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(service, _Response.SERVICE_UNKNOWN)
+            if status != said:
+                said = status
+                yield status
+            else:
+                await changed.wait()  # As long as the watcher likes; its deadline or its leaving ends the call.
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,70 @@
+"""`python -m tests.fuzz`: hostile bytes and hostile clients against a router and nodes of fake engines; prints JSON.
+
+Exit code 1 if anything was found. A case found is run again with `--seed S --first NUMBER --cases 1`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tyro
+
+from tests.fuzz.hostile import SCALES, measure
+from tests.fuzz.observed import running
+from tests.fuzz.runner import fuzzing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A run."""
+
+    seed: int = 1
+    cases: int = 10_000
+    first: int = 0
+    """Number of the first case."""
+    at_once: int = 96
+    """Cases at a time."""
+    attack: tuple[Literal["slowloris", "idle", "giant", "slow_reader", "many_streams"], ...] = ()
+    """Hostile clients instead of cases."""
+    server: Literal["open", "guarded"] = "open"
+    """The router under attack: anyone's, or one that wants tokens, of which the attackers have none."""
+    scale: int = 0
+    """Connections, or calls, of each attack; 0: as many as it has by itself."""
+    seconds: float = 10.0
+    """Of ordinary requests without, and again with, each attack."""
+    client_timeout_s: float = 5.0
+    """Of the router under attack."""
+    log: str = ""
+    """File for the target's log; empty: thrown away."""
+
+
+async def run_attacks(options: Options) -> dict[str, Any]:
+    """Each attack on a router of its own."""
+    reports = []
+    for name in options.attack:
+        async with running(options.log, client_timeout_s=options.client_timeout_s) as target:
+            scale = options.scale or SCALES[name]
+            reports.append(await measure(target, name, scale=scale, seconds=options.seconds, server=options.server))
+    left = [f"{report['attack']}: {left}" for report in reports for left in report["left"]]
+    return {"attacks": reports, "findings": left}
+
+
+async def run(options: Options) -> dict[str, Any]:
+    async with running(options.log) as target, fuzzing(target, options.seed) as fuzzer:
+        report = await fuzzer.run(first=options.first, cases=options.cases, at_once=options.at_once, canary_every=200)
+    return report.as_dict()
+
+
+def main() -> int:
+    options = tyro.cli(Options, prog="tests.fuzz")
+    report = asyncio.run(run_attacks(options) if options.attack else run(options))
+    print(json.dumps(report))
+    return 1 if report["findings"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""Clients that take and do not give, each kind in a process of its own, and what an ordinary client feels of them.
+
+    python -m tests.fuzz.hostile ATTACK ADDRESS SCALE
+
+Attacks until stdin ends, then prints a line of JSON with what it saw. `measure` runs one beside an ordinary client.
+Tests only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import statistics
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from corun import wire
+from corun.channel import channel
+from corun.errors import from_rpc_error
+from corun.params import SamplingParams
+from corun.server import raise_file_limit
+from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc
+from tests.fakes import MAX_MODEL_LEN, expected
+from tests.fuzz.http2 import (
+    INITIAL_WINDOW,
+    MAX_FRAME,
+    WINDOW_UPDATE,
+    Connection,
+    call,
+    frame,
+    headers,
+    hello,
+    message,
+    status_of,
+)
+from tests.fuzz.observed import Target
+
+GENERATE, WATCH = b"/corun.v1.ClusterService/Generate", b"/grpc.health.v1.Health/Watch"
+ORDINARY_S = 60.0
+PARAMS = SamplingParams(max_tokens=8, logprobs=True)
+_OPEN_AT_ONCE = 200
+
+Seen = Counter[str]
+
+
+async def slowloris(address: str, scale: int, seen: Seen) -> None:
+    """Connections that say a byte now and then, and come back when they are closed."""
+    greeting = hello() + headers(1, GENERATE, (b"x-slow", b"y" * 4000))
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(number / scale)
+        while True:
+            link = await _opened(address, greeting[:1], seen)
+            for byte in greeting[1:]:
+                await asyncio.sleep(0.5)
+                link.send(bytes([byte]))
+                if link.writer.is_closing() or link.reader.at_eof():
+                    break
+            seen["closed by the server"] += 1
+            link.close()
+
+    await asyncio.gather(*(one(number) for number in range(scale)))
+
+
+async def idle(address: str, scale: int, seen: Seen) -> None:
+    """Connections that do nothing: half of them are silent, half speak HTTP/2 and answer pings."""
+    for start in range(0, scale, _OPEN_AT_ONCE):
+        count = min(_OPEN_AT_ONCE, scale - start)
+        greetings = [hello() if number % 2 else b"P" for number in range(count)]
+        links = await asyncio.gather(*(_opened(address, greeting, seen) for greeting in greetings))
+        for link in links:
+            _keep(asyncio.ensure_future(_stay(link, seen)))
+    await asyncio.Event().wait()
+
+
+async def giant(address: str, scale: int, seen: Seen) -> None:
+    """Messages of 1 GiB: one is only announced, the others are sent as fast as the server takes them."""
+
+    async def one(*, silent: bool) -> None:
+        while True:
+            link = await _opened(address, b"", seen)
+            link.send(headers(1, GENERATE))
+            link.send_data(1, message(b"", announced=2**30))
+            sent = 0
+            while not link.is_over and 1 not in link.ended and sent < 2**30:
+                room = 0 if silent else min(link.window(1), MAX_FRAME)
+                if room > 0:
+                    link.send_data(1, bytes(room))
+                    sent += room
+                    await link.writer.drain()
+                else:
+                    await link.read(1.0)
+            await link.until_ended(1, 5.0)
+            seen[f"ended with status {status_of(link.ended.get(1, b''))}"] += 1
+            seen["MiB sent"] += sent >> 20
+            link.close()
+
+    await asyncio.gather(one(silent=True), *(one(silent=False) for _ in range(scale)))
+
+
+async def slow_reader(address: str, scale: int, seen: Seen) -> None:
+    """Clients that let one byte a second come of a long answer."""
+    request = cluster_service_pb2.GenerateRequest()
+    request.token_ids.ids.extend((1, 2, 3))
+    request.sampling_params.n, request.sampling_params.logprobs = 4, True
+    request.sampling_params.max_tokens = MAX_MODEL_LEN - 3
+    payload = request.SerializeToString()
+    byte, plenty = (frame(WINDOW_UPDATE, 0, 1, struct.pack(">I", size)) for size in (1, 1 << 24))
+
+    async def one() -> None:
+        while True:
+            link = await _opened(address, hello(**{f"n{INITIAL_WINDOW}": 0}), seen)
+            link.send(call(1, GENERATE, payload))
+            seen["requests"] += 1
+            began = time.monotonic()
+            while 1 not in link.ended and not link.is_over and time.monotonic() < began + 15:
+                link.send(byte)
+                await link.read(1.0)
+                await asyncio.sleep(0.5)
+            link.send(plenty + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 24)))
+            await link.until_ended(1, 5.0)
+            seen[f"ended with status {status_of(link.ended.get(1, b''))}"] += 1
+            link.close()
+
+    await asyncio.gather(*(one() for _ in range(scale)))
+
+
+async def many_streams(address: str, scale: int, seen: Seen) -> None:
+    """Calls on one connection, many more than it may have: half never send their message, half watch health."""
+    link = await _opened(address, b"", seen)
+    for number in range(scale):
+        stream = 2 * number + 1
+        link.send(headers(stream, GENERATE) if number % 2 else call(stream, WATCH, b""))
+    seen["calls"] += scale
+    while await link.read(5.0) or not link.is_over:
+        ended, link.ended = link.ended, {}
+        for end in ended.values():
+            seen["refused" if len(end) == 4 else f"ended with status {status_of(end)}"] += 1
+    seen["closed by the server"] += 1
+
+
+ATTACKS: dict[str, Callable[[str, int, Seen], Awaitable[None]]] = {
+    "slowloris": slowloris,
+    "idle": idle,
+    "giant": giant,
+    "slow_reader": slow_reader,
+    "many_streams": many_streams,
+}
+SCALES = {"slowloris": 500, "idle": 10_000, "giant": 2, "slow_reader": 2, "many_streams": 3000}
+
+
+async def measure(target: Target, name: str, *, scale: int, seconds: float, server: str = "open") -> dict[str, Any]:
+    """An ordinary client's latency without and with an attack on a server of the same process, and what the attack did
+    to that."""
+    files, memory = target.files, target.rss_mib
+    before = await latency(target.addresses["open"], seconds)
+    command = [sys.executable, "-m", "tests.fuzz.hostile", name, target.addresses[server], str(scale)]
+    attacker = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
+    assert attacker.stdin is not None
+    assert attacker.stdout is not None
+    try:
+        await asyncio.wait_for(attacker.stdout.readline(), ORDINARY_S)
+        watch = asyncio.create_task(_peak(target))
+        await asyncio.sleep(seconds / 4)
+        during = await latency(target.addresses["open"], seconds)
+        watch.cancel()
+        peak = await watch
+        attacker.stdin.close()
+        seen = json.loads(await asyncio.wait_for(attacker.stdout.readline(), ORDINARY_S))
+    finally:
+        if attacker.returncode is None:
+            attacker.kill()
+        await attacker.wait()
+    left = await target.settled(files)
+    return {
+        "attack": name,
+        "server": server,
+        "scale": scale,
+        "seconds": seconds,
+        "before": before,
+        "during": during,
+        "seen": seen,
+        "memory_mib": {"before": memory, "peak": peak["memory_mib"], "after": target.rss_mib},
+        "files": {"before": files, "peak": peak["files"], "after": target.files},
+        "left": left,
+        "alive": target.alive,
+    }
+
+
+async def latency(address: str, seconds: float) -> dict[str, Any]:
+    """One ordinary request after the other, in milliseconds from its start to its last token."""
+    took: list[float] = []
+    failed: Counter[str] = Counter()
+    ids, logprobs, _ = expected((5, 6, 7), PARAMS, 11)
+    request = wire.generate_request((5, 6, 7), PARAMS, seed=11)
+    async with channel(address) as link:
+        stub = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            began = time.perf_counter()
+            try:
+                answers = [answer async for answer in stub.Generate(request, timeout=ORDINARY_S, wait_for_ready=True)]
+            except Exception as error:
+                if not hasattr(error, "code"):
+                    raise
+                failed[type(from_rpc_error(error)).__name__] += 1
+                continue
+            took.append(1000 * (time.perf_counter() - began))
+            got = [t for a in answers for t in a.token_ids], [p for a in answers for p in a.logprobs]
+            failed["wrong bits"] += got != (ids, logprobs)
+    cuts = statistics.quantiles(took, n=100) if len(took) > 1 else [0.0] * 99
+    return {"requests": len(took), "failed": +failed, "p50_ms": round(cuts[49], 2), "p99_ms": round(cuts[98], 2)}
+
+
+async def _peak(target: Target) -> dict[str, float]:
+    """The most memory and files of the target until it is cancelled."""
+    most = {"memory_mib": 0.0, "files": 0.0}
+    try:
+        while target.alive:
+            most = {"memory_mib": max(most["memory_mib"], target.rss_mib), "files": max(most["files"], target.files)}
+            await asyncio.sleep(0.1)
+    except asyncio.CancelledError:
+        pass
+    return most
+
+
+async def _opened(address: str, greeting: bytes, seen: Seen) -> Connection:
+    """A connection; one that cannot be had is tried again."""
+    while True:
+        try:
+            link = await Connection.open(address, greeting)
+        except OSError as error:
+            seen[f"no connection: {type(error).__name__}"] += 1
+            await asyncio.sleep(0.5)
+        else:
+            seen["connections"] += 1
+            return link
+
+
+async def _stay(link: Connection, seen: Seen) -> None:
+    while not link.is_over:
+        await link.read(3600.0)
+    seen["closed by the server"] += 1
+    link.close()
+
+
+_tasks: set[asyncio.Future[None]] = set()
+
+
+def _keep(task: asyncio.Future[None]) -> None:
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+async def attack(name: str, address: str, scale: int) -> Seen:
+    """Attacks until stdin ends."""
+    seen: Seen = Counter()
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    print("ready", flush=True)
+    attacking = asyncio.ensure_future(ATTACKS[name](address, scale, seen))
+    ended = asyncio.ensure_future(reader.read())
+    await asyncio.wait((attacking, ended), return_when=asyncio.FIRST_COMPLETED)
+    if attacking.done() and attacking.exception() is not None:
+        seen[f"the attack failed: {attacking.exception()!r}"] += 1
+    await ended
+    return seen
+
+
+def main() -> None:
+    raise_file_limit()
+    _, address, scale = sys.argv[1:]
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen = asyncio.run(_bounded(sys.argv[1], address, min(int(scale), files - 100)))
+    print(json.dumps(seen), flush=True)
+
+
+async def _bounded(name: str, address: str, scale: int) -> Seen:
+    seen = await attack(name, address, scale)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    return seen
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Clients that read too slowly or ask with deadlines too short, and nodes that say too much, at a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import struct
+
+import pytest
+
+from corun.cluster import NodeInfo, NodeRef, NodeRole, NodeState
+from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
+from corun.params import SamplingParams
+from corun.v1 import cluster_service_pb2 as pb
+from router import registry
+from router.failover import NodeFaultError, SampleRunner
+from router.output import Outbox
+from router.registry import Registry
+from tests.fakes import FakeCluster, cluster, contract, generate, router_config
+from tests.fuzz.http2 import WINDOW_UPDATE, Connection, call, frame, hello, status_of
+
+PROMPT = (5, 6, 7)
+GENERATE = b"/corun.v1.ClusterService/Generate"
+RESOURCE_EXHAUSTED = 8
+WAIT_S = 20.0
+
+
+def request(max_tokens: int, n: int) -> bytes:
+    message = pb.GenerateRequest(seed=1)
+    message.token_ids.ids.extend(PROMPT)
+    message.sampling_params.max_tokens, message.sampling_params.n = max_tokens, n
+    return message.SerializeToString()
+
+
+async def test_an_outbox_is_bounded() -> None:
+    outbox, told = Outbox(3), []
+    outbox.overflowed = lambda: told.append(True)
+    for number in range(3):
+        outbox.add(outbox.piece(number % 2, 7), number, -1.0)
+    assert [piece.token_ids for piece in await outbox.take()] == [[0, 2], [1]]
+    for number in range(9):
+        outbox.add(outbox.piece(0, 7), number, -1.0)
+    assert told == [True]
+    with pytest.raises(OverloadedError, match="3 tokens wait for the client, as many as may"):
+        await outbox.take()
+
+
+async def test_a_client_that_reads_too_slowly_gives_its_slots_back(model: str) -> None:
+    """Long before its samples would have ended; others are served, and it learns why when it reads."""
+    async with cluster(model, max_unsent_tokens=50) as fake:
+        link = await Connection.open(fake.address, hello(n4=0))
+        slow = pb.GenerateRequest.FromString(request(500, 8)).sampling_params
+        fake.nodes[1].engine.step_ms = 5.0  # 2.5 s for each of them.
+        link.send(call(1, GENERATE, request(500, 8)))
+        await fake.until(lambda: fake.nodes[1].used_slots == slow.n)
+        await fake.until(lambda: not fake.held())
+        assert fake.nodes[1].drawn_tokens < 8 * 500
+        (output,) = await generate(fake, PROMPT, SamplingParams(max_tokens=2))
+        assert len(output.token_ids) == 2
+        for stream in (0, 1):
+            link.send(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", 1 << 24)))
+        assert status_of(await link.until_ended(1, WAIT_S) or b"") == RESOURCE_EXHAUSTED
+        link.close()
+
+
+async def test_a_client_that_reads_in_time_gets_all_of_it(model: str) -> None:
+    async with cluster(model, max_unsent_tokens=50) as fake:
+        outputs = await generate(fake, PROMPT, SamplingParams(max_tokens=200, n=2), timeout_s=WAIT_S)
+        assert [len(output.token_ids) for output in outputs] == [200, 200]
+
+
+async def test_short_deadlines_take_no_node_out(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC may end a call on a node a little before the loop's clock says that the sample's time is over."""
+    faults: list[CorunError] = []
+    monkeypatch.setattr(Registry, "note_fault", lambda _, member, error: faults.append(error))
+
+    async def early(self: SampleRunner, *args: object) -> object:
+        sample, member = args[0], fake.router.registry._decodes["d1"]
+        await asyncio.sleep(sample.deadline - asyncio.get_running_loop().time() - 0.02)  # type: ignore[attr-defined]
+        raise NodeFaultError(member, DeadlineError("Deadline Exceeded"))
+
+    monkeypatch.setattr(SampleRunner, "_run_once", early)
+    async with cluster(model) as fake:
+        with pytest.raises(DeadlineError):
+            await generate(fake, PROMPT, SamplingParams(max_tokens=2), timeout_s=0.6)
+        await fake.idle()
+    assert faults == []
+
+
+def node(model: str, node_id: str) -> NodeInfo:
+    return NodeInfo(
+        ref=NodeRef(node_id=node_id, generation="0" * 16),
+        role=NodeRole.DECODE,
+        address="127.0.0.1:1",
+        contract_json=contract(NodeRole.DECODE, model).canonical_json(),
+        slots=8,
+        kv_blocks=10,
+        block_size=16,
+        max_model_len=100,
+        vocab_size=256,
+        model=model,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"ref": NodeRef(node_id="d1\n2026 ERROR forged", generation="0" * 16)}, "node.ref.node_id"),
+        ({"ref": NodeRef(node_id="d" * 129, generation="0" * 16)}, "node.ref.node_id"),
+        ({"ref": NodeRef(node_id="d1", generation="\x1b[2J")}, "node.ref.generation"),
+        ({"address": "127.0.0.1:1\r\n"}, "node.address"),
+        ({"contract_json": "[" * 100_000}, "node.contract_json"),
+        ({"finding": "x" * 100_000}, "node.finding"),
+    ],
+)
+async def test_a_node_that_says_too_much_is_refused(model: str, changes: dict[str, str], field: str) -> None:
+    members = Registry(router_config(), "r")
+    with pytest.raises(InvalidArgumentError) as caught:
+        members.register(dataclasses.replace(node(model, "d1"), **changes))  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert members.statuses() == ()
+
+
+async def test_a_contract_too_deep_to_read_is_refused(model: str) -> None:
+    members = Registry(router_config(), "r")
+    with pytest.raises(InvalidArgumentError):
+        members.register(dataclasses.replace(node(model, "d1"), contract_json="[" * 60_000))
+
+
+async def test_nodes_are_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_NODES", 1)
+    async with cluster(model, prefills=0, decodes=0) as fake:
+        await _only_one(fake, model)
+
+
+async def _only_one(fake: FakeCluster, model: str) -> None:
+    members = fake.router.registry
+    members.register(node(model, "d1"))
+    members.register(node(model, "d1"))
+    with pytest.raises(OverloadedError, match="1 nodes are known here"):
+        members.register(node(model, "d2"))
+    assert [status.state for status in members.statuses()] == [NodeState.JOINING]
