@@ -66,6 +66,8 @@ class VllmPrefillEngine:
         self.endpoint = endpoint
         """With the addresses of the stamps."""
         self.on_death: Callable[[], None] = lambda: None
+        self.steps = 0
+        """Always: a prompt's steps are not seen from outside, but the core answers between them."""
         self._llm = llm
         self._ref = ref
         self._check_fraction = check_fraction
@@ -134,6 +136,14 @@ class VllmPrefillEngine:
             known = fresh | self._fresh | {name for rank in held for name in rank}
             self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
         return sum(self._kept.values())
+
+    async def answer(self) -> None:
+        """See `corun.node.pulse.Engine.answer`."""
+        await base.answer(self._llm)
+
+    def computed_s(self) -> float:
+        """See `corun.node.pulse.Engine.computed_s`."""
+        return base.computed_s(self.contract)
 
     async def close(self) -> None:
         """Ends the engine's processes."""

@@ -114,12 +114,14 @@ class Registry:
         self._admit(info)
         self._add(info)
 
-    def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool) -> None:
-        """Keeps a node in use. Raises NotFoundError if it has to register (again)."""
+    def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool, stuck: str = "") -> None:
+        """Keeps a node in use, unless it says why not. Raises NotFoundError if it has to register (again)."""
         member = self._member(ref.node_id)
         if member is None or member.info.ref != ref or member.lost:
             raise NotFoundError(f"node {ref} is not registered here")
-        member.report(load, draining=draining, now=_now())
+        if stuck and not member.stuck:
+            log.warning("node %s takes no work: %s", ref, stuck)
+        member.report(load, draining=draining, stuck=stuck, now=_now())
         self._expect_heartbeat(member)
         self.changed()
 

@@ -159,7 +159,7 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.HeartbeatRequest, context: Context
     ) -> registry_pb2.HeartbeatResponse:
         ref, load = wire.node_ref_from_proto(request.ref), wire.node_load_from_proto(request.load)
-        self._registry.heartbeat(ref, load, draining=request.draining)
+        self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
         return registry_pb2.HeartbeatResponse()
 
 

@@ -90,14 +90,16 @@ class RegisterResponse(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("ref", "load", "draining")
+    __slots__ = ("ref", "load", "draining", "stuck")
     REF_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STUCK_FIELD_NUMBER: _ClassVar[int]
     ref: _types_pb2.NodeRef
     load: NodeLoad
     draining: bool
-    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    stuck: str
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., draining: bool = ..., stuck: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ()

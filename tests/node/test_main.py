@@ -29,6 +29,15 @@ class Engine:
         self.facts = SimpleNamespace(finding=finding)
         self.on_death: Callable[[], None] = lambda: None
         self.stopped = False
+        self.steps = 0
+        self.hanging = False
+
+    async def answer(self) -> None:
+        while self.hanging:  # noqa: ASYNC110  # As a stopped process: it does not even know.
+            await asyncio.sleep(0.002)
+
+    def computed_s(self) -> float:
+        return 0.0
 
     async def close(self) -> None:
         self.stopped = True
@@ -39,6 +48,8 @@ class Service:
 
     def __init__(self) -> None:
         self.draining = False
+        self.closed = ""
+        self.given_up: list[str] = []
         self.busy = False
         self.failure: Exception | None = None
 
@@ -47,16 +58,21 @@ class Service:
             raise self.failure
         return NodeLoad(queued_prompt_tokens=int(self.busy))
 
+    def give_up(self, reason: str) -> None:
+        self.given_up.append(reason)
+        self.busy = False
+
 
 class Life:
     """A node under way, with the router it registered with."""
 
-    def __init__(self, router: Router, address: str, finding: str = "") -> None:
+    def __init__(self, router: Router, address: str, finding: str = "", **settings: Any) -> None:
         self.router = router
         self.engine = Engine(finding)
         self.service = Service()
         self.stop = asyncio.Event()
-        config = PrefillConfig(model="/models/tiny", router=(address,), drain_grace_s=DEADLINE_S)
+        settings = {"drain_grace_s": DEADLINE_S, **settings}
+        config = PrefillConfig(model="/models/tiny", router=(address,), **settings)
         role = Role(
             engine=self.engine,
             service=self.service,
@@ -82,14 +98,14 @@ class Life:
 
 
 @asynccontextmanager
-async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "") -> AsyncIterator[Life]:
+async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "", **settings: Any) -> AsyncIterator[Life]:
     monkeypatch.setattr(agent_module, "RETRY_S", 0.01)
     router = Router()
     async with serving(router) as server:
-        life = Life(router, server.address, finding)
+        life = Life(router, server.address, finding, **settings)
         await until(lambda: life.task.done() or len(router.beats) > 0)
         yield life
-        life.service.busy = False
+        life.service.busy = life.engine.hanging = False
         life.stop.set()
         await asyncio.wait((life.task,), timeout=DEADLINE_S)
 
@@ -153,3 +169,48 @@ def test_every_life_has_its_own_generation() -> None:
     assert len({ref.generation for ref in refs}) == 3
     unnamed = node_ref(PrefillConfig(model="/models/tiny"), NodeRole.PREFILL)
     assert "prefill" in unnamed.node_id
+
+
+def stuck(life: Life) -> str:
+    """What its last heartbeat said."""
+    return str(life.router.beats[-1].stuck)
+
+
+async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, engine_timeout_s=0.1) as life:
+        life.service.busy = life.engine.hanging = True
+        await until(lambda: bool(stuck(life)))
+        assert stuck(life) == "its engine is stuck: no answer and no step for 0.1 s"
+        assert (life.service.closed, life.service.given_up) == (stuck(life), [stuck(life)])
+        await until_health(life, "NOT_SERVING")
+        life.engine.hanging = False
+        await until(lambda: not stuck(life))
+        assert life.service.closed == ""
+        assert not life.task.done()
+        await until_health(life, "SERVING")
+
+
+async def test_an_engine_that_stays_stuck_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, engine_timeout_s=0.05, engine_restart_s=0.2) as life:
+        life.engine.hanging = True
+        with pytest.raises(UnavailableError, match="the engine has not answered for"):
+            await life.end()
+        assert life.engine.stopped
+
+
+async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs any more that it could wait for."""
+    async with living(monkeypatch, engine_timeout_s=0.05) as life:
+        life.engine.hanging = True
+        await until(lambda: bool(stuck(life)))
+        life.service.busy = True
+        life.stop.set()
+        await life.end()
+
+
+async def until_health(life: Life, expected: str) -> None:
+    async def poll() -> None:
+        while await life.health() != expected:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
