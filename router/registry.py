@@ -103,7 +103,9 @@ class Registry:
             DataLossError: this generation may have given wrong bits.
         """
         check_info(info)
-        self._check_trusted(info)
+        if info.ref in self._quarantined and self._member(info.ref.node_id) is None:
+            self._refuse(info, self._quarantined[info.ref])  # Else its member says so in the status.
+        self._check_trusted(info.ref)
         self._check_alive(info.ref)
         known = self._member(info.ref.node_id)
         if known is not None and known.info.ref == info.ref and not known.lost:
@@ -115,7 +117,13 @@ class Registry:
         self._add(info)
 
     def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool, stuck: str = "") -> None:
-        """Keeps a node in use, unless it says why not. Raises NotFoundError if it has to register (again)."""
+        """Keeps a node in use, unless it says why not.
+
+        Raises:
+            NotFoundError: it has to register (again).
+            DataLossError: this generation may have given wrong bits.
+        """
+        self._check_trusted(ref)
         member = self._member(ref.node_id)
         if member is None or member.info.ref != ref or member.lost:
             raise NotFoundError(f"node {ref} is not registered here")
@@ -255,11 +263,9 @@ class Registry:
             known = self._member(ref.node_id)
             raise StaleGenerationError(ref.node_id, ref.generation, known.info.ref.generation if known else "gone")
 
-    def _check_trusted(self, info: NodeInfo) -> None:
-        if reason := self._quarantined.get(info.ref):
-            if self._member(info.ref.node_id) is None:  # Else its member says so in the status.
-                self._refuse(info, reason)
-            raise DataLossError(f"node {info.ref} {reason}: restart it, so that it tests itself again")
+    def _check_trusted(self, ref: NodeRef) -> None:
+        if reason := self._quarantined.get(ref):
+            raise DataLossError(f"node {ref} {reason}: restart it, so that it tests itself again")
 
     def _replace(self, known: Member[Any], ref: NodeRef) -> None:
         if known.info.ref != ref:

@@ -128,7 +128,7 @@ def start_node(
     }
     common |= settings
     if role is NodeRole.DECODE:
-        config: NodeConfig = DecodeConfig(**{"slots": 8, "lease_ttl_ms": 1000, **common})
+        config: NodeConfig = DecodeConfig(**{"slots": 8, "lease_ttl_ms": 20_000, **common})
         return LiveNode(config, _decode_role(config, ref, kv), ref)
     config = PrefillConfig(**common)
     return LiveNode(config, _prefill_role(config, ref, kv), ref)
@@ -186,3 +186,4 @@ async def ending(nodes: list[LiveNode]) -> AsyncIterator[None]:
             node.stop.set()
         if lives := [node.life for node in nodes]:
             await asyncio.wait(lives, timeout=WAIT_S)
+            await asyncio.gather(*(life for life in lives if life.done()), return_exceptions=True)  # Seen.

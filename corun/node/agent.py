@@ -49,6 +49,8 @@ class NodeAgent:
         self._last_load = NodeLoad()
         self._news = 0
         self._told = asyncio.Event()  # of the next news
+        self.on_quarantine: Callable[[str], None] = lambda reason: None
+        """A router that the node registered with has said that nobody may use this generation any more."""
         self._heard: dict[str, int] = {}  # the news that each router which has this node knows
 
     async def run(self) -> None:
@@ -88,8 +90,11 @@ class NodeAgent:
         """Registers and returns the heartbeat interval in seconds."""
         request = pb.RegisterRequest(node=wire.node_info_to_proto(self._info))
         answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
-        log.info("registered with router %s at %s", answer.router_id, router)
-        self._said.pop(router, None)
+        if answer.quarantined:
+            self._note_quarantine(router, answer.quarantined)
+        else:
+            log.info("registered with router %s at %s", answer.router_id, router)
+            self._said.pop(router, None)
         self._heard[router] = -1
         return float(answer.heartbeat_interval_ms) / 1000
 
@@ -101,19 +106,32 @@ class NodeAgent:
             news, told = self._news, self._told
             request = pb.HeartbeatRequest(ref=ref, load=load, draining=self.draining, stuck=self.stuck)
             try:
-                await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
+                answer = await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
             except grpc.RpcError as failure:
                 if isinstance(from_rpc_error(failure), NotFoundError):
                     return
                 raise
             self._heard[router] = news
+            self._note_quarantine(router, answer.quarantined)
             await _sleep(interval, told)
 
     async def _current_load(self) -> NodeLoad:
-        """While the engine is stuck, the last that is known: nobody waits for an answer then."""
+        """The last that is known while the engine is stuck, or when news come that are not to wait for its answer."""
         if not self.stuck:
-            self._last_load = await self._load()
+            asking, told = asyncio.ensure_future(self._load()), asyncio.ensure_future(self._told.wait())
+            try:
+                await asyncio.wait((asking, told), return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    self._last_load = asking.result()
+            finally:
+                told.cancel()
+                asking.cancel()
         return self._last_load
+
+    def _note_quarantine(self, router: str, reason: str) -> None:
+        if reason:
+            self._complain(router, DataLossError(reason))
+            self.on_quarantine(f"router {router} says: {reason}")
 
     def _complain(self, router: str, error: CorunError) -> None:
         text = str(error)

@@ -18,11 +18,17 @@ from corun.auth import Gate
 from corun.channel import Access
 from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config import NodeConfig
-from corun.errors import CorunError, UnavailableError
+from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node.agent import NodeAgent
 from corun.node.pulse import Pulse
 from corun.server import GrpcServer
 
+EXIT_DIED = 1
+"""The engine died, or was stuck for too long."""
+EXIT_QUARANTINED = 3
+"""A router said that this generation may have given wrong bits: only a new start, which tests itself, may be used."""
+TELL_TIMEOUT_S = 5.0
+"""For all routers to hear that a quarantined node must not be used."""
 log = logging.getLogger(__name__)
 
 
@@ -97,6 +103,7 @@ class Life:
         self._server.add(role.register, role.service)
         self._access = access
         self._agent: NodeAgent
+        self._quarantined = ""
         self._watches: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[CorunError] = asyncio.get_running_loop().create_future()
         """Why the process has to end, unless it was asked to."""
@@ -107,6 +114,7 @@ class Life:
         role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
         await self._server.start()
         self._agent = NodeAgent(role.info(self._server.address), config.router, role.service.load, self._access)
+        self._agent.on_quarantine = self._note_quarantine
         pulse = Pulse(
             role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
         )
@@ -154,13 +162,28 @@ class Life:
         await self._server.stop(1.0)
         await self._role.engine.close()
 
+    async def say_farewell(self) -> None:
+        """Waits until every router knows that the node is of no use any more."""
+        await self._agent.heard(TELL_TIMEOUT_S)
+
+    def _note_quarantine(self, reason: str) -> None:
+        """At once, even in a drain: what it computes now may be wrong."""
+        if not self._quarantined:
+            self._quarantined = reason
+            self._shut(reason)
+            self._end(DataLossError(reason))
+
     async def _note_stuck(self, stuck: str) -> None:
-        service = self._role.service
-        service.closed = self._agent.stuck = stuck
-        if stuck:
-            service.give_up(stuck)
+        if not self._quarantined:
+            self._shut(stuck)
+            await self._tell_health()
+
+    def _shut(self, reason: str) -> None:
+        """Takes no work, and gives up what runs, for a reason; an empty one ends that. All routers hear it."""
+        self._role.service.closed = self._agent.stuck = reason
+        if reason:
+            self._role.service.give_up(reason)
         self._agent.tell()
-        await self._tell_health()
 
     async def _tell_health(self) -> None:
         service = self._role.service
@@ -200,13 +223,15 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
     await life.refuse()
     if error is None:
         await life.drain()
+    elif isinstance(error, DataLossError):
+        await life.say_farewell()
     await life.close()
     if error is not None:
         raise error
 
 
 async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) -> NoReturn:
-    """`live`, and the end of the process: with 0 after a drain, with 1 if the engine died or was stuck for too long.
+    """`live`, and the end of the process: with 0 after a drain, else with one of the codes above.
 
     At once, since everything of ours is closed by then: what vLLM's sockets and NIXL's threads still do when the
     interpreter ends has been seen to keep it from ending.
@@ -216,7 +241,7 @@ async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) ->
         await live(config, role, stop)
     except CorunError as error:
         log.error("%s", error)
-        code = 1
+        code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from corun.channel import channel
 from corun.cluster import NodeLoad, NodeRole
 from corun.config import PrefillConfig
-from corun.errors import UnavailableError
+from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import agent as agent_module
-from corun.node.main import Role, live, node_ref
+from corun.node import main as main_module
+from corun.node.main import Role, live, live_and_leave, node_ref
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
 SERVICE = "corun.v1.PrefillService"
@@ -214,3 +215,52 @@ async def until_health(life: Life, expected: str) -> None:
             await asyncio.sleep(0.002)
 
     await asyncio.wait_for(poll(), DEADLINE_S)
+
+
+async def test_a_quarantined_node_says_so_and_ends(life: Life) -> None:
+    life.service.busy = True
+    life.router.quarantined = "node p0 gave other bits"
+    with pytest.raises(DataLossError, match="node p0 gave other bits"):
+        await life.end()
+    (reason,) = life.service.given_up
+    assert life.router.beats[-1].stuck == life.service.closed == reason
+    assert life.router.beats[-1].draining
+    assert life.engine.stopped
+
+
+async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
+    """What it was told to do is done: it has stopped."""
+    life.service.busy = True
+    life.stop.set()
+    await until(lambda: life.router.beats[-1].draining)
+    life.service.failure = RuntimeError("the engine is dead")
+    await life.end()
+    assert life.engine.stopped
+
+
+async def test_work_that_outlasts_the_grace_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, drain_grace_s=0.1) as life:
+        life.service.busy = True
+        life.stop.set()
+        await life.end()
+        assert life.service.given_up == ["it was told to stop 0.1 s ago"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, 0), (UnavailableError("the engine died"), 1), (DataLossError("it gave other bits"), 3)],
+)
+async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ended(*_: Any) -> None:
+        if error is not None:
+            raise error
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(main_module, "live", ended)
+    monkeypatch.setattr(main_module.os, "_exit", leave)
+    monkeypatch.setattr(main_module.logging, "shutdown", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event())  # type: ignore[arg-type]
+    assert caught.value.code == code

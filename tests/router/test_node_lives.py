@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import NodeRole, NodeState
-from corun.errors import UnavailableError
+from corun.cluster import NodeRef, NodeRole, NodeState
+from corun.errors import DataLossError, UnavailableError
+from corun.node.main import Life
 from corun.params import SamplingParams
-from tests.fakes import FakeCluster, Output, cluster, expected, generate
+from tests.fakes import FakeCluster, Output, cluster, expected, generate, router_config, start_router
 from tests.living import LiveNode, ending, start_node
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=200, logprobs=True)
+
+
+PATIENT = {"heartbeat_timeout_ms": 20_000}
+"""Here nobody is to be lost because the machine is busy."""
 
 
 class Pool:
@@ -25,23 +30,18 @@ class Pool:
     def __init__(self, fake: FakeCluster) -> None:
         self.fake = fake
         self.nodes: list[LiveNode] = []
+        self.addresses = [fake.address]
 
     def add(self, node_id: str, **settings: Any) -> LiveNode:
         role = NodeRole.PREFILL if node_id.startswith("p") else NodeRole.DECODE
-        node = start_node(self.fake.model, role, node_id, self.fake.kv, [self.fake.address], **settings)
+        node = start_node(self.fake.model, role, node_id, self.fake.kv, self.addresses, **settings)
         self.nodes.append(node)
         return node
-
-    async def busy_decode(self) -> LiveNode:
-        """The decode node that runs something, once it has drawn tokens."""
-        decodes = [node for node in self.nodes if isinstance(node.engine.connected, list)]
-        await self.fake.until(lambda: any(node.service._tokens > 10 for node in decodes))
-        return next(node for node in decodes if node.service._tokens > 10)
 
 
 @contextlib.asynccontextmanager
 async def pool(model: str, *names: str, router: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Pool]:
-    async with cluster(model, prefills=0, decodes=0, **(router or {})) as fake:
+    async with cluster(model, prefills=0, decodes=0, **{**PATIENT, **(router or {})}) as fake:
         made = Pool(fake)
         async with ending(made.nodes):
             for name in names:
@@ -143,3 +143,103 @@ class TestStuckEngine:
                 await member.client.connect(nodes.nodes[0].engine.endpoint, 5.0)
             d1.engine.go_on()
             await nodes.fake.ready("d1")
+
+
+@contextlib.asynccontextmanager
+async def two_routers(model: str) -> AsyncIterator[tuple[Pool, FakeCluster]]:
+    """A pool of five nodes, and a second router over it."""
+    async with cluster(model, prefills=0, decodes=0, **PATIENT) as fake:
+        other = FakeCluster(model, await start_router(router_config(**PATIENT)))
+        pool = Pool(fake)
+        pool.addresses.append(other.address)
+        async with ending(pool.nodes):
+            try:
+                for name in NAMES:
+                    pool.add(name)
+                await asyncio.gather(fake.ready(*NAMES), other.ready(*NAMES))
+                yield pool, other
+            finally:
+                await other.close()
+
+
+NAMES = ("p1", "p2", "d1", "d2", "d3")
+
+
+async def mismatch(pool: Pool) -> list[LiveNode]:
+    """A sample of the first router moves from an engine that gets stuck to one that lies; returns who is suspected."""
+    decodes = pool.nodes[2:5]
+    for node in decodes:
+        node.engine.step_ms = 3
+    run = asyncio.ensure_future(generate(pool.fake, PROMPT, PARAMS, seed=8, request_id="lied"))
+    await pool.fake.until(lambda: any(node.service._tokens > 10 for node in decodes))
+    for node in decodes:
+        node.engine.corrupt = True
+    next(node for node in decodes if node.service._tokens).engine.stop()
+    with pytest.raises(DataLossError):
+        await run
+    out: dict[NodeRef, str] = pool.fake.router.registry._quarantined
+    return [node for node in pool.nodes if node.ref in out]
+
+
+class TestQuarantine:
+    async def test_every_router_stops_using_them_and_they_end(self, model: str) -> None:
+        """Told by the nodes themselves, before they are gone: that is what their state at the other router says."""
+        async with two_routers(model) as (pool, other):
+            suspects = await mismatch(pool)
+            assert 3 <= len(suspects) <= 4
+            names = [node.ref.node_id for node in suspects]
+            await other.until(lambda: all("gave other bits" in other.detail(name) for name in names))
+            assert {other.state(name) for name in names} <= {NodeState.DRAINING, NodeState.JOINING}
+            for node in suspects:
+                with pytest.raises(DataLossError, match="gave other bits for sample 0 of request 'lied': restart it"):
+                    await node.end()
+                assert node.engine.closed
+            await self.come_back(pool, other, names)
+
+    async def come_back(self, pool: Pool, other: FakeCluster, names: list[str]) -> None:
+        """Started again, they are new generations, which have tested themselves."""
+        for node in pool.nodes:
+            node.engine.corrupt = False
+        for name in names:
+            pool.add(name)
+        for router in (pool.fake, other):
+            await router.ready(*NAMES)
+            assert right(await generate(router, PROMPT, PARAMS, seed=9), 9)
+
+    async def test_streams_of_other_routers_move_away(self, model: str) -> None:
+        async with two_routers(model) as (pool, other):
+            for node in pool.nodes[2:]:
+                node.engine.step_ms = 5
+            run = asyncio.ensure_future(generate(other, PROMPT, PARAMS, seed=9))
+            await other.until(lambda: any(node.service._tokens > 5 for node in pool.nodes[2:]))
+            busy = next(node for node in pool.nodes[2:] if node.service._tokens)
+            member = pool.fake.router.registry._decodes[busy.ref.node_id]
+            pool.fake.router.registry.quarantine([member], "sample 0 of request 'x'")
+            (output,) = outputs = await run
+            assert right(outputs, 9)
+            assert output.receipt.decode_node != busy.ref
+
+    async def test_a_node_in_its_drain_hears_it_too(self, model: str) -> None:
+        async with two_routers(model) as (pool, other):
+            d1 = pool.nodes[2]
+            run = asyncio.ensure_future(generate(other, PROMPT, PARAMS, seed=9))
+            await other.until(lambda: any(node.service._tokens > 5 for node in pool.nodes[2:]))
+            d1 = next(node for node in pool.nodes[2:] if node.service._tokens)
+            d1.engine.hanging = True  # Its drain will take long.
+            d1.stop.set()
+            member = pool.fake.router.registry._decodes[d1.ref.node_id]
+            pool.fake.router.registry.quarantine([member], "sample 0 of request 'x'")
+            assert right(await run, 9)
+            await d1.end()
+
+    async def test_without_that_the_other_router_goes_on(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The control: nodes that do not listen are used by whoever saw no mismatch."""
+        monkeypatch.setattr(Life, "_note_quarantine", lambda self, reason: None)
+        async with two_routers(model) as (pool, other):
+            suspects = await mismatch(pool)
+            lying = {node.ref for node in suspects if not node.engine.stopped}
+            used = []
+            for seed in range(6):
+                outputs = await generate(other, PROMPT, PARAMS, seed=seed)
+                used += [outputs[0].receipt.decode_node, outputs[0].receipt.prefill_node]
+            assert lying & set(used)
