@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from corun.channel import channel
 from corun.cluster import NodeRef, NodeRole, NodeState
 from corun.errors import DataLossError, UnavailableError
 from corun.node.main import Life
 from corun.params import SamplingParams
-from tests.fakes import FakeCluster, Output, cluster, expected, generate, router_config, start_router
+from router.service import CLUSTER_SERVICE
+from tests.fakes import WAIT_S, FakeCluster, Output, cluster, expected, generate, router_config, start_router
 from tests.living import LiveNode, ending, start_node
 
 PROMPT = (5, 6, 7)
@@ -37,6 +40,23 @@ class Pool:
         node = start_node(self.fake.model, role, node_id, self.fake.kv, self.addresses, **settings)
         self.nodes.append(node)
         return node
+
+    async def busy_and_other(self, *names: str) -> tuple[LiveNode, LiveNode]:
+        """Two decode nodes, the one first that runs something, once it has drawn tokens."""
+        one, two = (node for node in self.nodes if node.ref.node_id in names)
+        await self.fake.until(lambda: one.service._tokens + two.service._tokens > 10)
+        return (one, two) if one.service._tokens else (two, one)
+
+    async def until_ready(self, expected: bool) -> None:
+        """Waits until the router's health says of its public service whether it is ready."""
+        status = health_pb2.HealthCheckResponse.SERVING if expected else health_pb2.HealthCheckResponse.NOT_SERVING
+        request = health_pb2.HealthCheckRequest(service=CLUSTER_SERVICE)
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        async with channel(self.fake.address) as link:
+            health = health_pb2_grpc.HealthStub(link)
+            while (await health.Check(request, timeout=WAIT_S)).status != status:
+                assert asyncio.get_running_loop().time() < deadline
+                await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
@@ -243,3 +263,88 @@ class TestQuarantine:
                 outputs = await generate(other, PROMPT, PARAMS, seed=seed)
                 used += [outputs[0].receipt.decode_node, outputs[0].receipt.prefill_node]
             assert lying & set(used)
+
+
+class TestDrain:
+    async def test_a_decode_node_finishes_its_streams(self, model: str) -> None:
+        async with pool(model, "p1", "d1", "d2", drain_grace_s=30.0) as nodes:
+            for node in nodes.nodes[1:]:
+                node.engine.step_ms = 5
+            run = asyncio.ensure_future(generate(nodes.fake, PROMPT, PARAMS, seed=8, timeout_s=60))
+            busy, other = await nodes.busy_and_other("d1", "d2")
+            busy.stop.set()
+            await nodes.fake.until(lambda: nodes.fake.state(busy.ref.node_id) is NodeState.DRAINING)
+            (output,) = await generate(nodes.fake, PROMPT, SamplingParams(max_tokens=2), seed=1)
+            assert output.receipt.decode_node == other.ref
+            (output,) = outputs = await run
+            assert right(outputs, 8)
+            assert output.receipt.decode_node == busy.ref
+            await busy.end()
+
+    async def test_a_decode_node_hands_over_what_takes_too_long(self, model: str) -> None:
+        """By failover: the client sees one right stream."""
+        async with pool(model, "p1", "d1", "d2", drain_grace_s=0.1) as nodes:
+            for node in nodes.nodes[1:]:
+                node.engine.step_ms = 5
+            run = asyncio.ensure_future(generate(nodes.fake, PROMPT, PARAMS, seed=8, timeout_s=60))
+            busy, other = await nodes.busy_and_other("d1", "d2")
+            busy.stop.set()
+            (output,) = outputs = await run
+            assert right(outputs, 8)
+            assert output.receipt.decode_node == other.ref
+            await busy.end()
+
+    async def test_a_prefill_node_waits_until_its_kv_is_pulled(self, model: str) -> None:
+        async with pool(model, "p1", "d1", drain_grace_s=30.0) as nodes:
+            p1, d1 = nodes.nodes
+            d1.engine.hanging = True  # Answers, but reads nothing yet.
+            run = asyncio.ensure_future(generate(nodes.fake, PROMPT, PARAMS, seed=8, timeout_s=60))
+            await nodes.fake.until(lambda: len(d1.engine._running) == 1)
+            p1.stop.set()
+            await nodes.fake.until(lambda: nodes.fake.state("p1") is NodeState.DRAINING)
+            await asyncio.sleep(0.2)
+            assert not p1.life.done()
+            d1.engine.hanging = False
+            assert right(await run, 8)
+            await p1.end()
+            assert len(p1.engine.prefilled) == 1
+
+    async def test_a_prefill_node_finishes_what_it_computes(self, model: str) -> None:
+        async with pool(model, "p1", "d1", drain_grace_s=30.0) as nodes:
+            p1 = nodes.nodes[0]
+            p1.engine.delay_s = 0.3
+            run = asyncio.ensure_future(generate(nodes.fake, PROMPT, PARAMS, seed=8, timeout_s=60))
+            await nodes.fake.until(lambda: bool(p1.service._in_flight))
+            p1.stop.set()
+            assert right(await run, 8)
+            await p1.end()
+            assert len(p1.engine.prefilled) == 1
+
+    async def test_it_does_not_wait_for_ever(self, model: str) -> None:
+        async with pool(model, "p1", "p2", "d1", drain_grace_s=0.1) as nodes:
+            p1, p2, d1 = nodes.nodes
+            d1.engine.hanging = True
+            run = asyncio.ensure_future(generate(nodes.fake, PROMPT, PARAMS, seed=8, timeout_s=60))
+            await nodes.fake.until(lambda: len(d1.engine._running) == 1)
+            holder = p1 if p1.engine.prefilled else p2
+            holder.stop.set()
+            await holder.end()
+            nodes.fake.kv.held.clear()  # It was that process's.
+            d1.engine.hanging = False
+            assert right(await run, 8)
+
+    async def test_readiness_of_a_router_ends_when_its_last_pair_drains(self, model: str) -> None:
+        """While what runs is finished; it comes back with the next node."""
+        async with pool(model, "p1", "d1", drain_grace_s=30.0) as nodes:
+            d1 = nodes.nodes[1]
+            d1.engine.step_ms = 5
+            await nodes.until_ready(True)
+            run = asyncio.ensure_future(generate(nodes.fake, PROMPT, PARAMS, seed=8, timeout_s=60))
+            await nodes.fake.until(lambda: d1.service._tokens > 5)
+            d1.stop.set()
+            await nodes.until_ready(False)
+            assert not run.done()
+            assert right(await run, 8)
+            await d1.end()
+            nodes.add("d1")
+            await nodes.until_ready(True)
