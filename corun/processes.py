@@ -41,8 +41,8 @@ def living(tree: Mapping[int, str]) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that the living descendants of a process have used so far, by all their threads."""
-    fields = [stat_fields(descendant) for descendant in descendants(pid)]
+    """CPU time that the main threads of a process's living descendants have used so far."""
+    fields = [stat_fields(descendant, f"task/{descendant}/") for descendant in descendants(pid)]
     # Numbers 14 and 15 of proc_pid_stat(5), which counts from 1 and the two fields before these.
     return sum(int(found[11]) + int(found[12]) for found in fields if found is not None) / os.sysconf("SC_CLK_TCK")
 

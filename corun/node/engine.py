@@ -215,7 +215,10 @@ async def answer(llm: Any) -> None:
 
 
 def computed_s(contract: Contract) -> float:
-    """CPU time that the engine's processes have used; 0 where a GPU computes, since whoever waits for it may spin."""
+    """CPU time that the engine's main threads have used: those compute, while NIXL's own spin for ever.
+
+    0 where a GPU computes, since a thread that waits for it may spin.
+    """
     return 0.0 if contract.model.cuda else cpu_seconds(os.getpid())
 
 

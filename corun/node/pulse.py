@@ -14,8 +14,8 @@ from typing import Protocol
 from corun.errors import UnavailableError
 
 LONGEST_INTERVAL_S = 1.0
-COMPUTING_SHARE = 0.1
-"""Of one core: an engine whose processes use less does not compute."""
+COMPUTING_SHARE = 0.02
+"""Of one core: an engine that uses less does not compute. On a busy machine, one that does may get little more."""
 log = logging.getLogger(__name__)
 
 

@@ -123,7 +123,7 @@ async def test_a_long_step_on_a_cpu_is_no_silence() -> None:
         watch.engine.hanging = True
         watch.engine.computed = loop.time
         await watch.stays_well()
-        watch.engine.computed = lambda: 0.02 * loop.time()  # Some thread wakes now and then.
+        watch.engine.computed = lambda: 0.01 * loop.time()  # Some thread wakes now and then.
         await watch.until(lambda: watch.told == [STUCK])
 
 
