@@ -27,6 +27,8 @@ EXIT_DIED = 1
 """The engine died, or was stuck for too long."""
 EXIT_QUARANTINED = 3
 """A router said that this generation may have given wrong bits: only a new start, which tests itself, may be used."""
+NEWS_TIMEOUT_S = 0.5
+"""For routers to hear that a node's engine is stuck, before its streams end."""
 TELL_TIMEOUT_S = 5.0
 """For all routers to hear that a quarantined node must not be used."""
 log = logging.getLogger(__name__)
@@ -170,19 +172,22 @@ class Life:
         """At once, even in a drain: what it computes now may be wrong."""
         if not self._quarantined:
             self._quarantined = reason
-            self._shut(reason)
+            self._say(reason)
+            self._role.service.give_up(reason)
             self._end(DataLossError(reason))
 
     async def _note_stuck(self, stuck: str) -> None:
-        if not self._quarantined:
-            self._shut(stuck)
-            await self._tell_health()
+        if self._quarantined:
+            return
+        self._say(stuck)
+        await self._tell_health()
+        if stuck:
+            await self._agent.heard(NEWS_TIMEOUT_S)  # Else what is given up here may be tried here once more.
+            self._role.service.give_up(stuck)
 
-    def _shut(self, reason: str) -> None:
-        """Takes no work, and gives up what runs, for a reason; an empty one ends that. All routers hear it."""
+    def _say(self, reason: str) -> None:
+        """Takes no work, for a reason; an empty one ends that. All routers hear it."""
         self._role.service.closed = self._agent.stuck = reason
-        if reason:
-            self._role.service.give_up(reason)
         self._agent.tell()
 
     async def _tell_health(self) -> None:

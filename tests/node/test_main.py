@@ -182,6 +182,7 @@ async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: 
         life.service.busy = life.engine.hanging = True
         await until(lambda: bool(stuck(life)))
         assert stuck(life) == "its engine is stuck: no answer and no step for 0.1 s"
+        await until(lambda: bool(life.service.given_up))
         assert (life.service.closed, life.service.given_up) == (stuck(life), [stuck(life)])
         await until_health(life, "NOT_SERVING")
         life.engine.hanging = False
