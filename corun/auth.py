@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +99,15 @@ class Gate:
     """Admits calls to a server by their token; health checks need none.
 
     cluster: the members' secret, which opens every service. clients: tokens that open the public service only. Without
-    client tokens the public service is open to all, without a cluster token every service is.
+    client tokens the public service is open to all, without a cluster token every service is. A function is
+    asked for the clients at each call, since tokens come and go.
     """
 
-    def __init__(self, *, cluster: str = "", clients: Sequence[ClientToken] = ()) -> None:
+    def __init__(
+        self, *, cluster: str = "", clients: Sequence[ClientToken] | Callable[[], Sequence[ClientToken]] = ()
+    ) -> None:
         self._cluster = (ClientToken(name="cluster", digest=_digest(cluster)),) if cluster else ()
-        self._clients = tuple(clients)
+        self._clients = clients if callable(clients) else lambda: clients
         self._running: dict[str, int] = {}
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[Caller | None]:
@@ -115,10 +118,11 @@ class Gate:
         """
         service = method.strip("/").partition("/")[0]
         public = service in _PUBLIC_SERVICES
-        needed = self._clients if public else self._cluster
+        clients = self._clients() if public else ()
+        needed = clients if public else self._cluster
         if service in _OPEN_SERVICES or not needed:
             return nullcontext(None)
-        token = _find(_given(metadata), (*self._cluster, *(self._clients if public else ())))
+        token = _find(_given(metadata), (*self._cluster, *clients))
         if token is None:
             kind = "a client's token" if public else "the cluster's token"
             raise UnauthenticatedError(f"{service} needs {kind} as metadata 'authorization: Bearer …'")

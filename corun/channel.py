@@ -14,6 +14,8 @@ import grpc.aio
 
 from corun.auth import bearer, check_token
 from corun.config import MAX_MESSAGE_BYTES, MemberConfig, TlsConfig
+from corun.renewal import Identity
+from corun.renewed_channel import AsyncRenewedChannel, RenewedChannel
 
 Options = list[tuple[str, int | str]]
 
@@ -51,20 +53,26 @@ OPEN = Access()
 def channel(address: str, *, access: Access = OPEN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
     """An asyncio channel to a process of ours. Connects when first used; make it inside a running loop."""
     options = _options(access, max_message_bytes)
+    link: Any
     if access.tls is None:
         link = grpc.aio.insecure_channel(address, options=options)
     else:
-        link = grpc.aio.secure_channel(address, _credentials(access.tls), options=options)
+        link = AsyncRenewedChannel(
+            access.tls, lambda found: grpc.aio.secure_channel(address, _credentials(found), options=options)
+        )
     return cast(grpc.aio.Channel, _TokenChannel(link, access.token)) if access.token else link
 
 
 def sync_channel(address: str, *, access: Access = OPEN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
     """The same for blocking calls."""
     options = _options(access, max_message_bytes)
+    link: Any
     if access.tls is None:
         link = grpc.insecure_channel(address, options=options)
     else:
-        link = grpc.secure_channel(address, _credentials(access.tls), options=options)
+        link = RenewedChannel(
+            access.tls, lambda found: grpc.secure_channel(address, _credentials(found), options=options)
+        )
     return cast(grpc.Channel, _TokenChannel(link, access.token)) if access.token else link
 
 
@@ -94,8 +102,8 @@ def _options(access: Access, max_message_bytes: int) -> Options:
     return options
 
 
-def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(tls.pem("ca"), tls.pem("key"), tls.pem("cert"))
+def _credentials(found: Identity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
 
 
 class _TokenChannel:

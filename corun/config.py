@@ -244,6 +244,12 @@ class NodeConfig(MemberConfig):
     """GPUs that share the model."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that the engine takes."""
+    engine_timeout_s: float = 5.0
+    """An engine that neither answers, nor steps, nor uses a CPU for so many seconds is stuck: its work runs elsewhere,
+    and it gets none until it answers. Must be longer than any step on a GPU, where the CPU tells nothing."""
+    engine_restart_s: float = 120.0
+    """An engine that neither answers nor steps for so many seconds, even if it computes, ends the process, so that it
+    is started again. Must be longer than any step."""
     drain_grace_s: float = 30.0
     """Time for running work to end when the node is told to stop, in seconds."""
 
@@ -263,6 +269,11 @@ class NodeConfig(MemberConfig):
             _check_range(name, getattr(self, name), 1, 2**16)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidArgumentError("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
+        for name in ("engine_timeout_s", "engine_restart_s"):
+            _check_seconds(name, getattr(self, name), above_zero=True)
+        if self.engine_restart_s <= self.engine_timeout_s:
+            limit = f"must be above engine_timeout_s, {self.engine_timeout_s:g}"
+            raise InvalidArgumentError("engine_restart_s", self.engine_restart_s, limit)
         _check_seconds("drain_grace_s", self.drain_grace_s)
 
 

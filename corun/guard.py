@@ -50,11 +50,14 @@ def children(pid: int) -> list[int]:
     return sorted(child for child in pids if (fields := stat_fields(child)) is not None and int(fields[1]) == pid)
 
 
-def stat_fields(pid: int) -> list[str] | None:
-    """What /proc/PID/stat says after the name: state, parent, …; None if there is no such process."""
+def stat_fields(pid: int, thread: str = "") -> list[str] | None:
+    """What /proc/PID/stat says after the name: state, parent, …; None if there is no such process.
+
+    thread: "task/TID/" for those of one thread.
+    """
     try:
         # "pid (name) state ppid …": the name may hold spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{thread}stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
 

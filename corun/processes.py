@@ -45,6 +45,13 @@ def living(tree: Mapping[int, str]) -> list[int]:
     return [pid for pid, started in tree.items() if _start_time(pid) == started]
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time that the main threads of a process's living descendants have used so far."""
+    fields = [stat_fields(descendant, f"task/{descendant}/") for descendant in descendants(pid)]
+    # Numbers 14 and 15 of proc_pid_stat(5), which counts from 1 and the two fields before these.
+    return sum(int(found[11]) + int(found[12]) for found in fields if found is not None) / os.sysconf("SC_CLK_TCK")
+
+
 def _send(number: signal.Signals, pids: list[int]) -> None:
     for pid in pids:
         try:

@@ -42,6 +42,7 @@ from corun.errors import (
     too_large_error,
 )
 from corun.health import HealthService
+from corun.renewal import Identity, identity
 
 logger = logging.getLogger(__name__)
 
@@ -183,23 +184,19 @@ class GrpcServer:
         register(servicer, self._server)
 
     async def start(self) -> None:
-        """Listens. Raises UnavailableError if the address cannot be had."""
+        """Listens. Raises UnavailableError if the address cannot be had, InvalidArgumentError for bad certificates."""
         await self.set_serving("", False)
         try:
             self._port = self._bind()
         except RuntimeError as error:
-            doubt = "" if self._tls is None else ", or are tls_cert and tls_key no pair?"
-            raise UnavailableError(f"cannot listen on {self.address}: is the port in use{doubt or '?'}") from error
+            raise UnavailableError(f"cannot listen on {self.address}: is the port in use?") from error
         await self._server.start()
 
     def _bind(self) -> int:
         if self._tls is None:
             return self._server.add_insecure_port(self.address)
-        credentials = grpc.ssl_server_credentials(
-            [(self._tls.pem("key") or b"", self._tls.pem("cert") or b"")],
-            self._tls.pem("ca"),
-            require_client_auth=self._mutual,
-        )
+        renewed = _Certificates(self._tls)
+        credentials = grpc.dynamic_ssl_server_credentials(renewed.first, renewed.next, self._mutual)
         return self._server.add_secure_port(self.address, credentials)
 
     async def set_serving(self, service: str, serving: bool) -> None:
@@ -210,6 +207,27 @@ class GrpcServer:
         """Turns health off, refuses new calls, gives running ones `grace_s` seconds, then cancels them."""
         self._health.end()
         await self._server.stop(grace_s)
+
+
+class _Certificates:
+    """What a server shows, and whom it trusts, for each new connection: files that were renewed are read again."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        self._identity = identity(tls)
+        self._used = self._identity.current()
+        self.first = _configuration(self._used)
+
+    def next(self) -> Any:
+        """Called by gRPC, in a thread of its own, before each handshake; None: as for the last one."""
+        current = self._identity.current()
+        if current is self._used:
+            return None
+        self._used = current
+        return _configuration(current)
+
+
+def _configuration(found: Identity) -> Any:
+    return grpc.ssl_server_certificate_configuration([(found.key or b"", found.cert or b"")], found.ca)
 
 
 def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:

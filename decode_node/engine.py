@@ -24,6 +24,7 @@ from decode_node.service import DecodeRequest, StepRow
 
 CONNECT_TIMEOUT_S = 20.0
 CONNECT_POLL_S = 0.05
+LAST_REPORT_S = 2.0
 REPORT_S = 10.0
 LET_GO_S = 2.0
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class VllmDecodeEngine:
         self.contract = contract
         self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
         self.on_death: Callable[[], None] = lambda: None
+        self.steps = 0
+        """Since its start."""
         self._llm = llm
         self._has_started = False
         self._logged: dict[int, dict[str, float]] = {}  # by rank
@@ -127,17 +130,29 @@ class VllmDecodeEngine:
             except CorunError as error:
                 log.warning("GPU memory of processes that have ended is still mapped: %s", error)
 
+    async def answer(self) -> None:
+        """See `corun.node.pulse.Engine.answer`."""
+        await base.answer(self._llm)
+
+    def computed_s(self) -> float:
+        """See `corun.node.pulse.Engine.computed_s`."""
+        return base.computed_s(self.contract)
+
     async def _report(self) -> None:
         """Logs the KV reads of every `REPORT_S` in which there were any."""
         while True:
             await asyncio.sleep(REPORT_S)
             if self._has_started:  # Asking keeps an idle worker spinning for a second.
                 self._has_started = False
-                await self._log_handoffs()
+                await self._log_handoffs(CONNECT_TIMEOUT_S)
 
-    async def _log_handoffs(self) -> None:
-        """One line on the KV reads since the last."""
-        ranks = await base.call_workers(self._llm, "handoffs", timeout_s=CONNECT_TIMEOUT_S)
+    async def _log_handoffs(self, timeout_s: float) -> None:
+        """One line on the KV reads since the last; none if the engine does not answer."""
+        try:
+            ranks = await base.call_workers(self._llm, "handoffs", timeout_s=timeout_s)
+        except UnavailableError as error:
+            log.warning("KV reads are not known: %s", error)
+            return
         for rank, done in enumerate(ranks):
             before = self._logged.get(rank, dict.fromkeys(done, 0))
             new = {name: done[name] - before[name] for name in done}
@@ -150,7 +165,7 @@ class VllmDecodeEngine:
         for task in self._tasks:
             task.cancel()
         if not self._llm.errored:
-            await self._log_handoffs()
+            await self._log_handoffs(LAST_REPORT_S)
         self._llm.shutdown()
 
     def _sampling(self, request: DecodeRequest) -> Any:
@@ -196,6 +211,7 @@ class VllmDecodeEngine:
 
     def _take(self, outputs: list[Any]) -> None:
         """Turns one engine step into rows."""
+        self.steps += 1
         self.on_step([row for output in outputs for row in _rows(output)])
 
 

@@ -111,6 +111,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def __init__(self, ref: NodeRef, engine: DecodeEngine, table: SlotTable, *, lease_ttl_ms: int) -> None:
         self.ref = ref
         self.draining = False
+        self.closed = ""
+        """Why nothing can be started here now; empty if it can."""
         self._engine = engine
         self._table = table
         self._ttl_s = lease_ttl_ms / 1000
@@ -148,8 +150,18 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         for stream in touched.values():
             stream.flush()
 
+    def give_up(self, reason: str) -> None:
+        """Ends whatever runs with an error, so that routers run it elsewhere; late tokens of it reach nobody."""
+        for lease in list(self._running.values()):
+            if (stream := self._streams.get(lease.router_id)) is not None:
+                stream.add(lease.lease_id, StepRow(_request_id(lease), None, 0.0, FinishReason.ERROR, reason))
+            self._drop(lease)
+        for stream in self._streams.values():
+            stream.flush()
+
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         self._check_generation(request.generation)
+        self._check_open()
         if self.draining:
             raise UnavailableError(f"decode node {self.ref.node_id} is draining")
         if request.num_prompt_tokens < 1 or request.max_tokens < 1:
@@ -165,6 +177,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_generation(request.generation)
+        self._check_open()
         lease = self._table.get(request.lease_id)
         if lease is None:
             raise NotFoundError(f"lease {request.lease_id} is not held on {self.ref.node_id}")
@@ -188,6 +201,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectResponse:
         self._check_generation(request.generation)
+        self._check_open()
         peer = wire.nixl_endpoint_from_proto(request.peer)
         if len(peer.stamp_addresses) != peer.tp_size:
             limit = f"must be one for each of {peer.tp_size} ranks"
@@ -280,6 +294,10 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._table.release(lease.lease_id)
         if timer := self._expiry.pop(lease.lease_id, None):
             timer.cancel()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UnavailableError(f"decode node {self.ref.node_id}: {self.closed}")
 
     def _check_generation(self, generation: str) -> None:
         if generation != self.ref.generation:

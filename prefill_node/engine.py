@@ -5,6 +5,7 @@ Owns: the engine's arguments and the way from vLLM's `kv_transfer_params` to a `
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,11 +67,14 @@ class VllmPrefillEngine:
         self.endpoint = endpoint
         """With the addresses of the stamps."""
         self.on_death: Callable[[], None] = lambda: None
+        self.steps = 0
+        """Always: a prompt's steps are not seen from outside, but the core answers between them."""
         self._llm = llm
         self._ref = ref
         self._check_fraction = check_fraction
         self._kept: dict[str, int] = {}  # request id -> KV blocks, until the worker no longer holds them
         self._fresh: set[str] = set()  # kept since the worker was last asked, and maybe not known to it yet
+        self._asking = asyncio.Lock()
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
@@ -125,15 +129,30 @@ class VllmPrefillEngine:
             self.on_death()
         if not self._kept:  # Asking keeps an idle worker spinning for a second (device_communicators/shm_broadcast.py).
             return 0
+        async with self._asking:  # Else the second of two would take what the first has yet to hear of for gone.
+            await self._ask_held()
+        return sum(self._kept.values())
+
+    async def _ask_held(self) -> None:
         fresh, self._fresh = self._fresh, set()
         try:
             held = await base.call_workers(self._llm, "held_kv", timeout_s=HELD_TIMEOUT_S)
         except UnavailableError:
             self._fresh |= fresh
+        except asyncio.CancelledError:
+            self._fresh |= fresh
+            raise
         else:
             known = fresh | self._fresh | {name for rank in held for name in rank}
             self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
-        return sum(self._kept.values())
+
+    async def answer(self) -> None:
+        """See `corun.node.pulse.Engine.answer`."""
+        await base.answer(self._llm)
+
+    def computed_s(self) -> float:
+        """See `corun.node.pulse.Engine.computed_s`."""
+        return base.computed_s(self.contract)
 
     async def close(self) -> None:
         """Ends the engine's processes."""

@@ -7,16 +7,18 @@ Must not know: vLLM. The engine is anything with the two methods of `PrefillEngi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from corun import wire
 from corun.cluster import KvHandle, NodeLoad, NodeRef
-from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
+from corun.errors import CorunError, InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.server import Context
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
 SERVICE_NAME = "corun.v1.PrefillService"
+log = logging.getLogger(__name__)
 
 
 class PrefillEngine(Protocol):
@@ -41,8 +43,12 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     def __init__(self, ref: NodeRef, engine: PrefillEngine) -> None:
         self.ref = ref
         self.draining = False
+        self.closed = ""
+        """Why nothing can be started here now; empty if it can."""
         self._engine = engine
         self._in_flight: dict[str, int] = {}  # request id -> prompt tokens
+        self._running: dict[str, asyncio.Task[KvHandle]] = {}
+        self._given_up: dict[str, str] = {}  # request id -> why
         self._computed_tokens = 0
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -53,6 +59,12 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             tokens=self._computed_tokens,
         )
 
+    def give_up(self, reason: str) -> None:
+        """Ends whatever runs with an error, so that routers run it elsewhere. KV that waits for its reader is kept."""
+        for request_id, task in self._running.items():
+            self._given_up[request_id] = reason
+            task.cancel()
+
     async def Prefill(
         self, request: prefill_service_pb2.PrefillRequest, context: Context
     ) -> prefill_service_pb2.PrefillResponse:
@@ -60,13 +72,16 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         prompt = list(request.prompt_token_ids)
         self._in_flight[request.request_id] = len(prompt)
         try:
-            handle = await self._engine.prefill(request.request_id, prompt, wire.node_ref_from_proto(request.reader))
+            handle = await self._run(request.request_id, prompt, wire.node_ref_from_proto(request.reader))
         except asyncio.CancelledError:
             # The answer may have been on its way: whoever asked no longer knows the handle, so nobody else can free it.
             self._release_soon(request.request_id)
+            if reason := self._given_up.get(request.request_id):
+                raise UnavailableError(f"prefill node {self.ref.node_id}: {reason}") from None
             raise
         finally:
             del self._in_flight[request.request_id]
+            self._given_up.pop(request.request_id, None)
         self._computed_tokens += len(prompt)
         return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
 
@@ -78,9 +93,19 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             await self._engine.release(request.request_id)
         return prefill_service_pb2.ReleaseKvResponse()
 
+    async def _run(self, request_id: str, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
+        """In a task of its own, which `give_up` can end without the call."""
+        task = self._running[request_id] = asyncio.ensure_future(self._engine.prefill(request_id, prompt, reader))
+        try:
+            return await task
+        finally:
+            del self._running[request_id]
+
     def _admit(self, request: prefill_service_pb2.PrefillRequest) -> None:
         if request.generation != self.ref.generation:
             raise StaleGenerationError(self.ref.node_id, request.generation, self.ref.generation)
+        if self.closed:
+            raise UnavailableError(f"prefill node {self.ref.node_id}: {self.closed}")
         if self.draining:
             raise UnavailableError(f"prefill node {self.ref.node_id} is draining")
         if not request.reader.node_id or not request.reader.generation:
@@ -91,6 +116,12 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
 
     def _release_soon(self, request_id: str) -> None:
-        task = asyncio.ensure_future(self._engine.release(request_id))
+        task = asyncio.ensure_future(self._release(request_id))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
+
+    async def _release(self, request_id: str) -> None:
+        try:
+            await self._engine.release(request_id)
+        except CorunError as error:  # A stuck engine does it when it goes on.
+            log.warning("KV of %s was not released yet: %s", request_id, error)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable, Sequence
 
-from corun.auth import Gate
+from corun.auth import ClientToken, Gate
 from corun.channel import Access
 from corun.config import RouterConfig, is_loopback
+from corun.renewal import Renewed
 from corun.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.admission import AdmissionQueue
@@ -53,7 +55,7 @@ class Router:
             config.port,
             tls=access.tls,
             mutual=config.tls_clients,
-            gate=Gate(cluster=access.token, clients=config.client_tokens()),
+            gate=Gate(cluster=access.token, clients=_client_tokens(config)),
             max_message_bytes=config.max_message_bytes,
             client_timeout_s=config.client_timeout_s,
             longest_call_s=LONGEST_CALL_S,
@@ -142,3 +144,8 @@ class Router:
         )
         self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
         self.server.add(registry_service_pb2_grpc.add_RegistryServiceServicer_to_server, registry)
+
+
+def _client_tokens(config: RouterConfig) -> Callable[[], Sequence[ClientToken]]:
+    """Those of the file as it is now; one that cannot be used, or has none, leaves those before."""
+    return Renewed((config.client_tokens_file,), config.client_tokens).current

@@ -39,6 +39,8 @@ from router.placement import Need
 from router.registry import Registry
 
 CLOCK_SLACK_S = 0.1
+SOURCE_CHECK_S = 0.5
+"""How often a sample without a token looks whether the node that holds its KV is still there."""
 
 log = logging.getLogger(__name__)
 
@@ -297,8 +299,17 @@ class Run:
                 left = self._lease.last_row_at + self._config.step_timeout_s - asyncio.get_running_loop().time()
                 if left <= 0:
                     raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
+                if not self._output.position:  # The KV may not have been read yet.
+                    self._check_source()
+                    left = min(left, SOURCE_CHECK_S)
                 await asyncio.wait((ended,), timeout=self._time(left))
             return ended.result()
+
+    def _check_source(self) -> None:
+        """Raises NodeFaultError if nobody may answer for the KV any more."""
+        prefill = self.seat.prefill
+        if reason := prefill.lost or prefill.stuck:
+            raise NodeFaultError(prefill, UnavailableError(f"{prefill.node_id}: {reason}"))
 
     def close(self) -> None:
         """Gives back all that the run holds. Never waits: what needs a call happens in the background."""

@@ -37,6 +37,8 @@ class Member(Generic[C]):
         """Why this generation is not used ever again."""
         self.suspended = ""
         """Why it gets no new work before its next heartbeat."""
+        self.stuck = ""
+        """Why it says that it takes no work at all now."""
         self.trouble = "being prepared"
         """What keeps it from being ready."""
         self.silence: asyncio.TimerHandle | None = None
@@ -47,7 +49,8 @@ class Member(Generic[C]):
 
     @property
     def takes_work(self) -> bool:
-        return self.is_open and not (self.lost or self.quarantined or self.suspended or self.draining)
+        out = self.lost or self.quarantined or self.suspended or self.stuck or self.draining
+        return self.is_open and not out
 
     @property
     def state(self) -> NodeState:
@@ -63,12 +66,13 @@ class Member(Generic[C]):
     def detail(self) -> str:
         if self.state is NodeState.READY:
             return ""
-        out = self.quarantined or self.lost or ("takes no new work" if self.draining else "")
+        out = self.quarantined or self.lost or self.stuck or ("takes no new work" if self.draining else "")
         return out or self.suspended or self.trouble
 
-    def report(self, load: NodeLoad, *, draining: bool, now: float) -> None:
+    def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
         self.load = load
         self.draining = draining
+        self.stuck = stuck
         self.suspended = ""
         self.heartbeat_at = now
 
@@ -89,8 +93,8 @@ class DecodeMember(Member[DecodeClient]):
         super().__init__(info, client, now)
         self.room = DecodeRoom(slots=info.slots, kv_blocks=info.kv_blocks, block_size=info.block_size)
 
-    def report(self, load: NodeLoad, *, draining: bool, now: float) -> None:
-        super().report(load, draining=draining, now=now)
+    def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
+        super().report(load, draining=draining, stuck=stuck, now=now)
         self.room.report(load)
 
 
@@ -101,8 +105,8 @@ class PrefillMember(Member[PrefillClient]):
         super().__init__(info, client, now)
         self.room = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT)
 
-    def report(self, load: NodeLoad, *, draining: bool, now: float) -> None:
-        super().report(load, draining=draining, now=now)
+    def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
+        super().report(load, draining=draining, stuck=stuck, now=now)
         self.room.report(load)
 
 

@@ -113,7 +113,9 @@ class Registry:
         """
         check_info(info)
         self._check_room(info.ref.node_id)
-        self._check_trusted(info)
+        if info.ref in self._quarantined and self._member(info.ref.node_id) is None:
+            self._refuse(info, self._quarantined[info.ref])  # Else its member says so in the status.
+        self._check_trusted(info.ref)
         self._check_alive(info.ref)
         known = self._member(info.ref.node_id)
         if known is not None and known.info.ref == info.ref and not known.lost:
@@ -124,12 +126,20 @@ class Registry:
         self._admit(info)
         self._add(info)
 
-    def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool) -> None:
-        """Keeps a node in use. Raises NotFoundError if it has to register (again)."""
+    def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool, stuck: str = "") -> None:
+        """Keeps a node in use, unless it says why not.
+
+        Raises:
+            NotFoundError: it has to register (again).
+            DataLossError: this generation may have given wrong bits.
+        """
+        self._check_trusted(ref)
         member = self._member(ref.node_id)
         if member is None or member.info.ref != ref or member.lost:
             raise NotFoundError(f"node {ref} is not registered here")
-        member.report(load, draining=draining, now=_now())
+        if stuck and not member.stuck:
+            log.warning("node %s takes no work: %s", ref, stuck)
+        member.report(load, draining=draining, stuck=stuck, now=_now())
         self._expect_heartbeat(member)
         self.changed()
 
@@ -280,11 +290,9 @@ class Registry:
             known = self._member(ref.node_id)
             raise StaleGenerationError(ref.node_id, ref.generation, known.info.ref.generation if known else "gone")
 
-    def _check_trusted(self, info: NodeInfo) -> None:
-        if reason := self._quarantined.get(info.ref):
-            if self._member(info.ref.node_id) is None:  # Else its member says so in the status.
-                self._refuse(info, reason)
-            raise DataLossError(f"node {info.ref} {reason}: restart it, so that it tests itself again")
+    def _check_trusted(self, ref: NodeRef) -> None:
+        if reason := self._quarantined.get(ref):
+            raise DataLossError(f"node {ref} {reason}: restart it, so that it tests itself again")
 
     def _replace(self, known: Member[Any], ref: NodeRef) -> None:
         if known.info.ref != ref:

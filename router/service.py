@@ -12,7 +12,7 @@ from contextlib import aclosing, contextmanager
 
 from corun import wire
 from corun.cluster import ClusterStatus, VerifyCase
-from corun.errors import UnavailableError
+from corun.errors import DataLossError, UnavailableError
 from corun.server import Context, caller
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
@@ -155,17 +155,30 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
     async def Register(self, request: registry_pb2.RegisterRequest, context: Context) -> registry_pb2.RegisterResponse:
         if self._activity.draining:
             raise UnavailableError("the router is shutting down")
-        self._registry.register(wire.node_info_from_proto(request.node))
-        return registry_pb2.RegisterResponse(
+        response = registry_pb2.RegisterResponse(
             router_id=self._router_id, heartbeat_interval_ms=self._heartbeat_interval_ms
         )
+        with _told_in(response):
+            self._registry.register(wire.node_info_from_proto(request.node))
+        return response
 
     async def Heartbeat(
         self, request: registry_pb2.HeartbeatRequest, context: Context
     ) -> registry_pb2.HeartbeatResponse:
         ref, load = wire.node_ref_from_proto(request.ref), wire.node_load_from_proto(request.load)
-        self._registry.heartbeat(ref, load, draining=request.draining)
-        return registry_pb2.HeartbeatResponse()
+        response = registry_pb2.HeartbeatResponse()
+        with _told_in(response):
+            self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
+        return response
+
+
+@contextmanager
+def _told_in(response: registry_pb2.RegisterResponse | registry_pb2.HeartbeatResponse) -> Iterator[None]:
+    """A quarantine is no error of the call: the node hears of it in the answer, and goes on to tell other routers."""
+    try:
+        yield
+    except DataLossError as error:
+        response.quarantined = str(error)
 
 
 def _deadline(context: Context) -> float:

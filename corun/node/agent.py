@@ -28,6 +28,7 @@ from corun.v1 import registry_service_pb2_grpc
 
 RETRY_S = 1.0
 CALL_TIMEOUT_S = 5.0
+HEARD_POLL_S = 0.01
 log = logging.getLogger(__name__)
 
 
@@ -38,15 +39,39 @@ class NodeAgent:
         self, info: NodeInfo, routers: Sequence[str], load: Callable[[], Awaitable[NodeLoad]], access: Access = OPEN
     ) -> None:
         self.draining = False
+        self.stuck = ""
+        """Why the node takes no work at all now. Whoever changes one of these calls `tell`."""
         self._access = access
         self._info = info
         self._routers = routers
         self._load = load
         self._said: dict[str, str] = {}  # the last complaint about each router, so that it is logged once
+        self._last_load = NodeLoad()
+        self._news = 0
+        self._told = asyncio.Event()  # of the next news
+        self.on_quarantine: Callable[[str], None] = lambda reason: None
+        """A router that the node registered with has said that nobody may use this generation any more."""
+        self._heard: dict[str, int] = {}  # the news that each router which has this node knows
 
     async def run(self) -> None:
         """Runs until cancelled."""
         await asyncio.gather(*(self._serve(router) for router in self._routers))
+
+    def tell(self) -> None:
+        """Heartbeats at once."""
+        self._news += 1
+        told, self._told = self._told, asyncio.Event()
+        told.set()
+
+    async def heard(self, timeout_s: float) -> bool:
+        """Waits until every router that has this node knows what `tell` told; False if one did not in time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while late := [router for router, news in self._heard.items() if news < self._news]:
+            if asyncio.get_running_loop().time() >= deadline:
+                log.warning("not told within %g s: %s", timeout_s, ", ".join(late))
+                return False
+            await asyncio.sleep(HEARD_POLL_S)
+        return True
 
     async def _serve(self, router: str) -> None:
         async with channel(router, access=self._access) as link:
@@ -54,32 +79,59 @@ class NodeAgent:
             while True:
                 try:
                     interval = await self._register(stub, router)
-                    await self._beat(stub, interval)
+                    await self._beat(stub, router, interval)
                 except grpc.RpcError as failure:
                     self._complain(router, from_rpc_error(failure))
+                finally:
+                    self._heard.pop(router, None)
                 await asyncio.sleep(RETRY_S)
 
     async def _register(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: str) -> float:
         """Registers and returns the heartbeat interval in seconds."""
         request = pb.RegisterRequest(node=wire.node_info_to_proto(self._info))
         answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
-        log.info("registered with router %s at %s", answer.router_id, router)
-        self._said.pop(router, None)
+        if answer.quarantined:
+            self._note_quarantine(router, answer.quarantined)
+        else:
+            log.info("registered with router %s at %s", answer.router_id, router)
+            self._said.pop(router, None)
+        self._heard[router] = -1
         return float(answer.heartbeat_interval_ms) / 1000
 
-    async def _beat(self, stub: registry_service_pb2_grpc.RegistryServiceStub, interval: float) -> None:
+    async def _beat(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: str, interval: float) -> None:
         """Heartbeats until the router asks for a new registration; raises grpc.RpcError when it is gone."""
         ref = wire.node_ref_to_proto(self._info.ref)
         while True:
-            load = wire.node_load_to_proto(await self._load())
-            request = pb.HeartbeatRequest(ref=ref, load=load, draining=self.draining)
+            load = wire.node_load_to_proto(await self._current_load())
+            news, told = self._news, self._told
+            request = pb.HeartbeatRequest(ref=ref, load=load, draining=self.draining, stuck=self.stuck)
             try:
-                await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
+                answer = await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
             except grpc.RpcError as failure:
                 if isinstance(from_rpc_error(failure), NotFoundError):
                     return
                 raise
-            await asyncio.sleep(interval)
+            self._heard[router] = news
+            self._note_quarantine(router, answer.quarantined)
+            await _sleep(interval, told)
+
+    async def _current_load(self) -> NodeLoad:
+        """The last that is known while the engine is stuck, or when news come that are not to wait for its answer."""
+        if not self.stuck:
+            asking, told = asyncio.ensure_future(self._load()), asyncio.ensure_future(self._told.wait())
+            try:
+                await asyncio.wait((asking, told), return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    self._last_load = asking.result()
+            finally:
+                told.cancel()
+                asking.cancel()
+        return self._last_load
+
+    def _note_quarantine(self, router: str, reason: str) -> None:
+        if reason:
+            self._complain(router, DataLossError(reason))
+            self.on_quarantine(f"router {router} says: {reason}")
 
     def _complain(self, router: str, error: CorunError) -> None:
         text = str(error)
@@ -88,3 +140,12 @@ class NodeAgent:
             level = logging.ERROR if lasting else logging.INFO
             log.log(level, "router %s: %s", router, text)
         self._said[router] = text
+
+
+async def _sleep(seconds: float, told: asyncio.Event) -> None:
+    """Sleeps until then, or until there is news."""
+    news = asyncio.ensure_future(told.wait())
+    try:
+        await asyncio.wait((news,), timeout=seconds)  # wait_for may swallow a cancellation that comes with the news.
+    finally:
+        news.cancel()

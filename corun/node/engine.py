@@ -22,10 +22,12 @@ from corun.config import NodeConfig, is_loopback
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError
 from corun.node import pin
+from corun.processes import cpu_seconds
 
 VLLM_VERSION = "0.26.0"
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 120.0
+ANSWER_POLL_S = 0.5
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_MLA")
 KV_CACHE_KINDS = {"FullAttentionSpec", "MLAAttentionSpec"}
 RUNNERS = {"cpu": "v1 CPUModelRunner", "cuda": "v2 GPUModelRunner"}
@@ -191,6 +193,33 @@ async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> l
     except asyncio.TimeoutError:
         raise UnavailableError(f"the engine did not answer {method} within {timeout_s:g} s") from None
     return answers
+
+
+async def answer(llm: Any) -> None:
+    """Returns once the engine's core has answered a question that costs it nothing.
+
+    It answers between two steps (v1/engine/core.py: `_process_input_queue`), and asks no worker. A question that is
+    given up is harmless: its late answer is dropped (v1/engine/core_client.py: `_process_utility_output`).
+
+    Raises:
+        UnavailableError: the engine is dead; vLLM leaves the questions of its time unanswered.
+    """
+    question = asyncio.ensure_future(llm.is_sleeping())
+    try:
+        while not llm.errored and not question.done():
+            await asyncio.wait((question,), timeout=ANSWER_POLL_S)
+        if not question.done() or question.cancelled() or question.exception() is not None:
+            raise UnavailableError("the engine died")
+    finally:
+        question.cancel()
+
+
+def computed_s(contract: Contract) -> float:
+    """CPU time that the engine's main threads have used: those compute, while NIXL's own spin for ever.
+
+    0 where a GPU computes, since a thread that waits for it may spin.
+    """
+    return 0.0 if contract.model.cuda else cpu_seconds(os.getpid())
 
 
 async def observe(llm: Any) -> dict[str, Any]:

@@ -18,10 +18,19 @@ from corun.auth import Gate
 from corun.channel import Access
 from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config import NodeConfig
-from corun.errors import UnavailableError
+from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node.agent import NodeAgent
+from corun.node.pulse import Pulse
 from corun.server import GrpcServer
 
+EXIT_DIED = 1
+"""The engine died, or was stuck for too long."""
+EXIT_QUARANTINED = 3
+"""A router said that this generation may have given wrong bits: only a new start, which tests itself, may be used."""
+NEWS_TIMEOUT_S = 0.5
+"""For routers to hear that a node's engine is stuck, before its streams end."""
+TELL_TIMEOUT_S = 5.0
+"""For all routers to hear that a quarantined node must not be used."""
 log = logging.getLogger(__name__)
 
 
@@ -29,8 +38,14 @@ class Service(Protocol):
     """What the life cycle needs of a role's service."""
 
     draining: bool
+    """Finishes what it has."""
+    closed: str
+    """Why nothing can be started now; empty if it can."""
 
     async def load(self) -> NodeLoad: ...
+
+    def give_up(self, reason: str) -> None:
+        """Ends whatever runs with an error, so that routers run it elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,42 +94,149 @@ def node_info(
     return at
 
 
-async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains; a node that failed its self-test stays NOT_SERVING meanwhile.
+class Life:
+    """A node that listens, from its first registration to its last release."""
 
-    Raises:
-        UnavailableError: the engine died; the process ends with 1 and its supervisor starts a new generation.
-    """
-    died = asyncio.Event()
-    role.engine.on_death = died.set
-    access = Access.of_member(config)
-    server = GrpcServer(config.host, config.port, tls=access.tls, gate=Gate(cluster=access.token))
-    server.add(role.register, role.service)
-    await server.start()
-    agent = NodeAgent(role.info(server.address), config.router, role.service.load, access)
-    membership = asyncio.create_task(agent.run())
-    # It ends by itself only when the engine can no longer be asked: an idle engine's death is seen here first.
-    membership.add_done_callback(lambda task: None if task.cancelled() else died.set())
-    finding = role.engine.facts.finding
-    await _set_serving(server, role, not finding)
-    if finding:
-        # Routers are told, and refuse the node; it stays up so that whoever asks can read why.
-        log.error("not serving on %s: the self-test failed: %s", server.address, finding)
-    else:
-        log.info("serving on %s", server.address)
-    await _first(stop, died)
-    await _set_serving(server, role, False)
-    if not died.is_set():
-        await _drain(role.service, agent, config.drain_grace_s)
-    await _cancel(membership)
-    await server.stop(1.0)
-    await role.engine.close()
-    if died.is_set():
-        raise UnavailableError("the engine died")
+    def __init__(self, config: NodeConfig, role: Role) -> None:
+        access = Access.of_member(config)
+        self._role = role
+        self._config = config
+        self._server = GrpcServer(config.host, config.port, tls=access.tls, gate=Gate(cluster=access.token))
+        self._server.add(role.register, role.service)
+        self._access = access
+        self._agent: NodeAgent
+        self._quarantined = ""
+        self._watches: list[asyncio.Task[None]] = []
+        self._ended: asyncio.Future[CorunError] = asyncio.get_running_loop().create_future()
+        """Why the process has to end, unless it was asked to."""
+
+    async def start(self) -> None:
+        """Listens, and joins the routers; a node that failed its self-test stays NOT_SERVING."""
+        role, config = self._role, self._config
+        role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
+        await self._server.start()
+        self._agent = NodeAgent(role.info(self._server.address), config.router, role.service.load, self._access)
+        self._agent.on_quarantine = self._note_quarantine
+        pulse = Pulse(
+            role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
+        )
+        # Membership ends by itself only when the engine can no longer be asked.
+        for work in (self._agent.run(), pulse.run()):
+            watch = asyncio.create_task(work)
+            watch.add_done_callback(self._note_end)
+            self._watches.append(watch)
+        await self._tell_health()
+        if finding := role.engine.facts.finding:
+            # Routers are told, and refuse the node; it stays up so that whoever asks can read why.
+            log.error("not serving on %s: the self-test failed: %s", self._server.address, finding)
+        else:
+            log.info("serving on %s", self._server.address)
+
+    async def until_over(self, stop: asyncio.Event) -> CorunError | None:
+        """Why the process has to end; None if it was asked to."""
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((stopped, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        return None if stop.is_set() else self._ended.result()
+
+    async def drain(self) -> None:
+        """Waits for the running work, and hands over to other nodes what takes longer than `drain_grace_s` seconds."""
+        service, grace_s = self._role.service, self._config.drain_grace_s
+        deadline = asyncio.get_running_loop().time() + grace_s
+        # Only the engine's worker knows when the last KV was read, and it can only be asked.
+        while await self._is_busy():
+            if asyncio.get_running_loop().time() >= deadline:
+                log.warning("work still runs after %g s: other nodes have to do it", grace_s)
+                service.give_up(f"it was told to stop {grace_s:g} s ago")
+                return
+            await asyncio.sleep(0.05)
+
+    async def refuse(self) -> None:
+        """Takes no new work, and says so."""
+        self._role.service.draining = self._agent.draining = True
+        self._agent.tell()
+        await self._tell_health()
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.wait(self._watches)
+        await self._server.stop(1.0)
+        await self._role.engine.close()
+
+    async def say_farewell(self) -> None:
+        """Waits until every router knows that the node is of no use any more."""
+        await self._agent.heard(TELL_TIMEOUT_S)
+
+    def _note_quarantine(self, reason: str) -> None:
+        """At once, even in a drain: what it computes now may be wrong."""
+        if not self._quarantined:
+            self._quarantined = reason
+            self._say(reason)
+            self._role.service.give_up(reason)
+            self._end(DataLossError(reason))
+
+    async def _note_stuck(self, stuck: str) -> None:
+        if self._quarantined:
+            return
+        self._say(stuck)
+        await self._tell_health()
+        if stuck:
+            await self._agent.heard(NEWS_TIMEOUT_S)  # Else what is given up here may be tried here once more.
+            self._role.service.give_up(stuck)
+
+    def _say(self, reason: str) -> None:
+        """Takes no work, for a reason; an empty one ends that. All routers hear it."""
+        self._role.service.closed = self._agent.stuck = reason
+        self._agent.tell()
+
+    async def _tell_health(self) -> None:
+        service = self._role.service
+        serving = not (service.draining or service.closed or self._role.engine.facts.finding)
+        for name in ("", self._role.service_name):
+            await self._server.set_serving(name, serving)
+
+    async def _is_busy(self) -> bool:
+        if self._role.service.closed or self._ended.done():
+            return False  # What ran has been given up, or has died with the engine.
+        try:
+            load = await self._role.service.load()
+        except Exception:
+            log.exception("the engine cannot be asked what still runs")
+            return False
+        return load.used_slots > 0 or load.used_kv_blocks > 0 or load.queued_prompt_tokens > 0
+
+    def _end(self, error: CorunError) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    def _note_end(self, watch: asyncio.Task[None]) -> None:
+        if watch.cancelled():
+            return
+        error = watch.exception()
+        if not isinstance(error, CorunError):
+            log.error("a watch over the node ended", exc_info=error)
+            error = UnavailableError("the engine died")
+        self._end(error)
+
+
+async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, then drains. Raises the error that ends the process before."""
+    life = Life(config, role)
+    await life.start()
+    error = await life.until_over(stop)
+    await life.refuse()
+    if error is None:
+        await life.drain()
+    elif isinstance(error, DataLossError):
+        await life.say_farewell()
+    await life.close()
+    if error is not None:
+        raise error
 
 
 async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) -> NoReturn:
-    """`live`, and the end of the process: with 0 after a drain, with 1 if the engine died.
+    """`live`, and the end of the process: with 0 after a drain, else with one of the codes above.
 
     At once, since everything of ours is closed by then: what vLLM's sockets and NIXL's threads still do when the
     interpreter ends has been seen to keep it from ending.
@@ -122,42 +244,10 @@ async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) ->
     code = 0
     try:
         await live(config, role, stop)
-    except UnavailableError as error:
+    except CorunError as error:
         log.error("%s", error)
-        code = 1
+        code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-async def _set_serving(server: GrpcServer, role: Role, serving: bool) -> None:
-    for name in ("", role.service_name):
-        await server.set_serving(name, serving)
-
-
-async def _drain(service: Service, agent: NodeAgent, grace_s: float) -> None:
-    """Takes no new work and waits for the running work, at most `grace_s` seconds."""
-    service.draining = agent.draining = True
-    deadline = asyncio.get_running_loop().time() + grace_s
-    # Only the engine's worker knows when the last KV was read, and it can only be asked.
-    while _busy(await service.load()) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-
-
-def _busy(load: NodeLoad) -> bool:
-    return load.used_slots > 0 or load.used_kv_blocks > 0 or load.queued_prompt_tokens > 0
-
-
-async def _first(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("membership ended", exc_info=error)

@@ -82,23 +82,29 @@ class RegisterRequest(_message.Message):
     def __init__(self, node: _Optional[_Union[NodeInfo, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("router_id", "heartbeat_interval_ms")
+    __slots__ = ("router_id", "heartbeat_interval_ms", "quarantined")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     heartbeat_interval_ms: int
-    def __init__(self, router_id: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ...) -> None: ...
+    quarantined: str
+    def __init__(self, router_id: _Optional[str] = ..., heartbeat_interval_ms: _Optional[int] = ..., quarantined: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("ref", "load", "draining")
+    __slots__ = ("ref", "load", "draining", "stuck")
     REF_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STUCK_FIELD_NUMBER: _ClassVar[int]
     ref: _types_pb2.NodeRef
     load: NodeLoad
     draining: bool
-    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    stuck: str
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., draining: bool = ..., stuck: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("quarantined",)
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    quarantined: str
+    def __init__(self, quarantined: _Optional[str] = ...) -> None: ...

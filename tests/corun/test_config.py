@@ -60,6 +60,8 @@ def test_router_limits(name: str, values: list[Any]) -> None:
         (NodeConfig, "nixl_port", [65536]),
         (NodeConfig, "tensor_parallel_size", [0]),
         (NodeConfig, "gpu_memory_utilization", [0, 1.1, math.nan]),
+        (NodeConfig, "engine_timeout_s", [0]),
+        (NodeConfig, "engine_restart_s", [0, 5.0]),
         (NodeConfig, "drain_grace_s", [-1]),
         (PrefillConfig, "chunk_size", [0]),
         (PrefillConfig, "kv_check_fraction", [-0.1, 1.1, math.nan]),

@@ -79,7 +79,8 @@ def leaves(cls: type[CorunError]) -> Iterator[type[CorunError]]:
 
 
 def test_the_examples_cover_the_tree_and_codes_are_unique() -> None:
-    assert {type(error) for error in ERRORS} == set(leaves(CorunError))
+    # A module's private ones travel as what they are derived from.
+    assert {type(error) for error in ERRORS} == {cls for cls in leaves(CorunError) if not cls.__name__.startswith("_")}
     assert len({error.code for error in ERRORS}) == len(ERRORS)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from corun import guard
+from corun.node.main import EXIT_QUARANTINED
 from corun.supervisor import ProcessState, RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, settled_s=10, max_quick_deaths=3)
@@ -106,6 +107,13 @@ def test_gives_up_after_quick_deaths(log: Path) -> None:
     status = supervisor.status()
     assert (status.state, status.deaths) == (ProcessState.FAILED, 3)
     assert status.detail == "exit code 1 after 0 s\nno such model"
+
+
+def test_a_quarantined_node_is_started_again(log: Path) -> None:
+    """With the delay of any death, and given up if that happens again and again."""
+    supervisor = Supervisor("node", python(f"raise SystemExit({EXIT_QUARANTINED})"), log, policy=QUICK)
+    assert supervisor.join(10)
+    assert (supervisor.status().state, supervisor.status().deaths) == (ProcessState.FAILED, QUICK.max_quick_deaths)
 
 
 def test_usage_error_is_final(log: Path) -> None:

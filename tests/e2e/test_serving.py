@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import grpc
 import pytest
 
 from corun import FinishReason, InvalidArgumentError, SamplingParams
 from corun.cluster import NodeRole
+from corun.processes import descendants
 from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc, types_pb2
-from tests.e2e.conftest import SLOTS, Cluster, wait_until
+from tests.e2e.conftest import SLOTS, Cluster, ready, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -148,3 +152,41 @@ def test_a_deadline_frees_everything(cluster: Cluster) -> None:
         client.generate("Once", SamplingParams(max_tokens=8000, ignore_eos=True), timeout_s=1.0)
     assert time.monotonic() - started < 5
     wait_until(lambda: idle(cluster), "all slots and KV are free again")
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_a_stopped_engine_is_noticed_in_seconds_and_comes_back(cluster: Cluster, name: str) -> None:
+    """The core of an engine is stopped; its node goes on to answer, and says so. The sample ends with the same bits."""
+    params = SamplingParams(max_tokens=900, temperature=1.0, ignore_eos=True, logprobs=True)
+    prompt = [5] * 200
+    with cluster.client() as client:
+        whole = client.generate(prompt, params, seed=7)
+        stream = client.stream(prompt, params, seed=7)
+        tokens = [*next(stream).token_ids]
+        core = engine_core(cluster, name)
+        stopped_at = time.monotonic()
+        os.kill(core, signal.SIGSTOP)
+        try:
+            wait_until(lambda: "its engine is stuck" in detail(cluster, name), "the stuck engine is known", 60)
+            noticed_s = time.monotonic() - stopped_at
+        finally:
+            os.kill(core, signal.SIGCONT)
+        wait_until(lambda: ready(cluster), "the engine is used again")
+        tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tuple(tokens) == whole.token_ids
+    again_s = time.monotonic() - stopped_at - noticed_s
+    print(f"{name}: noticed after {noticed_s:.1f} s, used again and done {again_s:.1f} s later")
+    assert 5 <= noticed_s < 20  # 5 s, a second until the next question, and what a busy machine takes.
+    wait_until(lambda: idle(cluster), "all slots and KV are free again")
+
+
+def engine_core(cluster: Cluster, name: str) -> int:
+    """The process of a node's engine core: vLLM names it so."""
+    pids = descendants(cluster.processes.running[name].pid)
+    (core,) = [pid for pid in pids if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return core
+
+
+def detail(cluster: Cluster, role: str) -> str:
+    (status,) = [status for status in cluster.status().nodes if status.node.role.value == role]
+    return status.detail

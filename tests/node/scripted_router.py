@@ -39,6 +39,9 @@ class Router(pb_grpc.RegistryServiceServicer):
         self.beats: list[pb.HeartbeatRequest] = []
         self.refuse_register: CorunError | None = None
         self.refuse_beat: CorunError | grpc.StatusCode | None = None
+        self.quarantined = ""
+        self.quarantined_at_once = ""
+        self.interval_ms = 5
         self.hang = False
         self.hanging = asyncio.Event()
 
@@ -46,7 +49,9 @@ class Router(pb_grpc.RegistryServiceServicer):
         if self.refuse_register:
             raise self.refuse_register
         self.registered.append(wire.node_info_from_proto(request.node))
-        return pb.RegisterResponse(router_id="r0", heartbeat_interval_ms=5)
+        return pb.RegisterResponse(
+            router_id="r0", heartbeat_interval_ms=self.interval_ms, quarantined=self.quarantined_at_once
+        )
 
     async def Heartbeat(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.beats.append(request)
@@ -57,7 +62,7 @@ class Router(pb_grpc.RegistryServiceServicer):
             await context.abort(self.refuse_beat, "told to")
         if self.refuse_beat is not None:
             raise self.refuse_beat
-        return pb.HeartbeatResponse()
+        return pb.HeartbeatResponse(quarantined=self.quarantined)
 
 
 @contextlib.asynccontextmanager

@@ -151,3 +151,40 @@ async def test_a_refusal_is_said_once_and_tried_again(caplog: pytest.LogCaptureF
         f"router {server.address}: another contract: model.dtype: bfloat16 != float32"
     ]
     assert any("registered with router r0" in record.getMessage() for record in caplog.records)
+
+
+async def test_news_travel_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the next heartbeat: that may be a second away."""
+    router = Router()
+    router.interval_ms = 60_000
+    async with serving(router) as server, running(server.address) as agent:
+        await until(lambda: len(router.beats) == 1)
+        agent.stuck = "its engine is stuck"
+        agent.tell()
+        assert await agent.heard(DEADLINE_S)
+        assert [beat.stuck for beat in router.beats] == ["", "its engine is stuck"]
+
+
+async def test_a_router_that_does_not_answer_is_waited_for_only_so_long() -> None:
+    router, other = Router(), Router()
+    async with serving(router) as first, serving(other) as second, running(first.address, second.address) as agent:
+        await until(lambda: bool(router.beats and other.beats))
+        router.hang = True
+        await router.hanging.wait()
+        agent.tell()
+        assert not await agent.heard(0.1)
+        assert agent._heard[second.address] == agent._news
+
+
+@pytest.mark.parametrize("call", ["Register", "Heartbeat"])
+async def test_a_quarantine_is_heard_from_either_call(call: str) -> None:
+    router = Router()
+    router.quarantined = "gave other bits" if call == "Heartbeat" else ""
+    router.quarantined_at_once = "gave other bits" if call == "Register" else ""
+    heard: list[str] = []
+    async with serving(router) as server, running(server.address) as agent:
+        agent.on_quarantine = heard.append
+        await until(lambda: bool(heard))
+        assert heard[0] == f"router {server.address} says: gave other bits"
+        seen = len(router.beats)
+        await until(lambda: len(router.beats) > seen)  # Other routers may have yet to be told.

@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from corun.channel import channel
 from corun.cluster import NodeLoad, NodeRole
 from corun.config import PrefillConfig
-from corun.errors import UnavailableError
+from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import agent as agent_module
-from corun.node.main import Role, live, node_ref
+from corun.node import main as main_module
+from corun.node.main import Role, live, live_and_leave, node_ref
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
 SERVICE = "corun.v1.PrefillService"
@@ -29,6 +30,15 @@ class Engine:
         self.facts = SimpleNamespace(finding=finding)
         self.on_death: Callable[[], None] = lambda: None
         self.stopped = False
+        self.steps = 0
+        self.hanging = False
+
+    async def answer(self) -> None:
+        while self.hanging:  # noqa: ASYNC110  # As a stopped process: it does not even know.
+            await asyncio.sleep(0.002)
+
+    def computed_s(self) -> float:
+        return 0.0
 
     async def close(self) -> None:
         self.stopped = True
@@ -39,6 +49,8 @@ class Service:
 
     def __init__(self) -> None:
         self.draining = False
+        self.closed = ""
+        self.given_up: list[str] = []
         self.busy = False
         self.failure: Exception | None = None
 
@@ -47,16 +59,21 @@ class Service:
             raise self.failure
         return NodeLoad(queued_prompt_tokens=int(self.busy))
 
+    def give_up(self, reason: str) -> None:
+        self.given_up.append(reason)
+        self.busy = False
+
 
 class Life:
     """A node under way, with the router it registered with."""
 
-    def __init__(self, router: Router, address: str, finding: str = "") -> None:
+    def __init__(self, router: Router, address: str, finding: str = "", **settings: Any) -> None:
         self.router = router
         self.engine = Engine(finding)
         self.service = Service()
         self.stop = asyncio.Event()
-        config = PrefillConfig(model="/models/tiny", router=(address,), drain_grace_s=DEADLINE_S)
+        settings = {"drain_grace_s": DEADLINE_S, **settings}
+        config = PrefillConfig(model="/models/tiny", router=(address,), **settings)
         role = Role(
             engine=self.engine,
             service=self.service,
@@ -82,14 +99,14 @@ class Life:
 
 
 @asynccontextmanager
-async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "") -> AsyncIterator[Life]:
+async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "", **settings: Any) -> AsyncIterator[Life]:
     monkeypatch.setattr(agent_module, "RETRY_S", 0.01)
     router = Router()
     async with serving(router) as server:
-        life = Life(router, server.address, finding)
+        life = Life(router, server.address, finding, **settings)
         await until(lambda: life.task.done() or len(router.beats) > 0)
         yield life
-        life.service.busy = False
+        life.service.busy = life.engine.hanging = False
         life.stop.set()
         await asyncio.wait((life.task,), timeout=DEADLINE_S)
 
@@ -153,3 +170,98 @@ def test_every_life_has_its_own_generation() -> None:
     assert len({ref.generation for ref in refs}) == 3
     unnamed = node_ref(PrefillConfig(model="/models/tiny"), NodeRole.PREFILL)
     assert "prefill" in unnamed.node_id
+
+
+def stuck(life: Life) -> str:
+    """What its last heartbeat said."""
+    return str(life.router.beats[-1].stuck)
+
+
+async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, engine_timeout_s=0.1) as life:
+        life.service.busy = life.engine.hanging = True
+        await until(lambda: bool(stuck(life)))
+        assert stuck(life) == "its engine is stuck: no answer and no step for 0.1 s"
+        await until(lambda: bool(life.service.given_up))
+        assert (life.service.closed, life.service.given_up) == (stuck(life), [stuck(life)])
+        await until_health(life, "NOT_SERVING")
+        life.engine.hanging = False
+        await until(lambda: not stuck(life))
+        assert life.service.closed == ""
+        assert not life.task.done()
+        await until_health(life, "SERVING")
+
+
+async def test_an_engine_that_stays_stuck_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, engine_timeout_s=0.05, engine_restart_s=0.2) as life:
+        life.engine.hanging = True
+        with pytest.raises(UnavailableError, match="the engine has not answered for"):
+            await life.end()
+        assert life.engine.stopped
+
+
+async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs any more that it could wait for."""
+    async with living(monkeypatch, engine_timeout_s=0.05) as life:
+        life.engine.hanging = True
+        await until(lambda: bool(stuck(life)))
+        life.service.busy = True
+        life.stop.set()
+        await life.end()
+
+
+async def until_health(life: Life, expected: str) -> None:
+    async def poll() -> None:
+        while await life.health() != expected:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
+
+
+async def test_a_quarantined_node_says_so_and_ends(life: Life) -> None:
+    life.service.busy = True
+    life.router.quarantined = "node p0 gave other bits"
+    with pytest.raises(DataLossError, match="node p0 gave other bits"):
+        await life.end()
+    (reason,) = life.service.given_up
+    assert life.router.beats[-1].stuck == life.service.closed == reason
+    assert life.router.beats[-1].draining
+    assert life.engine.stopped
+
+
+async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
+    """What it was told to do is done: it has stopped."""
+    life.service.busy = True
+    life.stop.set()
+    await until(lambda: life.router.beats[-1].draining)
+    life.service.failure = RuntimeError("the engine is dead")
+    await life.end()
+    assert life.engine.stopped
+
+
+async def test_work_that_outlasts_the_grace_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, drain_grace_s=0.1) as life:
+        life.service.busy = True
+        life.stop.set()
+        await life.end()
+        assert life.service.given_up == ["it was told to stop 0.1 s ago"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, 0), (UnavailableError("the engine died"), 1), (DataLossError("it gave other bits"), 3)],
+)
+async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ended(*_: Any) -> None:
+        if error is not None:
+            raise error
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(main_module, "live", ended)
+    monkeypatch.setattr(main_module.os, "_exit", leave)
+    monkeypatch.setattr(main_module.logging, "shutdown", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event())  # type: ignore[arg-type]
+    assert caught.value.code == code

@@ -1,0 +1,272 @@
+"""Certificates, keys and tokens that are renewed on disk while servers and channels are in use, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from corun.auth import Gate, bearer, read_client_tokens
+from corun.channel import Access, channel
+from corun.client import AsyncClient, Client
+from corun.config import TlsConfig
+from corun.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
+from corun.renewal import Renewed, identity
+from corun.renewed_channel import AsyncRenewedChannel
+from corun.server import GrpcServer
+from corun.v1 import cluster_service_pb2 as pb
+from corun.v1 import cluster_service_pb2_grpc
+from tests.corun.test_security import DEADLINE_S, Cluster, serving
+from tests.secrets import Secrets
+
+GENERATE = "/corun.v1.ClusterService/Generate"
+
+
+class Mounted:
+    """Secrets behind a link that points to one version of them, as cert-manager and Kubernetes mount them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._versions = 0
+        self.now = self.renew()
+
+    def renew(self) -> Secrets:
+        """Another authority, other certificates, other tokens; all at once."""
+        self._versions += 1
+        version = self._directory / f"v{self._versions}"
+        made = Secrets.make(version)
+        self._point_to(version)
+        return made
+
+    def break_key(self) -> None:
+        """A version whose key is not that of its certificate."""
+        self._versions += 1
+        version = self._directory / f"v{self._versions}"
+        made = Secrets.make(version)
+        os.replace(made.path("client.key"), made.path("member.key"))
+        self._point_to(version)
+
+    @property
+    def files(self) -> Secrets:
+        """By the paths that stay."""
+        return Secrets(self._directory / "data")
+
+    def _point_to(self, version: Path) -> None:
+        link = self._directory / "next"
+        link.symlink_to(version)
+        os.replace(link, self._directory / "data")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Mounted:
+    return Mounted(tmp_path)
+
+
+def of_member(secrets: Secrets) -> TlsConfig:
+    return secrets.tls_of("member")
+
+
+async def answers(address: str, tls: TlsConfig) -> bool:
+    """Whether a new client is served."""
+    async with AsyncClient(address, tls=tls, timeout_s=DEADLINE_S, connect_timeout_s=0.5) as client:
+        try:
+            return (await client.get_cluster()).router_id == "r"
+        except UnavailableError:
+            return False
+
+
+class TestServer:
+    async def test_new_connections_get_the_new_certificate(self, mounted: Mounted) -> None:
+        old = mounted.now
+        async with serving(tls=of_member(mounted.files), mutual=False) as server:
+            assert await answers(server.address, old.tls)
+            new = mounted.renew()
+            assert await answers(server.address, new.tls)
+            assert not await answers(server.address, old.tls)
+
+    async def test_and_the_new_authority_decides_who_may_come(self, mounted: Mounted) -> None:
+        old = mounted.now
+        async with serving(tls=of_member(mounted.files)) as server:
+            assert await answers(server.address, of_member(old))
+            new = mounted.renew()
+            mixed = TlsConfig(ca=new.path("ca.pem"), cert=old.path("member.pem"), key=old.path("member.key"))
+            assert not await answers(server.address, mixed)
+            assert await answers(server.address, of_member(new))
+
+    async def test_connections_that_stand_are_left_alone(self, mounted: Mounted) -> None:
+        async with (
+            serving(tls=of_member(mounted.files), mutual=False) as server,
+            channel(server.address, access=Access(tls=mounted.now.tls)) as link,
+        ):
+            stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
+            assert (await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)).router_id == "r"
+            mounted.renew()
+            assert (await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)).router_id == "r"
+
+    async def test_bad_files_leave_the_old_ones_in_use(
+        self, mounted: Mounted, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Said once, however many connections come; and the next good ones are taken."""
+        old = mounted.now
+        async with serving(tls=of_member(mounted.files), mutual=False) as server:
+            mounted.break_key()
+            for _ in range(3):
+                assert await answers(server.address, old.tls)
+            (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+            assert "what was read before stays in use" in said.getMessage()
+            assert "KEY_VALUES_MISMATCH" in said.getMessage()
+            new = mounted.renew()
+            assert await answers(server.address, new.tls)
+
+
+class TestChannel:
+    async def test_new_calls_follow_the_files(self, mounted: Mounted) -> None:
+        """The server has moved to another authority; a client that was made before follows, without being made anew."""
+        async with (
+            serving(tls=of_member(mounted.files)) as server,
+            AsyncClient(server.address, tls=of_member(mounted.files), timeout_s=DEADLINE_S) as client,
+        ):
+            assert (await client.get_cluster()).router_id == "r"
+            await server.stop(0)
+            mounted.renew()
+            async with _again(mounted, server.port):
+                assert (await client.get_cluster()).router_id == "r"
+
+    async def test_blocking_calls_too(self, mounted: Mounted) -> None:
+        async with serving(tls=of_member(mounted.files)) as server:
+            with Client(server.address, tls=of_member(mounted.files), timeout_s=DEADLINE_S) as client:
+                assert (await asyncio.to_thread(client.get_cluster)).router_id == "r"
+                port = server.port
+                await server.stop(0)
+                mounted.renew()
+                async with _again(mounted, port):
+                    assert (await asyncio.to_thread(client.get_cluster)).router_id == "r"
+
+    async def test_without_renewal_nobody_comes_back(self, mounted: Mounted) -> None:
+        """The control: files that stay are what gRPC's own channels see."""
+        old = mounted.now
+        async with serving(tls=of_member(mounted.files)) as server:
+            options = {"timeout_s": DEADLINE_S, "connect_timeout_s": 0.5}
+            async with AsyncClient(server.address, tls=of_member(old), **options) as client:  # type: ignore[arg-type]
+                assert (await client.get_cluster()).router_id == "r"
+                port = server.port
+                await server.stop(0)
+                mounted.renew()
+                async with _again(mounted, port):
+                    with pytest.raises(UnavailableError):
+                        await client.get_cluster()
+
+    async def test_calls_in_progress_end_on_the_old_channel(self, mounted: Mounted) -> None:
+        """Which is closed after the last of them."""
+        service = Cluster()
+        server = GrpcServer(tls=of_member(mounted.files))
+        server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, service)
+        await server.start()
+        link: Any = channel(server.address, access=Access(tls=of_member(mounted.files)))
+        stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
+        stream = stub.Generate(pb.GenerateRequest(), timeout=DEADLINE_S)
+        assert (await stream.read()).text == "one"
+        first = link.current()
+        mounted.renew()
+        assert (await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)).router_id == "r"
+        assert link.current() is not first
+        assert link._old == [first]
+        service.go_on.set()
+        assert await stream.read() is grpc.aio.EOF
+        await _until(lambda: not link._old)
+        assert (await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)).router_id == "r"
+        assert isinstance(link, AsyncRenewedChannel)
+        await link.close()
+        await server.stop(0)
+
+
+def _again(mounted: Mounted, port: int) -> Any:
+    return serving(tls=of_member(mounted.files), port=port)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
+
+
+class TestTokens:
+    def test_they_come_and_go(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path, one, two = tmp_path / "clients", "1" * 20, "2" * 20
+        path.write_text(f"one: {one}\n")
+        gate = Gate(clients=Renewed((str(path),), lambda: read_client_tokens("f", str(path))).current)
+
+        def opens(token: str) -> bool:
+            try:
+                gate.admit(GENERATE, bearer(token))
+            except UnauthenticatedError:
+                return False
+            return True
+
+        assert [opens(one), opens(two), opens("")] == [True, False, False]
+        path.write_text(f"two: {two}\n# one has left\n")
+        assert [opens(one), opens(two), opens("")] == [False, True, False]
+        for bad in ("", "# nobody\n", "two: short\n"):
+            path.write_text(bad)
+            assert [opens(one), opens(two), opens("")] == [False, True, False]
+        path.unlink()
+        assert [opens(one), opens(two), opens("")] == [False, True, False]
+        assert two not in caplog.text
+        assert caplog.text.count("stays in use") == 4
+        path.write_text(f"one: {one}\ntwo: {two}\n")
+        assert [opens(one), opens(two), opens("")] == [True, True, False]
+
+
+class TestFiles:
+    def test_files_that_do_not_change_are_not_read_again(self, tmp_path: Path) -> None:
+        path, reads = tmp_path / "file", []
+        path.write_text("a")
+
+        def read() -> str:
+            reads.append(1)
+            return path.read_text()
+
+        renewed = Renewed((str(path), ""), read)
+        assert [renewed.current() for _ in range(3)] == ["a"] * 3
+        assert len(reads) == 1
+        path.write_text("bb")
+        assert [renewed.current() for _ in range(3)] == ["bb"] * 3
+        assert len(reads) == 2
+
+    @pytest.mark.parametrize(
+        ("name", "content"), [("ca", "-----BEGIN CERTIFICATE-----\nno\n"), ("key", "-----BEGIN PRIVATE KEY-----\n")]
+    )
+    def test_what_openssl_cannot_read_is_refused(self, mounted: Mounted, name: str, content: str) -> None:
+        tls = of_member(mounted.files)
+        Path(getattr(tls, name)).write_text(content)
+        with pytest.raises(InvalidArgumentError) as caught:
+            identity(tls)
+        assert caught.value.field == f"tls_{name}"
+
+    def test_a_key_with_a_passphrase_asks_nobody(self, mounted: Mounted) -> None:
+        from cryptography.hazmat.primitives import serialization
+
+        tls = of_member(mounted.files)
+        key = serialization.load_pem_private_key(Path(tls.key).read_bytes(), None)
+        secret = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+        Path(tls.key).write_bytes(secret)
+        with pytest.raises(InvalidArgumentError, match="tls_key"):
+            identity(tls)
+
+    def test_an_identity_shows_no_key(self, mounted: Mounted) -> None:
+        found = identity(of_member(mounted.files)).current()
+        assert mounted.now.texts[3] not in repr(found)
+        assert ssl.PEM_cert_to_DER_cert(found.cert.decode()) if found.cert else False
