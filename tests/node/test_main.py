@@ -18,7 +18,7 @@ from corun.cluster import NodeLoad, NodeRole
 from corun.config import PrefillConfig
 from corun.errors import UnavailableError
 from corun.node import agent as agent_module
-from corun.node.main import Role, live, node_ref
+from corun.node.main import Role, live, node_info, node_ref
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
 SERVICE = "corun.v1.PrefillService"
@@ -153,3 +153,12 @@ def test_every_life_has_its_own_generation() -> None:
     assert len({ref.generation for ref in refs}) == 3
     unnamed = node_ref(PrefillConfig(model="/models/tiny"), NodeRole.PREFILL)
     assert "prefill" in unnamed.node_id
+
+
+def test_a_node_is_reached_where_it_listens_or_where_it_says() -> None:
+    facts = SimpleNamespace(kv_blocks=1, block_size=16, max_model_len=64, vocab_size=8, finding="")
+    engine = SimpleNamespace(facts=facts, contract=SimpleNamespace(canonical_json=lambda: "{}"))
+    for advertise, reached in (("", "10.0.0.7:4000"), ("proxy:1", "proxy:1")):
+        config = PrefillConfig(model="/models/tiny", advertise=advertise)
+        info = node_info(config, node_ref(config, NodeRole.PREFILL), NodeRole.PREFILL, engine)
+        assert info("10.0.0.7:4000").address == reached
