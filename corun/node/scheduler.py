@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 
 from corun.node.orphans import end_with_parent
 
+
 class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     """A vLLM scheduler that counts prompt + max_tokens of every admitted request as used KV.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Options:
     faults: int = 0
     """0: 1000 on fake engines, 30 on real ones."""
     clients: int = 0
-    """Requests at a time; 0: 16 on fake engines, 6 on real ones."""
+    """Requests at a time; 0: 16 on fake engines, 4 on real ones."""
     kinds: tuple[str, ...] = ()
     """Real engines only: kinds of faults to draw from, by name."""
     control: bool = False
@@ -54,10 +55,11 @@ async def on_real(options: Options, scratch: Path) -> Report:
             ("d0", "d1") if options.control else chaos.members,
             ("kill",) if options.control else options.kinds,
         )
-        return await chaos.run(plan, clients=options.clients or 6)
+        return await chaos.run(plan, clients=options.clients or 4)
 
 
 def main() -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Else every lost connection is a line.
     options = tyro.cli(Options, prog="tests.chaos")
     run = on_real if options.engines == "real" else on_fakes
     with tempfile.TemporaryDirectory() as scratch:

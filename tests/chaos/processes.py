@@ -155,6 +155,11 @@ class RealCluster:
         ready = [_ready(status) for status in statuses]
         return all(node in seen and seen[node] != replaced for seen in ready for node in nodes)
 
+    async def serves(self) -> bool:
+        """Whether every router has a pair of nodes in use."""
+        statuses = [await self.status(router) for router in self.names("r")]
+        return all({name[0] for name in _ready(status)} == {"p", "d"} for status in statuses)
+
     async def back(self, name: str, replaced: str, timeout_s: float) -> bool:
         """Waits until a member is in use again; False if that does not come."""
         deadline = time.monotonic() + timeout_s

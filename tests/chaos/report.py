@@ -16,7 +16,9 @@ class Hit:
     target: str
     at: float
     """Since the first fault could have come."""
-    ready_s: float | None = None
+    ready_s: float = 0.0
+    """From the fault until every router served again; 0 if each went on."""
+    whole_s: float | None = None
     """From the fault until every router again used what was hit; None if that was no process."""
     pauses_s: list[float] = field(default_factory=list)
     """From the fault to the next token of each stream that had begun, its end included."""
@@ -51,7 +53,7 @@ class Report:
     """File descriptors of a real-engine run's processes, before the faults and after."""
     seconds: float = 0.0
     ready_again_s: float = 0.0
-    """The longest time until the cluster was whole again: after the last fault, or, in real-engine mode, any."""
+    """The longest time from the last fault to a whole cluster; on real engines, from any fault until routers served."""
 
     @property
     def exit_code(self) -> int:
@@ -61,7 +63,8 @@ class Report:
         values = {**vars(self), "faults": dict(sorted(self.faults.items())), "fault_count": self.faults.total()}
         values["hits"] = [hit.as_dict() for hit in self.hits]
         if self.hits:
-            values["ready_s"] = quantiles([hit.ready_s for hit in self.hits if hit.ready_s is not None])
+            values["ready_s"] = quantiles([hit.ready_s for hit in self.hits])
+            values["whole_s"] = quantiles([hit.whole_s for hit in self.hits if hit.whole_s is not None])
             values["longest_pause_s"] = quantiles([max(hit.pauses_s) for hit in self.hits if hit.pauses_s])
             values["pause_s"] = quantiles([pause for hit in self.hits for pause in hit.pauses_s])
         return values
