@@ -29,7 +29,7 @@ GRACE_S = 40.0
 """For a process to drain."""
 END_S = 20.0
 """For a guard to end what is left."""
-STATUS_S = 3.0
+STATUS_S = 5.0
 
 
 class Process:
@@ -175,9 +175,13 @@ class RealCluster:
         assert all(await asyncio.gather(*waits)), f"the cluster was not whole within {timeout_s:.0f} s"
 
     async def generation(self, name: str) -> str:
-        """Of the life of a node that routers know."""
-        statuses = [await self.status(router) for router in self.names("r")]
-        return next((seen[name] for seen in map(_ready, statuses) if name in seen), "")
+        """Of the life of a node that routers use; empty for a router."""
+        deadline = time.monotonic() + END_S
+        while name[0] != "r" and time.monotonic() < deadline:
+            seen = [_ready(await self.status(router)) for router in self.names("r")]
+            if found := [generations[name] for generations in seen if name in generations]:
+                return found[0]
+        return ""
 
     async def held(self) -> list[str]:
         """What routers and nodes still hold, in words."""

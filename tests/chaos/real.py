@@ -55,6 +55,8 @@ class Stream:
     """A request in flight."""
 
     task: asyncio.Task[tuple[bytes, ...]] = field(init=False)
+    is_timed: bool
+    """Pauses of it count; not if it may wait long for a slot anyway."""
     has_begun: bool = False
     hits: list[tuple[Hit, float]] = field(default_factory=list)
     """Faults since its last token, and when they came."""
@@ -129,8 +131,8 @@ class Chaos:
                 await self._judge(client, draw.choice(self._cases))
                 await asyncio.sleep(draw.expovariate(1 / PAUSE_S))
 
-    async def _judge(self, client: AsyncClient, case: Case) -> None:
-        stream = Stream()
+    async def _judge(self, client: AsyncClient, case: Case, *, is_timed: bool = True) -> None:
+        stream = Stream(is_timed=is_timed)
         stream.task = asyncio.create_task(self._generate(client, case, stream))
         self._streams.append(stream)
         try:
@@ -181,7 +183,7 @@ class Chaos:
         self.report.hits.append(hit)
         self.report.faults[planned.kind] += 1
         for stream in self._streams:
-            if stream.has_begun:
+            if stream.is_timed:
                 stream.hits.append((hit, time.monotonic()))
         work = self._hit_clients(planned) if planned.target == CLIENTS else self._hit_members(planned, hit, targets)
         self._repairs.append(asyncio.create_task(work))
@@ -238,7 +240,7 @@ class Chaos:
         address = self._cluster.links[routers[int(strength * len(routers))]].address
         async with AsyncClient(address, timeout_s=REQUEST_TIMEOUT_S, connect_timeout_s=READY_AGAIN_S) as client:
             cases = random.Random(f"{self._seed}/{strength}").choices(self._cases, k=BURST)
-            await asyncio.gather(*(self._judge(client, case) for case in cases))
+            await asyncio.gather(*(self._judge(client, case, is_timed=False) for case in cases))
         if self.report.refused == refused:
             self.report.failed.append(f"none of {BURST} requests at once was refused")
 

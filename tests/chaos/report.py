@@ -21,7 +21,7 @@ class Hit:
     whole_s: float | None = None
     """From the fault until every router again used what was hit; None if that was no process."""
     pauses_s: list[float] = field(default_factory=list)
-    """From the fault to the next token of each stream that had begun, its end included."""
+    """From the fault to the next token of each stream in flight, the first one and the end included."""
 
     def as_dict(self) -> dict[str, Any]:
         """Of the streams, only the one that was held up the longest."""
