@@ -2,6 +2,7 @@
 
 With `--engines fake` (the default) a router and nodes whose engines are fakes, in this process. With `--engines real`
 two routers, two prefill and two decode nodes as processes, on the tiny model; a fault takes seconds there.
+SIGINT and SIGTERM end the faults; the run is judged all the same.
 Exit code 3 if any request got other bits than without faults, 1 if one failed, or something was left behind.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -55,6 +57,8 @@ async def on_real(options: Options, scratch: Path) -> Report:
             ("d0", "d1") if options.control else chaos.members,
             ("kill",) if options.control else options.kinds,
         )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, chaos, "is_cut_short", True)
         return await chaos.run(plan, clients=options.clients or 4)
 
 

@@ -23,13 +23,18 @@ from tests.proxy import CuttingProxy
 
 SLOTS = 8
 MAX_QUEUED_SAMPLES = 16
-START_S = 400.0
+START_S = 900.0
 """For four engines that start at once."""
 GRACE_S = 40.0
 """For a process to drain."""
 END_S = 20.0
 """For a guard to end what is left."""
 STATUS_S = 5.0
+ROLES = {
+    "p": ("prefill_node", "--chunk-size", "128", "--kv-check-fraction", "1"),
+    "d": ("decode_node", "--slots", str(SLOTS)),
+}
+"""How nodes are started, by the first letter of their names."""
 
 
 class Process:
@@ -130,6 +135,7 @@ class RealCluster:
         found = []
         for names in (self.names("r"), self.names("pd")):
             found += await asyncio.gather(*(self.processes[name].stop() for name in names))
+        found += [f"process {pid} still runs" for pid in descendants(os.getpid())]
         return [wrong for wrong in found if wrong]
 
     def end(self) -> None:
@@ -193,12 +199,10 @@ class RealCluster:
                 continue
             found += [f"{router}: {status.queued_samples} samples wait"] * (status.queued_samples > 0)
             for node in status.nodes:
-                if node.state is NodeState.READY:
-                    load = node.load
-                    used = (load.used_slots, load.used_kv_blocks, load.queued_prompt_tokens)
-                    found += [f"{router}: {node.node.ref.node_id} holds {used} slots, KV blocks, prompt tokens"] * any(
-                        used
-                    )
+                name, load = f"{router}: {node.node.ref.node_id}", node.load
+                used = (load.used_slots, load.used_kv_blocks, load.queued_prompt_tokens)
+                found += [f"{name} holds {used} slots, KV blocks, prompt tokens"] * any(used)
+                found += [f"{name} is {node.state.value}: {node.detail}"] * (node.state is not NodeState.READY)
         return found
 
     def fds(self) -> dict[str, int]:
@@ -225,20 +229,11 @@ async def started(logs: Path, *, threads: int, careless: bool = False) -> AsyncI
             cluster.links[name] = link = await stack.enter_async_context(CuttingProxy(address))
             if name[0] == "r":
                 cluster.addresses[name] = address
-                words = ["tests.chaos.careless" if careless else "router", "--seed-key-file", str(seed_key)]
-                words += ["--router-id", name, "--max-queued-samples", str(MAX_QUEUED_SAMPLES)]
+                words = ["tests.chaos.careless" if careless else "router", "--router-id", name]
+                words += ["--seed-key-file", str(seed_key), "--max-queued-samples", str(MAX_QUEUED_SAMPLES)]
             else:
-                words = [
-                    {"p": "prefill_node", "d": "decode_node"}[name[0]],
-                    "--model",
-                    model,
-                    "--threads",
-                    str(threads),
-                ]
-                words += ["--router", *cluster.addresses.values(), "--node-id", name, "--advertise", link.address]
-                words += (
-                    ["--slots", str(SLOTS)] if name[0] == "d" else ["--chunk-size", "128", "--kv-check-fraction", "1"]
-                )
+                words = [*ROLES[name[0]], "--model", model, "--threads", str(threads), "--node-id", name]
+                words += ["--router", *cluster.addresses.values(), "--advertise", link.address]
             argv = [sys.executable, "-m", *words, "--port", str(port)]
             cluster.processes[name] = Process(name, argv, logs / f"{name}.log")
         try:

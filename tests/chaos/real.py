@@ -74,6 +74,8 @@ class Chaos:
 
     def __init__(self, cluster: RealCluster, seed: int) -> None:
         self.report = Report(seed=seed)
+        self.is_cut_short = False
+        """No more faults; what was hit comes back and is judged."""
         self._cluster = cluster
         self._seed = seed
         self._cases: list[Case] = []
@@ -99,6 +101,8 @@ class Chaos:
         requests = [asyncio.create_task(self._client(number)) for number in range(clients)]
         for planned in plan:
             await asyncio.sleep(planned.wait_s)
+            if self.is_cut_short:
+                break
             await self._hit(planned)
         await asyncio.gather(*self._repairs)
         self._stop.set()
@@ -143,7 +147,8 @@ class Chaos:
             self._judge_error(case, error)
         else:
             self.report.completed += 1
-            self.report.wrong += [f"request {case.number}" for _ in (1,) if bits != case.bits]
+            if bits != case.bits:
+                self.report.wrong.append(f"{self._now:.1f} s: request {case.number}")
         finally:
             self._streams.remove(stream)
 
