@@ -46,8 +46,8 @@ class Process:
         """The exit code that a fault is going to cause; None: it must not end."""
         self.lives = 0
         """Started so far."""
+        self.log = log
         self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(GRACE_S), *argv]
-        self._log = log
         self._guard: asyncio.subprocess.Process | None = None
         self._tree: dict[int, str] = {}
 
@@ -71,7 +71,7 @@ class Process:
 
     async def start(self) -> None:
         """In this session: Linux gives each session an equal share of a core, and idle engines spin."""
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             self._guard = await asyncio.create_subprocess_exec(*self._argv, stdout=log, stderr=log)
         self.lives, self.expected, self._tree = self.lives + 1, None, {}
 
@@ -209,6 +209,10 @@ class RealCluster:
         """Open file descriptors by member, its children's included, and of this process, whose clients come and go."""
         own = len(os.listdir("/proc/self/fd"))
         return {"clients": own, **{name: process.num_fds() for name, process in self.processes.items()}}
+
+    def reruns(self) -> int:
+        """Runs of samples that routers say a node failed."""
+        return sum(self.processes[name].log.read_text().count("a run of sample") for name in self.names("r"))
 
     async def _supervise(self, process: Process) -> None:
         while True:

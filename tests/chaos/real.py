@@ -100,10 +100,8 @@ class Chaos:
         self._began = time.monotonic()
         requests = [asyncio.create_task(self._client(number)) for number in range(clients)]
         for planned in plan:
-            await asyncio.sleep(planned.wait_s)
-            if self.is_cut_short:
-                break
-            await self._hit(planned)
+            if not self.is_cut_short:
+                await self._hit(planned)
         await asyncio.gather(*self._repairs)
         self._stop.set()
         await asyncio.gather(*requests)
@@ -183,15 +181,23 @@ class Chaos:
         if not await _within(WHOLE_AGAIN_S, lambda: planned.target == CLIENTS or self._may_hit(targets, kind.is_mild)):
             self.report.failed.append(f"{planned}: left out, since others of its role did not come back")
             return
+        await asyncio.sleep(planned.wait_s)  # Only now: what has just come back gets work before it is hit again.
         hit = Hit(kind=planned.kind, target=planned.target, at=round(self._now, 1))
         say(f"{hit.at:6.1f} s  {len(self.report.hits) + 1}: {planned}")
         self.report.hits.append(hit)
         self.report.faults[planned.kind] += 1
+        if planned.target == CLIENTS:
+            work = self._hit_clients(planned, hit)
+        else:
+            self._cluster.hit.update(targets)
+            work = self._hit_members(planned, hit, targets)
+        self._repairs.append(asyncio.create_task(work))
+
+    def _mark(self, hit: Hit) -> None:
+        """The fault comes now: from here on, streams wait for a token because of it."""
         for stream in self._streams:
             if stream.is_timed:
                 stream.hits.append((hit, time.monotonic()))
-        work = self._hit_clients(planned) if planned.target == CLIENTS else self._hit_members(planned, hit, targets)
-        self._repairs.append(asyncio.create_task(work))
 
     def _may_hit(self, targets: list[str], is_mild: bool) -> bool:
         """None of the targets is hit already, and one of their role is left, but in a blackout."""
@@ -200,12 +206,13 @@ class Chaos:
 
     async def _hit_members(self, planned: Planned, hit: Hit, targets: list[str]) -> None:
         """The fault, and the wait until what it hit is in use again."""
-        began, kind = time.monotonic(), KINDS[planned.kind]
+        kind = KINDS[planned.kind]
         assert kind.fault is not None
-        self._cluster.hit.update(targets)
         lives = {name: self._cluster.processes[name].lives for name in targets}
         replaced = {name: await self._cluster.generation(name) if kind.replaces else "" for name in targets}
+        began = time.monotonic()
         watch = asyncio.create_task(self._watch_readiness(hit, began))
+        self._mark(hit)
         await asyncio.gather(*(kind.fault(self._cluster, name, planned.strength) for name in targets))
         for name in targets:
             process, least = self._cluster.processes[name], lives[name] + kind.replaces
@@ -226,7 +233,8 @@ class Chaos:
                 hit.ready_s = round(time.monotonic() - began, 2)
             await asyncio.sleep(0.2)
 
-    async def _hit_clients(self, planned: Planned) -> None:
+    async def _hit_clients(self, planned: Planned, hit: Hit) -> None:
+        self._mark(hit)
         if planned.kind == "burst":
             await self._burst(planned.strength)
         else:
@@ -270,6 +278,7 @@ class Chaos:
             for name in before
             if after[name] > before[name] + SPARE_FDS
         ]
+        self.report.reruns = self._cluster.reruns()
         self.report.failed += self._cluster.wrong_ends
         self.report.leaked += await self._cluster.stop()
 

@@ -39,6 +39,8 @@ class Report:
     vanished: int = 0
     refused: int = 0
     """Calls that a full queue refused, with a delay after which they came back."""
+    reruns: int = 0
+    """Runs of samples that a fault ended and that routers started again, on real engines."""
     allowed: Counter[str] = field(default_factory=Counter)
     """Requests that ended with an error that the contract allows, by what it says."""
     wrong: list[str] = field(default_factory=list)
