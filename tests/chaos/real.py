@@ -217,9 +217,11 @@ class Chaos:
         for name in targets:
             process, least = self._cluster.processes[name], lives[name] + kind.replaces
             came = await _within(WHOLE_AGAIN_S, lambda: process.lives >= least)  # noqa: B023
-            if not (came and await self._cluster.back(name, replaced[name], WHOLE_AGAIN_S)):
+            if came and await self._cluster.back(name, replaced[name], WHOLE_AGAIN_S):
+                self._cluster.hit.discard(name)
+            else:  # It stays hit, so that nobody takes the last one of its role.
                 self.report.failed.append(f"{planned}: {name} did not come back")
-            self._cluster.hit.discard(name)
+                self.is_cut_short = True
         watch.cancel()
         hit.whole_s = round(time.monotonic() - began, 2)
         say(f"{self._now:6.1f} s  in use again: {planned.target}, {hit.whole_s} s after {hit.kind}")
