@@ -54,7 +54,7 @@ demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen prompts, verify eve
 test: $(STAMP) ## Run the tests
 	@$(PY) -m pytest -m "not gpu" $(ARGS)
 
-chaos: $(STAMP) ## Kill, stop and break nodes of fake engines under load; ARGS='--seed 1 --faults 1000'
+chaos: $(STAMP) ## Kill, stop and break nodes under load; ARGS='--engines real --seed 1 --faults 30', or fake ones
 	@$(PY) -m tests.chaos $(ARGS)
 
 fuzz: $(STAMP) ## Throw hostile bytes and clients at fake engines; ARGS='--cases 100000 --seed 1' or '--attack idle'

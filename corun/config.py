@@ -226,6 +226,9 @@ class NodeConfig(MemberConfig):
     """Address to listen on, and to be reached at."""
     port: int = 0
     """Port to listen on; 0 picks a free one."""
+    advertise: str = ""
+    """host:port at which routers reach this node, where a proxy or another network is in between; empty: where it
+    listens."""
     node_id: str = ""
     """Name of this node, kept across restarts; empty: hostname-role-random."""
     dtype: str = "auto"
@@ -257,6 +260,8 @@ class NodeConfig(MemberConfig):
         MemberConfig.__post_init__(self)
         _check_listen(self.host, self.port)
         _check_listen(self.nixl_host, self.nixl_port, "nixl_")
+        if self.advertise:
+            _check_address("advertise", self.advertise)
         _check_name("node_id", self.node_id)
         _check_not_empty("model", self.model)
         _check_not_empty("dtype", self.dtype)

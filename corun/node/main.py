@@ -79,7 +79,7 @@ def node_info(
         return NodeInfo(
             ref=ref,
             role=role,
-            address=address,
+            address=config.advertise or address,
             contract_json=engine.contract.canonical_json(),
             slots=slots,
             kv_blocks=engine.facts.kv_blocks,

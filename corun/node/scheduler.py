@@ -13,6 +13,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.request import Request
 
+from corun.node.orphans import end_with_parent
+
 
 class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     """A vLLM scheduler that counts prompt + max_tokens of every admitted request as used KV.
@@ -23,6 +25,10 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
 
     waiting: Any  # a vLLM RequestQueue
     running: list[Request]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        end_with_parent()  # Of our code, only a scheduler runs in the engine's first process.
 
     def free_blocks(self, admitted: Iterable[Request]) -> int:
         """KV blocks that are free and not owed to the `admitted` requests' remaining tokens."""

@@ -1,20 +1,28 @@
-"""`python -m tests.chaos`: faults against a router and nodes whose engines are fakes; prints a JSON object.
+"""`python -m tests.chaos`: faults against a cluster under load; prints a JSON object.
 
-Exit code 3 if any request got other bits than without faults, 1 if one failed.
+With `--engines fake` (the default) a router and nodes whose engines are fakes, in this process. With `--engines real`
+two routers, two prefill and two decode nodes as processes, on the tiny model; a fault takes seconds there.
+SIGINT and SIGTERM end the faults; the run is judged all the same.
+Exit code 3 if any request got other bits than without faults, 1 if one failed, or something was left behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
-from tests.chaos.fakes import Report, under_chaos
+from tests.chaos import faults, real
+from tests.chaos.fakes import under_chaos
+from tests.chaos.report import Report
 from tests.fakes import write_tokenizer
 
 
@@ -22,23 +30,48 @@ from tests.fakes import write_tokenizer
 class Options:
     """A run."""
 
+    engines: Literal["fake", "real"] = "fake"
     seed: int = 1
-    faults: int = 1000
-    clients: int = 16
-    """Requests at a time."""
+    faults: int = 0
+    """0: 1000 on fake engines, 30 on real ones."""
+    clients: int = 0
+    """Requests at a time; 0: 16 on fake engines, 4 on real ones."""
+    kinds: tuple[str, ...] = ()
+    """Real engines only: kinds of faults to draw from, by name."""
+    control: bool = False
+    """Real engines only: decode nodes are killed under routers that do not check repeated runs; must end with 3."""
+    logs: str = ""
+    """Real engines only: a directory to keep the logs of all processes in."""
 
 
-async def run(options: Options, model: str) -> Report:
-    async with under_chaos(model, options.seed) as chaos:
-        return await chaos.run(faults=options.faults, clients=options.clients)
+async def on_fakes(options: Options, scratch: Path) -> Report:
+    async with under_chaos(write_tokenizer(scratch), options.seed) as chaos:
+        return await chaos.run(faults=options.faults or 1000, clients=options.clients or 16)
+
+
+async def on_real(options: Options, scratch: Path) -> Report:
+    async with real.under_chaos(scratch, options.seed, careless=options.control) as chaos:
+        plan = faults.draw(
+            options.seed,
+            options.faults or 30,
+            ("d0", "d1") if options.control else chaos.members,
+            ("kill",) if options.control else options.kinds,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, chaos, "is_cut_short", True)
+        return await chaos.run(plan, clients=options.clients or 4)
 
 
 def main() -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Else every lost connection is a line.
     options = tyro.cli(Options, prog="tests.chaos")
+    run = on_real if options.engines == "real" else on_fakes
     with tempfile.TemporaryDirectory() as scratch:
-        report = asyncio.run(run(options, write_tokenizer(Path(scratch))))
+        logs = Path(options.logs or scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        report = asyncio.run(run(options, logs))
     print(json.dumps(report.as_dict()))
-    return 3 if report.wrong else 1 if report.failed else 0
+    return report.exit_code
 
 
 if __name__ == "__main__":

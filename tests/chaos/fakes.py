@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from corun.cluster import NodeRole
 from corun.errors import CorunError
 from corun.params import SamplingParams
 from corun.seeds import sample_seed
+from tests.chaos.report import Report
 from tests.fakes import FakeCluster, FakeNode, cluster, expected, generate
 
 READY_AGAIN_S = 60.0
@@ -32,26 +31,6 @@ CONFIG: dict[str, Any] = {
     "heartbeat_timeout_ms": 300,
     "node_wait_s": REQUEST_TIMEOUT_S,
 }
-
-
-@dataclass(kw_only=True)
-class Report:
-    """What a run did and found."""
-
-    seed: int
-    faults: Counter[str] = field(default_factory=Counter)
-    completed: int = 0
-    vanished: int = 0
-    wrong: list[str] = field(default_factory=list)
-    """Requests whose output was not the right one."""
-    failed: list[str] = field(default_factory=list)
-    """Requests that ended with an error."""
-    seconds: float = 0.0
-    ready_again_s: float = 0.0
-    """The longest time from the last fault to a whole cluster."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "faults": dict(sorted(self.faults.items())), "fault_count": self.faults.total()}
 
 
 class Chaos:

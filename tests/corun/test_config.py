@@ -51,6 +51,7 @@ def test_router_limits(name: str, values: list[Any]) -> None:
         (NodeConfig, "model", [""]),
         (NodeConfig, "router", [(), ("host",), ("host:0",), ("host:99999",), (":50051",), ("host:x",)]),
         (NodeConfig, "port", [-1]),
+        (NodeConfig, "advertise", ["host", "host:0"]),
         (NodeConfig, "node_id", ["a/b"]),
         (NodeConfig, "dtype", [""]),
         (NodeConfig, "max_model_len", [-1]),
@@ -85,6 +86,7 @@ def test_defaults() -> None:
     assert RouterConfig().metrics_port is None
     assert RouterConfig(seed_key="00ff").seed_key_bytes == b"\x00\xff"
     assert NodeConfig(model="m", router=("[::1]:50051",)).router == ("[::1]:50051",)
+    assert NodeConfig(model="m", advertise="proxy:1").advertise == "proxy:1"
     assert PrefillConfig(model="m").chunk_size == 2048
     assert DecodeConfig(model="m").slots == 256
 

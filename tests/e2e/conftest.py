@@ -30,8 +30,10 @@ class Processes:
 
     logs: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def start(self, name: str, module: str, *flags: str) -> None:
+        self.commands[name] = (module, *flags)
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 # In this session: Linux gives each session an equal share of a core, however many of its threads
@@ -40,6 +42,10 @@ class Processes:
                 stdout=log,
                 stderr=log,
             )
+
+    def restart(self, name: str) -> None:
+        """One that has ended."""
+        self.start(name, *self.commands[name])
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")

@@ -19,7 +19,7 @@ from corun.config import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import agent as agent_module
 from corun.node import main as main_module
-from corun.node.main import Role, live, live_and_leave, node_ref
+from corun.node.main import Role, live, live_and_leave, node_info, node_ref
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
 SERVICE = "corun.v1.PrefillService"
@@ -265,3 +265,12 @@ async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pyte
     with pytest.raises(SystemExit) as caught:
         await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event())  # type: ignore[arg-type]
     assert caught.value.code == code
+
+
+def test_a_node_is_reached_where_it_listens_or_where_it_says() -> None:
+    facts = SimpleNamespace(kv_blocks=1, block_size=16, max_model_len=64, vocab_size=8, finding="")
+    engine = SimpleNamespace(facts=facts, contract=SimpleNamespace(canonical_json=lambda: "{}"))
+    for advertise, reached in (("", "10.0.0.7:4000"), ("proxy:1", "proxy:1")):
+        config = PrefillConfig(model="/models/tiny", advertise=advertise)
+        info = node_info(config, node_ref(config, NodeRole.PREFILL), NodeRole.PREFILL, engine)
+        assert info("10.0.0.7:4000").address == reached

@@ -1,0 +1,134 @@
+"""Faults of real-engine mode: what there is, how a schedule of them is drawn, and how each is done.
+
+Must not know what is asked of the cluster. Tests only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from tests.chaos.processes import RealCluster
+
+LONGEST_STOP_S = 12.0
+"""Longer than the time after which a silent node is lost."""
+LONGEST_DELAY_S = 0.5
+CLIENTS = "clients"
+"""Target of what is done to no process."""
+
+Fault = Callable[[RealCluster, str, float], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind of fault. weight: how often it is drawn; 0: only when asked for by name."""
+
+    fault: Fault | None
+    roles: str
+    """Of its targets; empty: clients."""
+    weight: int
+    replaces: bool = False
+    """A new process has to take the place of the target's."""
+    is_mild: bool = False
+    """It may hit the last one of a role."""
+    all_of_role: bool = False
+    """Every process of the target's role is hit at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """One fault of a schedule."""
+
+    kind: str
+    target: str
+    wait_s: float
+    """After the one before; longer where that or another one must have passed first."""
+    strength: float
+    """In [0, 1): how long, how slow or how many."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.target} ({self.strength:.2f}, after {self.wait_s:.1f} s)"
+
+
+async def kill(cluster: RealCluster, name: str, strength: float) -> None:
+    cluster.processes[name].send(signal.SIGKILL, cluster.processes[name].root, expect=128 + signal.SIGKILL)
+
+
+async def kill_engine(cluster: RealCluster, name: str, strength: float) -> None:
+    """One of the engine's processes dies; the node has to notice, and ends."""
+    engine = cluster.processes[name].engine
+    cluster.processes[name].send(signal.SIGKILL, engine[int(strength * len(engine))], expect=1)
+
+
+async def terminate(cluster: RealCluster, name: str, strength: float) -> None:
+    cluster.processes[name].send(signal.SIGTERM, cluster.processes[name].root, expect=0)
+
+
+async def stop_tree(cluster: RealCluster, name: str, strength: float) -> None:
+    await _stop(cluster, name, cluster.processes[name].tree, strength)
+
+
+async def stop_parent(cluster: RealCluster, name: str, strength: float) -> None:
+    """The process that serves gRPC stands still while the engine goes on."""
+    await _stop(cluster, name, [cluster.processes[name].root], strength)
+
+
+async def stop_engine(cluster: RealCluster, name: str, strength: float) -> None:
+    """The engine stands still while the process goes on to answer."""
+    await _stop(cluster, name, cluster.processes[name].engine, strength)
+
+
+async def _stop(cluster: RealCluster, name: str, pids: Sequence[int], strength: float) -> None:
+    process = cluster.processes[name]
+    process.send(signal.SIGSTOP, *pids)
+    try:
+        await asyncio.sleep(LONGEST_STOP_S * strength)
+    finally:
+        process.send(signal.SIGCONT, *pids)
+
+
+async def cut(cluster: RealCluster, name: str, strength: float) -> None:
+    cluster.links[name].cut()
+
+
+async def delay(cluster: RealCluster, name: str, strength: float) -> None:
+    cluster.links[name].delay_s = LONGEST_DELAY_S * strength
+    await asyncio.sleep(LONGEST_STOP_S / 2)
+    cluster.links[name].delay_s = 0.0
+
+
+async def silence(cluster: RealCluster, name: str, strength: float) -> None:
+    cluster.links[name].silence(LONGEST_STOP_S * strength)
+    await asyncio.sleep(LONGEST_STOP_S * strength)
+
+
+KINDS: dict[str, Kind] = {
+    "kill": Kind(fault=kill, roles="rpd", weight=6, replaces=True),
+    "kill engine": Kind(fault=kill_engine, roles="pd", weight=2, replaces=True),
+    "terminate": Kind(fault=terminate, roles="rpd", weight=4, replaces=True),
+    "stop tree": Kind(fault=stop_tree, roles="rpd", weight=4),
+    "stop parent": Kind(fault=stop_parent, roles="pd", weight=2),
+    "stop engine": Kind(fault=stop_engine, roles="pd", weight=0),
+    "cut": Kind(fault=cut, roles="rpd", weight=5, is_mild=True),
+    "delay": Kind(fault=delay, roles="rpd", weight=3, is_mild=True),
+    "silence": Kind(fault=silence, roles="rpd", weight=3),
+    "burst": Kind(fault=None, roles="", weight=3),
+    "vanish": Kind(fault=None, roles="", weight=3),
+    "blackout": Kind(fault=kill, roles="rpd", weight=1, replaces=True, all_of_role=True),
+}
+
+
+def draw(seed: int, count: int, members: Sequence[str], only: Sequence[str] = ()) -> list[Planned]:
+    """A schedule: a function of its arguments. only: names of kinds; none: all that are drawn unasked."""
+    rng = random.Random(seed)
+    names = list(only) or [name for name, kind in KINDS.items() if kind.weight]
+    weights = [max(1, KINDS[name].weight) for name in names]
+    plan = []
+    for name in rng.choices(names, weights, k=count):
+        targets = [member for member in members if member[0] in KINDS[name].roles] or [CLIENTS]
+        wait_s = min(10.0, rng.expovariate(1 / 3.0))
+        plan.append(Planned(kind=name, target=rng.choice(targets), wait_s=wait_s, strength=rng.random()))
+    return plan

@@ -1,0 +1,337 @@
+"""Chaos over real engines: a seeded schedule of faults against a cluster of processes, under a stream of requests.
+
+The right answer of every request is computed first, alone, on the same cluster. Then every stream that completes must
+give the same bits, every token once. Owns the requests and the judgement; faults are in `faults`, processes in
+`processes`. Tests only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corun import AsyncClient, Chunk, CorunError, OverloadedError, SamplingParams, UnavailableError
+from tests.chaos.faults import CLIENTS, KINDS, Planned
+from tests.chaos.processes import MAX_QUEUED_SAMPLES, SLOTS, RealCluster, started
+from tests.chaos.report import Hit, Report
+
+READY_AGAIN_S = 60.0
+"""For routers to serve after a fault, and for clients to find one."""
+WHOLE_AGAIN_S = 240.0
+"""For a process to be in use again. Three idle engines keep two cores busy while the fourth one starts."""
+REQUEST_TIMEOUT_S = 300.0
+PAUSE_S = 0.3
+"""Of a client between two requests, on average."""
+IDLE_S = 90.0
+NUM_CASES = 24
+BURST = 3 * (MAX_QUEUED_SAMPLES + 2 * SLOTS)
+SPARE_FDS = 16
+"""By which the descriptors of a process may differ from those before the faults: connections come and go."""
+ALLOWED = ("nodes failed", "may be poison")
+"""What an UnavailableError may say: `max_attempts` runs of a request were hit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A request and its right answer: per sample, token ids and log probability bits."""
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    bits: tuple[bytes, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False)
+class Stream:
+    """A request in flight."""
+
+    task: asyncio.Task[tuple[bytes, ...]] = field(init=False)
+    is_timed: bool
+    """Pauses of it count; not if it may wait long for a slot anyway."""
+    has_begun: bool = False
+    hits: list[tuple[Hit, float]] = field(default_factory=list)
+    """Faults since its last token, and when they came."""
+
+    def note_token(self) -> None:
+        now = time.monotonic()
+        for hit, at in self.hits:
+            hit.pauses_s.append(round(now - at, 3))
+        self.has_begun = True
+        self.hits.clear()
+
+
+class Chaos:
+    """One run."""
+
+    def __init__(self, cluster: RealCluster, seed: int) -> None:
+        self.report = Report(seed=seed)
+        self.is_cut_short = False
+        """No more faults; what was hit comes back and is judged."""
+        self._cluster = cluster
+        self._seed = seed
+        self._cases: list[Case] = []
+        self._streams: list[Stream] = []
+        self._stop = asyncio.Event()
+        self._repairs: list[asyncio.Task[None]] = []
+        self._began = 0.0
+
+    @property
+    def members(self) -> list[str]:
+        return self._cluster.names()
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    async def run(self, plan: list[Planned], *, clients: int) -> Report:
+        self._cases = await self._answers()
+        fds = await self._calm_fds()
+        for number, planned in enumerate(plan, 1):
+            say(f"planned {number}: {planned}")
+        self._began = time.monotonic()
+        requests = [asyncio.create_task(self._client(number)) for number in range(clients)]
+        for planned in plan:
+            if not self.is_cut_short:
+                await self._hit(planned)
+        await asyncio.gather(*self._repairs)
+        self._stop.set()
+        await asyncio.gather(*requests)
+        await self._check_end(fds)
+        self.report.seconds = round(self._now, 1)
+        self.report.ready_again_s = max((hit.ready_s for hit in self.report.hits), default=0.0)
+        return self.report
+
+    async def _answers(self) -> list[Case]:
+        """Every case alone."""
+        cases = []
+        async with AsyncClient(list(self._cluster.addresses.values())) as client:
+            for case in _make_cases(NUM_CASES):
+                done = await client.generate(case.prompt, case.params, seed=case.seed)
+                bits = tuple(_pack(s.token_ids, s.logprobs) for s in done.samples)
+                cases.append(
+                    Case(number=case.number, prompt=case.prompt, params=case.params, seed=case.seed, bits=bits)
+                )
+        say(f"{len(cases)} answers are known")
+        return cases
+
+    async def _client(self, number: int) -> None:
+        """One request after the other, through the proxies."""
+        draw = random.Random(f"{self._seed}/{number}")
+        routers = [self._cluster.links[name].address for name in self._cluster.names("r")]
+        routers = routers[number % len(routers) :] + routers[: number % len(routers)]
+        async with AsyncClient(routers, timeout_s=REQUEST_TIMEOUT_S, connect_timeout_s=READY_AGAIN_S) as client:
+            while not self._stop.is_set():
+                await self._judge(client, draw.choice(self._cases))
+                await asyncio.sleep(draw.expovariate(1 / PAUSE_S))
+
+    async def _judge(self, client: AsyncClient, case: Case, *, is_timed: bool = True) -> None:
+        stream = Stream(is_timed=is_timed)
+        stream.task = asyncio.create_task(self._generate(client, case, stream))
+        self._streams.append(stream)
+        try:
+            bits = await stream.task
+        except asyncio.CancelledError:
+            self.report.vanished += 1
+        except CorunError as error:
+            self._judge_error(case, error)
+        else:
+            self.report.completed += 1
+            if bits != case.bits:
+                self.report.wrong.append(f"{self._now:.1f} s: request {case.number}")
+        finally:
+            self._streams.remove(stream)
+
+    def _judge_error(self, case: Case, error: CorunError) -> None:
+        said = [text for text in ALLOWED if isinstance(error, UnavailableError) and text in str(error)]
+        if said:
+            self.report.allowed[f"UnavailableError: {said[0]}"] += 1
+        else:
+            self.report.failed.append(f"{self._now:.1f} s: request {case.number}: {type(error).__name__}: {error}")
+
+    async def _generate(self, client: AsyncClient, case: Case, stream: Stream) -> tuple[bytes, ...]:
+        """Every sample's bits, put together from the chunks; asks again where a full queue refuses."""
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        while True:
+            samples = [bytearray() for _ in case.bits]
+            try:
+                async for chunk in client.stream(case.prompt, case.params, seed=case.seed):
+                    _add(samples, chunk)
+                    stream.note_token()
+            except OverloadedError as error:
+                self.report.refused += 1
+                if time.monotonic() + error.retry_after_s >= deadline:
+                    raise
+                await asyncio.sleep(max(0.05, error.retry_after_s))
+            else:
+                return tuple(bytes(ids) for ids in samples)
+
+    async def _hit(self, planned: Planned) -> None:
+        """Does one fault as soon as it may; what follows from it goes on beside the next ones."""
+        kind = KINDS[planned.kind]
+        targets = self._cluster.names(planned.target[0]) if kind.all_of_role else [planned.target]
+        if not await _within(WHOLE_AGAIN_S, lambda: planned.target == CLIENTS or self._may_hit(targets, kind.is_mild)):
+            self.report.failed.append(f"{planned}: left out, since others of its role did not come back")
+            return
+        await asyncio.sleep(planned.wait_s)  # Only now: what has just come back gets work before it is hit again.
+        hit = Hit(kind=planned.kind, target=planned.target, at=round(self._now, 1))
+        say(f"{hit.at:6.1f} s  {len(self.report.hits) + 1}: {planned}")
+        self.report.hits.append(hit)
+        self.report.faults[planned.kind] += 1
+        if planned.target == CLIENTS:
+            work = self._hit_clients(planned, hit)
+        else:
+            self._cluster.hit.update(targets)
+            work = self._hit_members(planned, hit, targets)
+        self._repairs.append(asyncio.create_task(work))
+
+    def _mark(self, hit: Hit) -> None:
+        """The fault comes now: from here on, streams wait for a token because of it."""
+        for stream in self._streams:
+            if stream.is_timed:
+                stream.hits.append((hit, time.monotonic()))
+
+    def _may_hit(self, targets: list[str], is_mild: bool) -> bool:
+        """None of the targets is hit already, and one of their role is left, but in a blackout."""
+        others = [] if is_mild else self._cluster.names(targets[0][0])
+        return self._cluster.hit.isdisjoint([*targets, *others])
+
+    async def _hit_members(self, planned: Planned, hit: Hit, targets: list[str]) -> None:
+        """The fault, and the wait until what it hit is in use again."""
+        kind = KINDS[planned.kind]
+        assert kind.fault is not None
+        lives = {name: self._cluster.processes[name].lives for name in targets}
+        replaced = {name: await self._cluster.generation(name) if kind.replaces else "" for name in targets}
+        began = time.monotonic()
+        watch = asyncio.create_task(self._watch_readiness(hit, began))
+        self._mark(hit)
+        await asyncio.gather(*(kind.fault(self._cluster, name, planned.strength) for name in targets))
+        for name in targets:
+            process, least = self._cluster.processes[name], lives[name] + kind.replaces
+            came = await _within(WHOLE_AGAIN_S, lambda: process.lives >= least)  # noqa: B023
+            if came and await self._cluster.back(name, replaced[name], WHOLE_AGAIN_S):
+                self._cluster.hit.discard(name)
+            else:  # It stays hit, so that nobody takes the last one of its role.
+                self.report.failed.append(f"{planned}: {name} did not come back")
+                self.is_cut_short = True
+        watch.cancel()
+        hit.whole_s = round(time.monotonic() - began, 2)
+        say(f"{self._now:6.1f} s  in use again: {planned.target}, {hit.whole_s} s after {hit.kind}")
+        if hit.ready_s > READY_AGAIN_S:
+            self.report.failed.append(f"{planned}: routers served after {hit.ready_s} s")
+
+    async def _watch_readiness(self, hit: Hit, began: float) -> None:
+        """Notes when a router last had no pair of nodes."""
+        while True:
+            if not await self._cluster.serves():
+                hit.ready_s = round(time.monotonic() - began, 2)
+            await asyncio.sleep(0.2)
+
+    async def _hit_clients(self, planned: Planned, hit: Hit) -> None:
+        self._mark(hit)
+        if planned.kind == "burst":
+            await self._burst(planned.strength)
+        else:
+            self._vanish(planned.strength)
+
+    def _vanish(self, strength: float) -> None:
+        """Some clients end their streams."""
+        begun = [stream for stream in self._streams if stream.has_begun]
+        for stream in begun[: 1 + int(strength * len(begun))]:
+            stream.task.cancel()
+
+    async def _burst(self, strength: float) -> None:
+        """More requests at once than one router's queue and every slot hold; those that it refuses come back."""
+        refused = self.report.refused
+        routers = self._cluster.names("r")
+        address = self._cluster.links[routers[int(strength * len(routers))]].address
+        async with AsyncClient(address, timeout_s=REQUEST_TIMEOUT_S, connect_timeout_s=READY_AGAIN_S) as client:
+            cases = random.Random(f"{self._seed}/{strength}").choices(self._cases, k=BURST)
+            await asyncio.gather(*(self._judge(client, case, is_timed=False) for case in cases))
+        if self.report.refused == refused:
+            self.report.failed.append(f"none of {BURST} requests at once was refused")
+
+    async def _calm_fds(self) -> dict[str, int]:
+        await self._idle()
+        return self._cluster.fds()
+
+    async def _idle(self) -> list[str]:
+        """Waits until nothing is held; what is held all the same, in words."""
+        deadline = time.monotonic() + IDLE_S
+        while (held := await self._cluster.held()) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+        return held
+
+    async def _check_end(self, before: dict[str, int]) -> None:
+        self.report.leaked += await self._idle()
+        await asyncio.sleep(5.0)  # Channels to what was replaced are closed a little later.
+        after = self._cluster.fds()
+        self.report.fds = {name: (before[name], after[name]) for name in before}
+        self.report.leaked += [
+            f"{name} has {after[name]} file descriptors, and had {before[name]}"
+            for name in before
+            if after[name] > before[name] + SPARE_FDS
+        ]
+        self.report.reruns = self._cluster.reruns()
+        self.report.failed += self._cluster.wrong_ends
+        self.report.leaked += await self._cluster.stop()
+
+
+@asynccontextmanager
+async def under_chaos(logs: Path, seed: int, *, threads: int = 1, careless: bool = False) -> AsyncIterator[Chaos]:
+    """A cluster, ready for one run. careless: see `processes.started`."""
+    async with started(logs, threads=threads, careless=careless) as cluster:
+        say("the cluster is ready")
+        yield Chaos(cluster, seed)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _make_cases(count: int) -> list[Case]:
+    """Prompts of one token to a few chunks, greedy and not, some with several samples; always the same."""
+    draw = random.Random(4)
+    styles: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.8, "presence_penalty": 0.5},
+    )
+    cases = []
+    for number in range(count):
+        prompt = [draw.randrange(3, 500) for _ in range(draw.choice((1, 17, 127, 128, 129, 300)))]
+        params = SamplingParams(
+            n=draw.choice((1, 1, 1, 2)),
+            max_tokens=draw.randrange(20, 200),
+            ignore_eos=True,
+            logprobs=True,
+            **styles[number % len(styles)],
+        )
+        cases.append(Case(number=number, prompt=prompt, params=params, seed=draw.randrange(2**63)))
+    return cases
+
+
+def _pack(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> bytes:
+    return b"".join(struct.pack("<If", *pair) for pair in zip(token_ids, logprobs, strict=True))
+
+
+def _add(samples: list[bytearray], chunk: Chunk) -> None:
+    samples[chunk.sample_index] += _pack(chunk.token_ids, chunk.logprobs)
+
+
+async def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether a condition comes in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.1)
+    return True

@@ -1,0 +1,83 @@
+"""What a run of chaos did and found, in either mode. Must not know how faults are made. Tests only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class Hit:
+    """One fault of a real-engine run. Times in seconds."""
+
+    kind: str
+    target: str
+    at: float
+    """Since the first fault could have come."""
+    ready_s: float = 0.0
+    """From the fault until every router served again; 0 if each went on."""
+    whole_s: float | None = None
+    """From the fault until every router again used what was hit; None if that was no process."""
+    pauses_s: list[float] = field(default_factory=list)
+    """From the fault to the next token of each stream in flight, the first one and the end included."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of the streams, only the one that was held up the longest."""
+        own = {name: value for name, value in asdict(self).items() if name != "pauses_s"}
+        return {**own, "streams": len(self.pauses_s), "longest_pause_s": max(self.pauses_s, default=None)}
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a run did and found."""
+
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter)
+    completed: int = 0
+    vanished: int = 0
+    refused: int = 0
+    """Calls that a full queue refused, with a delay after which they came back."""
+    reruns: int = 0
+    """Runs of samples that a fault ended and that routers started again, on real engines."""
+    allowed: Counter[str] = field(default_factory=Counter)
+    """Requests that ended with an error that the contract allows, by what it says."""
+    wrong: list[str] = field(default_factory=list)
+    """Requests whose output was not the right one."""
+    failed: list[str] = field(default_factory=list)
+    """Requests that ended with any other error, and whatever else should not have been."""
+    leaked: list[str] = field(default_factory=list)
+    """What was still held or running at the end."""
+    hits: list[Hit] = field(default_factory=list)
+    """Of a real-engine run, in order."""
+    fds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """File descriptors of a real-engine run's processes, before the faults and after."""
+    seconds: float = 0.0
+    ready_again_s: float = 0.0
+    """The longest time from the last fault to a whole cluster; on real engines, from any fault until routers served."""
+
+    @property
+    def exit_code(self) -> int:
+        return 3 if self.wrong else 1 if self.failed or self.leaked else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {**vars(self), "faults": dict(sorted(self.faults.items())), "fault_count": self.faults.total()}
+        values["hits"] = [hit.as_dict() for hit in self.hits]
+        if self.hits:
+            values["ready_s"] = quantiles([hit.ready_s for hit in self.hits])
+            values["whole_s"] = quantiles([hit.whole_s for hit in self.hits if hit.whole_s is not None])
+            values["longest_pause_s"] = quantiles([max(hit.pauses_s) for hit in self.hits if hit.pauses_s])
+            values["pause_s"] = quantiles([pause for hit in self.hits for pause in hit.pauses_s])
+        return values
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Nearest-rank p50 and p99, and the largest; empty for no values."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    at = {
+        name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in (("p50", 0.5), ("p99", 0.99))
+    }
+    return {**at, "max": ordered[-1], "count": len(ordered)}

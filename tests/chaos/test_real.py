@@ -1,0 +1,95 @@
+"""What real-engine chaos is made of, without engines: schedules, judgement of figures, and the proxy in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.chaos.faults import CLIENTS, KINDS, draw
+from tests.chaos.report import Hit, Report, quantiles
+from tests.proxy import CuttingProxy
+
+MEMBERS = ("r0", "r1", "p0", "p1", "d0", "d1")
+
+
+def test_a_seed_gives_the_same_schedule_again() -> None:
+    assert draw(7, 50, MEMBERS) == draw(7, 50, MEMBERS)
+    assert draw(7, 50, MEMBERS) != draw(8, 50, MEMBERS)
+    assert draw(7, 50, MEMBERS)[:20] != draw(7, 50, MEMBERS, ["kill"])[:20]
+
+
+def test_every_kind_but_those_that_are_off_is_drawn_for_members_of_its_roles() -> None:
+    plan = draw(1, 1000, MEMBERS)
+    assert {planned.kind for planned in plan} == {name for name, kind in KINDS.items() if kind.weight}
+    for planned in plan:
+        assert planned.target == CLIENTS if not KINDS[planned.kind].roles else planned.target in MEMBERS
+        assert planned.target == CLIENTS or planned.target[0] in KINDS[planned.kind].roles
+    assert {planned.kind for planned in draw(1, 20, MEMBERS, ["stop engine"])} == {"stop engine"}
+
+
+def test_quantiles() -> None:
+    assert quantiles([]) == {}
+    assert quantiles([float(i) for i in range(100, 0, -1)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0, "count": 100}
+
+
+def test_exit_codes() -> None:
+    hit = Hit(kind="kill", target="d0", at=1.0, pauses_s=[0.5, 2.0])
+    assert Report(seed=1, hits=[hit], faults=Counter(kill=1)).exit_code == 0
+    assert Report(seed=1, leaked=["p0 left 1 processes"]).exit_code == 1
+    assert Report(seed=1, failed=["request 1"], wrong=["request 2"]).exit_code == 3
+    assert hit.as_dict()["longest_pause_s"] == 2.0
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[str]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+class TestProxy:
+    async def test_it_cuts_what_is_open_and_lets_others_in(self, echo: str) -> None:
+        async with CuttingProxy(echo) as proxy:
+            reader, writer = await connect(proxy)
+            assert await ask(reader, writer) == b"x"
+            assert proxy.cut() == 1
+            assert await broken(reader)
+            writer.close()
+            reader, writer = await connect(proxy)
+            assert await ask(reader, writer) == b"x"
+            writer.close()
+
+    async def test_silence_and_delay_lose_nothing(self, echo: str) -> None:
+        async with CuttingProxy(echo) as proxy:
+            reader, writer = await connect(proxy)
+            for hold in (lambda: proxy.silence(0.2), lambda: setattr(proxy, "delay_s", 0.1)):  # There and back.
+                hold()
+                began = time.monotonic()
+                assert await ask(reader, writer) == b"x"
+                assert time.monotonic() - began >= 0.19
+            writer.close()
+
+
+async def connect(proxy: CuttingProxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = proxy.address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(b"x")
+    return await asyncio.wait_for(reader.readexactly(1), 10)
+
+
+async def broken(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(1), 10) == b""
+    except ConnectionError:
+        return True

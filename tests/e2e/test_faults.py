@@ -1,0 +1,67 @@
+"""Processes and connections that fail under streams: every stream ends with the bits it has without faults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from corun import AsyncClient, SamplingParams
+from corun.processes import descendants, living
+from tests.e2e.conftest import Cluster, ready, wait_until
+from tests.e2e.test_determinism import bits
+from tests.proxy import CuttingProxy
+
+pytestmark = pytest.mark.e2e
+
+PARAMS = SamplingParams(max_tokens=400, temperature=1.0, logprobs=True, ignore_eos=True)
+STREAMS = 4
+END_S = 30.0
+STOP_S = 7.0
+"""Longer than a node may be silent."""
+
+
+@pytest.mark.timeout(240)
+async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection(cluster: Cluster) -> None:
+    async with CuttingProxy(cluster.address) as proxy, AsyncClient(proxy.address, timeout_s=180) as client:
+        alone = [await client.generate([5, i], PARAMS, seed=i) for i in range(STREAMS)]
+        streams = [asyncio.create_task(client.generate([5, i], PARAMS, seed=i)) for i in range(STREAMS)]
+        await until(lambda: any(node.load.used_slots == STREAMS for node in cluster.status().nodes))
+        proxy.cut()
+        await kill(cluster, "decode")
+        prefill = cluster.processes.running["prefill"].pid
+        await stop_for(STOP_S, [prefill, *descendants(prefill)])
+        done = await asyncio.gather(*streams)
+    assert [bits(generation) for generation in done] == [bits(generation) for generation in alone]
+    assert done[0].receipt.decode_node != alone[0].receipt.decode_node
+    wait_until(lambda: ready(cluster), "both nodes are in use again")
+
+
+async def kill(cluster: Cluster, name: str) -> None:
+    """SIGKILL for the node's own process. Its engine ends without it; then the node is started again."""
+    process = cluster.processes.running[name]
+    tree = descendants(process.pid)
+    process.kill()
+    process.wait()
+    await until(lambda: not living(tree))
+    cluster.processes.restart(name)
+
+
+async def stop_for(seconds: float, pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+async def until(condition: object) -> None:
+    deadline = time.monotonic() + END_S
+    while not await asyncio.to_thread(condition):  # type: ignore[arg-type]
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
