@@ -83,13 +83,16 @@ def up(
     cluster_token_file: str = "",
     client_tokens_file: str = "",
     insecure: bool = False,
+    audit_fraction: float = 0.001,
+    audit_dir: str = "",
+    metrics_port: int | None = None,
 ) -> int:
     """Runs a cluster until SIGINT, SIGTERM or SIGHUP; returns 0 then, and 1 when the cluster cannot go on.
 
     model: a path, a hub id, or "tiny". port: the router's; 0 picks a free one. ray_address: a running Ray to join
     instead of a local one. log_dir: one log per process; by default a new directory. Without threads, nodes on a
     machine without GPUs get equal shares of its cores. tls_*, *_file: paths, on every machine; see `RouterConfig`.
-    insecure: allows a public `host` without them. Call it in the main thread.
+    insecure: allows a public `host` without them. audit_*, metrics_port: the router's. Call it in the main thread.
 
     Raises:
         InvalidArgumentError: a value is out of range, the port is taken, or a public host lacks TLS and tokens. Nothing
@@ -118,6 +121,9 @@ def up(
         chunk_size=chunk_size,
         dtype=dtype,
         security=security,
+        audit_fraction=audit_fraction,
+        audit_dir=_absolute(audit_dir),
+        metrics_port=metrics_port,
     )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Else every lost connection is a line on the terminal.
     logs = Path(log_dir or tempfile.mkdtemp(prefix="corun-logs-")).resolve()

@@ -77,13 +77,16 @@ class Plan:
     chunk_size: int = 2048
     dtype: str = "auto"
     security: Security = NO_SECURITY
+    audit_fraction: float = 0.001
+    audit_dir: str = ""
+    metrics_port: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(name, getattr(self, name), "must be at least 1")
         self.security.check(self.host)
-        RouterConfig(host=self.host, port=self.port, **self.security.of_router())
+        RouterConfig(**self.of_router())
         PrefillConfig(model=self.model, dtype=self.dtype, threads=self.threads, chunk_size=self.chunk_size)
         DecodeConfig(model=self.model, dtype=self.dtype, threads=self.threads, slots=self.slots)
 
@@ -93,6 +96,13 @@ class Plan:
         prefill = (f"prefill-{index}" for index in range(self.prefill))
         decode = (f"decode-{index}" for index in range(self.decode))
         return (*prefill, *decode)
+
+    def of_router(self) -> dict[str, Any]:
+        """Settings of the router."""
+        found: dict[str, Any] = {"host": self.host, "port": self.port, "audit_fraction": self.audit_fraction}
+        found |= {"audit_dir": self.audit_dir} if self.audit_dir else {}
+        found |= {} if self.metrics_port is None else {"metrics_port": self.metrics_port}
+        return found | self.security.of_router()
 
     def router_address(self, own_host: str) -> str:
         """host:port at which the router is reached. own_host: the router's machine, for one that listens anywhere."""
@@ -107,10 +117,9 @@ def role_of(name: str) -> str:
 def command(plan: Plan, name: str, *, router: str, host: str, gpu_share: float = 0.0) -> list[str]:
     """The command line of one process. router: its host:port. host: where a node is reached."""
     if name == ROUTER:
-        flags: dict[str, Any] = {"host": plan.host, "port": plan.port, **plan.security.of_router()}
-        return [sys.executable, "-m", "router", *_words(flags)]
+        return [sys.executable, "-m", "router", *_words(plan.of_router())]
     role = role_of(name)
-    flags = {
+    flags: dict[str, Any] = {
         "model": plan.model,
         "router": router,
         "node-id": name,

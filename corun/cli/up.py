@@ -63,6 +63,12 @@ class Up:
     """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N]."""
     insecure: bool = False
     """Serve on a public address without TLS and tokens."""
+    audit_fraction: float = 0.001
+    """Share of the finished samples that run again on other nodes, when nothing else is to do, and are compared."""
+    audit_dir: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
+    """Directory for a file per difference that an audit finds, with the prompt; empty: differences are only logged."""
+    metrics_port: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Port of the router's metrics for Prometheus, on loopback; by default there are none."""
 
     def run(self) -> int:
         with needs_extra("corun up"):

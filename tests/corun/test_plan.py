@@ -33,6 +33,14 @@ def test_router_understands_its_command() -> None:
     assert parse(RouterConfig, argv) == RouterConfig(host="127.0.0.1", port=7001)
 
 
+def test_audits_and_metrics_are_the_routers(tmp_path: Path) -> None:
+    plan = Plan(model="org/model", audit_fraction=0.5, audit_dir=str(tmp_path), metrics_port=0)
+    _, *argv = flags("router", plan=plan)
+    assert parse(RouterConfig, argv) == RouterConfig(audit_fraction=0.5, audit_dir=str(tmp_path), metrics_port=0)
+    with pytest.raises(InvalidArgumentError, match="audit_fraction"):
+        Plan(model="org/model", audit_fraction=2.0)
+
+
 def test_prefill_node_understands_its_command() -> None:
     module, *argv = flags("prefill-1")
     assert module == "prefill_node"
