@@ -71,9 +71,35 @@ def free_port(host: str) -> int:
 
 
 def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
-    """Where this node's NIXL handshakes are answered; a free port unless one is configured."""
-    port = config.nixl_port or free_port(config.nixl_host)
+    """Where this node's NIXL handshakes are answered; a free port unless one is configured. It stays this process's.
+
+    Raises:
+        UnavailableError: the port is taken.
+    """
+    port = _reserve(config.nixl_host, config.nixl_port)
     return NixlEndpoint(engine_id=engine_id, host=config.nixl_host, port=port, tp_size=config.tensor_parallel_size)
+
+
+_reserved: list[socket.socket] = []
+
+
+def _reserve(host: str, port: int) -> int:
+    """The port, or a free one for 0, bound until this process ends.
+
+    vLLM listens on it half a minute later, and waits for ever if somebody has it by then (nixl/base_scheduler.py:
+    `set_xfer_handshake_metadata`). Bound with SO_REUSEADDR but not listened on, the port is given to nobody who takes
+    any port, and ZMQ, which sets that too, can still listen on it.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise UnavailableError(f"NIXL handshakes cannot be answered at {host}:{port}: {error.strerror}") from error
+    _reserved.append(held)
+    reserved: int = held.getsockname()[1]
+    return reserved
 
 
 def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:

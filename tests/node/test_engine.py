@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
+from corun.config import PrefillConfig
 from corun.errors import UnavailableError
 from corun.node import pin
-from corun.node.engine import refuse_changed_config, refuse_unfit
+from corun.node.engine import nixl_endpoint, refuse_changed_config, refuse_unfit
 
 FIT = {
     "platform": "cuda",
@@ -17,6 +20,21 @@ FIT = {
     "kv_cache_kinds": ["FullAttentionSpec"],
     "runner": "v2 GPUModelRunner",
 }
+
+
+def test_the_port_of_handshakes_is_held_until_the_engine_listens() -> None:
+    """Nobody who takes any port gets it; ZMQ, which asks for it, does; a second node does not."""
+    port = nixl_endpoint(PrefillConfig(model="m"), "e").port
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(200)]
+    try:
+        assert port not in {server.getsockname()[1] for server in taken}
+    finally:
+        for server in taken:
+            server.close()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        listener.bind(f"tcp://127.0.0.1:{port}")
+        with pytest.raises(UnavailableError, match=f"cannot be answered at 127.0.0.1:{port}: Address already in use"):
+            nixl_endpoint(PrefillConfig(model="m", nixl_port=port), "e")
 
 
 def test_full_attention_is_fit() -> None:
