@@ -36,6 +36,8 @@ class Options:
     """0: 1000 on fake engines, 30 on real ones."""
     clients: int = 0
     """Requests at a time; 0: 16 on fake engines, 4 on real ones."""
+    pairs: int = 2
+    """Fake engines only: prefill nodes, and decode nodes; the more there are, the faster come the faults."""
     kinds: tuple[str, ...] = ()
     """Real engines only: kinds of faults to draw from, by name."""
     control: bool = False
@@ -45,7 +47,7 @@ class Options:
 
 
 async def on_fakes(options: Options, scratch: Path) -> Report:
-    async with under_chaos(write_tokenizer(scratch), options.seed) as chaos:
+    async with under_chaos(write_tokenizer(scratch), options.seed, options.pairs) as chaos:
         return await chaos.run(faults=options.faults or 1000, clients=options.clients or 16)
 
 

@@ -21,6 +21,8 @@ from tests.chaos.report import Report
 from tests.fakes import FakeCluster, FakeNode, cluster, expected, generate
 
 READY_AGAIN_S = 60.0
+PAUSE_S = 0.06
+"""Mean time between faults, divided by the pairs of nodes."""
 REQUEST_TIMEOUT_S = 60.0
 LEASE_TTL_MS = 1000
 CONFIG: dict[str, Any] = {
@@ -36,8 +38,9 @@ CONFIG: dict[str, Any] = {
 class Chaos:
     """One run: requests come and go while faults hit the nodes."""
 
-    def __init__(self, fake: FakeCluster, seed: int) -> None:
+    def __init__(self, fake: FakeCluster, seed: int, pairs: int) -> None:
         self.report = Report(seed=seed)
+        self._pause_s = PAUSE_S / pairs
         self._fake = fake
         self._draw = random.Random(seed)
         self._clients = random.Random(seed + 1)
@@ -50,7 +53,7 @@ class Chaos:
         streams = [asyncio.create_task(self._client()) for _ in range(clients)]
         while self.report.faults.total() < faults:
             await self._hit()
-            await asyncio.sleep(self._draw.expovariate(1 / 0.03))
+            await asyncio.sleep(self._draw.expovariate(1 / self._pause_s))
         await asyncio.gather(*self._repairs)
         calm = time.monotonic()
         await asyncio.wait_for(self._whole(), READY_AGAIN_S)
@@ -158,14 +161,14 @@ def _is_up(node: FakeNode) -> bool:
 
 
 @asynccontextmanager
-async def under_chaos(model: str, seed: int) -> AsyncIterator[Chaos]:
-    """A cluster of two prefill and two decode nodes; at the end nothing may be held anywhere."""
+async def under_chaos(model: str, seed: int, pairs: int = 2) -> AsyncIterator[Chaos]:
+    """A cluster of so many prefill and decode nodes; at the end nothing may be held anywhere."""
     async with cluster(model, prefills=0, decodes=0, **CONFIG) as fake:
-        for number in (1, 2):
+        for number in range(1, pairs + 1):
             await add(fake, NodeRole.PREFILL, f"p{number}")
             await add(fake, NodeRole.DECODE, f"d{number}")
-        await fake.ready("p1", "p2", "d1", "d2")
-        yield Chaos(fake, seed)
+        await fake.ready(*(f"{role}{number}" for role in "pd" for number in range(1, pairs + 1)))
+        yield Chaos(fake, seed, pairs)
 
 
 async def add(fake: FakeCluster, role: NodeRole, node_id: str) -> None:

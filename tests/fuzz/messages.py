@@ -73,7 +73,9 @@ class Maker:
 
     def any_of(self, descriptor: Any) -> Any:
         """A message with random fields, none of which need fit together."""
-        return self._message(descriptor, 0)
+        message = message_factory.GetMessageClass(descriptor)()
+        self._fill_all(message, 0)
+        return message
 
     def changed(self, message: Any) -> Any:
         """A copy with one to three fields, at any depth, set to something else."""
@@ -83,12 +85,11 @@ class Maker:
             self._change(copy, 0)
         return copy
 
-    def _message(self, descriptor: Any, depth: int) -> Any:
-        message = message_factory.GetMessageClass(descriptor)()
-        for field in descriptor.fields:
+    def _fill_all(self, message: Any, depth: int) -> None:
+        """In place: copied into another, a message is parsed again, and not all that is made here can be."""
+        for field in message.DESCRIPTOR.fields:
             if self._rng.random() < 0.6 and depth < _MAX_DEPTH:
                 self._fill(message, field, depth)
-        return message
 
     def _change(self, message: Any, depth: int) -> None:
         if not message.DESCRIPTOR.fields:
@@ -110,14 +111,17 @@ class Maker:
                 getattr(message, field.name)[self._scalar(key)] = self._scalar(value)
         elif field.is_repeated and field.message_type is not None:
             count = min(self._size(), 40)
-            getattr(message, field.name).extend(self._message(field.message_type, depth + 1) for _ in range(count))
+            for _ in range(count):
+                self._fill_all(getattr(message, field.name).add(), depth + 1)
         elif field.is_repeated:
             value = self._scalar(field)
             same = self._rng.random() < 0.5
             items = [value if same else self._scalar(field) for _ in range(self._size())]
             getattr(message, field.name).extend(items)
         elif field.message_type is not None:
-            getattr(message, field.name).CopyFrom(self._message(field.message_type, depth + 1))
+            inner = getattr(message, field.name)
+            inner.SetInParent()
+            self._fill_all(inner, depth + 1)
         else:
             setattr(message, field.name, self._scalar(field))
 

@@ -25,6 +25,7 @@ from typing import Any
 from corun.channel import OPEN
 from corun.node import agent
 from corun.server import raise_file_limit
+from router import registry
 from router.service import ClusterService
 from tests.fakes import FakeCluster, cluster, router_config, start_router
 from tests.secrets import Secrets
@@ -34,6 +35,8 @@ PATIENT: dict[str, Any] = {"heartbeat_interval_ms": 500, "heartbeat_timeout_ms":
 STEP_MS = 1.0
 SLOTS = 32
 LEASE_TTL_MS = 5000
+FORGET_AFTER_S = 20.0
+"""What a router keeps of nodes that are gone would look like a leak, too."""
 
 
 async def serve(model: str, secrets: Secrets, settings: dict[str, Any]) -> None:
@@ -103,6 +106,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     agent.RETRY_S = 0.05
+    registry.FORGET_AFTER_S = FORGET_AFTER_S
     if settings.pop("broken", False):
         _break()
     asyncio.run(serve(model, secrets, settings))
