@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
 class Chaos:
     """One run: requests come and go while faults hit the nodes."""
 
-    def __init__(self, fake: FakeCluster, seed: int, pairs: int) -> None:
+    def __init__(self, fake: FakeCluster, seed: int, pairs: int = 2) -> None:
         self.report = Report(seed=seed)
         self._pause_s = PAUSE_S / pairs
         self._fake = fake
