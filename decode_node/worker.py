@@ -61,8 +61,8 @@ class ColocatedWorker(FixedShapeWorker):
     def pad_to(self, rows: int) -> None:
         """Decode steps have `rows` rows from now on; on a GPU, a graph of that size must have been captured."""
         for holder, name in ((self.model_runner, "sample"), (self.model_runner.model, "compute_logits")):
-            vars(holder).pop(name, None)
-        vars(self.model_runner).pop("_determine_batch_execution_and_padding", None)
+            holder.__dict__.pop(name, None)
+        self.model_runner.__dict__.pop("_determine_batch_execution_and_padding", None)
         fix_shapes(self.model_runner, rows)
         if not current_platform.is_cpu():
             choose_graph_v2(self.model_runner.cudagraph_manager, rows)

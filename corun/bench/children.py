@@ -20,6 +20,9 @@ class Processes:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+
     def start(self, name: str, module: str, *flags: str) -> None:
         self.commands[name] = (module, *flags)
         with (self.logs / f"{name}.log").open("ab") as log:

@@ -60,7 +60,7 @@ class Up:
 
     def gpu_memory(self) -> dict[str, Any]:
         """Of each GPU and process, in MiB; empty on a CPU."""
-        owners = {}
+        owners: dict[int, str] = {}
         for name, process in self.processes.running.items():
             owners |= dict.fromkeys((process.pid, *descendants(process.pid)), name)
         return conditions.gpu_memory(owners)
@@ -96,11 +96,10 @@ def _resident(pid: int) -> int:
 
 @asynccontextmanager
 async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
-    """A system, ready; whatever happens, no process of it is left.
+    """A system, ready; whatever happens, no process of it is left. logs: a directory, for a file per process.
 
     Raises UnavailableError or DeadlineError if it does not start; the message ends with a log.
     """
-    logs.mkdir(parents=True, exist_ok=True)
     start = _cluster if system.kind == "cluster" else _engines
     async with start(system, machine, logs) as found:
         yield found
@@ -124,7 +123,7 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
         yield Up(
             system=system,
             target=_target(system, engines),
-            slots=system.slots_on(machine) * len(engines),
+            slots=system.slots_on(machine) * sum(engine.settings.role != "prefill" for engine in engines),
             gpus=system.gpus(machine),
             ready_s=round(time.monotonic() - began, 1),
             processes=processes,
