@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -198,9 +198,8 @@ def _burstgpt(maker: _Maker, count: int) -> _Source:
     return _Source(samples=samples, left_out=trace.left_out, repeated=max(0, count - len(trace)))
 
 
-def _window(maker: _Maker, timestamps: Iterable[float], count: int) -> list[int]:
+def _window(maker: _Maker, times: Sequence[float], count: int) -> list[int]:
     """Neighbours of a trace, from a random place, in order of time."""
-    times = list(timestamps)
     if len(times) < count:
         limit = f"arrivals=trace needs as many usable rows as requests, {count}, and has {len(times)}"
         raise InvalidArgumentError("workloads", maker.spec.text, limit)

@@ -124,62 +124,68 @@ _TALKS = (
     (
         "Why can the sum of the same floating point numbers differ from run to run?",
         (
-            "Because addition of rounded numbers is not associative. Each addition rounds its result, so another order of "
-            "the same additions rounds in other places, and the last bits of the sum change. A program that splits the "
-            "work by how many threads happen to be free has another order each time."
+            "Because addition of rounded numbers is not associative. Each addition rounds its result, so another "
+            "order of the same additions rounds in other places, and the last bits of the sum change. A program "
+            "that splits the work by how many threads happen to be free has another order each time."
         ),
     ),
     (
         "Give me three names for a cat that belongs to a numerical analyst, and say why each fits.",
         (
-            "Epsilon, because it is small and everybody forgets it until something breaks. Pivot, because it always finds "
-            "the one place that matters. Kahan, because it keeps carefully what others would have lost."
+            "Epsilon, because it is small and everybody forgets it until something breaks. Pivot, because it "
+            "always finds the one place that matters. Kahan, because it keeps carefully what others would have "
+            "lost."
         ),
     ),
     (
         "Explain to a cook what a cache is.",
         (
-            "It is the counter next to your stove. The cellar holds everything, but each walk there takes minutes, so you "
-            "keep on the counter what you are likely to need next. The counter is small: when it is full, something has "
-            "to go back before something new fits, and a good cook puts back what will not be needed for longest."
+            "It is the counter next to your stove. The cellar holds everything, but each walk there takes "
+            "minutes, so you keep on the counter what you are likely to need next. The counter is small: when it "
+            "is full, something has to go back before something new fits, and a good cook puts back what will not"
+            " be needed for longest."
         ),
     ),
     (
         "Write a short notice for the office kitchen: the dishwasher is started at six, and cups must be in by then.",
         (
-            "Dear all, the dishwasher starts at six o'clock every evening. Cups that are in it by then are clean in the "
-            "morning; cups that are not stay as they are. Thank you for putting yours in."
+            "Dear all, the dishwasher starts at six o'clock every evening. Cups that are in it by then are clean "
+            "in the morning; cups that are not stay as they are. Thank you for putting yours in."
         ),
     ),
     (
         "What is the difference between latency and throughput? Use a ferry as the example.",
         (
-            "Latency is how long one passenger takes from shore to shore. Throughput is how many passengers arrive per "
-            "hour. A larger ferry carries more per hour and may still be slower for each of them, because it waits until "
-            "it is full. Two ferries double the throughput and change nothing about the latency of a crossing."
+            "Latency is how long one passenger takes from shore to shore. Throughput is how many passengers "
+            "arrive per hour. A larger ferry carries more per hour and may still be slower for each of them, "
+            "because it waits until it is full. Two ferries double the throughput and change nothing about the "
+            "latency of a crossing."
         ),
     ),
     (
         "List the steps to repot a plant.",
         (
-            "1. Water it the day before. 2. Choose a pot two fingers wider than the old one. 3. Put a layer of new soil "
-            "in. 4. Loosen the plant and take it out by the root ball, not by the stem. 5. Set it in at the same height "
-            "as before. 6. Fill up with soil and press it lightly. 7. Water it, and keep it out of the sun for a week."
+            "1. Water it the day before. 2. Choose a pot two fingers wider than the old one. 3. Put a layer of "
+            "new soil in. 4. Loosen the plant and take it out by the root ball, not by the stem. 5. Set it in at "
+            "the same height as before. 6. Fill up with soil and press it lightly. 7. Water it, and keep it out "
+            "of the sun for a week."
         ),
     ),
     (
         "Can you make this sentence friendlier: your report is late again and nobody could work with it anyway?",
         (
-            "Perhaps so: thank you for the report. We would love to have it a little earlier next time, and it would help "
-            "us a lot if we went through its layout together, so that everybody can work with it at once."
+            "Perhaps so: thank you for the report. We would love to have it a little earlier next time, and it "
+            "would help us a lot if we went through its layout together, so that everybody can work with it at "
+            "once."
         ),
     ),
     (
         "How would I check that two programs print exactly the same, without reading all of it?",
         (
-            "Let each write to a file and compare the files byte by byte, for example with cmp, which is silent if they "
-            "are equal and names the first place where they are not. If the files are on two machines, compare their "
-            "SHA-256 sums instead. Do not compare with your eyes: the difference is always in the line you skipped."
+            "Let each write to a file and compare the files byte by byte, for example with cmp, which is silent "
+            "if they are equal and names the first place where they are not. If the files are on two machines, "
+            "compare their SHA-256 sums instead. Do not compare with your eyes: the difference is always in the "
+            "line you skipped."
         ),
     ),
 )
