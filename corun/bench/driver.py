@@ -101,8 +101,9 @@ class _Loop:
                 self._target.run(request, outcome, logprobs=self._logprobs, clock=self._clock),
                 max(0.001, self._timeout_s - outcome.sent_s),
             )
-            if not outcome.error and outcome.num_tokens != request.max_tokens:
-                outcome.error = f"{outcome.num_tokens} of {request.max_tokens} tokens came"
+            came = sum(count for _, count in outcome.arrivals)
+            if not outcome.error and came != request.max_tokens:
+                outcome.error = f"{came} of {request.max_tokens} tokens came"
         except asyncio.TimeoutError:
             outcome.error = f"not done {self._timeout_s:g} s after the run began"
         except CorunError as error:
