@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import matplotlib as mpl
 from matplotlib import font_manager
@@ -22,17 +23,18 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
 WIDTH_IN = 8.0
 DPI = 150
-POINTS_PER_CHAR = 0.62
-"""Width of a character of the font, as a share of its size."""
+CHAR_EM = 0.62
+"""Width of a character of the font, as a share of its size; most are narrower."""
 GREY = "#6b6b6b"
 BAD = "#b3261e"
 GOOD = "#1a7f37"
 
 _FONT = "DejaVu Sans"  # Comes with matplotlib: text has the same size everywhere.
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": _FONT,
     "font.size": 9,
     "axes.titlesize": 9,
@@ -67,7 +69,7 @@ class Look:
 
     colour: str
     marker: str = "o"
-    line: str | tuple[int, tuple[float, ...]] = "-"
+    line: Literal["-"] | tuple[float, tuple[float, ...]] = "-"
 
 
 _DASHED, _DOTTED, _DASH_DOT = (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (5, 1.4, 1.2, 1.4))
@@ -88,17 +90,22 @@ _FOREIGN = tuple(
     Look(colour, "h", _DOTTED) for colour in ("#882255", "#999933", "#AA4499", "#661100", "#DDCC77", "#117733")
 )
 
+_DECIMALS = re.compile(r"(\.\d\d)\d+")  # A hundredth of a point is enough.
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, run under the style of all figures."""
+    """The function, run under the style of all figures. A figure that it returns is laid out, once and for all."""
 
     @functools.wraps(function)
     def in_style(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with mpl.rc_context(_STYLE):
-            return function(*args, **kwargs)
+            made = function(*args, **kwargs)
+            if isinstance(made, Figure):
+                made.draw_without_rendering()
+                made.set_layout_engine("none")  # Laying out again moves things a little, and takes a while.
+            return made
 
     return in_style
 
@@ -118,7 +125,7 @@ def panels(count: int, *, columns: int = 3, height_in: float = 2.0, extra_in: fl
     """A figure of `count` panels, each `height_in` high, row by row."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(WIDTH_IN, rows * height_in + extra_in), layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, rows * height_in + extra_in), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for spare in grid[count:]:
@@ -130,12 +137,16 @@ def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str])
     """One legend over all panels, in as many rows as its labels need."""
     texts = [clean(label, 40) for label in labels]
     texts = [f"\u200a{text}" if text.startswith("_") else text for text in texts]  # "_" hides a label.
-    size = float(mpl.rcParams["legend.fontsize"])
-    widest = max((len(text) * POINTS_PER_CHAR + 5) * size for text in texts)
-    columns = max(1, min(len(texts), int(72 * WIDTH_IN / widest)))
-    # As many in each row as rows allow, so that no row is left nearly empty.
-    columns = math.ceil(len(texts) / math.ceil(len(texts) / columns))
+    columns = next(n for n in range(len(texts), 0, -1) if n == 1 or _legend_width(texts, n) < 72 * WIDTH_IN)
     figure.legend(list(handles), texts, loc="outside upper center", ncols=columns, handlelength=2.2, columnspacing=1.6)
+
+
+def _legend_width(texts: Sequence[str], columns: int) -> float:
+    """In points. Columns are filled one after the other, the first ones with one more than the last."""
+    rows, longer = divmod(len(texts), columns)
+    starts = [i * rows + min(i, longer) for i in range(columns + 1)]
+    widest = (max(len(text) for text in texts[a:b]) for a, b in itertools.pairwise(starts))
+    return float(mpl.rcParams["legend.fontsize"]) * sum(CHAR_EM * chars + 4.6 for chars in widest)
 
 
 def clean(text: object, limit: int = 80) -> str:
@@ -147,9 +158,10 @@ def clean(text: object, limit: int = 80) -> str:
 
 
 def wrap(text: object, width: int = 24, lines: int = 3) -> str:
-    """A long name in several lines."""
-    wrapped = textwrap.wrap(clean(text), width, max_lines=lines, placeholder="…", break_on_hyphens=True)
-    return "\n".join(wrapped) or "(no name)"
+    """A long name in several lines, which may also end after a comma."""
+    parts = clean(text).replace(",", ",\v").removesuffix("\v")
+    wrapped = textwrap.wrap(parts, width, max_lines=lines, placeholder="…", replace_whitespace=False)
+    return "\n".join(wrapped).replace("\v", "") or "(no name)"
 
 
 def compact(value: float) -> str:
@@ -168,7 +180,11 @@ def _three_digits(value: float) -> str:
 
 @styled
 def png_of(figure: Figure) -> bytes:
-    return _printed(figure, "png", {"Software": None})
+    """The figure as PNG with a palette, which takes a third of the bytes."""
+    image = Image.open(io.BytesIO(_printed(figure, "png", {"Software": None}))).convert("RGB")
+    buffer = io.BytesIO()
+    image.quantize(192, dither=Image.Dither.NONE).save(buffer, "png", optimize=True, dpi=(DPI, DPI))
+    return buffer.getvalue()
 
 
 @styled
@@ -176,6 +192,7 @@ def svg_of(figure: Figure) -> str:
     """The figure as SVG: the same bytes each time, and no text of ours in comments."""
     text = _printed(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
     text = re.sub(r"<!--.*?-->\n?|<metadata>.*?</metadata>\n?", "", text, flags=re.DOTALL)
+    text = re.sub(r'( d| x| y)="[^"]*"', lambda found: _DECIMALS.sub(r"\1", found[0]), text)
     return re.sub(r"^\s+|\s+$", "", text, flags=re.MULTILINE) + "\n"
 
 

@@ -6,7 +6,6 @@ Owns which runs stand for a system on a workload. This module must not know how 
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ ORDER = (STD, "std+nosplit", "std+isolated", "bi", "colocated", "pd-std", "clust
 
 Json = dict[str, Any]
 
+_TOO_LARGE = 1e300  # JSON has infinities, NaN and integers of any size.
 _ABLATION = "std+"
 _PADDING = re.compile(r"padding=(\d+)")
 
@@ -35,6 +35,10 @@ class Spread:
     low: float
     high: float
     count: int
+
+    def over(self, unit: float) -> Spread:
+        """The same numbers in multiples of `unit`."""
+        return Spread(median=self.median / unit, low=self.low / unit, high=self.high / unit, count=self.count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,8 +192,9 @@ def mapping(values: Mapping[str, Any], key: str) -> Json:
 
 
 def _finite(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < math.inf else None  # type: ignore[arg-type,operator]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) < _TOO_LARGE else None
 
 
 def _concurrency(run: Json) -> float:
