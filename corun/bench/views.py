@@ -91,12 +91,12 @@ class Results:
         """All concurrencies of a workload, the smallest first; 0 is none set."""
         return sorted({_concurrency(run) for run in self.runs if run["workload"] == workload})
 
-    def mismatch(self, system: str, workload: str) -> Mismatch | None:
-        """What running requests again gave; None: that was not done."""
+    def mismatch(self, system: str, workload: str | None = None) -> Mismatch | None:
+        """What running requests again gave, of one workload or of all; None: that was not done."""
         found = [
             [whole(entry, key) for key in ("requests", "different_tokens", "different_bits")]
             for entry in self.mismatches
-            if (entry["system"], entry["workload"]) == (system, workload)
+            if entry["system"] == system and workload in {None, entry["workload"]}
         ]
         if not sum(requests for requests, _, _ in found):
             return None
