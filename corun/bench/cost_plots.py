@@ -21,6 +21,16 @@ from corun.bench.plot_kit import GREY, Look, add_legend, looks, panels, styled, 
 from corun.bench.plot_parts import add_bar, add_spread_line, add_system_legend, plain_ticks
 from corun.bench.views import STD, Json, Results, Spread, in_order, is_ablation, median, number, padding_of, spread
 
+MAX_PANELS = 4
+"""Numbers of rows for which kernels are drawn."""
+_KERNEL_COLOURS = {
+    "fixed": "#009E73",
+    "fixed-order": "#0072B2",
+    "nosplitk": "#A9A9A9",
+    "custom": "#CC79A7",
+    "row-by-row": "#D55E00",
+}
+"""Variants that are no systems; `std` and `bi` look as the systems do."""
 _UNPADDED = (STD, "bi", "pd-std")
 """Systems whose steps have no padding: lines without points in a padding sweep."""
 
@@ -110,7 +120,7 @@ def _relative(results: Results, workload: str) -> dict[str, Spread]:
 def kernels(results: Results) -> Figure | None:
     """Latency of each kernel and variant with its slowdown over STD: a panel per number of rows."""
     timed = [entry for entry in results.kernels if (number(entry, "median_us") or 0) > 0]
-    rows = sorted({number(entry, "rows") or 0 for entry in timed})
+    rows = _few(sorted({number(entry, "rows") or 0 for entry in timed}))
     if not timed:
         return None
     names = list(dict.fromkeys(entry["kernel"] for entry in timed))
@@ -124,10 +134,20 @@ def kernels(results: Results) -> Figure | None:
         ax.set_title(f"{count:.0f} rows" if count != 1 else "1 row")
         ax.tick_params(labelleft=i % columns == 0)
     figure.supxlabel("latency (µs)", fontsize=9)
-    handles = [_dot(looks(variants)[name].colour) for name in variants]
+    handles = [_dot(_colour(variants, name)) for name in variants]
     seen = [words for words in _MARKS if words in {_bits(entry) for entry in timed}]
     add_legend(figure, [*handles, *(_dot(GREY, words) for words in seen)], [*variants, *seen])
     return figure
+
+
+def _few(counts: list[float]) -> list[float]:
+    """At most four of them, the first and the last among them."""
+    last = len(counts) - 1
+    return counts if last < MAX_PANELS else [counts[round(i * last / (MAX_PANELS - 1))] for i in range(MAX_PANELS)]
+
+
+def _colour(variants: Sequence[str], name: str) -> str:
+    return _KERNEL_COLOURS.get(name) or looks(variants)[name].colour
 
 
 _MARKS: dict[str, dict[str, Any]] = {
@@ -157,7 +177,7 @@ def _kernel_panel(ax: Axes, entries: Sequence[Json], names: Sequence[str], varia
     step = 0.76 / len(variants)
     for entry in entries:
         y = names.index(entry["kernel"]) + (variants.index(entry["variant"]) - (len(variants) - 1) / 2) * step
-        _kernel_dot(ax, entry, y, looks(variants)[entry["variant"]], bases.get(entry["kernel"]))
+        _kernel_dot(ax, entry, y, _colour(variants, entry["variant"]), bases.get(entry["kernel"]))
     for y in range(1, len(names)):
         ax.axhline(y - 0.5, color="#e2e2e2", linewidth=0.7, zorder=0.5)
     ax.set_xscale("log")
@@ -170,11 +190,11 @@ def _kernel_panel(ax: Axes, entries: Sequence[Json], names: Sequence[str], varia
     ax.tick_params(axis="y", length=0)
 
 
-def _kernel_dot(ax: Axes, entry: Json, y: float, look: Look, base: float | None) -> None:
+def _kernel_dot(ax: Axes, entry: Json, y: float, colour: str, base: float | None) -> None:
     value = number(entry, "median_us") or 0.0
     low, high = number(entry, "min_us") or value, number(entry, "max_us") or value
-    ax.plot([low, high], [y, y], color=look.colour, linewidth=1.2, alpha=0.6, solid_capstyle="butt")
-    ax.add_line(_dot(look.colour, _bits(entry), (value, y)))
+    ax.plot([low, high], [y, y], color=colour, linewidth=1.2, alpha=0.6, solid_capstyle="butt")
+    ax.add_line(_dot(colour, _bits(entry), (value, y)))
     if base and entry["variant"] != STD:
         style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7, "color": "#222222"}
         ax.annotate(f"{value / base:.2f}\N{MULTIPLICATION SIGN}", (high, y), (4, 0), **style)

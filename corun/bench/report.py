@@ -15,6 +15,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from corun.bench import plots, tables
+from corun.bench.captions import CAPTIONS
 from corun.bench.plot_kit import looks, svg_of
 from corun.bench.views import STD, Results, mapping
 from corun.errors import InvalidArgumentError
@@ -96,7 +97,7 @@ def charts(results: Results) -> Iterator[Chart]:
     """All figures for which the results have data."""
     for kind, name, figure in _figures(results):
         if figure is not None:
-            title, caption = _WORDS[kind]
+            title, caption = CAPTIONS[kind]
             yield Chart(name=name, title=title, caption=caption, figure=figure)
 
 
@@ -158,69 +159,3 @@ def _conditions(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(entry["system"], facts) for entry in results.systems if (facts := tables.flat(mapping(entry, "settings")))]
-
-
-_AGAIN = "Hatched: running requests again in another crowd gave other bits; the counts are under the bars."
-_WORDS: dict[str, tuple[str, str]] = {
-    "throughput": (
-        "Throughput per workload and system",
-        (
-            "Output tokens per second from the first request sent to the last one done, on the client's clock, without the "
-            f"warm-up. Bars are medians over repeats, whiskers the lowest and the highest repeat. {_AGAIN}"
-        ),
-    ),
-    "throughput-per-gpu": (
-        "Throughput per GPU",
-        f"The same, divided by all GPUs that the system has, those for prefill among them. {_AGAIN}",
-    ),
-    "timeline": (
-        "Prefill and decode over time",
-        (
-            "Prompt tokens are counted when a request's first token reaches the client, output tokens when they do. The "
-            "first repeat of each system. A system is done where its decode line ends."
-        ),
-    ),
-    "ttft": (
-        "Time to first token",
-        (
-            "Share of requests whose first token came within this time after they were sent, over all repeats. Waiting for "
-            "a slot or for other prompts is part of it. Further left is better."
-        ),
-    ),
-    "tpot": (
-        "Time per output token",
-        (
-            "Share of requests with at most this mean time per token after the first one, over all repeats. Further left "
-            "is better."
-        ),
-    ),
-    "scaling": (
-        "Scaling with concurrency",
-        (
-            "Output throughput of the same workload with more and more requests in flight; medians over repeats, whiskers "
-            "the lowest and the highest."
-        ),
-    ),
-    "padding": (
-        "What padding costs a single request",
-        (
-            "One request at a time, in decode steps of a fixed number of rows: all rows but one are padding. Systems that "
-            "do not pad are level lines. Both axes are logarithmic. This is the worst case of a fixed shape."
-        ),
-    ),
-    "ablation": (
-        "What each constraint costs",
-        (
-            "Output throughput as a share of std's: std without split-KV in decode attention, std with isolated prefill, "
-            "and colocated CoRun, which has both and a fixed decode shape. Medians and whiskers over repeats."
-        ),
-    ),
-    "kernels": (
-        "Kernels by themselves",
-        (
-            "Median latency on this device, whiskers from the fastest to the slowest call, and how many times std's it is. "
-            "Whether bits depend on the batch or on the row was measured, by running the same row in other batches and "
-            "in other places."
-        ),
-    ),
-}
