@@ -51,6 +51,6 @@ CAPTIONS: dict[str, tuple[str, str]] = {
         "Kernels by themselves",
         """Median latency of a call, a line from the fastest to the slowest one, and how many times std's median it is.
         Whether bits depend on the batch or on the place in it was measured, with the same rows in other batches and
-        other places. At most four numbers of rows are drawn; the table below has all.""",
+        other places. The smallest and the largest number of rows are drawn; the table below has all.""",
     ),
 }

@@ -21,7 +21,7 @@ from corun.bench.plot_kit import GREY, Look, add_legend, looks, panels, styled, 
 from corun.bench.plot_parts import add_bar, add_spread_line, add_system_legend, plain_ticks
 from corun.bench.views import STD, Json, Results, Spread, in_order, is_ablation, median, number, padding_of, spread
 
-MAX_PANELS = 4
+MAX_PANELS = 2
 """Numbers of rows for which kernels are drawn."""
 _KERNEL_COLOURS = {
     "fixed": "#009E73",
@@ -45,7 +45,7 @@ def padding(results: Results) -> Figure | None:
     widths = sorted({rows for name, cell in cells.items() if name not in _UNPADDED for rows in cell})
     if not widths:
         return None
-    figure, (ax,) = panels(1, height_in=2.6)
+    figure, (ax,) = panels(1, height_in=2.3)
     known, drawn = looks(results.names), dict[str, Artist]()
     for name in in_order(cells):
         if line := _padding_line(ax, name, cells[name], known[name]):
@@ -84,7 +84,7 @@ def ablation(results: Results) -> Figure | None:
     systems = in_order(name for row in cells.values() for name in row)
     if not cells:
         return None
-    figure, (ax,) = panels(1, height_in=2.5)
+    figure, (ax,) = panels(1, height_in=2.2)
     known, width = looks(results.names), 0.84 / len(systems)
     for (i, row), (j, name) in itertools.product(enumerate(cells.values()), enumerate(systems)):
         if cell := row.get(name):
@@ -94,7 +94,8 @@ def ablation(results: Results) -> Figure | None:
     ax.axhline(1, color=GREY, linewidth=0.8, linestyle="--", zorder=0.9)
     ax.set_xticks(range(len(cells)), [wrap(name, max(8, 84 // len(cells))) for name in cells])
     ax.tick_params(axis="x", length=0)
-    ax.set_xlim(-0.5, len(cells) - 0.5)
+    margin = max(0.5, 4 / len(systems) / len(cells))  # Not one bar as wide as a page.
+    ax.set_xlim(-margin, len(cells) - 1 + margin)
     ax.set_ylabel("output throughput\n(share of std)")
     ax.set_ylim(bottom=0)
     add_legend(figure, [Patch(facecolor=known[name].colour) for name in systems], systems)
@@ -126,7 +127,7 @@ def kernels(results: Results) -> Figure | None:
     names = list(dict.fromkeys(entry["kernel"] for entry in timed))
     variants = in_order(entry["variant"] for entry in timed)
     columns = min(len(rows), 2)
-    height = 0.5 + len(names) * (0.12 + 0.15 * len(variants))
+    height = 0.2 + len(names) * (0.12 + 0.15 * len(variants))
     figure, axes = panels(len(rows), columns=columns, height_in=height)
     for i, (ax, count) in enumerate(zip(axes, rows, strict=True)):
         of_rows = [entry for entry in timed if (number(entry, "rows") or 0) == count]
@@ -141,7 +142,7 @@ def kernels(results: Results) -> Figure | None:
 
 
 def _few(counts: list[float]) -> list[float]:
-    """At most four of them, the first and the last among them."""
+    """At most so many of them, the first and the last among them."""
     last = len(counts) - 1
     return counts if last < MAX_PANELS else [counts[round(i * last / (MAX_PANELS - 1))] for i in range(MAX_PANELS)]
 

@@ -33,6 +33,7 @@ GREY = "#6b6b6b"
 BAD = "#b3261e"
 GOOD = "#1a7f37"
 
+_LINE_IN, _LEGEND_LINE_IN, _CHAR_IN = 0.16, 0.19, 0.062
 _FONT = "DejaVu Sans"  # Comes with matplotlib: text has the same size everywhere.
 _STYLE: Any = {
     "font.family": _FONT,
@@ -85,7 +86,7 @@ _KNOWN = {
     "std+nosplit": Look("#A9A9A9", "<", _DASHED),
     "std+isolated": Look("#D55E00", ">", _DASHED),
 }
-_VARIANTS = tuple(Look(colour, "X", _DASH_DOT) for colour in ("#44AA99", "#332288", "#3F7FBF", "#7FB8DA"))
+_VARIANTS = tuple(Look(colour, "X", _DASH_DOT) for colour in ("#332288", "#44AA99", "#6A5ACD", "#117799"))
 _FOREIGN = tuple(
     Look(colour, "h", _DOTTED) for colour in ("#882255", "#999933", "#AA4499", "#661100", "#DDCC77", "#117733")
 )
@@ -103,11 +104,25 @@ def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
         with mpl.rc_context(_STYLE):
             made = function(*args, **kwargs)
             if isinstance(made, Figure):
+                _make_room(made)
                 made.draw_without_rendering()
                 made.set_layout_engine("none")  # Laying out again moves things a little, and takes a while.
             return made
 
     return in_style
+
+
+def _make_room(figure: Figure) -> None:
+    """Panels are as high as they were asked to be, whatever legend, titles and turned labels take."""
+    rows: dict[int, float] = {}
+    for ax in figure.axes:
+        grid = ax.get_subplotspec()
+        row = grid.rowspan.start if grid else 0
+        turned = max((len(label.get_text()) for label in ax.get_xticklabels() if label.get_rotation()), default=0)
+        needed = _LINE_IN * (ax.get_title().count("\n") + bool(ax.get_title())) + _CHAR_IN * turned
+        rows[row] = max(rows.get(row, 0.0), needed)
+    legend = sum(_LEGEND_LINE_IN * math.ceil(len(found.get_texts()) / found._ncols) for found in figure.legends)
+    figure.set_figheight(figure.get_figheight() + sum(rows.values()) + legend)
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
@@ -121,11 +136,11 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
     return given
 
 
-def panels(count: int, *, columns: int = 3, height_in: float = 2.0, extra_in: float = 0.6) -> tuple[Figure, list[Axes]]:
+def panels(count: int, *, columns: int = 3, height_in: float = 1.7) -> tuple[Figure, list[Axes]]:
     """A figure of `count` panels, each `height_in` high, row by row."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(WIDTH_IN, rows * height_in + extra_in), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, rows * height_in + 0.3), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for spare in grid[count:]:
@@ -183,7 +198,9 @@ def png_of(figure: Figure) -> bytes:
     """The figure as PNG with a palette, which takes a third of the bytes."""
     image = Image.open(io.BytesIO(_printed(figure, "png", {"Software": None}))).convert("RGB")
     buffer = io.BytesIO()
-    image.quantize(192, dither=Image.Dither.NONE).save(buffer, "png", optimize=True, dpi=(DPI, DPI))
+    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        buffer, "png", optimize=True, dpi=(DPI, DPI)
+    )
     return buffer.getvalue()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -109,7 +109,8 @@ def _bars(ax: Axes, results: Results, workload: str, row: dict[str, Spread | Non
             ax.annotate(
                 compact(cell.median), (x, cell.high), (0, 2), textcoords="offset points", ha="center", fontsize=7
             )
-    ax.set(xlim=(-0.6, len(row) - 0.4), ylim=(0, (top or 1) * 1.15))
+    middle, slots = (len(row) - 1) / 2, max(len(row) + 0.2, _width_in(ax) / 0.9)  # Not one bar as wide as a page.
+    ax.set(xlim=(middle - slots / 2, middle + slots / 2), ylim=(0, (top or 1) * 1.15))
     ax.set_xticks(range(len(row)), ["" if name not in again else _counts(again[name]) for name in row], fontsize=7)
     ax.tick_params(axis="x", length=0, pad=2)
     short_numbers(ax.yaxis)
@@ -128,17 +129,21 @@ def _verdict(mismatch: Mismatch | None) -> str:
 
 
 def _too_wide(labels: Sequence[str], bars: int, ax: Axes) -> bool:
+    return max((len(label) for label in labels), default=0) * 7 * CHAR_EM > 72 * _width_in(ax) / bars - 2
+
+
+def _width_in(ax: Axes) -> float:
+    """Of a panel, about."""
     grid = ax.get_subplotspec()
     columns = grid.get_gridspec().ncols if grid else 1
-    room = 72 * (WIDTH_IN - 0.5 - 0.4 * columns) / columns / bars
-    return max((len(label) for label in labels), default=0) * 7 * CHAR_EM > room - 2
+    return (WIDTH_IN - 0.5 - 0.4 * columns) / columns
 
 
-def _title(results: Results, workload: str, workloads: Iterable[str]) -> str:
+def _title(results: Results, workload: str, workloads: Collection[str]) -> str:
     """A workload, and how many requests it keeps in flight where that is not the same in all panels."""
     concurrency = results.concurrency(workload)
     differ = concurrency and not _common(results, workloads)
-    return wrap(workload) + (f"\n{compact(concurrency)} in flight" if differ else "")
+    return wrap(workload, 84 // min(3, len(workloads))) + (f"\n{compact(concurrency)} in flight" if differ else "")
 
 
 def _common(results: Results, workloads: Iterable[str]) -> str:
@@ -191,12 +196,11 @@ def _binned(values: Sequence[float], bin_s: float) -> tuple[list[float], list[fl
 @styled
 def latency_cdf(results: Results, metric: str) -> Figure | None:
     """Distribution of `metric` ("ttft" or "tpot") over the requests of all repeats: a panel per workload."""
-    unit, scale, words = {
-        "ttft": ("s", 1e-3, "time to first token"),
-        "tpot": ("ms", 1.0, "time per output token"),
-    }[metric]
+    words = {"ttft": "time to first token", "tpot": "time per output token"}[metric]
     shown = [name for name in results.names if not is_ablation(name)]
-    cells = {w: {s: _samples(results.runs_of(w, s), f"{metric}s", scale) for s in shown} for w in results.workloads}
+    times = {w: {s: _samples(results.runs_of(w, s), f"{metric}s") for s in shown} for w in results.workloads}
+    unit, scale = _time_unit(itertools.chain(*(row.values() for row in times.values())))
+    cells = {w: {s: [t * scale for t in samples] for s, samples in row.items()} for w, row in times.items()}
     cells = {workload: row for workload, row in cells.items() if any(row.values())}
     if not cells:
         return None
@@ -205,7 +209,8 @@ def latency_cdf(results: Results, metric: str) -> Figure | None:
     for ax, (workload, row) in zip(axes, cells.items(), strict=True):
         for name, samples in row.items():
             if samples:
-                add_line(ax, *_distribution(samples), known[name])
+                line = add_line(ax, *_distribution(samples), known[name])
+                line.set_drawstyle("steps-post" if len(samples) <= MAX_QUANTILES else "default")
         _latency_axis(ax, sorted(itertools.chain(*row.values())))
         ax.set_title(_title(results, workload, cells))
     figure.supxlabel(f"{words} ({unit}{_common(results, cells)})", fontsize=9)
@@ -216,8 +221,13 @@ def latency_cdf(results: Results, metric: str) -> Figure | None:
     return figure
 
 
-def _samples(runs: Sequence[Json], key: str, scale: float) -> list[float]:
-    return sorted(value * scale for run in runs for value in numbers(run, key))
+def _samples(runs: Sequence[Json], key: str) -> list[float]:
+    return sorted(value for run in runs for value in numbers(run, key))
+
+
+def _time_unit(times: Iterable[Sequence[float]]) -> tuple[str, float]:
+    """For times in ms, the last of each sequence the longest: the unit to show them in, and how much 1 ms is in it."""
+    return ("s", 1e-3) if max((found[-1] for found in times if found), default=0) >= 1000 else ("ms", 1.0)
 
 
 def _distribution(samples: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -249,7 +259,7 @@ def scaling(results: Results) -> Figure | None:
     counts = {workload: values for workload, values in counts.items() if len(values) > 1}
     if not counts:
         return None
-    figure, axes = panels(len(counts), columns=2 if len(counts) > 1 else 1, height_in=2.6)
+    figure, axes = panels(len(counts), columns=2 if len(counts) > 1 else 1, height_in=2.3)
     drawn: dict[str, Artist] = {}
     for ax, (workload, values) in zip(axes, counts.items(), strict=True):
         for name in (name for name in results.names if not is_ablation(name)):
