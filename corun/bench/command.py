@@ -6,16 +6,14 @@ import asyncio
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from rich.console import Console
 
-from corun.bench import conditions, metrics, report, results, tables, workloads
+from corun.bench import conditions, metrics, report, results, summary, views, workloads
 from corun.bench.nodes import has_gpu
 from corun.bench.runner import Benchmark, Plan
 from corun.bench.systems import Machine, parse_systems
-from corun.bench.views import Results
 from corun.cli.bench import Bench, options_of, output_directory
 from corun.errors import InvalidArgumentError
 from corun.plan import resolve_model
@@ -48,24 +46,10 @@ def run(options: Bench) -> int:
         **values,
     )
     benchmark = Benchmark(plan)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) if hasattr(asyncio, "Runner") else _Runner() as runner:
-        runner.run(benchmark.run())
+    uvloop.install()
+    asyncio.run(benchmark.run())
     _show(benchmark, directory, save_runs=options.save_result)
     return FAILED if benchmark.failures else OK
-
-
-class _Runner:
-    """`asyncio.Runner` of Python 3.11, as far as it is used here."""
-
-    def __enter__(self) -> _Runner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def run(self, work: Any) -> None:
-        uvloop.install()
-        asyncio.run(work)
 
 
 def _machine(options: Bench) -> Machine:
@@ -105,9 +89,10 @@ def _show(benchmark: Benchmark, directory: Path, *, save_runs: bool) -> None:
         for number, row in enumerate(result["runs"]):
             (directory / f"run-{number}.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
     console = Console(stderr=True)
+    console.width = max(console.width, 130)  # Of a log, too.
     if result["runs"]:
-        pages = report.write(Results.of(result), directory)
-        console.print(tables.console(Results.of(result)))
+        pages = report.write(views.merge({"result.json": result}), directory)
+        console.print(summary.table(result))
         console.print(f"{directory / 'result.json'}\n{pages[0]}", soft_wrap=True)
     for failure in benchmark.failures:
         console.print(f"not measured: {failure}", style="red", soft_wrap=True, markup=False)

@@ -5,7 +5,6 @@ Owns the order of things and what is said meanwhile. Must not know how a system 
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import math
 import sys
@@ -75,6 +74,7 @@ class Benchmark:
         config = conditions.model_config(plan.machine.model)
         self._vocab_size = int(config["vocab_size"])
         self._tokenizer: Tokenizer | None = None
+        self._made: dict[tuple[Any, ...], Workload] = {}
         self._began = time.monotonic()
         self.result: results.Result = {
             "schema": results.SCHEMA,
@@ -112,7 +112,7 @@ class Benchmark:
             self._fail(f"{name}: {error}")
 
     async def _on(self, name: str, found: Up | OpenAiTarget) -> None:
-        target: Target = found.target if isinstance(found, Up) else found
+        target = _target_of(found)
         described = self._describe(name, found)
         sent = 0
         for spec in self.plan.specs:
@@ -130,9 +130,7 @@ class Benchmark:
             described["handoff"] = await found.handoffs(sent)
         self._save()
 
-    async def _run(
-        self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]
-    ) -> Run:
+    async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> Run:
         run = await drive(
             target,
             workload,
@@ -216,6 +214,13 @@ class Benchmark:
                 await self._run(name, target, workload, repeat, described)
 
     def _workload(self, spec: workloads.Spec, repeat: int, concurrency: int, num_requests: int = 0) -> Workload:
+        """The same for every system."""
+        key = (spec, repeat, num_requests)
+        if key not in self._made:
+            self._made[key] = self._make(spec, repeat, num_requests)
+        return replace(self._made[key], max_concurrency=concurrency)
+
+    def _make(self, spec: workloads.Spec, repeat: int, num_requests: int) -> Workload:
         return workloads.make(
             spec,
             num_requests=num_requests or self.plan.num_prompts,
@@ -223,7 +228,6 @@ class Benchmark:
             max_model_len=self.plan.machine.max_model_len,
             seed=self.plan.seed + REPEAT_SEEDS * (repeat + 3),
             tokenize=self._tokenize if spec.is_text else None,
-            max_concurrency=concurrency,
             request_rate=self.plan.request_rate,
             burstiness=self.plan.burstiness,
         )
@@ -255,6 +259,10 @@ class Benchmark:
             print(f"[{time.monotonic() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
+def _target_of(found: Up | OpenAiTarget) -> Target:
+    return found.target if isinstance(found, Up) else found
+
+
 def _line(summary: dict[str, Any]) -> str:
     """A run in one line."""
     text = f"{summary['output_throughput']:.0f} output tok/s"
@@ -273,4 +281,3 @@ async def _foreign(url: str, model: str) -> AsyncIterator[OpenAiTarget]:
         yield target
     finally:
         await target.close()
-

@@ -29,18 +29,18 @@ class Bench:
       corun bench report result.json -o report                pictures and a page
       corun bench kernels | router                            kernels of this device, capacity of a router
 
-    Systems: std (stock vLLM), bi (its batch-invariant mode), colocated (the paper's CoRun in one engine), pd-std (stock
-    prefill and decode over NIXL), cluster (this project), std+nosplit and std+isolated (steps of the ablation). A pair's
-    placement follows a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU); a second colon sets its
-    slots: cluster:1p1d:512. Others run one engine per GPU. On a CPU there is no bi.
+    Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), colocated (the paper's CoRun in one engine),
+    pd-std (stock prefill and decode over NIXL), cluster (this project), std+nosplit and std+isolated (steps of the
+    ablation). The placement of a pair follows a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU); a
+    second colon sets its slots: cluster:1p1d:512. All others run one engine per GPU.
 
     Workloads: in=512,out=256; burstgpt, sharegpt, blazedit (samples of their shape made for this project, or =FILE);
-    rl=32x8,in=512,out=256 (prompts x samples); paper (its six).
+    rl=32x8,in=512,out=256 (prompts x samples); paper (its six). Every request draws all its tokens (ignore_eos).
     """
 
     model: str = "tiny"
     """Directory of a checkpoint; "tiny" is built in."""
-    systems: tyro.conf.UseAppendAction[tuple[str, ...]] | tuple[str, ...] = ("std,colocated,cluster",)
+    systems: tuple[str, ...] = ("std,colocated,cluster",)
     """Systems to measure, separated by commas or spaces."""
     workloads: tuple[str, ...] = ("in=512,out=256",)
     """Workloads to run on each."""
