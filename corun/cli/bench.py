@@ -31,8 +31,8 @@ class Bench:
 
     Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), colocated (the paper's CoRun in one engine),
     pd-std (stock prefill and decode over NIXL), cluster (this project), std+nosplit and std+isolated (steps of the
-    ablation). The placement of a pair follows a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU); a
-    second colon sets its slots: cluster:1p1d:512. All others run one engine per GPU.
+    ablation). The placement of a pair follows a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU);
+    a second colon sets its slots: cluster:1p1d:512. All others run one engine per GPU.
 
     Workloads: in=512,out=256; burstgpt, sharegpt, blazedit (samples of their shape made for this project, or =FILE);
     rl=32x8,in=512,out=256 (prompts x samples); paper (its six). Every request draws all its tokens (ignore_eos).
