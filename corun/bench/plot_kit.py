@@ -218,9 +218,10 @@ def _palette() -> Image.Image:
     return image
 
 
-def _tint(rgb: tuple[float, float, float], share: float) -> tuple[int, ...]:
+def _tint(rgb: tuple[float, float, float], share: float) -> tuple[int, int, int]:
     """A colour on white."""
-    return tuple(round(255 * (1 - share * (1 - value))) for value in rgb)
+    red, green, blue = (round(255 * (1 - share * (1 - value))) for value in rgb)
+    return red, green, blue
 
 
 @styled
