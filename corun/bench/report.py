@@ -132,7 +132,7 @@ def notices(results: Results) -> Iterator[str]:
         known = [facts for facts in told if facts]
         names = sorted({name for facts in known for name in facts})
         if differing := [name for name in names if len({facts.get(name) for facts in known}) > 1]:
-            yield f"These files were not measured under the same conditions: {fact} differ in {', '.join(differing)}."
+            yield f"These files were not measured under the same conditions: {fact} ({', '.join(differing)})."
     if failed := sorted({run["system"] for run in results.runs if run.get("failed")}):
         yield f"Requests failed: {', '.join(failed)}. Their throughput counts finished requests only."
     unchecked = [name for name in results.names if results.mismatch(name) is None]
