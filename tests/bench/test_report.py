@@ -93,6 +93,11 @@ def test_table_has_medians_ratios_and_bits() -> None:
     assert table.sections[0].title == "in=8,out=4, 256 in flight"
 
 
+def test_large_numbers_keep_their_digits() -> None:
+    table = tables.throughputs(results(run("std", output_throughput=12345.6)), "std")
+    assert cells(table, "std")["output tokens/s"] == "12,346"
+
+
 def test_columns_that_nothing_has_are_left_out() -> None:
     assert "slots in use" in tables.throughputs(full(), "std").columns
     assert "slots in use" not in tables.throughputs(results(run("std")), "std").columns
