@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 
 WIDTH_IN = 8.0
@@ -99,7 +100,7 @@ _T = TypeVar("_T")
 
 
 def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, run under the style of all figures. A figure that it returns is laid out, once and for all."""
+    """The function, run under the style of all figures; a figure that it returns is as high as it needs to be."""
 
     @functools.wraps(function)
     def in_style(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -107,8 +108,6 @@ def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
             made = function(*args, **kwargs)
             if isinstance(made, Figure):
                 _make_room(made)
-                made.draw_without_rendering()
-                made.set_layout_engine("none")  # Laying out again moves things a little, and takes a while.
             return made
 
     return in_style
@@ -243,6 +242,9 @@ def save(figure: Figure, directory: Path, name: str) -> list[Path]:
 
 
 def _printed(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
+    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # Laying out once more would move things a little, and take a while.
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
     return buffer.getvalue()
