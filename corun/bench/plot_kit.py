@@ -22,7 +22,9 @@ from matplotlib import font_manager
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 
 WIDTH_IN = 8.0
@@ -33,6 +35,7 @@ GREY = "#6b6b6b"
 BAD = "#b3261e"
 GOOD = "#1a7f37"
 
+_TINTS = 10
 _LINE_IN, _LEGEND_LINE_IN, _CHAR_IN = 0.16, 0.19, 0.062
 _FONT = "DejaVu Sans"  # Comes with matplotlib: text has the same size everywhere.
 _STYLE: Any = {
@@ -97,7 +100,7 @@ _T = TypeVar("_T")
 
 
 def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, run under the style of all figures. A figure that it returns is laid out, once and for all."""
+    """The function, run under the style of all figures; a figure that it returns is as high as it needs to be."""
 
     @functools.wraps(function)
     def in_style(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -105,15 +108,13 @@ def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
             made = function(*args, **kwargs)
             if isinstance(made, Figure):
                 _make_room(made)
-                made.draw_without_rendering()
-                made.set_layout_engine("none")  # Laying out again moves things a little, and takes a while.
             return made
 
     return in_style
 
 
 def _make_room(figure: Figure) -> None:
-    """Panels are as high as they were asked to be, whatever legend, titles and turned labels take."""
+    """Panels are as high as they were asked to be, whatever titles and turned labels take."""
     rows: dict[int, float] = {}
     for ax in figure.axes:
         grid = ax.get_subplotspec()
@@ -121,8 +122,7 @@ def _make_room(figure: Figure) -> None:
         turned = max((len(label.get_text()) for label in ax.get_xticklabels() if label.get_rotation()), default=0)
         needed = _LINE_IN * (ax.get_title().count("\n") + bool(ax.get_title())) + _CHAR_IN * turned
         rows[row] = max(rows.get(row, 0.0), needed)
-    legend = sum(_LEGEND_LINE_IN * math.ceil(len(found.get_texts()) / found._ncols) for found in figure.legends)
-    figure.set_figheight(figure.get_figheight() + sum(rows.values()) + legend)
+    figure.set_figheight(figure.get_figheight() + sum(rows.values()))
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
@@ -153,6 +153,7 @@ def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str])
     texts = [clean(label, 40) for label in labels]
     texts = [f"\u200a{text}" if text.startswith("_") else text for text in texts]  # "_" hides a label.
     columns = next(n for n in range(len(texts), 0, -1) if n == 1 or _legend_width(texts, n) < 72 * WIDTH_IN)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_LINE_IN * math.ceil(len(texts) / columns))
     figure.legend(list(handles), texts, loc="outside upper center", ncols=columns, handlelength=2.2, columnspacing=1.6)
 
 
@@ -198,10 +199,28 @@ def png_of(figure: Figure) -> bytes:
     """The figure as PNG with a palette, which takes a third of the bytes."""
     image = Image.open(io.BytesIO(_printed(figure, "png", {"Software": None}))).convert("RGB")
     buffer = io.BytesIO()
-    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-        buffer, "png", optimize=True, dpi=(DPI, DPI)
-    )
+    paletted = image.quantize(palette=_palette(), dither=Image.Dither.NONE)
+    paletted.save(buffer, "png", optimize=True, dpi=(DPI, DPI))
     return buffer.getvalue()
+
+
+@functools.lru_cache
+def _palette() -> Image.Image:
+    """Greys, and every colour that a figure may have in a few tints, for its edges."""
+    found = {look.colour for look in (*_KNOWN.values(), *_VARIANTS, *_FOREIGN)} | {BAD, GOOD}
+    shades = [(8 * i, 8 * i, 8 * i) for i in range(32)]
+    for rgb in (to_rgb(colour) for colour in sorted(found)):
+        shades += [_tint(rgb, 1 - i / _TINTS) for i in range(_TINTS)]
+    flat = [value for shade in (*shades, (255, 255, 255)) for value in shade]
+    image = Image.new("P", (1, 1))
+    image.putpalette(flat + [255] * (3 * 256 - len(flat)))
+    return image
+
+
+def _tint(rgb: tuple[float, float, float], share: float) -> tuple[int, int, int]:
+    """A colour on white."""
+    red, green, blue = (round(255 * (1 - share * (1 - value))) for value in rgb)
+    return red, green, blue
 
 
 @styled
@@ -223,6 +242,9 @@ def save(figure: Figure, directory: Path, name: str) -> list[Path]:
 
 
 def _printed(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
+    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # Laying out once more would move things a little, and take a while.
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
     return buffer.getvalue()

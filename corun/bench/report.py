@@ -95,24 +95,25 @@ def render(results: Results, made: list[Chart], baseline: str) -> str:
 
 def charts(results: Results) -> Iterator[Chart]:
     """All figures for which the results have data."""
-    for kind, name, figure in _figures(results):
+    for kind, of, name, figure in _figures(results):
         if figure is not None:
             title, caption = CAPTIONS[kind]
-            yield Chart(name=name, title=title, caption=caption, figure=figure)
+            about = f": {of}" if of else ""
+            yield Chart(name=name, title=title + about, caption=caption, figure=figure)
 
 
-def _figures(results: Results) -> Iterator[tuple[str, str, Figure | None]]:
-    """What a figure is, the name of its files, and the figure."""
-    yield "throughput", "throughput", plots.throughput(results)
-    yield "throughput-per-gpu", "throughput-per-gpu", _per_gpu(results)
+def _figures(results: Results) -> Iterator[tuple[str, str, str, Figure | None]]:
+    """What a figure is, of which workload if it is of one, the name of its files, and the figure."""
+    yield "throughput", "", "throughput", plots.throughput(results)
+    yield "throughput-per-gpu", "", "throughput-per-gpu", _per_gpu(results)
     for number, workload in enumerate(results.workloads, start=1):
-        yield "timeline", f"timeline-{number}-{_slug(workload)}", plots.timeline(results, workload)
-    yield "ttft", "ttft", plots.latency_cdf(results, "ttft")
-    yield "tpot", "tpot", plots.latency_cdf(results, "tpot")
-    yield "scaling", "scaling", plots.scaling(results)
-    yield "padding", "padding", plots.padding(results)
-    yield "ablation", "ablation", plots.ablation(results)
-    yield "kernels", "kernels", plots.kernels(results)
+        yield "timeline", workload, f"timeline-{number}-{_slug(workload)}", plots.timeline(results, workload)
+    yield "ttft", "", "ttft", plots.latency_cdf(results, "ttft")
+    yield "tpot", "", "tpot", plots.latency_cdf(results, "tpot")
+    yield "scaling", "", "scaling", plots.scaling(results)
+    yield "padding", "", "padding", plots.padding(results)
+    yield "ablation", "", "ablation", plots.ablation(results)
+    yield "kernels", "", "kernels", plots.kernels(results)
 
 
 def _per_gpu(results: Results) -> Figure | None:
@@ -132,7 +133,7 @@ def notices(results: Results) -> Iterator[str]:
         known = [facts for facts in told if facts]
         names = sorted({name for facts in known for name in facts})
         if differing := [name for name in names if len({facts.get(name) for facts in known}) > 1]:
-            yield f"These files were not measured under the same conditions: {fact} differ in {', '.join(differing)}."
+            yield f"These files were not measured under the same conditions: {fact} ({', '.join(differing)})."
     if failed := sorted({run["system"] for run in results.runs if run.get("failed")}):
         yield f"Requests failed: {', '.join(failed)}. Their throughput counts finished requests only."
     unchecked = [name for name in results.names if results.mismatch(name) is None]

@@ -28,7 +28,7 @@ from corun.bench.views import (
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-_LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "end to end"))
+_LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "e2e"))
 _STATISTICS = ("mean", "median", "p90", "p99")
 
 
@@ -228,7 +228,7 @@ def kernels(results: Results) -> Table:
 def _kernel_cells(entry: Json, bases: dict[tuple[str, float | None], float | None]) -> tuple[Cell, ...]:
     rows, value = number(entry, "rows"), number(entry, "median_us")
     low, high = number(entry, "min_us"), number(entry, "max_us")
-    between = f"{compact(low)} … {compact(high)}" if low is not None and high is not None else NOTHING
+    between = f"{_digits(low)} … {_digits(high)}" if low is not None and high is not None else NOTHING
     base = bases.get((entry["kernel"], rows))
     invariant = (_yes(entry.get(f"{kind}_invariant")) for kind in ("batch", "position"))
     return (_cell(rows), _cell(value), Cell(text=between, kind="dim"), _ratio(value, base), *invariant)
@@ -254,7 +254,12 @@ def _plain(value: Any) -> str:
 
 
 def _cell(value: float | None) -> Cell:
-    return Cell(text=NOTHING if value is None else compact(value))
+    return Cell(text=NOTHING if value is None else _digits(value))
+
+
+def _digits(value: float) -> str:
+    """A number with three digits or all before the point, whichever are more."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else compact(value)
 
 
 def _count(value: int) -> Cell:
@@ -288,7 +293,7 @@ def _yes(value: object) -> Cell:
 def _range(group: _Group) -> Cell:
     found = spread(group.runs, "output_throughput")
     several = found and found.count > 1
-    return Cell(text=f"{compact(found.low)} … {compact(found.high)}" if found and several else NOTHING, kind="dim")
+    return Cell(text=f"{_digits(found.low)} … {_digits(found.high)}" if found and several else NOTHING, kind="dim")
 
 
 def _against_base(group: _Group) -> Cell:
