@@ -195,7 +195,8 @@ def _cpu_cache(
     cache = torch.zeros(num_blocks, kv_heads, 2 * _CPU_BLOCK, head_dim, dtype=dtype)
     keys, values = cache.chunk(2, dim=2)
     for block in range(num_blocks):
-        both = Place(device=place.device, seed=place.seed + block).normal(2, _CPU_BLOCK, kv_heads, head_dim, dtype=dtype)
+        own = Place(device=place.device, seed=place.seed + block)
+        both = own.normal(2, _CPU_BLOCK, kv_heads, head_dim, dtype=dtype)
         slots = torch.arange(block * _CPU_BLOCK, (block + 1) * _CPU_BLOCK)
         ops.cpu_attn_reshape_and_cache(both[0], both[1], keys, values, slots, isa)
     return keys, values

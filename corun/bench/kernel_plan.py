@@ -32,6 +32,8 @@ NAMES = {
     "all_reduce": "AllReduce",
 }
 """What can be asked for, and what the report calls it: the rows of the paper's Table I."""
+RANK = "CORUN_BENCH_RANK"
+"""Environment variable that tells a process its rank."""
 _VARIANTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": {
         "mean": ("std", "bi", "fixed"),
@@ -194,8 +196,8 @@ def unavailable(selection: Selection) -> list[dict[str, str]]:
         if op == "all_reduce" and selection.ranks < 2:
             found.append({"kernel": NAMES[op], "variant": "all", "reason": "needs two or more devices"})
         elif "bi" not in _VARIANTS[selection.device][op]:
-            library = "NCCL, which needs GPUs" if op == "all_reduce" else "Triton, which needs a GPU"
-            found.append({"kernel": NAMES[op], "variant": "bi", "reason": f"is written in {library}"})
+            library = "NCCL" if op == "all_reduce" else "Triton"
+            found.append({"kernel": NAMES[op], "variant": "bi", "reason": f"needs {library}, and that a GPU"})
     if past := [n for n in selection.rows if n > selection.slots]:
         counts = ", ".join(map(str, past))
         reason = f"a decode step has at most {selection.slots} rows: not {counts}"

@@ -23,11 +23,10 @@ import torch
 
 from corun.bench import invariance, kernel_attention, kernel_collectives, kernel_ops
 from corun.bench.kernel_ops import Kernel, Place, UnavailableKernelError
-from corun.bench.kernel_plan import Task, described, empty
+from corun.bench.kernel_plan import RANK, Task, described, empty
 from corun.bench.kernel_timing import durations_us
 from corun.node import switches
 
-RANK = "CORUN_BENCH_RANK"
 _SMI_TIMEOUT_S = 20.0
 # On a CPU inputs take turns, so that they do not stay in its caches.
 _TURNS = 3
@@ -140,12 +139,20 @@ def measure(task: Task, spec: Spec, place: Place) -> Iterable[dict[str, Any]]:
         kernel = _BUILDERS.get(task.op, kernel_ops.build)(task, place, pool)
     except Exception as error:  # A library's; the row says which.
         yield from (_failed(task, rows, error) for rows in task.rows)
+        _leave_others(error, spec)
         return
     for rows in task.rows:
         try:
             yield {"row": _measured(task, rows, kernel, spec, place, pool)}
         except Exception as error:
             yield _failed(task, rows, error)
+            _leave_others(error, spec)
+
+
+def _leave_others(error: Exception, spec: Spec) -> None:
+    """Ends this rank: the others are in another collective and would wait for it."""
+    if spec.ranks > 1 and not isinstance(error, UnavailableKernelError):  # All ranks find that out alike.
+        raise error
 
 
 def _measured(task: Task, rows: int, kernel: Kernel, spec: Spec, place: Place, pool: int) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from corun.node.engine import vllm_distribution
 
 SCHEMA = "corun-bench-kernels-1"
 _WORKER = "corun.bench.kernel_worker"
-_RANK = "CORUN_BENCH_RANK"
 _FACTS_TIMEOUT_S = 300.0
 _GRACE_S = 5.0
 _REPEATS = {"cuda": 100, "cpu": 10}  # the paper's Fig. 2; enough for a look
@@ -125,9 +124,7 @@ def _selection(options: Options, facts: Mapping[str, Any]) -> Selection:
     )
 
 
-def _conditions(
-    options: Options, selection: Selection, facts: Mapping[str, Any], distribution: str
-) -> dict[str, Any]:
+def _conditions(options: Options, selection: Selection, facts: Mapping[str, Any], distribution: str) -> dict[str, Any]:
     return {
         **facts,
         "vllm": distribution,
@@ -141,6 +138,7 @@ def _conditions(
         "repeats": options.repeats or _REPEATS[facts["device"]],
         "draws": options.draws,
         "seed": options.seed,
+        "load": [round(value, 2) for value in os.getloadavg()],
         "inputs": "L2 flushed before every launch" if facts["device"] == "cuda" else "three, in turn",
     }
 
@@ -207,7 +205,7 @@ def _work(
             log = stack.enter_context((directory / f"log-{rank}").open("wb"))
             command = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(_GRACE_S)]
             command += [sys.executable, "-m", _WORKER, str(spec_path), str(directory / f"results-{rank}")]
-            variables = {"VLLM_LOGGING_LEVEL": "ERROR", **inherited, **environment, _RANK: str(rank)}
+            variables = {"VLLM_LOGGING_LEVEL": "ERROR", **inherited, **environment, kernel_plan.RANK: str(rank)}
             processes.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
         ends = _ends(processes, directory, timeout_s)
     results = directory / "results-0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from rich.table import Table
 
 from corun.cli.up import needs_extra
 
-_YES_NO = {True: "yes", False: "no", None: "–"}
+_WIDTH = 110  # of a file or a pipe
+_YES_NO = {True: "yes", False: "no", None: "-"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,8 @@ class Kernels:
     """JSON file to write the report to."""
 
     def run(self) -> int:
-        console, progress = Console(), Console(stderr=True)
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        progress = Console(stderr=True)
         with needs_extra("corun bench kernels"):
             kernels = importlib.import_module("corun.bench.kernels")
         options = {name: getattr(self, name) for name in kernels.Options.__slots__}
@@ -80,9 +83,10 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     for name, value in report["conditions"].items():
         console.print(f"{name}: {value}", style="dim", markup=False, highlight=False)
     console.print(_table(report["kernels"]))
+    console.print(_summary(report["kernels"]))
     console.print(
         "batch: a row has the bits it has alone (fixed: in another crowd, at other places). "
-        "position: rows that change places take their bits along. Both measured."
+        "position: rows that change places take their bits along. Both measured, no: with the rows that kept them."
     )
     for missing in report["unavailable"]:
         rows = f" at {missing['rows']} rows" if "rows" in missing else ""
@@ -96,9 +100,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("kernel")
-    for title in ("rows", "variant", "median us", "min", "max", "x std", "batch", "position"):
-        table.add_column(title, justify="left" if title == "variant" else "right")
+    for title in ("kernel", "rows", "variant", "median us", "min", "max", "x std", "batch", "position"):
+        table.add_column(title, justify="left" if title in {"kernel", "variant"} else "right", no_wrap=True)
     standard = {(row["kernel"], row["rows"]): row["median_us"] for row in rows if row["variant"] == "std"}
     ordered = sorted(enumerate(rows), key=lambda pair: _key(rows, *pair))
     previous = None
@@ -108,6 +111,26 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(*labels, row["variant"], *_values(row, standard.get(point)))
         previous = point
     return table
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The paper's Table I: each kernel and variant over all its row counts."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("kernel", "variant", "batch-invariant", "position-invariant", "what ran"):
+        table.add_column(title, no_wrap=title != "what ran")
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if not row["error"]:
+            groups.setdefault((row["kernel"], row["variant"]), []).append(row)
+    for (kernel, variant), group in groups.items():
+        verdicts = (_overall([row[f"{of}_invariant"] for row in group]) for of in ("batch", "position"))
+        table.add_row(kernel, variant, *verdicts, group[0]["implementation"])
+    return table
+
+
+def _overall(verdicts: Sequence[bool | None]) -> str:
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return _YES_NO[all(known) if known else None]
 
 
 def _key(rows: Sequence[Mapping[str, Any]], index: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
