@@ -177,10 +177,14 @@ def jobs(model: Shapes, selection: Selection) -> list[Job]:
         found.append(Job(tasks=plain, environment={}))
         pinned = tuple(task for task in tasks if task.op in ops and task.variant == "nosplitk")
         found.append(Job(tasks=pinned, environment=_no_split_k(), pinned=True))
+    on_gpu = selection.device == "cuda"
+    sums: dict[tuple[tuple[str, str], ...], list[Task]] = {}
     for task in tasks:
         if task.op == "all_reduce":
-            variables = _COLLECTIVES.get(task.variant, {})
-            found.append(Job(tasks=(task,), environment=variables, ranks=selection.ranks))
+            variables = _COLLECTIVES.get(task.variant, {}) if on_gpu else {}
+            sums.setdefault(tuple(variables.items()), []).append(task)
+    for settings, together in sums.items():
+        found.append(Job(tasks=tuple(together), environment=dict(settings), ranks=selection.ranks))
     return [job for job in found if job.tasks]
 
 

@@ -24,6 +24,7 @@ from corun import guard, tiny
 from corun.bench import kernel_plan
 from corun.bench.kernel_plan import Job, Selection, Task
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.node import pin
 from corun.node.engine import vllm_distribution
 
 SCHEMA = "corun-bench-kernels-1"
@@ -125,6 +126,7 @@ def _selection(options: Options, facts: Mapping[str, Any]) -> Selection:
 
 
 def _conditions(options: Options, selection: Selection, facts: Mapping[str, Any], distribution: str) -> dict[str, Any]:
+    found = pin.watched(os.environ)
     return {
         **facts,
         "vllm": distribution,
@@ -138,6 +140,7 @@ def _conditions(options: Options, selection: Selection, facts: Mapping[str, Any]
         "repeats": options.repeats or _REPEATS[facts["device"]],
         "draws": options.draws,
         "seed": options.seed,
+        "environment": {name: value for name, value in found.items() if name not in kernel_plan.unset()},
         "load": [round(value, 2) for value in os.getloadavg()],
         "inputs": "L2 flushed before every launch" if facts["device"] == "cuda" else "three, in turn",
     }

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from corun.bench import kernel_plan, kernels
+from corun.bench import kernel_attention, kernel_plan, kernels
 from corun.bench.invariance import Invariance, measure
 from corun.bench.kernel_ops import Place, UnavailableKernelError
 from corun.bench.kernel_plan import Selection, Shapes, Task
@@ -201,6 +203,7 @@ def test_every_variant_runs_in_the_environment_that_makes_it_so() -> None:
     assert environments["all_reduce", "std"].environment["NCCL_ALGO"] == "allreduce:ring"
     assert environments["all_reduce", "bi"].environment["NCCL_ALGO"] == "allreduce:tree"
     assert environments["all_reduce", "custom"].ranks == 2
+    assert environments["all_reduce", "custom"].environment == {}
     assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "VLLM_BATCH_INVARIANT"} <= kernel_plan.unset()
 
 
@@ -264,6 +267,58 @@ def test_a_kernel_that_is_not_for_this_device_is_no_failure(monkeypatch: pytest.
     monkeypatch.setattr("corun.bench.kernel_ops.build", refuse)
     lines = list(measure_task(replace(TASK, rows=(4,)), spec(), CPU))
     assert lines == [{"unavailable": {"kernel": "Mean", "variant": "std", "rows": 4, "reason": "too small"}}]
+
+
+class FlashAttention:
+    """Takes vLLM's arguments as its modules do, and computes attention the plain way."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.splits: list[tuple[int, bool]] = []
+
+    def get_flash_attn_version(self, *, head_size: int) -> int:
+        return self.version
+
+    def get_scheduler_metadata(self, *, batch_size: int, page_size: int, num_splits: int, **_: Any) -> tuple[int, int]:
+        assert page_size == 16
+        return batch_size, num_splits
+
+    def flash_attn_varlen_func(self, *, q: Any, k: Any, v: Any, out: Any, **given: Any) -> None:
+        schedule, splits = given["scheduler_metadata"], given["num_splits"]
+        assert schedule is None or schedule == (len(q), splits)
+        self.splits.append((splits, schedule is not None))
+        for row, length in enumerate(given["seqused_k"].tolist()):
+            assert length <= given["max_seqlen_k"]
+            keys, values = (one[given["block_table"][row].long()].flatten(0, 1)[:length] for one in (k, v))
+            heads = q.shape[1] // k.shape[2]
+            keys, values = (one.repeat_interleave(heads, 1).transpose(0, 1) for one in (keys, values))
+            scores = (q[row][:, None] @ keys.transpose(1, 2)) * given["softmax_scale"]
+            out[row] = (scores.softmax(-1) @ values)[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("version", "variant", "expected"),
+    [
+        (3, "std", (32, True)),
+        (3, "bi", (1, False)),
+        (3, "fixed", (1, True)),
+        (2, "std", (0, False)),
+        (2, "fixed", (1, False)),
+    ],
+)
+def test_flash_attention_is_called_as_vllm_calls_it(
+    monkeypatch: pytest.MonkeyPatch, version: int, variant: str, expected: tuple[int, bool]
+) -> None:
+    """Stands in for a GPU: which arguments the kernel gets, and that requests keep their own keys and values."""
+    flash, strides = FlashAttention(version), SimpleNamespace(canonicalize_singleton_dim_strides=lambda one: one)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.fa_utils", flash)
+    monkeypatch.setitem(sys.modules, "vllm.utils.torch_utils", strides)
+    task = replace(TASK, op="attention", variant=variant, shape=(4, 2, 32, 40), places=8 if variant == "fixed" else 0)
+    kernel = kernel_attention._on_gpu(task, CPU, 12)
+    found = measure(kernel.prepare, rows=6, pool=12, draws=1, seed=0, places=task.places)
+    assert (found.batch.verdict, found.position.verdict) == (True, True)
+    assert set(flash.splits) == {expected}
+    assert f"FlashAttention {version}" in kernel.implementation
 
 
 OPTIONS = kernels.Options(
