@@ -17,6 +17,7 @@ import corun
 from corun.cli.batch import Batch
 from corun.cli.bench import Bench
 from corun.cli.bench_compare import Compare
+from corun.cli.bench_kernels import Kernels
 from corun.cli.bench_report import Report
 from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
@@ -80,6 +81,7 @@ COMMANDS: dict[str, type[Any]] = {
     "bench": Bench,
     "bench compare": Compare,
     "bench report": Report,
+    "bench kernels": Kernels,
 }
 
 
