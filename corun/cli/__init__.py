@@ -17,6 +17,7 @@ import corun
 from corun.cli.batch import Batch
 from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
+from corun.cli.gateway import Gateway
 from corun.cli.generate import Generate
 from corun.cli.model import Model
 from corun.cli.status import Status
@@ -67,6 +68,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, type[Any]] = {
     "up": Up,
+    "gateway": Gateway,
     "generate": Generate,
     "batch": Batch,
     "status": Status,
