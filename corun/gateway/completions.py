@@ -71,7 +71,8 @@ class Completions:
         try:
             async with aclosing(merged(_streams(asked, client))) as chunks:
                 async for index, chunk in chunks:
-                    await answer.send(events.chunk(index, chunk))
+                    if event := events.chunk(index, chunk):
+                        await answer.send(event)
         except ConnectionError:
             raise
         except Exception as error:

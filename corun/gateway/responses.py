@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from corun.gateway.requests import CompletionRequest
@@ -61,6 +61,8 @@ class _Sent:
 
     tokens: int = 0
     begun: bool = False
+    held: Chunk | None = None
+    """Its last token, until its receipt is there."""
 
 
 @dataclass(slots=True)
@@ -87,11 +89,28 @@ class Events:
         ]
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> str:
-        """New output of one sample."""
+        """New output of one sample; nothing while it waits for its receipt."""
         prompt = self._prompts[prompt_index]
         prompt.token_ids = prompt.token_ids or chunk.prompt_token_ids
         choice = prompt.choices[chunk.sample_index]
         choice.tokens += len(chunk.token_ids)
+        if chunk.receipt is None and choice.tokens == self._asked.params.max_tokens:
+            choice.held = chunk  # A router may send the receipt a moment later: an event, and a time, without a token.
+            return ""
+        if choice.held is not None:
+            chunk, choice.held = _both(choice.held, chunk), None
+        return self._event(prompt_index, prompt, choice, chunk)
+
+    def usage(self) -> str:
+        """The last event before the end, if it was asked for."""
+        if not self._asked.include_usage:
+            return ""
+        tokens = sum(choice.tokens for prompt in self._prompts for choice in prompt.choices)
+        counted = usage(sum(len(prompt.token_ids) for prompt in self._prompts), tokens)
+        fingerprint = {"system_fingerprint": self._prompts[0].fingerprint}
+        return f"data: {_dumped({**self._head.to_dict(), 'choices': [], 'usage': counted, **fingerprint})}\n\n"
+
+    def _event(self, prompt_index: int, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
         number = prompt_index * self._asked.params.n + chunk.sample_index
         reason = f'"{chunk.finish_reason.value}"' if chunk.finish_reason else "null"
         logprobs = _logprobs(chunk) if self._asked.params.logprobs else "null"
@@ -102,15 +121,6 @@ class Events:
             text += f',"corun":{_dumped(_own(chunk))}'
             choice.begun = True
         return f"{text}}}]{self._after(prompt, choice, chunk)}}}\n\n"
-
-    def usage(self) -> str:
-        """The last event before the end, if it was asked for."""
-        if not self._asked.include_usage:
-            return ""
-        tokens = sum(choice.tokens for prompt in self._prompts for choice in prompt.choices)
-        counted = usage(sum(len(prompt.token_ids) for prompt in self._prompts), tokens)
-        fingerprint = {"system_fingerprint": self._prompts[0].fingerprint}
-        return f"data: {_dumped({**self._head.to_dict(), 'choices': [], 'usage': counted, **fingerprint})}\n\n"
 
     def _token_ids(self, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
         of_prompt = "null" if choice.begun else _dumped(list(prompt.token_ids))
@@ -125,6 +135,15 @@ class Events:
         if self._asked.continuous_usage:
             text += f',"usage":{_dumped(usage(len(prompt.token_ids), choice.tokens))}'
         return text
+
+
+def _both(first: Chunk, last: Chunk) -> Chunk:
+    return replace(
+        last,
+        text=first.text + last.text,
+        token_ids=first.token_ids + last.token_ids,
+        logprobs=first.logprobs + last.logprobs,
+    )
 
 
 def _choice(index: int, asked: CompletionRequest, generation: Generation, sample: Sample) -> dict[str, Any]:
