@@ -73,13 +73,14 @@ class Completions:
                 async for index, chunk in chunks:
                     if event := events.chunk(index, chunk):
                         await answer.send(event)
+            last = events.usage()
         except ConnectionError:
             raise
         except Exception as error:
             if not answer.begun:
                 raise  # It can still have a status of its own.
-            return await answer.end(event_of(typed(error)) + DONE)
-        return await answer.end(events.usage() + DONE)
+            last = event_of(typed(error))
+        return await answer.end(last + DONE)
 
     async def _body(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":  # Nor can another site's page send it then, unasked.
