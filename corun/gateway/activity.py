@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from corun.errors import OverloadedError, UnavailableError
 
@@ -21,6 +22,8 @@ class Activity:
         self.running = 0
         self.draining = False
         self._limit = limit
+        self._ended = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -28,9 +31,15 @@ class Activity:
     def request(self) -> Iterator[None]:
         """Raises UnavailableError while draining, OverloadedError if there is no room."""
         if self.draining:
-            raise UnavailableError("the gateway is shutting down", RETRY_S)
+            raise _shutting_down()
+        task = asyncio.current_task()
+        assert task is not None
         with self.more(1):
-            yield
+            self._tasks.add(task)
+            try:
+                yield
+            finally:
+                self._tasks.discard(task)
 
     @contextmanager
     def more(self, count: int) -> Iterator[None]:
@@ -47,6 +56,22 @@ class Activity:
             if not self.running:
                 self._idle.set()
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Makes an error, which its client can be told, of the end that `end` puts to a request."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise  # The client is gone.
+            raise _shutting_down() from None
+
+    def end(self) -> None:
+        """Ends what runs."""
+        self.draining = self._ended = True
+        for task in self._tasks:
+            task.cancel()
+
     async def drain(self, grace_s: float) -> bool:
         """Refuses new requests and waits for the end of those in progress; False: some still run."""
         self.draining = True
@@ -55,3 +80,7 @@ class Activity:
         except asyncio.TimeoutError:  # Python 3.10 has two of that name.
             return False
         return True
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the gateway is shutting down", RETRY_S)

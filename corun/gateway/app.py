@@ -29,7 +29,7 @@ KEEPALIVE_S = 3630.0
 """For a connection without a request: longer than clients and proxies keep theirs, so that they end it."""
 HANDSHAKE_S = 10.0
 STOP_GRACE_S = 5.0
-"""For handlers that were cancelled to end, in seconds."""
+"""For requests that were told to end, in seconds."""
 _NO_CHAT = "there is no chat endpoint: a gateway knows no chat template; use /v1/completions"
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Gateway:
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=KEEPALIVE_S,
-            shutdown_timeout=STOP_GRACE_S,
+            shutdown_timeout=STOP_GRACE_S / 5,
         )
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have not sent a request yet."""
@@ -96,14 +96,15 @@ class Gateway:
             log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
 
     async def stop(self) -> None:
-        """Ends what still runs, and closes."""
-        self.activity.draining = True
+        """Ends what still runs, tells its clients, and closes."""
         if self._server is not None:
             self._server.close()
+        self.activity.end()
+        await self.activity.drain(STOP_GRACE_S)
         for timer in self._silent.values():
             timer.cancel()
-        await self.clients.close()  # Ends every call, so that handlers end.
         await self._runner.cleanup()
+        await self.clients.close()
 
     def _app(self) -> web.Application:
         config = self._config

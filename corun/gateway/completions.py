@@ -62,17 +62,17 @@ class Completions:
         head = Head(request_id=asked.request_id, created=int(time.time()), model=served.name)
         if asked.stream:
             return await self._stream(request, asked, client, head)
-        return web.json_response(completion(head, asked, await _generate(asked, client)))
+        with self._activity.told():
+            generations = await _generate(asked, client)
+        return web.json_response(completion(head, asked, generations))
 
     async def _stream(
         self, request: web.Request, asked: CompletionRequest, client: AsyncClient, head: Head
     ) -> web.StreamResponse:
         answer, events = EventStream(request, self._config.client_timeout_s), Events(head, asked)
         try:
-            async with aclosing(merged(_streams(asked, client))) as chunks:
-                async for index, chunk in chunks:
-                    if event := events.chunk(index, chunk):
-                        await answer.send(event)
+            with self._activity.told():
+                await _send_all(merged(_streams(asked, client)), events, answer)
             last = events.usage()
         except ConnectionError:
             raise
@@ -136,6 +136,13 @@ class EventStream:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionResetError("the client takes nothing") from None
+
+
+async def _send_all(chunks: Numbered, events: Events, answer: EventStream) -> None:
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            if event := events.chunk(index, chunk):
+                await answer.send(event)
 
 
 async def merged(streams: Sequence[Chunks]) -> Numbered:

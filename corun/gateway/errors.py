@@ -40,6 +40,8 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
 }
 """Status and `error.type` of each kind of error."""
 
+CLIENT_IS_GONE = 499
+"""As proxies log it; never sent."""
 _SAMPLING = "sampling_params."
 """Of the names that routers give to fields, which in HTTP are at the top."""
 
@@ -101,7 +103,7 @@ async def translated(request: web.Request, handler: Any) -> web.StreamResponse:
         allow = error.headers.get("Allow")
         return plain_response(error.status, error.text or error.reason, {"Allow": allow} if allow else None)
     except ConnectionError:  # The client's: nobody is there to be answered.
-        raise
+        return web.Response(status=CLIENT_IS_GONE)
     except Exception as error:
         return response_of(typed(error))
     return answer

@@ -61,7 +61,7 @@ async def test_every_sampling_field_reaches_the_sampler(model: str, name: str) -
     value, meaning = FIELDS[name]
     params = SamplingParams(**{"max_tokens": 6, **meaning})
     async with cluster(model) as fake, serving(fake) as http:
-        answer = await http.complete(**{"max_tokens": 6, "seed": 9, **ALL, name.split()[0]: value})
+        answer = await http.complete(**{"max_tokens": 6, "seed": 9, **ALL, name.partition(" ")[0]: value})
         check_choice(answer["choices"][0], params, 9)
     # The control: the hash is of this parameter, too.
     other = SamplingParams(max_tokens=6, **({"top_k": 1} if name == "top_k of vLLM" else {}))
