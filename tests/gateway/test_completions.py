@@ -10,7 +10,7 @@ from corun.client import AsyncClient
 from corun.cluster import Priority
 from corun.params import SamplingParams
 from corun.seeds import derive_seed, sample_seed
-from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, cluster, expected
+from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeCluster, cluster, expected
 from tests.gateway.serving import PROMPT, check_choice, joined, serving
 
 ALL = {"logprobs": 0, "return_token_ids": True}
@@ -54,6 +54,12 @@ WITHOUT_EFFECT: dict[str, list[Any]] = {
     "return_tokens_as_token_ids": [True, None],
     "priority": [0, -1, 5, "high", "low"],
 }
+
+
+def slow(fake: FakeCluster) -> None:
+    """So that every token has a message of its own, on a busy machine as well."""
+    for node in fake.nodes:
+        node.engine.step_ms = 50.0
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -114,10 +120,11 @@ async def test_the_shape_of_a_response(model: str) -> None:
 
 async def test_the_shape_of_a_stream(model: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
+        slow(fake)
         events = await http.stream(max_tokens=4, seed=1, stream_options={"include_usage": True})
         plain = await http.stream(max_tokens=4, seed=1)
     *chunks, usage = events
-    assert len(chunks) == len(plain) == 4  # The last token and the end are one event: its time is a token's time.
+    assert len(chunks) == len(plain) == 4, "the last token and the end are one event"
     for number, event in enumerate(chunks):
         own = {"corun"} if number in (0, 3) else set()
         assert set(event["choices"][0]) == {"index", "text", "logprobs", "finish_reason", *own}
@@ -132,6 +139,7 @@ async def test_the_shape_of_a_stream(model: str) -> None:
 async def test_usage_may_come_with_every_event(model: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with cluster(model) as fake, serving(fake) as http:
+        slow(fake)
         events = await http.stream(prompt="abc", max_tokens=4, seed=1, stream_options=options)
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
     assert {event["usage"]["prompt_tokens"] for event in events} == {3}
