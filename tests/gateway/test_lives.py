@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from corun.gateway.clients import Clients
 from corun.gateway.completions import EventStream, merged
 from corun.gateway.config import GatewayConfig
 from tests.fakes import WAIT_S, FakeCluster, cluster, kill_router, router_config, start_router
-from tests.gateway.serving import Http, joined, serving
+from tests.gateway.serving import Http, joined, read_events, serving
 from tests.secrets import Secrets
 
+START_S = 60.0
+"""Of a process, on a busy machine."""
 LONG = {"prompt": [1, 2], "max_tokens": 500, "seed": 1}
 
 
@@ -126,6 +130,28 @@ async def test_a_process_serves_until_it_is_told_to_stop(model: str) -> None:
         await asyncio.sleep(0)
         stop.set()
         await asyncio.wait_for(task, WAIT_S)
+
+
+async def test_the_command_drains_on_sigterm(model: str) -> None:
+    async with cluster(model) as fake:
+        command = ("-m", "corun", "gateway", "--port", "0", "--router", fake.address)
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            line = (await asyncio.wait_for(process.stderr.readline(), START_S)).decode()
+            url = line.partition("listens on ")[2].split()[0]
+            body = {"prompt": [1], "max_tokens": 300, "seed": 1, "stream": True, "return_token_ids": True}
+            async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+                first = await response.content.readuntil(b"\n\n")
+                process.send_signal(signal.SIGTERM)
+                events = read_events((first + await response.read()).decode())
+            assert len(joined(events)["token_ids"]) == 300
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            _, rest = await process.communicate()
+        assert b"Traceback" not in rest
 
 
 async def test_a_taken_port_is_an_error(model: str) -> None:
