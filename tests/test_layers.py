@@ -173,6 +173,7 @@ def test_messages_stay_at_the_edges() -> None:
 LOADS = {
     "corun": (*ENGINE, "ray", "tokenizers", "numpy", "tyro", "router", *NODES, "corun.server", "corun.node"),
     "corun.cli": (*ENGINE, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
+    "corun.gateway.app": (*ENGINE, "ray", "tokenizers", "router", *NODES, "corun.node"),
     "router.app": (*ENGINE, "ray", *NODES, "corun.node"),
     # Settings are pinned before the engine's libraries are imported, so a node's own modules must not do it.
     "prefill_node.__main__": (*ENGINE, "ray", "tokenizers", "router", "decode_node"),

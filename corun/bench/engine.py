@@ -91,6 +91,13 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
     return made
 
 
+def _usage_context() -> Any:
+    """That of vLLM's server. Its defaults for numbers of tokens and sequences depend on it, and are lower for others."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return UsageContext.OPENAI_API_SERVER
+
+
 def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
     """The cluster's two halves in one engine, with the cluster's own settings."""
     made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
@@ -143,7 +150,7 @@ class Server:
         """Until the parent says stop."""
         began = time.monotonic()
         made = arguments(settings, prepare(settings))
-        self._llm = base.step_llm().from_engine_args(made)
+        self._llm = base.step_llm().from_engine_args(made, usage_context=_usage_context())
         self._llm.on_outputs = self._take
         self._llm.on_dead = lambda: self._tell("died", "the engine's output loop ended")
         self._tell("ready", await self._facts(made, time.monotonic() - began))

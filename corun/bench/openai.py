@@ -81,10 +81,10 @@ class OpenAiTarget:
         """Sends one request and notes what comes, until it ends. A failure is noted, too, and not raised."""
         try:
             await self._run(request, outcome, logprobs=logprobs, clock=clock)
+        except asyncio.TimeoutError:  # First: an OSError, in some versions of Python.
+            outcome.error = f"no end after {self._timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
             outcome.error = _shown(f"{type(error).__name__}: {error}")
-        except asyncio.TimeoutError:
-            outcome.error = f"no end after {self._timeout_s:g} s"
         except BadAnswerError as error:
             outcome.error = _shown(str(error))
 

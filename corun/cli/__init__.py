@@ -21,6 +21,7 @@ from corun.cli.bench_kernels import Kernels
 from corun.cli.bench_report import Report
 from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
+from corun.cli.gateway import Gateway
 from corun.cli.generate import Generate
 from corun.cli.model import Model
 from corun.cli.status import Status
@@ -71,6 +72,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, type[Any]] = {
     "up": Up,
+    "gateway": Gateway,
     "generate": Generate,
     "batch": Batch,
     "status": Status,

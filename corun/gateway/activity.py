@@ -1,0 +1,86 @@
+"""What a gateway has in progress: a bound on it, and its end when the gateway is told to stop.
+
+This module must not know what is in progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from corun.errors import OverloadedError, UnavailableError
+
+RETRY_S = 1.0
+
+
+class Activity:
+    """Counts prompts in progress; a request that is being read counts as one."""
+
+    def __init__(self, limit: int) -> None:
+        self.running = 0
+        self.draining = False
+        self._limit = limit
+        self._ended = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Raises UnavailableError while draining, OverloadedError if there is no room."""
+        if self.draining:
+            raise _shutting_down()
+        task = asyncio.current_task()
+        assert task is not None
+        with self.more(1):
+            self._tasks.add(task)
+            try:
+                yield
+            finally:
+                self._tasks.discard(task)
+
+    @contextmanager
+    def more(self, count: int) -> Iterator[None]:
+        """For what an admitted request needs beyond its first prompt."""
+        if self.running + count > self._limit:
+            limit = f"{self.running} of {self._limit} prompts are in progress"
+            raise OverloadedError(f"the gateway has no room for {count} more: {limit}", RETRY_S)
+        self.running += count
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= count
+            if not self.running:
+                self._idle.set()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Makes an error, which its client can be told, of the end that `end` puts to a request."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise  # The client is gone.
+            raise _shutting_down() from None
+
+    def end(self) -> None:
+        """Ends what runs."""
+        self.draining = self._ended = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuses new requests and waits for the end of those in progress; False: some still run."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except asyncio.TimeoutError:  # Python 3.10 has two of that name.
+            return False
+        return True
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the gateway is shutting down", RETRY_S)

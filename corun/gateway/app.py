@@ -1,0 +1,220 @@
+"""A whole gateway: its parts put together, its routes, and its life from the first listening to the last answer.
+
+Lifecycle: made → `start` → `drain` → `stop`. This module must not know command lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+import corun
+from corun.config import TlsConfig
+from corun.errors import UnavailableError
+from corun.gateway.activity import Activity
+from corun.gateway.clients import Catalog, Clients, Health, Served, bearer_token
+from corun.gateway.completions import Completions
+from corun.gateway.config import GatewayConfig
+from corun.gateway.errors import plain_response, translated
+from corun.renewal import Identity, identity
+from corun.server import join_address, raise_file_limit, run
+
+KEEPALIVE_S = 3630.0
+"""For a connection without a request: longer than clients and proxies keep theirs, so that they end it."""
+HANDSHAKE_S = 10.0
+STOP_GRACE_S = 5.0
+"""For requests that were told to end, in seconds."""
+_NO_CHAT = "there is no chat endpoint: a gateway knows no chat template; use /v1/completions"
+
+log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """One gateway. Make it inside a running loop."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.activity = Activity(config.max_requests)
+        self.clients = Clients(config)
+        self._config = config
+        self._catalog = Catalog(config.served_name)
+        self._health = Health(self.clients, config.own_token())
+        self._started_at = int(time.time())
+        self._runner = web.AppRunner(
+            self._app(),
+            handler_cancellation=True,  # A client that is gone ends its request.
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=STOP_GRACE_S / 5,
+        )
+        self._silent: dict[Any, asyncio.TimerHandle] = {}
+        """Connections that have not sent a request yet."""
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """That it listens on."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        scheme = "https" if self._config.https else "http"
+        return f"{scheme}://{join_address(self._config.host, self.port)}"
+
+    async def start(self) -> None:
+        """Listens. Raises UnavailableError if the address cannot be had. Whether there is a cluster is found out by
+        requests: start order does not matter."""
+        config = self._config
+        await self._runner.setup()
+        context = _ssl_context(config.https) if config.https else None
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                self._connection,
+                config.host,
+                config.port,
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_S if context else None,
+                reuse_port=config.reuse_port or None,
+                backlog=1024,
+            )
+        except OSError as error:
+            raise UnavailableError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+        log.info("the gateway listens on %s and calls %s", self.url, ", ".join(config.addresses))
+
+    async def drain(self) -> None:
+        """Takes no new requests and waits for the running ones, at most `drain_grace_s` seconds."""
+        if self._server is not None:
+            self._server.close()
+        if not await self.activity.drain(self._config.drain_grace_s):
+            log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
+
+    async def stop(self) -> None:
+        """Ends what still runs, tells its clients, and closes."""
+        if self._server is not None:
+            self._server.close()
+        self.activity.end()
+        await self.activity.drain(STOP_GRACE_S)
+        for timer in self._silent.values():
+            timer.cancel()
+        await self._runner.cleanup()
+        await self.clients.close()
+
+    def _app(self) -> web.Application:
+        config = self._config
+        app = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._heard, translated])
+        completions = Completions(config, self.clients, self._catalog, self.activity)
+        app.router.add_post("/v1/completions", completions.post)
+        app.router.add_post("/v1/chat/completions", _no_chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_get("/health", self._get_health)
+        app.router.add_get("/version", _version)
+        return app
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        """aiohttp's own protocol, under a clock until its first request: its keep-alive time is for idle clients."""
+        server = self._runner.server
+        assert server is not None
+        protocol = server()
+        loop = asyncio.get_running_loop()
+        self._silent[protocol] = loop.call_later(self._config.client_timeout_s, self._drop, protocol)
+        return protocol
+
+    def _drop(self, protocol: Any) -> None:
+        del self._silent[protocol]
+        protocol.force_close()
+
+    @web.middleware
+    async def _heard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if (timer := self._silent.pop(request.protocol, None)) is not None:
+            timer.cancel()
+        answer: web.StreamResponse = await handler(request)
+        if self.activity.draining and not answer.prepared:
+            answer.force_close()
+        return answer
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._card(await self._served(request))]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        served, name = await self._served(request), request.match_info["name"]
+        if name != served.name:
+            return plain_response(404, f"the model {name!r} does not exist: this is {served.name!r}")
+        return web.json_response(self._card(served))
+
+    async def _served(self, request: web.Request) -> Served:
+        with self.clients.lease(bearer_token(request.headers.get("Authorization"))) as client:
+            return self._catalog.read(await client.get_cluster())  # Never from memory: the router looks at the token.
+
+    def _card(self, served: Served) -> dict[str, Any]:
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "corun",
+            "root": served.root,
+            "parent": None,
+            "max_model_len": served.max_model_len,
+            "permission": [],
+        }
+
+    async def _get_health(self, request: web.Request) -> web.Response:
+        if self.activity.draining:
+            raise UnavailableError("the gateway is shutting down")
+        await self._health.check()
+        return web.json_response({"status": "ok"})
+
+
+async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
+    """Starts, serves until `stop` is set, drains, stops."""
+    gateway = Gateway(config)
+    try:
+        await gateway.start()
+        await stop.wait()
+        await gateway.drain()
+    finally:
+        await gateway.stop()
+
+
+def main(config: GatewayConfig) -> None:
+    """Runs a gateway until SIGTERM or SIGINT, in the main thread."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    raise_file_limit()
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    run(lambda stop: serve(config, stop))
+
+
+async def _no_chat(request: web.Request) -> web.Response:
+    return plain_response(404, _NO_CHAT)
+
+
+async def _version(request: web.Request) -> web.Response:
+    return web.json_response({"version": corun.__version__})
+
+
+def _ssl_context(tls: TlsConfig) -> ssl.SSLContext:
+    """A context that takes up renewed files with the next handshake."""
+    files = identity(tls)
+    contexts: dict[Identity, ssl.SSLContext] = {}
+
+    def current() -> ssl.SSLContext:
+        found = files.current()
+        if found not in contexts:
+            contexts.clear()
+            contexts[found] = context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls.cert, tls.key)
+        return contexts[found]
+
+    def renew(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = current()
+
+    first = current()
+    first.sni_callback = renew
+    return first

@@ -1,0 +1,194 @@
+"""The cluster's clients that a gateway keeps: one per token of its own clients, and more where one connection is full.
+
+Owns: how many there are, and what is known of the served model. A request is shown to the cluster with the token that
+it came with, so who may do what is the routers' decision. This module must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from corun.auth import check_token
+from corun.client import AsyncClient
+from corun.cluster import ClusterStatus, NodeRole, NodeState
+from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError, UnavailableError
+from corun.gateway.config import GatewayConfig
+
+MAX_CALLS = 1000
+"""Of one client: a router takes 1024 calls on a connection, and further ones would wait unseen."""
+FRESH_S = 10.0
+"""How long the served model's name is taken to be the same."""
+HEALTH_FRESH_S = 1.0
+"""How long an answer about the cluster's health is given again."""
+RETRY_S = 1.0
+
+_SCHEME = "bearer "
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A client, and its calls in progress."""
+
+    client: AsyncClient
+    calls: int = 0
+
+
+class Clients:
+    """Clients by token. The least recently used give way, as long as nothing runs on them."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._kept: OrderedDict[str, list[_Kept]] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def lease(self, token: str, calls: int = 1) -> Iterator[AsyncClient]:
+        """A client that shows `token`, for so many calls. Raises OverloadedError if too many tokens are in use."""
+        kept = self._find(token)
+        kept.calls += calls
+        try:
+            yield kept.client
+        finally:
+            kept.calls -= calls
+
+    async def close(self) -> None:
+        """Ends every call in flight."""
+        for kept in self._kept.values():
+            for each in kept:
+                await each.client.close()
+        self._kept.clear()
+        await asyncio.gather(*self._closing)
+
+    def _find(self, token: str) -> _Kept:
+        if token not in self._kept:
+            if len(self._kept) >= self._config.max_tokens_kept:
+                self._drop_one()
+            self._kept[token] = []
+        self._kept.move_to_end(token)
+        of_token = self._kept[token]
+        for each in of_token:
+            if each.calls < MAX_CALLS:
+                return each
+        of_token.append(_Kept(self._make(token)))
+        return of_token[-1]
+
+    def _make(self, token: str) -> AsyncClient:
+        config = self._config
+        return AsyncClient(
+            config.addresses,
+            timeout_s=config.timeout_s,
+            connect_timeout_s=config.connect_timeout_s,
+            tls=config.tls,
+            token=token,
+        )
+
+    def _drop_one(self) -> None:
+        for token, kept in self._kept.items():
+            if not any(each.calls for each in kept):
+                del self._kept[token]
+                for each in kept:
+                    task = asyncio.ensure_future(each.client.close())
+                    self._closing.add(task)
+                    task.add_done_callback(self._closing.discard)
+                return
+        raise OverloadedError(f"requests with {len(self._kept)} different tokens are in progress", RETRY_S)
+
+
+def bearer_token(authorization: str | None) -> str:
+    """The token of an Authorization header; empty if there is none, or one that no cluster can have given.
+
+    Clients of OpenAI's API always send a key, be it "EMPTY": where a token is needed, the router refuses the call.
+    """
+    if not authorization:
+        return ""
+    if not authorization.lower().startswith(_SCHEME):
+        raise UnauthenticatedError("the header Authorization must be 'Bearer TOKEN'")
+    try:
+        return check_token("authorization", authorization[len(_SCHEME) :].strip())
+    except InvalidArgumentError:
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """The model that the cluster serves."""
+
+    name: str
+    """As clients see it."""
+    root: str
+    """As the nodes do: a path, or an id on the hub."""
+    max_model_len: int
+    """Tokens of prompt and output together."""
+
+
+class Catalog:
+    """What the cluster serves, asked for now and then."""
+
+    def __init__(self, served_name: str) -> None:
+        self._served_name = served_name
+        self._known: Served | None = None
+        self._asked_at = -FRESH_S
+        self._lock = asyncio.Lock()
+
+    async def served(self, client: AsyncClient) -> Served:
+        """The model; asked anew every 10 s, since a cluster may come back with another one. The last answer stands
+        while there is none. Raises UnavailableError, or what the router refuses the call with."""
+        if self._known is not None and time.monotonic() - self._asked_at < FRESH_S:
+            return self._known
+        async with self._lock:
+            if self._known is None or time.monotonic() - self._asked_at >= FRESH_S:
+                self._known = await self._ask(client)
+                self._asked_at = time.monotonic()
+            return self._known
+
+    def read(self, status: ClusterStatus) -> Served:
+        """Of a status. Raises UnavailableError if no node has joined."""
+        for each in status.nodes:
+            node = each.node
+            return Served(name=self._served_name or node.model, root=node.model, max_model_len=node.max_model_len)
+        raise UnavailableError("no node has joined the cluster yet", RETRY_S)
+
+    async def _ask(self, client: AsyncClient) -> Served:
+        try:
+            return self.read(await client.get_cluster())
+        except UnavailableError:
+            if self._known is None:
+                raise
+            return self._known
+
+
+class Health:
+    """Whether the cluster answers requests, asked at most once a second whoever wants to know."""
+
+    def __init__(self, clients: Clients, token: str) -> None:
+        self._clients = clients
+        self._token = token
+        self._error: UnavailableError | None = None
+        self._asked_at = -HEALTH_FRESH_S
+        self._lock = asyncio.Lock()
+
+    async def check(self) -> None:
+        """Raises UnavailableError if the cluster cannot serve now."""
+        async with self._lock:
+            if time.monotonic() - self._asked_at >= HEALTH_FRESH_S:
+                self._error = await self._ask()
+                self._asked_at = time.monotonic()
+        if self._error is not None:
+            raise self._error
+
+    async def _ask(self) -> UnavailableError | None:
+        try:
+            with self._clients.lease(self._token) as client:
+                status = await client.get_cluster(timeout_s=5)
+        except UnauthenticatedError:
+            return None  # A router answers; to know more the gateway needs a token of its own.
+        except UnavailableError as error:
+            return error
+        ready = {each.node.role for each in status.nodes if each.state is NodeState.READY}
+        missing = [role.value for role in NodeRole if role not in ready]
+        return UnavailableError(f"no node is ready: {', '.join(missing)}", RETRY_S) if missing else None

@@ -1,0 +1,109 @@
+"""Errors over HTTP: the one table from this project's errors to statuses, and OpenAI's JSON for them.
+
+This module must not know what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+from corun.errors import (
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    OverloadedError,
+    PermissionDeniedError,
+    UnavailableError,
+    shown,
+)
+
+STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
+    grpc.StatusCode.NOT_FOUND: (404, "not_found_error"),
+    grpc.StatusCode.FAILED_PRECONDITION: (409, "contract_mismatch_error"),
+    grpc.StatusCode.ABORTED: (409, "conflict_error"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    grpc.StatusCode.INTERNAL: (500, "server_error"),
+    grpc.StatusCode.DATA_LOSS: (500, "data_loss_error"),
+    grpc.StatusCode.CANCELLED: (503, "service_unavailable_error"),
+    grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+"""Status and `error.type` of each kind of error."""
+
+CLIENT_IS_GONE = 499
+"""As proxies log it; never sent."""
+_SAMPLING = "sampling_params."
+"""Of the names that routers give to fields, which in HTTP are at the top."""
+
+log = logging.getLogger(__name__)
+
+
+def status_of(error: CorunError) -> int:
+    return STATUSES[error.code][0]
+
+
+def body_of(error: CorunError) -> dict[str, Any]:
+    """OpenAI's error object, with field, value and limit where there is a field."""
+    status, kind = STATUSES[error.code]
+    fields: dict[str, Any] = {"message": str(error).replace(_SAMPLING, ""), "type": kind, "param": None, "code": status}
+    if isinstance(error, (InvalidArgumentError, PermissionDeniedError)):
+        field = error.field.removeprefix(_SAMPLING)
+        fields |= {"param": field, "value": shown(error.value), "limit": error.limit}
+    return {"error": fields}
+
+
+def response_of(error: CorunError) -> web.Response:
+    """The whole answer to a request that failed before anything of it was sent."""
+    headers = {}
+    if isinstance(error, (OverloadedError, UnavailableError)) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    status = status_of(error)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response(body_of(error), status=status, headers=headers)
+
+
+def event_of(error: CorunError) -> str:
+    """The error of a stream that has begun, as one of its events."""
+    return f"data: {json.dumps(body_of(error))}\n\n"
+
+
+def plain_response(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    """An answer that HTTP itself asks for: no such path, method, size or type of content."""
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    fields = {"message": message, "type": kind, "param": None, "code": status}
+    return web.json_response({"error": fields}, status=status, headers=headers)
+
+
+def typed(error: Exception) -> CorunError:
+    """What a client is told of an error: ours as it is, anything else by an id that is in the log."""
+    if isinstance(error, CorunError):
+        return error
+    error_id = secrets.token_hex(4)
+    log.error("internal error %s", error_id, exc_info=error)
+    return InternalError(f"internal error, id {error_id}")
+
+
+@web.middleware
+async def translated(request: web.Request, handler: Any) -> web.StreamResponse:
+    """The one place where exceptions become answers."""
+    try:
+        answer: web.StreamResponse = await handler(request)
+    except web.HTTPException as error:
+        allow = error.headers.get("Allow")
+        return plain_response(error.status, error.text or error.reason, {"Allow": allow} if allow else None)
+    except ConnectionError:  # The client's: nobody is there to be answered.
+        return web.Response(status=CLIENT_IS_GONE)
+    except Exception as error:
+        return response_of(typed(error))
+    return answer

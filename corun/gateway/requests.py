@@ -1,0 +1,248 @@
+"""A completion request of OpenAI's API: its JSON read, every field checked, turned into this project's own values.
+
+A field is used, or cannot change the output, or is refused by name: none is dropped. This module must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from corun.calls import read_priority
+from corun.cluster import Priority
+from corun.errors import InvalidArgumentError, Shown
+from corun.generation import Prompt
+from corun.params import SamplingParams, check_request_id, check_seed
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "n",
+)
+"""Fields that are those of `SamplingParams`; null is its default."""
+_OWN = (
+    "model",
+    "prompt",
+    "top_k",
+    "logit_bias",
+    "logprobs",
+    "seed",
+    "stream",
+    "stream_options",
+    "request_id",
+    "priority",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
+_WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")
+"""Of which the output is no function."""
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "echo": ((False,), "must be false: prompts are not sent back, nor scored"),
+    "best_of": ((1,), "must be 1: ask for n samples"),
+    "suffix": (("",), "must be empty: there is no insertion"),
+    "use_beam_search": ((False,), "must be false"),
+    "length_penalty": ((1, 1.0), "must be 1, as it is without beam search"),
+    "include_stop_str_in_output": ((False,), "must be false: a stop string is not part of the text"),
+    "skip_special_tokens": ((True,), "must be true: special tokens have no text; return_token_ids gives their ids"),
+    "spaces_between_special_tokens": ((True,), "must be true: special tokens have no text"),
+    "add_special_tokens": ((True,), "must be true; send token ids for a prompt without them"),
+    "truncate_prompt_tokens": ((), "must be null: prompts are never cut"),
+    "truncation_side": ((), "must be null: prompts are never cut"),
+    "allowed_token_ids": ((), "must be null: not supported; see logit_bias"),
+    "bad_words": (([],), "must be empty: not supported; see logit_bias"),
+    "prompt_logprobs": ((), "must be null: prompts are not scored"),
+    "prompt_embeds": ((), "must be null: not supported"),
+    "logprob_token_ids": ((), "must be null: only the sampled token's own log probability is kept"),
+    "response_format": (({"type": "text"},), 'must be {"type": "text"}: output is not constrained'),
+    "structured_outputs": ((), "must be null: output is not constrained"),
+    "return_token_offsets": ((False,), "must be false"),
+    "kv_transfer_params": ((), "must be null: the cluster moves KV itself"),
+    "ec_transfer_params": ((), "must be null: not supported"),
+    "cache_salt": ((), "must be null: not supported"),
+    "vllm_xargs": ((), "must be null: not supported"),
+    "repetition_detection": ((), "must be null: not supported"),
+    "thinking_token_budget": ((), "must be null: not supported"),
+}
+"""Fields of which one value, or none, means what the cluster does anyway."""
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionRequest:
+    """What is asked for: `params.n` samples of each prompt."""
+
+    model: str | None
+    """None: whichever is served."""
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    seed: int | None
+    """Of every prompt."""
+    request_id: str
+    priority: Priority
+    stream: bool
+    include_usage: bool
+    """A last event with the number of tokens."""
+    continuous_usage: bool
+    """The number of tokens so far in every event."""
+    return_token_ids: bool
+
+    def id_of(self, prompt_index: int) -> str:
+        """The request id of one prompt's own call."""
+        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
+
+
+def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int) -> CompletionRequest:
+    """Raises InvalidArgumentError, which names the field, for what cannot be done as it is asked.
+
+    request_id: of the HTTP header, which comes before that of the body, as in vLLM.
+    """
+    fields = _read_json(body)
+    for name, value in fields.items():
+        _check_known(name, value)
+    stream = _flag(fields, "stream")
+    options = _stream_options(fields.get("stream_options"), stream)
+    if request_id is None:
+        request_id = _text(fields, "request_id") or secrets.token_hex(16)
+    return CompletionRequest(
+        model=_text(fields, "model"),
+        prompts=_prompts(fields.get("prompt"), max_prompts),
+        params=_params(fields),
+        seed=None if fields.get("seed") is None else check_seed(fields["seed"]),
+        request_id=check_request_id(request_id),
+        priority=_priority(fields.get("priority")),
+        stream=stream,
+        include_usage=_flag(options, "include_usage", "stream_options."),
+        continuous_usage=_flag(options, "continuous_usage_stats", "stream_options."),
+        return_token_ids=_flag(fields, "return_token_ids"),
+    )
+
+
+def _read_json(body: bytes) -> dict[str, Any]:
+    try:
+        read = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
+    except RecursionError:
+        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), "must be JSON that is not so deep") from None
+    except ValueError as error:
+        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), f"must be JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), "must be a JSON object")
+    return read
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):  # Python would keep the last one.
+        raise ValueError("a name is in an object twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_known(name: str, value: Any) -> None:
+    if name in _SAMPLING or name in _OWN or name in _WITHOUT_EFFECT:
+        return
+    if name not in _FIXED:
+        raise InvalidArgumentError(name, value, "is not a known field")
+    allowed, limit = _FIXED[name]
+    if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
+        raise InvalidArgumentError(name, value, limit)
+
+
+def _params(fields: Mapping[str, Any]) -> SamplingParams:
+    given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    top_k = fields.get("top_k")
+    if top_k is not None:
+        given["top_k"] = 0 if top_k == -1 else top_k  # vLLM's other word for the whole vocabulary.
+    if fields.get("logit_bias") is not None:
+        given["logit_bias"] = _logit_bias(fields["logit_bias"])
+    return SamplingParams(**given, logprobs=_logprobs(fields))
+
+
+def _logprobs(fields: Mapping[str, Any]) -> bool:
+    logprobs, as_ids = fields.get("logprobs"), fields.get("return_tokens_as_token_ids")
+    if logprobs is None:
+        return False
+    if isinstance(logprobs, bool) or not isinstance(logprobs, int) or logprobs not in (0, 1):
+        limit = "must be 0 or 1: only the sampled token's own log probability is kept"
+        raise InvalidArgumentError("logprobs", logprobs, limit)
+    if as_ids is not None and as_ids is not True:
+        limit = "must be true with logprobs: a gateway has no tokenizer"
+        raise InvalidArgumentError("return_tokens_as_token_ids", as_ids, limit)
+    return True
+
+
+def _logit_bias(value: Any) -> dict[int, Any]:
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("logit_bias", value, "must be an object of token ids and biases")
+    found: dict[int, Any] = {}
+    for name, bias in value.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10) or int(name) in found:
+            raise InvalidArgumentError("logit_bias", name, "must have token ids as names, each once")
+        found[int(name)] = bias
+    return found
+
+
+def _prompts(value: Any, max_prompts: int) -> tuple[Prompt, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise InvalidArgumentError("prompt", value, "must be text, token ids, or a list of either")
+    if type(value[0]) is int:
+        return (_token_ids("prompt", value),)
+    if len(value) > max_prompts:
+        raise InvalidArgumentError("prompt", Shown(f"{len(value)} prompts"), f"must be at most {max_prompts}")
+    return tuple(each if isinstance(each, str) else _token_ids(f"prompt[{i}]", each) for i, each in enumerate(value))
+
+
+def _token_ids(field: str, value: Any) -> Sequence[int]:
+    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
+        raise InvalidArgumentError(field, value, "must be text or token ids, not empty")
+    return tuple(value)
+
+
+def _stream_options(value: Any, stream: bool) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not stream:
+        raise InvalidArgumentError("stream_options", value, "must be null unless stream is true")
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("stream_options", value, "must be an object")
+    for name in value:
+        if name not in _STREAM_OPTIONS:
+            raise InvalidArgumentError(f"stream_options.{name}", value[name], "is not a known field")
+    return value
+
+
+def _priority(value: Any) -> Priority:
+    """Of vLLM's numbers, lower is better and 0 is everybody's; ours have names."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Priority.HIGH if value < 0 else Priority.LOW if value > 0 else Priority.NORMAL
+    return Priority.NORMAL if value is None else read_priority(value)
+
+
+def _flag(fields: Mapping[str, Any], name: str, prefix: str = "") -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidArgumentError(prefix + name, value, "must be true or false")
+    return bool(value)
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidArgumentError(name, value, "must be text")
+    return value

@@ -1,0 +1,176 @@
+"""A completion as JSON: whole, or as the events of a stream, in the shape of vLLM's.
+
+Events are put together from strings that are made once per request: this is done for every token. What OpenAI's API has
+no place for is in a choice's `corun`: its seed, and at its end its receipt. This module must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from corun.gateway.requests import CompletionRequest
+from corun.generation import Chunk, Generation, Sample
+
+DONE = "data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks; vLLM's number."""
+_quoted = json.encoder.encode_basestring_ascii
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """What all parts of one response begin with."""
+
+    request_id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{self.request_id}",
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+def completion(head: Head, asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
+    """The whole response; choices in the order of prompts, then of samples."""
+    found = [(generation, sample) for generation in generations for sample in generation.samples]
+    prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
+    return {
+        **head.to_dict(),
+        "choices": [_choice(i, asked, *each) for i, each in enumerate(found)],
+        "usage": usage(prompt_tokens, sum(len(sample.token_ids) for _, sample in found)),
+        "system_fingerprint": found[0][1].receipt.fingerprint,
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": completion_tokens}
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of one choice has been sent."""
+
+    tokens: int = 0
+    begun: bool = False
+    held: Chunk | None = None
+    """Its last token, until its receipt is there."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """What is known of one prompt."""
+
+    token_ids: Sequence[int] = ()
+    """Empty until its first chunk, for text."""
+    fingerprint: str = ""
+    choices: list[_Sent] = field(default_factory=list)
+
+
+class Events:
+    """The events of one stream."""
+
+    def __init__(self, head: Head, asked: CompletionRequest) -> None:
+        self._head = head
+        self._asked = asked
+        opening = json.dumps(head.to_dict(), separators=(",", ":"))
+        self._begin = f'data: {opening[:-1]},"choices":[{{"index":'
+        self._prompts = [
+            _Prompt(() if isinstance(prompt, str) else prompt, "", [_Sent() for _ in range(asked.params.n)])
+            for prompt in asked.prompts
+        ]
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> str:
+        """New output of one sample; nothing while it waits for its receipt."""
+        prompt = self._prompts[prompt_index]
+        prompt.token_ids = prompt.token_ids or chunk.prompt_token_ids
+        choice = prompt.choices[chunk.sample_index]
+        choice.tokens += len(chunk.token_ids)
+        if chunk.receipt is None and choice.tokens == self._asked.params.max_tokens:
+            choice.held = chunk  # A router may send the receipt a moment later: an event, and a time, without a token.
+            return ""
+        if choice.held is not None:
+            chunk, choice.held = _both(choice.held, chunk), None
+        return self._event(prompt_index, prompt, choice, chunk)
+
+    def usage(self) -> str:
+        """The last event before the end, if it was asked for."""
+        if not self._asked.include_usage:
+            return ""
+        tokens = sum(choice.tokens for prompt in self._prompts for choice in prompt.choices)
+        counted = usage(sum(len(prompt.token_ids) for prompt in self._prompts), tokens)
+        fingerprint = {"system_fingerprint": self._prompts[0].fingerprint}
+        return f"data: {_dumped({**self._head.to_dict(), 'choices': [], 'usage': counted, **fingerprint})}\n\n"
+
+    def _event(self, prompt_index: int, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
+        number = prompt_index * self._asked.params.n + chunk.sample_index
+        reason = f'"{chunk.finish_reason.value}"' if chunk.finish_reason else "null"
+        logprobs = _logprobs(chunk) if self._asked.params.logprobs else "null"
+        text = f'{self._begin}{number},"text":{_quoted(chunk.text)},"logprobs":{logprobs},"finish_reason":{reason}'
+        if self._asked.return_token_ids:
+            text += self._token_ids(prompt, choice, chunk)
+        if chunk.receipt is not None or not choice.begun:
+            text += f',"corun":{_dumped(_own(chunk))}'
+            choice.begun = True
+        return f"{text}}}]{self._after(prompt, choice, chunk)}}}\n\n"
+
+    def _token_ids(self, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
+        of_prompt = "null" if choice.begun else _dumped(list(prompt.token_ids))
+        return f',"prompt_token_ids":{of_prompt},"token_ids":[{",".join(map(str, chunk.token_ids))}]'
+
+    def _after(self, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
+        """What an event has beside its choice."""
+        text = ""
+        if chunk.receipt is not None:
+            prompt.fingerprint = chunk.receipt.fingerprint
+            text += f',"system_fingerprint":"{prompt.fingerprint}"'
+        if self._asked.continuous_usage:
+            text += f',"usage":{_dumped(usage(len(prompt.token_ids), choice.tokens))}'
+        return text
+
+
+def _both(first: Chunk, last: Chunk) -> Chunk:
+    return replace(
+        last,
+        text=first.text + last.text,
+        token_ids=first.token_ids + last.token_ids,
+        logprobs=first.logprobs + last.logprobs,
+    )
+
+
+def _choice(index: int, asked: CompletionRequest, generation: Generation, sample: Sample) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": sample.text,
+        "logprobs": json.loads(_logprobs(sample)) if asked.params.logprobs else None,
+        "finish_reason": sample.finish_reason.value,
+    }
+    if asked.return_token_ids:
+        choice |= {"prompt_token_ids": list(generation.prompt_token_ids), "token_ids": list(sample.token_ids)}
+    return {**choice, "corun": _own(sample)}
+
+
+def _own(output: Chunk | Sample) -> dict[str, Any]:
+    return {"seed": output.seed} | ({"receipt": output.receipt.to_dict()} if output.receipt else {})
+
+
+def _logprobs(output: Chunk | Sample) -> str:
+    """vLLM's shape with return_tokens_as_token_ids. Where a token's text begins is not known: text comes in pieces of
+    whole characters, whatever the tokens."""
+    values = [repr(max(logprob, _LEAST_LOGPROB)) for logprob in output.logprobs]  # Every bit of an fp32 value.
+    names = [f'"token_id:{token_id}"' for token_id in output.token_ids]
+    tops = ",".join(f"{{{name}:{value}}}" for name, value in zip(names, values, strict=True))
+    tokens = f'"token_logprobs":[{",".join(values)}],"tokens":[{",".join(names)}]'
+    return f'{{"text_offset":[],{tokens},"top_logprobs":[{tops}]}}'
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,228 @@
+"""Completions over HTTP, with a real router over fake nodes: every field, and bits equal to the SDK's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from corun.client import AsyncClient
+from corun.cluster import Priority
+from corun.params import SamplingParams
+from corun.seeds import derive_seed, sample_seed
+from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeCluster, cluster, expected
+from tests.gateway.serving import PROMPT, check_choice, joined, serving
+
+ALL = {"logprobs": 0, "return_token_ids": True}
+FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "temperature": (0.5, {"temperature": 0.5}),
+    "top_p": (0.25, {"top_p": 0.25}),
+    "top_k": (7, {"top_k": 7}),
+    "top_k of vLLM": (-1, {"top_k": 0}),
+    "min_p": (0.125, {"min_p": 0.125}),
+    "max_tokens": (3, {"max_tokens": 3}),
+    "min_tokens": (2, {"min_tokens": 2}),
+    "stop": ("\x01\x02", {"stop": ("\x01\x02",)}),
+    "stop of several": (["\x01\x02", "\x03\x04\x05"], {"stop": ("\x01\x02", "\x03\x04\x05")}),
+    "stop_token_ids": ([3, 4], {"stop_token_ids": (3, 4)}),
+    "ignore_eos": (True, {"ignore_eos": True}),
+    "presence_penalty": (0.5, {"presence_penalty": 0.5}),
+    "frequency_penalty": (-1, {"frequency_penalty": -1.0}),
+    "repetition_penalty": (1.5, {"repetition_penalty": 1.5}),
+    "logit_bias": ({"5": 1.5, "6": -2}, {"logit_bias": {5: 1.5, 6: -2.0}}),
+}
+WITHOUT_EFFECT: dict[str, list[Any]] = {
+    "user": ["somebody"],
+    "metadata": [{"a": "b"}],
+    "safety_identifier": ["x"],
+    "echo": [False, None],
+    "best_of": [1, None],
+    "suffix": ["", None],
+    "use_beam_search": [False],
+    "length_penalty": [1, 1.0],
+    "skip_special_tokens": [True],
+    "add_special_tokens": [True],
+    "prompt_logprobs": [None],
+    "bad_words": [[]],
+    "response_format": [{"type": "text"}],
+    "logit_bias": [None],
+    "temperature": [None],
+    "max_tokens": [None],
+    "stop": [None],
+    "stream": [None, False],
+    "stream_options": [None],
+    "return_tokens_as_token_ids": [True, None],
+    "priority": [0, -1, 5, "high", "low"],
+}
+
+
+def slow(fake: FakeCluster) -> None:
+    """So that every token has a message of its own, on a busy machine as well."""
+    for node in fake.nodes:
+        node.engine.step_ms = 50.0
+
+
+@pytest.mark.parametrize("name", FIELDS)
+async def test_every_sampling_field_reaches_the_sampler(model: str, name: str) -> None:
+    value, meaning = FIELDS[name]
+    params = SamplingParams(**{"max_tokens": 6, **meaning})
+    async with cluster(model) as fake, serving(fake) as http:
+        answer = await http.complete(**{"max_tokens": 6, "seed": 9, **ALL, name.partition(" ")[0]: value})
+        check_choice(answer["choices"][0], params, 9)
+    # The control: the hash is of this parameter, too.
+    other = SamplingParams(max_tokens=6, **({"top_k": 1} if name == "top_k of vLLM" else {}))
+    assert expected(PROMPT, params, 9)[:2] != expected(PROMPT, other, 9)[:2]
+
+
+async def test_fields_without_effect_are_taken(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        plain = await http.complete(seed=9, request_id="r")
+        for name, values in WITHOUT_EFFECT.items():
+            for value in values:
+                answer = await http.complete(seed=9, request_id="r", **{name: value})
+                assert {**answer["choices"][0], "corun": 0} == {**plain["choices"][0], "corun": 0}, name
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "some text"], ids=["ids", "text"])
+async def test_whole_stream_and_sdk_give_the_same_bits(model: str, prompt: Any) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.7, n=3, logprobs=True)
+    fields = {"prompt": prompt, "max_tokens": 12, "temperature": 0.7, "n": 3, "seed": 41, **ALL}
+    async with cluster(model) as fake, serving(fake) as http, AsyncClient(fake.address) as client:
+        sdk = await client.generate(prompt, params, seed=41)
+        whole = await http.complete(**fields)
+        events = await http.stream(**fields)
+    for sample in sdk.samples:
+        choice, streamed = whole["choices"][sample.index], joined(events, sample.index)
+        assert choice["index"] == sample.index
+        check_choice(choice, params, sample_seed(41, sample.index), sdk.prompt_token_ids)
+        assert (choice["text"], choice["token_ids"]) == (sample.text, list(sample.token_ids))
+        assert choice["logprobs"]["token_logprobs"] == list(sample.logprobs)
+        assert choice["prompt_token_ids"] == list(sdk.prompt_token_ids)
+        assert choice["corun"]["receipt"]["output_digest"] == sample.receipt.output_digest
+        for varies in (choice, streamed):  # The nodes' generations are equal; the request ids are not.
+            del varies["corun"]["receipt"]["request_id"]
+        assert streamed == choice
+    tokens = sum(len(sample.token_ids) for sample in sdk.samples)
+    size = len(sdk.prompt_token_ids)
+    assert whole["usage"] == {"prompt_tokens": size, "completion_tokens": tokens, "total_tokens": size + tokens}
+    assert whole["system_fingerprint"] == sdk.receipt.fingerprint
+
+
+async def test_the_shape_of_a_response(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        answer = await http.complete(max_tokens=2, request_id="mine", seed=1)
+    assert set(answer) == {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
+    assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-mine", "text_completion", model)
+    assert set(answer["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "corun"}
+    assert answer["choices"][0]["logprobs"] is None
+    assert answer["choices"][0]["corun"]["receipt"]["request_id"] == "mine"
+
+
+async def test_the_shape_of_a_stream(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        slow(fake)
+        events = await http.stream(max_tokens=4, seed=1, stream_options={"include_usage": True})
+        plain = await http.stream(max_tokens=4, seed=1)
+    *chunks, usage = events
+    assert len(chunks) == len(plain) == 4, "the last token and the end are one event"
+    for number, event in enumerate(chunks):
+        own = {"corun"} if number in (0, 3) else set()
+        assert set(event["choices"][0]) == {"index", "text", "logprobs", "finish_reason", *own}
+        extra = {"system_fingerprint"} if number == 3 else set()
+        assert set(event) == {"id", "object", "created", "model", "choices", *extra}
+    assert chunks[0]["choices"][0]["corun"] == {"seed": 1}
+    assert usage["choices"] == []
+    assert usage["usage"] == {"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}
+    assert usage["system_fingerprint"] == chunks[-1]["system_fingerprint"] != ""
+
+
+async def test_usage_may_come_with_every_event(model: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with cluster(model) as fake, serving(fake) as http:
+        slow(fake)
+        events = await http.stream(prompt="abc", max_tokens=4, seed=1, stream_options=options)
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {3}
+
+
+async def test_log_probabilities_have_vllms_shape(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        answers = [await http.complete(max_tokens=2, seed=3, logprobs=count) for count in (0, 1)]
+    ids, values, _ = expected(PROMPT, SamplingParams(max_tokens=2), 3)
+    names = [f"token_id:{token_id}" for token_id in ids]
+    tops = [{name: value} for name, value in zip(names, values, strict=True)]
+    shape = {"text_offset": [], "token_logprobs": values, "tokens": names, "top_logprobs": tops}
+    assert [answer["choices"][0]["logprobs"] for answer in answers] == [shape, shape]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_are_answered_in_their_order(model: str, stream: bool) -> None:
+    params = SamplingParams(max_tokens=5, n=2)
+    fields = {"prompt": [[1, 2], "ab", [9]], "n": 2, "max_tokens": 5, "seed": 4, "request_id": "r", **ALL}
+    async with cluster(model) as fake, serving(fake) as http:
+        if stream:
+            events = await http.stream(**fields, stream_options={"include_usage": True})
+            choices, usage = [joined(events, i) for i in range(6)], events[-1]["usage"]
+        else:
+            answer = await http.complete(**fields)
+            choices, usage = answer["choices"], answer["usage"]
+    prompts = [(1, 2), tuple(choices[2]["prompt_token_ids"]), (9,)]
+    for index, choice in enumerate(choices):
+        check_choice(choice, params, sample_seed(4, index % 2), prompts[index // 2])
+        assert choice["corun"]["receipt"]["request_id"] == f"r-{index // 2}"
+    assert usage == {"prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35}
+
+
+async def test_a_request_without_a_seed_gets_one_that_gives_it_again(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        first = await http.complete(request_id="r", **ALL)
+        headers = {"X-Request-Id": "r"}
+        _, again, _ = await http.post({"prompt": list(PROMPT), "request_id": "s", **ALL}, headers=headers)
+        other = await http.complete(**ALL)
+        seed = first["choices"][0]["corun"]["seed"]
+        given = await http.complete(seed=seed, **ALL)
+    assert seed == sample_seed(derive_seed(bytes(32), "r"), 0)
+    assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"] == given["choices"][0]["token_ids"]
+    assert other["choices"][0]["corun"]["seed"] != seed
+    assert again["id"] == "cmpl-r"
+
+
+async def test_priorities_reach_the_router(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Priority] = []
+    async with cluster(model) as fake, serving(fake) as http:
+        accept = fake.router.generator.accept
+
+        async def noting(request: Any, deadline: float) -> Any:
+            seen.append(request.priority)
+            return await accept(request, deadline)
+
+        monkeypatch.setattr(fake.router.generator, "accept", noting)
+        for priority in (-3, 0, 3, "high", "low", None):
+            await http.complete(priority=priority, max_tokens=1)
+    high, normal, low = Priority.HIGH, Priority.NORMAL, Priority.LOW
+    assert seen == [high, normal, low, high, low, normal]
+
+
+async def test_the_model_has_a_name(model: str) -> None:
+    async with cluster(model) as fake, serving(fake, served_name="tiny") as http:
+        status, answer = await http.get("/v1/models")
+        card = answer["data"][0]
+        assert (status, card["id"], card["root"], card["max_model_len"]) == (200, "tiny", model, MAX_MODEL_LEN)
+        assert await http.get("/v1/models/tiny") == (200, card)
+        assert (await http.get("/v1/models/other"))[0] == 404
+        assert (await http.complete(model="tiny"))["model"] == "tiny"
+        status, answer, _ = await http.post({"prompt": "a", "model": "other"})
+        assert (status, answer["error"]["type"]) == (404, "not_found_error")
+        assert "'other'" in answer["error"]["message"]
+
+
+async def test_it_says_that_it_is_well(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        assert await http.get("/health") == (200, {"status": "ok"})
+        assert (await http.get("/version"))[1]["version"]
+
+
+async def test_ids_of_the_whole_vocabulary_come_back(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        prompt = list(range(VOCAB_SIZE))
+        assert (await http.complete(prompt=prompt, **ALL))["choices"][0]["prompt_token_ids"] == prompt

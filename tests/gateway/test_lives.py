@@ -1,0 +1,305 @@
+"""Clients that leave, stall or say nothing; gateways that drain; routers that die; connections that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from corun.cli import COMMANDS, main
+from corun.errors import OverloadedError, UnavailableError
+from corun.gateway import clients as gateway_clients
+from corun.gateway.app import Gateway, serve
+from corun.gateway.clients import Clients
+from corun.gateway.completions import EventStream, merged
+from corun.gateway.config import GatewayConfig
+from tests.fakes import WAIT_S, FakeCluster, cluster, kill_router, router_config, start_router
+from tests.gateway.serving import Http, joined, read_events, serving
+from tests.secrets import Secrets
+
+START_S = 60.0
+"""Of a process, on a busy machine."""
+LONG = {"prompt": [1, 2], "max_tokens": 500, "seed": 1}
+
+
+def used_slots(fake: FakeCluster) -> int:
+    return sum(node.used_slots for node in fake.nodes)
+
+
+def drawn_tokens(fake: FakeCluster) -> int:
+    return sum(node.drawn_tokens for node in fake.nodes if node.info.slots)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}], ids=["one", "samples", "prompts"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_ends_its_request(model: str, stream: bool, fields: dict[str, Any]) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        url = http.gateway.url + "/v1/completions"
+        task = asyncio.ensure_future(_read_forever(http, url, {**LONG, "stream": stream, **fields}))
+        await fake.until(lambda: used_slots(fake) >= 1)
+        assert http.gateway.activity.running >= 1
+        task.cancel()
+        await asyncio.wait((task,))
+        await fake.idle()  # Long before all steps are over:
+        assert drawn_tokens(fake) < 400
+        await fake.until(lambda: http.gateway.activity.running == 0)
+
+
+async def _read_forever(http: Http, url: str, body: dict[str, Any]) -> None:
+    async with http.session.post(url, json=body) as response:
+        await response.read()
+
+
+async def test_a_client_that_leaves_before_its_first_token_ends_its_request(model: str) -> None:
+    async with cluster(model, slots=1) as fake, serving(fake) as http:
+        url = http.gateway.url + "/v1/completions"
+        holding = asyncio.ensure_future(_read_forever(http, url, LONG))
+        await fake.until(lambda: used_slots(fake) == 1)
+        waiting = asyncio.ensure_future(_read_forever(http, url, {**LONG, "stream": True}))
+        await fake.until(lambda: fake.router.queue.waiting == 1)
+        waiting.cancel()
+        await fake.until(lambda: fake.router.queue.waiting == 0)
+        assert used_slots(fake) == 1
+        holding.cancel()
+        await fake.until(lambda: http.gateway.activity.running == 0)
+
+
+async def test_a_stream_survives_its_router(model: str) -> None:
+    async with cluster(model, lease_ttl_ms=600) as fake, serving(fake) as http:
+        whole = await http.complete(max_tokens=300, seed=5, return_token_ids=True)
+        running = asyncio.ensure_future(http.stream(max_tokens=300, seed=5, return_token_ids=True))
+        await fake.until(lambda: drawn_tokens(fake) > 310)  # In the second run, and its KV has been read.
+        port = fake.router.server.port
+        await kill_router(fake.router)
+        fake.router = await start_router(router_config(port=port))
+        events = await asyncio.wait_for(running, WAIT_S)
+        ids = [token_id for event in events for token_id in event["choices"][0]["token_ids"]]
+        assert ids == whole["choices"][0]["token_ids"]
+        assert not any("error" in event for event in events)
+
+
+async def test_draining_ends_what_runs_and_takes_nothing_new(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        running = asyncio.ensure_future(http.stream(max_tokens=150, seed=1, return_token_ids=True))
+        await fake.until(lambda: used_slots(fake) == 1)
+        idle = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+        await _ask(idle)
+        port = http.gateway.port
+        draining = asyncio.ensure_future(http.gateway.drain())
+        await asyncio.sleep(0)
+        assert b" 503 " in await _ask(idle)  # On a connection that stood.
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", port)
+        assert len(joined(await running)["token_ids"]) == 150
+        await asyncio.wait_for(draining, WAIT_S)
+        assert await idle[0].read() == b""
+        idle[1].close()
+
+
+async def _ask(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+    connection[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    head = await connection[0].readuntil(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    await connection[0].readexactly(length)
+    return head
+
+
+async def test_what_does_not_end_in_time_is_ended(model: str) -> None:
+    async with cluster(model) as fake, serving(fake, drain_grace_s=0.05) as http:
+        running = asyncio.ensure_future(http.stream(max_tokens=500, seed=1))
+        await fake.until(lambda: used_slots(fake) == 1)
+        await http.gateway.drain()
+        await http.gateway.stop()
+        events = await running  # The end is told, in the stream.
+        assert events[-1]["error"]["code"] == 503
+        assert len(events) < 500
+        await fake.idle()
+
+
+async def test_a_process_serves_until_it_is_told_to_stop(model: str) -> None:
+    async with cluster(model) as fake:
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(serve(GatewayConfig(port=0, router=fake.address), stop))
+        await asyncio.sleep(0)
+        stop.set()
+        await asyncio.wait_for(task, WAIT_S)
+
+
+async def test_the_command_drains_on_sigterm(model: str) -> None:
+    async with cluster(model) as fake:
+        command = ("-m", "corun", "gateway", "--port", "0", "--router", fake.address)
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            line = (await asyncio.wait_for(process.stderr.readline(), START_S)).decode()
+            url = line.partition("listens on ")[2].split()[0]
+            body = {"prompt": [1], "max_tokens": 300, "seed": 1, "stream": True, "return_token_ids": True}
+            async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+                first = await response.content.readuntil(b"\n\n")
+                process.send_signal(signal.SIGTERM)
+                events = read_events((first + await response.read()).decode())
+            assert len(joined(events)["token_ids"]) == 300
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+            _, rest = await process.communicate()
+        assert b"Traceback" not in rest
+
+
+async def test_a_taken_port_is_an_error(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        second = Gateway(GatewayConfig(port=http.gateway.port, router=fake.address))
+        with pytest.raises(UnavailableError, match="cannot listen"):
+            await second.start()
+        await second.stop()
+
+
+async def test_gateways_may_share_a_port(model: str) -> None:
+    async with cluster(model) as fake, serving(fake, reuse_port=True) as http:
+        second = Gateway(GatewayConfig(port=http.gateway.port, router=fake.address, reuse_port=True))
+        await second.start()
+        await second.stop()
+
+
+async def test_a_connection_that_says_nothing_is_closed(model: str) -> None:
+    async with cluster(model) as fake, serving(fake, client_timeout_s=0.2) as http:
+        silent = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+        slow = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+        slow[1].write(b"GET /health HTTP/1.1\r\nHo")
+        heard = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+        await _ask(heard)
+        for reader, writer in (silent, slow):
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
+        assert b" 200 " in await _ask(heard)  # One that has said something may be quiet.
+        heard[1].close()
+
+
+async def test_a_body_that_does_not_come_is_refused(model: str) -> None:
+    async with cluster(model) as fake, serving(fake, client_timeout_s=0.2) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
+        writer.write(head)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), WAIT_S)
+        writer.close()
+
+
+async def test_a_client_that_leaves_is_not_an_error_of_ours(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(*_: Any) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    async with cluster(model) as fake, serving(fake) as http:
+        monkeypatch.setattr(EventStream, "send", gone)
+        url = http.gateway.url + "/v1/completions"
+        async with http.session.post(url, json={"prompt": "a", "stream": True}) as response:
+            assert response.status == 499  # The client of this test has not left.
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+class _StuckTransport:
+    def __init__(self, buffered: int) -> None:
+        self.buffered = buffered
+        self.aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class _StuckResponse:
+    """Of a client that takes nothing any more."""
+
+    async def prepare(self, request: Any) -> None: ...
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.sleep(0 if self.takes else 3600)
+
+    takes = False
+
+
+async def test_a_client_that_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "StreamResponse", lambda **_: _StuckResponse())
+
+    class Request:
+        transport = _StuckTransport(buffered=60_000)
+
+    request: Any = Request()
+    with pytest.raises(ConnectionResetError):
+        await EventStream(request, 0.01).send("data: x\n\n")
+    assert request.transport.aborted
+    monkeypatch.setattr(_StuckResponse, "takes", True)
+    request.transport.aborted = False
+    await EventStream(request, 0.01).send("data: x\n\n")
+    assert not request.transport.aborted
+
+
+async def test_the_first_error_of_several_streams_ends_all() -> None:
+    ended = []
+
+    async def stream(number: int) -> Any:
+        try:
+            yield number
+            if number:
+                raise UnavailableError("gone")
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(number)
+
+    chunks = merged([stream(0), stream(1)])
+    assert sorted([await anext(chunks), await anext(chunks)]) == [(0, 0), (1, 1)]
+    with pytest.raises(UnavailableError):
+        await anext(chunks)
+    assert sorted(ended) == [0, 1]
+
+
+async def test_https_and_renewed_certificates(model: str, tmp_path: Path) -> None:
+    secrets = Secrets.make(tmp_path)
+    files = {"https_cert": secrets.path("member.pem"), "https_key": secrets.path("member.key")}
+    async with cluster(model) as fake, serving(fake, **files) as http:
+        trusting = ssl.create_default_context(cafile=secrets.path("ca.pem"))
+        assert http.gateway.url.startswith("https://")
+        assert (await http.get("/health", ssl=trusting))[0] == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await http.get("/health", ssl=ssl.create_default_context())
+        other = Secrets.make(tmp_path / "other")
+        for name in ("member.pem", "member.key"):
+            (tmp_path / name).write_bytes((tmp_path / "other" / name).read_bytes())
+        renewed = ssl.create_default_context(cafile=other.path("ca.pem"))
+        assert (await http.get("/health", ssl=renewed))[0] == 200
+
+
+async def test_connections_are_kept_by_token_and_given_up_when_idle() -> None:
+    clients = Clients(GatewayConfig(router="127.0.0.1:1", max_tokens_kept=2))
+    a, b, c = ("a" * 20, "b" * 20, "c" * 20)
+    with clients.lease(a) as first:
+        with clients.lease(a) as same:
+            assert same is first
+        with clients.lease(b) as second:
+            assert second is not first
+            with pytest.raises(OverloadedError), clients.lease(c):
+                pass
+        with clients.lease(c), clients.lease(a) as again:  # b was idle.
+            assert again is first
+    with clients.lease(a, gateway_clients.MAX_CALLS) as full, clients.lease(a) as more:
+        assert more is not full
+    await clients.close()
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "gateway" in COMMANDS
+    assert main(["gateway", "--host", "0.0.0.0"]) == 2
+    assert "--https-cert" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""The real `vllm bench serve` measures a gateway, with every option of its conventions; only the engines are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import cluster, write_tokenizer
+from tests.gateway.serving import serving
+
+pytestmark = pytest.mark.e2e
+
+COMMAND = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+OPTIONS = {
+    "--backend": "openai",
+    "--endpoint": "/v1/completions",
+    "--dataset-name": "random",
+    "--random-input-len": "16",
+    "--random-output-len": "12",
+    "--num-prompts": "40",
+    "--num-warmups": "2",
+    "--request-rate": "200",
+    "--burstiness": "0.5",
+    "--max-concurrency": "16",
+    "--percentile-metrics": "ttft,tpot,itl,e2el",
+    "--metric-percentiles": "50,90,99",
+    "--seed": "3",
+    "--temperature": "0.8",
+    "--top-p": "0.95",
+    "--logprobs": "0",
+    "--ready-check-timeout-sec": "30",
+}
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A model whose tokenizer vLLM can load, too."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return write_tokenizer(tmp_path)
+
+
+async def bench(url: str, directory: Path, **options: str) -> tuple[Any, str]:
+    """The saved result, and what was printed."""
+    words = [word for option in (OPTIONS | {"--base-url": url} | options).items() for word in option]
+    flags = ["--ignore-eos", "--save-result", "--save-detailed", "--goodput", "ttft:10000", "e2el:20000"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, *words, "--result-dir", str(directory), "--result-filename", "result.json"),
+        *flags,
+        cwd=directory,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    text = output.decode("utf-8", "replace")
+    assert process.returncode == 0, text
+    return json.loads((directory / "result.json").read_text()), text
+
+
+async def test_vllm_bench_serve_measures_a_gateway(model: str, tmp_path: Path) -> None:
+    async with cluster(model, slots=32) as fake, serving(fake) as http:
+        result, text = await bench(http.gateway.url, tmp_path)
+        status = await fake.status()
+    assert result["errors"] == [""] * 40, text
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (40, 0, 40)
+    assert result["output_lens"] == [12] * 40
+    assert result["total_output_tokens"] == 40 * 12
+    assert result["total_input_tokens"] == sum(result["input_lens"]) > 0
+    assert status.finished_samples == 43  # With the warm-ups and the ready check.
+    assert result["model_id"] == model
+    assert (result["request_rate"], result["burstiness"], result["max_concurrency"]) == (200, 0.5, 16)
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        for figure in ("mean", "median", "std", "p50", "p90", "p99"):
+            assert result[f"{figure}_{name}_ms"] >= 0
+    for name in ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput", "duration"):
+        assert result[name] > 0
+    assert result["max_concurrent_requests"] <= 40
+    # Each token but the first has a time of its own, unless tokens came together.
+    assert all(0 < len(itls) <= 11 for itls in result["itls"])
+
+
+async def test_requests_that_fail_are_counted(model: str, tmp_path: Path) -> None:
+    """The control: a benchmark that could only say "completed" would prove nothing."""
+    async with cluster(model, slots=32) as fake, serving(fake) as http:
+        options = {"--random-output-len": "600", "--ready-check-timeout-sec": "0", "--num-warmups": "0"}
+        result, _ = await bench(http.gateway.url, tmp_path, **options)
+    assert (result["completed"], result["failed"]) == (0, 40)
+    assert set(result["errors"]) == {"Bad Request"}
