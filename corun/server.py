@@ -42,6 +42,7 @@ from corun.errors import (
     too_large_error,
 )
 from corun.health import HealthService
+from corun.pump import Pump, Source
 from corun.renewal import Identity, identity
 
 logger = logging.getLogger(__name__)
@@ -383,7 +384,10 @@ class _Calls:
                     await _sent(context.send_initial_metadata(()))
                     has_begun = True
                 with taking:
-                    await _sent(context.write(response))
+                    if isinstance(response, Source):
+                        await Pump(response, context, taking).run()
+                    else:
+                        await _sent(context.write(response))
         finally:
             await _close(responses, self._method)
 
@@ -398,12 +402,18 @@ class _Expecting:
         self._late = late
         self._time = asyncio.get_running_loop().time
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         self._patience.since = self._time()
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def end(self) -> None:
         self._patience.since = None
-        if kind is not None and issubclass(kind, asyncio.CancelledError) and self._patience.is_over:
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.end()
+        if kind is asyncio.CancelledError and self._patience.is_over:
             raise _LateClientError(self._late) from None
 
 

@@ -82,6 +82,11 @@ class Generation:
         """
         return self._outbox.take()
 
+    @property
+    def outbox(self) -> Outbox:
+        """Where its output waits."""
+        return self._outbox
+
     async def receipt(self) -> Receipt:
         """Runs a request of one sample to its end."""
         while True:

@@ -45,6 +45,8 @@ class Outbox:
     def __init__(self, max_tokens: int = MAX_UNSENT_TOKENS) -> None:
         self.overflowed: Callable[[], None] = lambda: None
         """Called when the client reads so slowly that there is no room for more."""
+        self.ready: Callable[[], None] | None = None
+        """Called when there is output or an error, instead of waking who waits in `take`."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._pending: dict[int, Piece] = {}  # By sample index, oldest first.
@@ -52,12 +54,10 @@ class Outbox:
         self._taking: asyncio.Future[None] | None = None  # Of the one who waits for output.
 
     def piece(self, sample_index: int, seed: int) -> Piece:
-        """The piece to add new output of a sample to."""
+        """The piece to add new output of a sample to; `added` is to be called then."""
         found = self._pending.get(sample_index)
         if found is None:
             found = self._pending[sample_index] = Piece(sample_index, seed)
-            if self._taking is not None:
-                self._wake()
         return found
 
     def add(self, piece: Piece, token_id: int, logprob: float, text: str = "") -> None:
@@ -72,27 +72,39 @@ class Outbox:
             self.fail(OverloadedError(f"the client reads more slowly than its output is drawn: {waiting}"))
             self._pending.clear()
             self.overflowed()
+        else:
+            self.added()
 
     def fail(self, error: CorunError) -> None:
         """Ends the request; the first failure counts."""
         self._error = self._error or error
-        self._wake()
+        self.added()
 
     async def take(self) -> Sequence[Piece]:
         """Waits for output and takes all there is. Raises what `fail` was given. One at a time may wait."""
         if not self._pending and self._error is None:
             self._taking = asyncio.get_running_loop().create_future()
             await self._taking  # Ends: each sample ends, by its own deadline at the latest.
+        return self.take_now()
+
+    def take_now(self) -> Sequence[Piece]:
+        """Takes all there is now. Raises what `fail` was given."""
         if self._error is not None:
             raise self._error
+        if not self._pending:
+            return ()
         self._num_tokens = 0
         pending, self._pending = self._pending, {}
         return tuple(pending.values())
 
-    def _wake(self) -> None:
-        taking, self._taking = self._taking, None
-        if taking is not None and not taking.done():  # Who waited may have been cancelled.
-            taking.set_result(None)
+    def added(self) -> None:
+        """Tells the reader that there is something."""
+        if self.ready is not None:
+            self.ready()
+        elif self._taking is not None:
+            taking, self._taking = self._taking, None
+            if not taking.done():  # Who waited may have been cancelled.
+                taking.set_result(None)
 
 
 class SampleOutput:
@@ -192,6 +204,7 @@ class SampleOutput:
     def deliver(self, receipt: Receipt) -> None:
         """Ends the sample's output."""
         self._outbox.piece(self._sample_index, self._seed).receipt = receipt
+        self._outbox.added()
 
     def hexdigest(self) -> str:
         return records_digest(self.records)
@@ -228,6 +241,7 @@ class SampleOutput:
             text = self._without_received(text)
         if text:
             self._outbox.piece(self._sample_index, self._seed).text += text
+            self._outbox.added()
 
     def _without_received(self, text: str) -> str:
         data = text.encode()
