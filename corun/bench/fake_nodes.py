@@ -11,8 +11,10 @@ from __future__ import annotations
 import array
 import asyncio
 import gc
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,11 +26,12 @@ import grpc.aio
 import tyro
 import uvloop
 
-from corun import wire
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
+from corun.encoding import ResponseEncoder
 from corun.handle import bound
 from corun.node.agent import NodeAgent
+from corun.pump import Pump, Source
 from corun.receipt import prompt_digest
 from corun.server import GrpcServer, raise_file_limit, run
 from corun.v1 import cluster_service_pb2, decode_service_pb2_grpc, prefill_service_pb2_grpc
@@ -156,35 +159,63 @@ def read_code(logprob: float) -> tuple[int, int]:
     return index, step
 
 
+class FakeStream(Source):
+    """What is to be sent of one sample, as messages like a router's."""
+
+    def __init__(self, request: cluster_service_pb2.GenerateRequest) -> None:
+        self._encoder = ResponseEncoder(request.request_id, 0, request.seed)
+        self._left = request.sampling_params.max_tokens
+        self._messages: deque[bytes] = deque()
+        self._ready: Callable[[], None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._left
+
+    def listen(self, ready: Callable[[], None] | None) -> None:
+        self._ready = ready
+
+    def pull(self) -> bytes | None:
+        if not self._messages:
+            return None
+        self._left -= 1
+        return self._messages.popleft()
+
+    def add(self, row: StepRow) -> None:
+        assert row.token_id is not None  # There are no failures here.
+        self._messages.append(self._encoder.encode(" word", [row.token_id], [row.logprob]))
+        if self._ready is not None:
+            self._ready()
+
+
 class FakeDirect:
-    """The bare stream that a router is compared with: one call per sample, one message per token."""
+    """The bare stream that a router is compared with: one call per sample, one message per token, nothing else."""
 
     def __init__(self, engine: FakeDecodeEngine) -> None:
         self._engine = engine
-        self._rows: dict[str, asyncio.Queue[StepRow]] = {}
+        self._streams: dict[str, FakeStream] = {}
+        self._names = itertools.count()
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
         for row in rows:
-            self._rows[row.request_id].put_nowait(row)
+            self._streams[row.request_id].add(row)
 
     async def generate(self, data: bytes, context: Any) -> None:
         request = cluster_service_pb2.GenerateRequest.FromString(data)
-        name, rows = str(len(self._rows)) + request.request_id, asyncio.Queue[StepRow]()
-        self._rows[name] = rows
+        name = str(next(self._names))
+        stream = self._streams[name] = FakeStream(request)
         self._engine.add(name, request.sampling_params.max_tokens)
-        finish = None
-        while finish is None:
-            row = await rows.get()
-            finish = row.finish
-            message = cluster_service_pb2.GenerateResponse(
-                request_id=request.request_id,
-                seed=request.seed,
-                text=" word",
-                token_ids=[row.token_id or 0],
-                logprobs=[row.logprob],
-                finish_reason=wire.finish_reason_to_proto(finish),
-            )
-            await context.write(message.SerializeToString())
+        try:
+            await Pump(stream, context, self).run()
+        finally:
+            await self._engine.abort(name)
+            del self._streams[name]
+
+    def begin(self) -> None:
+        """Nobody is waited for in vain here."""
+
+    def end(self) -> None:
+        """Nobody is waited for in vain here."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
