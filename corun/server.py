@@ -13,7 +13,7 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass

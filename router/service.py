@@ -97,9 +97,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._auditor = auditor
         self._max_queued_samples = max_queued_samples
 
-    async def Generate(
-        self, request: cluster_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[bytes | Source]:
+    async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[bytes | Source]:
         with self._activity.call():
             samples = await self._generator.accept(_request(request), _deadline(context))
             generation = self._generator.start(samples)

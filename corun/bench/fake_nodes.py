@@ -67,8 +67,8 @@ class FakeNodeOptions:
     slots: int = 256
     step_ms: float = 30.0
     times: Path
-    """File for the times of its steps, doubles on the machine's monotonic clock; direct: the port comes first, in a
-    file with suffix .port."""
+    """File for the times of its steps, doubles on the machine's monotonic clock, when it ends. A direct node first
+    writes its port, to a file with suffix .port."""
 
 
 class FakePrefillEngine:
@@ -131,9 +131,10 @@ class FakeDecodeEngine:
         while True:
             number += 1
             await asyncio.sleep(max(0.0, began + number * self._step_s - time.monotonic()))
-            self._step()
+            self.step()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Emits one step now."""
         step = len(self.times)
         token_id, logprob = FIRST_TOKEN + step % NUM_TOKENS, step_code(self._index, step)
         rows, left = [], self._left

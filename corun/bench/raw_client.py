@@ -42,10 +42,9 @@ class RawConnection(asyncio.Protocol):
         self._next = 1
         self._rest = b""
         self._unacknowledged = 0
-        self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own are no instances of it.
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's own are no instances of it.
         # No header table, so that header blocks can be read one by one; no push; windows as wide as they can be.
         settings = struct.pack(">HIHIHI", 1, 0, 2, 0, 4, _WINDOW)
         window = struct.pack(">I", _WINDOW - 65_535)
@@ -131,11 +130,10 @@ def _headers(authority: str, path: str) -> bytes:
 
 def _literal(name: int | str, value: str) -> bytes:
     """A header whose name is given or stands in the static table."""
-    if isinstance(name, int):  # Of 4 bits; more goes on in the next byte.
-        head = bytes([name]) if name < 15 else bytes([15, name - 15])
-    else:
-        head = b"\0" + _text(name)
-    return head + _text(value)
+    if isinstance(name, str):
+        return b"\0" + _text(name) + _text(value)
+    index = bytes([name]) if name < 15 else bytes([15, name - 15])  # Of 4 bits; more goes on in the next byte.
+    return index + _text(value)
 
 
 def _text(value: str) -> bytes:

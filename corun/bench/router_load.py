@@ -14,7 +14,6 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,8 @@ class LoadOptions:
 
     addresses: tuple[str, ...]
     """host:port of each connection."""
-    path: str
-    """Of the method."""
+    method: str
+    """/package.Service/Method."""
     concurrency: int
     """Samples in flight."""
     prompt_tokens: int
@@ -92,20 +91,11 @@ class Load:
         self._number = 0
         self._links: list[tuple[RawConnection, str]] = []
 
-    async def run(self) -> Results:
-        """Runs until its input ends, then waits for what is in flight."""
-        options, loop = self._options, asyncio.get_running_loop()
-        for address in options.addresses:
-            host, _, port = address.rpartition(":")
-            connecting = loop.create_connection(lambda: RawConnection(self._ended), host, int(port))
-            _, connection = await asyncio.wait_for(connecting, CONNECT_S)
-            self._links.append((connection, address))
-        stopped = loop.run_in_executor(None, sys.stdin.read)
-        began = time.monotonic()
-        for place in range(options.concurrency):
-            await asyncio.sleep(max(0.0, began + options.ramp_s * place / options.concurrency - time.monotonic()))
-            self._start(-(-options.output_tokens * (place + 1) // options.concurrency))
-        await stopped
+    async def run(self, stop: asyncio.Event) -> Results:
+        """Runs until `stop` is set, then waits for what is in flight."""
+        await self._connect()
+        await self._ramp()
+        await stop.wait()
         self._stopping = True
         if self._running:
             await asyncio.wait_for(self._idle.wait(), DRAIN_S)
@@ -113,13 +103,27 @@ class Load:
             connection.close()
         return self._results()
 
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        for address in self._options.addresses:
+            host, _, port = address.rpartition(":")
+            connecting = loop.create_connection(lambda: RawConnection(self._ended), host, int(port))
+            _, connection = await asyncio.wait_for(connecting, CONNECT_S)
+            self._links.append((connection, address))
+
+    async def _ramp(self) -> None:
+        options, began = self._options, time.monotonic()
+        for place in range(options.concurrency):
+            await asyncio.sleep(max(0.0, began + options.ramp_s * place / options.concurrency - time.monotonic()))
+            self._start(-(-options.output_tokens * (place + 1) // options.concurrency))
+
     def _start(self, num_tokens: int) -> None:
         connection, address = self._links[self._number % len(self._links)]
         prompt = [FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._options.prompt_tokens)]
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=True)
         message = wire.generate_request(prompt, params, seed=self._number).SerializeToString()
         sent = time.monotonic()
-        number = connection.call(address, self._options.path, message)
+        number = connection.call(address, self._options.method, message)
         self._calls.append(Call(connection=connection, number=number, sent=sent, num_tokens=num_tokens))
         self._number += 1
         self._running += 1
@@ -141,7 +145,8 @@ class Load:
 
 def _read(call: Call, results: Results) -> str:
     """Adds what came of a call to the results; says what is wrong with it."""
-    digest, receipt, codes = OutputDigest(), None, []
+    digest, receipt = OutputDigest(), None
+    codes: list[float] = []
     for now, data in messages(call.connection.chunks[call.number]):
         response = pb.GenerateResponse.FromString(data)
         results.messages += 1
@@ -157,13 +162,10 @@ def _read(call: Call, results: Results) -> str:
         return f"{len(codes)} of {call.num_tokens} tokens came"
     if receipt is not None and receipt.output_digest != digest.hexdigest():
         return "its receipt is of other tokens"
-    if any(after - before != 1 for before, after in _neighbours([read_code(code)[1] for code in codes])):
+    steps = [read_code(code)[1] for code in codes]
+    if steps != list(range(steps[0], steps[0] + len(steps))):
         return "its tokens are not of one step after the other"
     return ""
-
-
-def _neighbours(steps: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(steps, steps[1:], strict=False)
 
 
 def _printable(block: bytes) -> str:
@@ -183,11 +185,16 @@ def main() -> None:
     options = tyro.cli(LoadOptions, prog="python -m corun.bench.router_load")
     gc.disable()  # Messages that are kept would be looked through again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    _write(asyncio.run(_until_input_ends(options)), options.output)
 
-    async def load() -> Results:
-        return await Load(options).run()
 
-    _write(asyncio.run(load()), options.output)
+async def _until_input_ends(options: LoadOptions) -> Results:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, stop.set)
+    try:
+        return await Load(options).run(stop)
+    finally:
+        asyncio.get_running_loop().remove_reader(sys.stdin)
 
 
 if __name__ == "__main__":

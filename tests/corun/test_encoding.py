@@ -38,7 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
     "odd floats": {"text": "", "token_ids": [1] * 4, "logprobs": [float("-inf"), float("inf"), DENORMAL, -DENORMAL]},
     "long text": {"text": "ä€🦀\0" * 5000, "token_ids": [5], "logprobs": [0.0]},
     "the end": {"text": "", "token_ids": [], "receipt": RECEIPT},
-    "the end at its length": {"text": "", "token_ids": [], "receipt": replace(RECEIPT, finish_reason=FinishReason.LENGTH)},
+    "the end at its length": {
+        "text": "",
+        "token_ids": [],
+        "receipt": replace(RECEIPT, finish_reason=FinishReason.LENGTH),
+    },
     "first": {"text": "a", "token_ids": [7], "prompt_token_ids": list(range(500)), "fingerprint": "f" * 64},
     "first and last": {"text": "a", "token_ids": [7], "receipt": RECEIPT, "prompt_token_ids": [0], "fingerprint": "f"},
 }
