@@ -147,6 +147,17 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvReads:
+    """KV that a decode node has read from prefill nodes since its start; of its first tensor-parallel rank."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    """Each read's own, from post to completion; those of parallel ones overlap."""
+    failed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLoad:
     """How busy a node is; travels with each heartbeat."""
 
@@ -161,6 +172,8 @@ class NodeLoad:
     """Prompt tokens computed, or output tokens drawn, since start."""
     slots_in_use: tuple[int, ...] = ()
     """Decode only: the leased slots, ascending."""
+    kv_reads: KvReads = KvReads()
+    """Decode only; a few seconds old."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from corun.cluster import (
     Condition,
     FinishReason,
     KvHandle,
+    KvReads,
     NixlEndpoint,
     NodeInfo,
     NodeLoad,
@@ -231,6 +232,14 @@ def node_info_from_proto(message: registry_pb2.NodeInfo) -> NodeInfo:
     )
 
 
+def kv_reads_to_proto(reads: KvReads) -> registry_pb2.KvReads:
+    return registry_pb2.KvReads(count=reads.count, bytes=reads.bytes, seconds=reads.seconds, failed=reads.failed)
+
+
+def kv_reads_from_proto(message: registry_pb2.KvReads) -> KvReads:
+    return KvReads(count=message.count, bytes=message.bytes, seconds=message.seconds, failed=message.failed)
+
+
 def node_load_to_proto(load: NodeLoad) -> registry_pb2.NodeLoad:
     return registry_pb2.NodeLoad(
         used_slots=load.used_slots,
@@ -239,6 +248,7 @@ def node_load_to_proto(load: NodeLoad) -> registry_pb2.NodeLoad:
         steps=load.steps,
         tokens=load.tokens,
         slots_in_use=load.slots_in_use,
+        kv_reads=kv_reads_to_proto(load.kv_reads),
     )
 
 
@@ -250,6 +260,7 @@ def node_load_from_proto(message: registry_pb2.NodeLoad) -> NodeLoad:
         steps=message.steps,
         tokens=message.tokens,
         slots_in_use=tuple(message.slots_in_use),
+        kv_reads=kv_reads_from_proto(message.kv_reads),
     )
 
 

@@ -22,6 +22,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
     table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
     service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
     engine.on_step = service.on_step
+    engine.on_kv_reads = service.on_kv_reads
 
     await live_and_leave(
         config,

@@ -9,9 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
-from corun.cluster import FinishReason, NixlEndpoint, NodeRole
+from corun.cluster import FinishReason, KvReads, NixlEndpoint, NodeRole
 from corun.config import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, UnavailableError
@@ -25,7 +26,7 @@ from decode_node.service import DecodeRequest, StepRow
 CONNECT_TIMEOUT_S = 20.0
 CONNECT_POLL_S = 0.05
 LAST_REPORT_S = 2.0
-REPORT_S = 10.0
+REPORT_S = 5.0
 LET_GO_S = 2.0
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class VllmDecodeEngine:
         self.facts = facts
         self.contract = contract
         self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
+        self.on_kv_reads: Callable[[KvReads], None] = lambda reads: None
         self.on_death: Callable[[], None] = lambda: None
         self.steps = 0
         """Since its start."""
@@ -69,7 +71,7 @@ class VllmDecodeEngine:
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
         """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
-        llm = _step_llm().from_engine_args(arguments(config, endpoint))
+        llm = base.step_llm().from_engine_args(arguments(config, endpoint))
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
         engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen))
@@ -153,6 +155,7 @@ class VllmDecodeEngine:
         except UnavailableError as error:
             log.warning("KV reads are not known: %s", error)
             return
+        self.on_kv_reads(KvReads(**{field.name: ranks[0][field.name] for field in fields(KvReads)}))
         for rank, done in enumerate(ranks):
             before = self._logged.get(rank, dict.fromkeys(done, 0))
             new = {name: done[name] - before[name] for name in done}
@@ -235,30 +238,3 @@ def _finish(reason: Any) -> tuple[FinishReason | None, str]:
     if name in ("stop", "length"):
         return FinishReason(name), ""
     return FinishReason.ERROR, f"the engine ended the request: {name}"
-
-
-def _step_llm() -> Any:
-    """`AsyncLLM` whose output loop hands on whole steps: one step is one message, not one queue entry per request."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    class StepLLM(AsyncLLM):  # type: ignore[misc]
-        on_outputs: Callable[[list[Any]], None] = staticmethod(lambda outputs: None)
-        on_dead: Callable[[], None] = staticmethod(lambda: None)
-
-        output_handler: asyncio.Task[None] | None
-
-        def _run_output_handler(self) -> None:
-            if self.output_handler is None:
-                self.output_handler = asyncio.create_task(self._pump())
-
-        async def _pump(self) -> None:
-            try:
-                while True:
-                    outputs = await self.engine_core.get_output_async()
-                    if outputs.outputs:
-                        self.on_outputs(outputs.outputs)
-            except Exception:
-                log.exception("the engine's output loop ended")
-                self.on_dead()
-
-    return StepLLM

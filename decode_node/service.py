@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from corun import wire
-from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeLoad, NodeRef
+from corun.cluster import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.handle import binding
 from corun.params import SamplingParams, check_name
@@ -122,6 +122,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._aborts: set[asyncio.Task[None]] = set()
         self._steps = 0
         self._tokens = 0
+        self._kv_reads = KvReads()
 
     async def load(self) -> NodeLoad:
         return NodeLoad(
@@ -130,7 +131,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             steps=self._steps,
             tokens=self._tokens,
             slots_in_use=tuple(self._table.slots_in_use()),
+            kv_reads=self._kv_reads,
         )
+
+    def on_kv_reads(self, reads: KvReads) -> None:
+        """Takes what the engine has read so far."""
+        self._kv_reads = reads
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
         """Takes one engine step: hands each row to its router's stream and frees the slots of what ended."""

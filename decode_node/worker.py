@@ -31,11 +31,7 @@ class FixedShapeWorker(NodeWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        rows = self.vllm_config.scheduler_config.max_num_seqs
-        if current_platform.is_cpu():
-            fix_shapes_v1(self.model_runner, rows)
-        else:
-            fix_shapes_v2(self.model_runner, rows)
+        fix_shapes(self.model_runner, self.vllm_config.scheduler_config.max_num_seqs)
         return times
 
     def certify(self) -> str:
@@ -51,6 +47,27 @@ class FixedShapeWorker(NodeWorker):
         return {**super().observe(), "sampler": sampler, "slots": self.vllm_config.scheduler_config.max_num_seqs}
 
 
+class ColocatedWorker(FixedShapeWorker):
+    """Prefill and decode in one engine, as in the paper: decode steps have fixed rows, prefill steps their own length.
+
+    The benchmark's; prefix caching must be off, else a prompt could begin with KV that decode has written.
+    """
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.pad_to(self.vllm_config.scheduler_config.max_num_seqs)
+        return times
+
+    def pad_to(self, rows: int) -> None:
+        """Decode steps have `rows` rows from now on; on a GPU, a graph of that size must have been captured."""
+        for holder, name in ((self.model_runner, "sample"), (self.model_runner.model, "compute_logits")):
+            holder.__dict__.pop(name, None)
+        self.model_runner.__dict__.pop("_determine_batch_execution_and_padding", None)
+        fix_shapes(self.model_runner, rows)
+        if not current_platform.is_cpu():
+            choose_graph_v2(self.model_runner.cudagraph_manager, rows)
+
+
 def _sampling_style(number: int) -> SamplingParams:
     """Styles that meet in one batch: greedy and drawn, filtered and penalised."""
     styles: list[dict[str, Any]] = [
@@ -63,6 +80,14 @@ def _sampling_style(number: int) -> SamplingParams:
     return SamplingParams(seed=number, max_tokens=64, logprobs=0, ignore_eos=True, detokenize=False, **style)
 
 
+def fix_shapes(runner: Any, rows: int) -> None:
+    """Pads the platform's model runner to `rows` rows a step."""
+    if current_platform.is_cpu():
+        fix_shapes_v1(runner, rows)
+    else:
+        fix_shapes_v2(runner, rows)
+
+
 def fix_shapes_v1(runner: Any, rows: int) -> None:
     """Pads the V1 runner, which has no graphs on CPU (vllm/v1/worker/gpu_model_runner.py).
 
@@ -73,7 +98,8 @@ def fix_shapes_v1(runner: Any, rows: int) -> None:
 
     def at_fixed_rows(*args: Any, **kwargs: Any) -> Any:
         mode, descriptor, *rest = decide(*args, **kwargs)
-        return (mode, replace(descriptor, num_tokens=rows), *rest)
+        # Where prefill runs in the same engine, a long prompt keeps its own length.
+        return (mode, replace(descriptor, num_tokens=max(rows, descriptor.num_tokens)), *rest)
 
     runner._determine_batch_execution_and_padding = at_fixed_rows
     runner.model.compute_logits = padded_lm_head(runner.model.compute_logits, rows)
@@ -148,6 +174,17 @@ def fix_shapes_v2(runner: Any, rows: int) -> None:
         return output, output.num_sampled, output.num_rejected
 
     runner.sample = sample_fixed_rows
+
+
+def choose_graph_v2(manager: Any, rows: int) -> None:
+    """Lets decode steps of an engine that captured several sizes run the graph of `rows` rows, and no other.
+
+    Steps of one prompt keep the piecewise graph of their own length (vllm/v1/worker/gpu/cudagraph_utils.py).
+    """
+    full = next(graph for graph in manager.graphs if graph.num_tokens == rows)
+    for (tokens, loras), candidates in list(manager._candidates.items()):
+        others = [one for one in candidates if one.uniform_token_count is None]
+        manager._candidates[tokens, loras] = [full, *others] if tokens <= rows else others
 
 
 def pad_batch(batch: Any, rows: int) -> Any:

@@ -17,6 +17,15 @@ PACKAGES = ("corun", "router", "prefill_node", "decode_node")
 ENGINE = ("torch", "vllm", "nixl", "transformers")
 """What only node processes load."""
 GENERATED = "corun/v1/"
+BENCH = "corun/bench/"
+"""An application over everything else."""
+BENCH_ENGINE = {
+    f"{BENCH}{name}.py"
+    for name in (
+        *("invariance", "kernel_attention", "kernel_collectives", "kernel_ops", "kernel_timing", "kernel_worker"),
+    )
+}
+"""What of it may load torch or vLLM."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +40,16 @@ class Rule:
 NODES = ("prefill_node", "decode_node")
 RULES = {
     "corun is for everybody": Rule(
-        ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch.py")
+        ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch.py", BENCH)
     ),
     "the launcher starts processes by name": Rule(("corun/launch.py",), (*ENGINE, "tokenizers", "router", *NODES)),
     "the shared part of nodes knows no role": Rule(("corun/node/",), ("ray", "tokenizers", "router", *NODES)),
-    "only node processes load the shared part of nodes": Rule(("corun/", "router/"), ("corun.node",), ("corun/node/",)),
+    "only node processes load the shared part of nodes": Rule(
+        ("corun/", "router/"), ("corun.node",), ("corun/node/", BENCH)
+    ),
+    "only the command line imports the benchmark": Rule(
+        ("corun/", "router/", "prefill_node/", "decode_node/"), ("corun.bench",), ("corun/cli/", BENCH)
+    ),
     "a router computes nothing": Rule(("router/",), (*ENGINE, "ray", *NODES, "corun.launch", "corun.client")),
     "a prefill node stands alone": Rule(("prefill_node/",), ("ray", "tokenizers", "router", "decode_node")),
     "a decode node stands alone": Rule(("decode_node/",), ("ray", "tokenizers", "router", "prefill_node")),
@@ -121,14 +135,19 @@ def test_one_file_imports_tokenizers() -> None:
 
 
 def test_vllm_is_touched_in_files_of_five_names() -> None:
-    files = importers("vllm")
+    files = importers("vllm") - BENCH_ENGINE
     assert {"prefill_node/engine.py", "decode_node/engine.py"} <= files
     assert {Path(name).name for name in files} <= {"engine.py", "scheduler.py", "worker.py", "connector.py", "steps.py"}
 
 
 def test_torch_is_touched_where_tensors_are() -> None:
     allowed = {"engine.py", "worker.py", "steps.py", "certify.py", "sampling.py", "switches.py", "digest.py"}
-    assert {Path(name).name for name in importers("torch")} <= allowed
+    assert {Path(name).name for name in importers("torch") - BENCH_ENGINE} <= allowed
+
+
+def test_the_benchmark_touches_engines_where_kernels_are() -> None:
+    found = {name for package in ENGINE for name in importers(package) if name.startswith(BENCH)}
+    assert found <= BENCH_ENGINE
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:

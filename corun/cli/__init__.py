@@ -15,6 +15,10 @@ import tyro
 
 import corun
 from corun.cli.batch import Batch
+from corun.cli.bench import Bench
+from corun.cli.bench_compare import Compare
+from corun.cli.bench_kernels import Kernels
+from corun.cli.bench_report import Report
 from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.generate import Generate
@@ -74,6 +78,10 @@ COMMANDS: dict[str, type[Any]] = {
     "fingerprint": Fingerprint,
     "model": Model,
     "certs": Certs,
+    "bench": Bench,
+    "bench compare": Compare,
+    "bench report": Report,
+    "bench kernels": Kernels,
 }
 
 
@@ -95,12 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> Command:
     """The command of a command line."""
-    if argv and argv[0] in COMMANDS:
-        command = COMMANDS[argv[0]]
-        description = inspect.getdoc(command) or ""
-        return cast(
-            Command, tyro.cli(command, prog=f"corun {argv[0]}", description=description, args=argv[1:], config=_STYLE)
-        )
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if len(argv) >= words and name in COMMANDS:
+            command = COMMANDS[name]
+            description = inspect.getdoc(command) or ""
+            found = tyro.cli(command, prog=f"corun {name}", description=description, args=argv[words:], config=_STYLE)
+            return cast(Command, found)
     if list(argv) == ["--version"]:
         print(f"corun {corun.__version__}")
         raise SystemExit(OK)

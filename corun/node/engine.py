@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -205,6 +205,33 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
         found = getattr(model.hf_text_config, "eos_token_id", None)
     ids = [] if found is None else [found] if isinstance(found, int) else list(found)
     return tuple(sorted(ids))
+
+
+def step_llm() -> Any:
+    """`AsyncLLM` whose output loop hands on whole steps: one step is one message, not one queue entry per request."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class StepLLM(AsyncLLM):  # type: ignore[misc]
+        on_outputs: Callable[[list[Any]], None] = staticmethod(lambda outputs: None)
+        on_dead: Callable[[], None] = staticmethod(lambda: None)
+
+        output_handler: asyncio.Task[None] | None
+
+        def _run_output_handler(self) -> None:
+            if self.output_handler is None:
+                self.output_handler = asyncio.create_task(self._pump())
+
+        async def _pump(self) -> None:
+            try:
+                while True:
+                    outputs = await self.engine_core.get_output_async()
+                    if outputs.outputs:
+                        self.on_outputs(outputs.outputs)
+            except Exception:
+                log.exception("the engine's output loop ended")
+                self.on_dead()
+
+    return StepLLM
 
 
 async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:

@@ -19,6 +19,7 @@ from corun.cluster import (
     Condition,
     FinishReason,
     KvHandle,
+    KvReads,
     NixlEndpoint,
     NodeInfo,
     NodeLoad,
@@ -63,7 +64,14 @@ HINTS = {**vars(cluster), "SamplingParams": SamplingParams, "Receipt": Receipt}
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Any value of a field's type, within what the wire takes."""
-    known = {int: UINT32, str: TEXT, bool: st.booleans(), SamplingParams: PARAMS, tuple[int, ...]: TOKENS}
+    known = {
+        int: UINT32,
+        float: st.floats(0),
+        str: TEXT,
+        bool: st.booleans(),
+        SamplingParams: PARAMS,
+        tuple[int, ...]: TOKENS,
+    }
     if kind in known:
         return known[kind]
     args = typing.get_args(kind)
@@ -86,6 +94,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         ("nixl_endpoint", NixlEndpoint),
         ("kv_handle", KvHandle),
         ("node_info", NodeInfo),
+        ("kv_reads", KvReads),
         ("node_load", NodeLoad),
         ("node_status", NodeStatus),
         ("audit_status", AuditStatus),

@@ -2,72 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from corun import Client, ClusterStatus, UnavailableError, tiny
+from corun.bench.children import Processes
 from corun.cluster import NodeRole, NodeState
-from corun.processes import descendants, end_tree
+from corun.processes import descendants
 
 SLOTS = 8
 CHUNK = 128
 START_TIMEOUT_S = 240.0
 ALL_CHECKED = ("--kv-check-fraction", "1.0")
 """Every prompt's KV is compared by digest after its transfer."""
-
-
-@dataclass
-class Processes:
-    """Processes of one cluster; all of them are gone after `stop`."""
-
-    logs: Path
-    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def start(self, name: str, module: str, *flags: str) -> None:
-        self.commands[name] = (module, *flags)
-        with (self.logs / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(
-                # In this session: Linux gives each session an equal share of a core, however many of its threads
-                # only spin, and the engines share cores here.
-                [sys.executable, "-m", module, *flags],
-                stdout=log,
-                stderr=log,
-            )
-
-    def restart(self, name: str) -> None:
-        """One that has ended."""
-        self.start(name, *self.commands[name])
-
-    def log(self, name: str) -> str:
-        return (self.logs / f"{name}.log").read_text(errors="replace")
-
-    def terminate(self, name: str, timeout_s: float = 60.0) -> int:
-        """SIGTERM, then the exit code; a process that does not end in time is killed with its descendants."""
-        process = self.running.pop(name)
-        tree = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        try:
-            return process.wait(timeout_s)
-        finally:
-            self.kill(process, tree)
-
-    def kill(self, process: subprocess.Popen[bytes], tree: Mapping[int, str]) -> None:
-        """Ends whatever is left of a process and its descendants."""
-        process.kill()
-        process.wait()
-        end_tree(tree, step_s=2.0)
-
-    def stop(self) -> dict[str, int]:
-        return {name: self.terminate(name) for name in list(self.running)}
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corun import Client, ClusterStatus, Generation, SamplingParams, verify
+from corun.bench.nodes import Nodes
 from corun.cluster import Condition, NodeRole
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run
-from tests.gpu.nodes import Nodes
 from tests.gpu.report import Outcome
 
 PAPER = {"temperature": 0.6, "max_tokens": 8}

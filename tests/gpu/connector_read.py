@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from corun.bench.nodes import NodePlan, Topology, environment, has_gpu
 from corun.cluster import NixlEndpoint
 from corun.config import DecodeConfig, PrefillConfig, parse
 from corun.node import engine as base
 from corun.processes import descendants, end_tree
 from tests.e2e import engines
-from tests.gpu.nodes import NodePlan, Topology, environment, has_gpu
 
 PREFILL, DECODE = "prefill_node", "decode_node"
 CONFIGS: dict[str, type[PrefillConfig | DecodeConfig]] = {PREFILL: PrefillConfig, DECODE: DecodeConfig}

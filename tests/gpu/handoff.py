@@ -27,11 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from corun import Client
+from corun.bench import conditions
+from corun.bench.nodes import Nodes, Topology, has_gpu, running
 from tests.e2e.test_determinism import Case
-from tests.gpu import conditions, connector_read
+from tests.gpu import connector_read
 from tests.gpu.checks import Prompts
 from tests.gpu.nixl_read import Pair, Shape, measure
-from tests.gpu.nodes import Nodes, Topology, has_gpu, running
 
 ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 PAIR_TIMEOUT_S = 90.0

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from corun import Client
+from corun.bench import conditions, nodes
+from corun.bench.nodes import Topology
 from corun.errors import CorunError
 from tests.e2e.stock import result_of
-from tests.gpu import conditions, connector_read, nodes
+from tests.gpu import connector_read
 from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths
 from tests.gpu.handoff import logged_reads, raw_pairs, read_figures
-from tests.gpu.nodes import Topology
 from tests.gpu.report import Outcome, Report
 from tests.gpu.suite import Run, Suite
 

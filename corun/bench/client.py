@@ -1,0 +1,58 @@
+"""The cluster as a target: the public gRPC service, read as raw bytes while time counts and decoded afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from corun import wire
+from corun.bench.engines import TEMPERATURE
+from corun.bench.records import Outcome, Request
+from corun.channel import channel
+from corun.errors import from_rpc_error
+from corun.params import SamplingParams
+from corun.v1 import cluster_service_pb2 as pb
+
+METHOD = "/corun.v1.ClusterService/Generate"
+DEADLINE_S = 3600.0
+"""The driver has its own, shorter one."""
+
+
+class ClusterTarget:
+    """A `Target` of one router."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = channel(address)
+        serialize = pb.GenerateRequest.SerializeToString
+        self._generate = self._channel.unary_stream(METHOD, request_serializer=serialize, response_deserializer=None)
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        params = SamplingParams(
+            temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
+        )
+        message = wire.generate_request(request.prompt_token_ids, params, seed=request.seed)
+        received: list[tuple[float, bytes]] = []
+        call = self._generate(message, timeout=DEADLINE_S)
+        try:
+            received.extend([(clock(), data) async for data in call])
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+            _decode(received, outcome)
+
+    async def forget(self) -> None:
+        """Nothing: a cluster keeps no KV from one request to the next."""
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+def _decode(received: list[tuple[float, bytes]], outcome: Outcome) -> None:
+    for at, data in received:
+        message = pb.GenerateResponse.FromString(data)
+        if message.token_ids:
+            outcome.arrivals.append((at, len(message.token_ids)))
+            outcome.token_ids += message.token_ids
+            outcome.logprobs += message.logprobs

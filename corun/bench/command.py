@@ -1,0 +1,102 @@
+"""`corun bench` behind its options: makes the plan, runs it, shows what came out, writes page and pictures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from corun.bench import conditions, metrics, report, results, summary, views, workloads
+from corun.bench.nodes import has_gpu
+from corun.bench.runner import Benchmark, Plan
+from corun.bench.systems import Machine, parse_systems
+from corun.cli.bench import Bench, options_of, output_directory
+from corun.errors import InvalidArgumentError
+from corun.plan import resolve_model
+
+OK, FAILED = 0, 1
+
+
+def run(options: Bench) -> int:
+    """0, or 1 if anything that was asked for could not be measured."""
+    values = options_of(options)
+    machine = _machine(options)
+    systems = tuple(parse_systems(options.systems)) if any(options.systems) else ()
+    for system in systems:
+        system.places(machine)  # Raises for a placement that needs more GPUs than there are.
+    if not systems and not options.url:
+        raise InvalidArgumentError("systems", list(options.systems), "must name at least one, or --url a server")
+    specs = workloads.expand(options.workloads)
+    goodput = metrics.parse_goodput(options.goodput) if options.goodput else {}
+    percentiles = _percentiles(options.metric_percentiles)
+    directory = output_directory(options)
+    plan = Plan(
+        machine=machine,
+        systems=systems,
+        urls=options.url,
+        specs=specs,
+        percentiles=percentiles,
+        goodput=goodput,
+        logs=directory / "logs",
+        output=directory / "result.json",
+        **values,
+    )
+    benchmark = Benchmark(plan)
+    uvloop.install()
+    asyncio.run(benchmark.run())
+    _show(benchmark, directory, save_runs=options.save_result)
+    return FAILED if benchmark.failures else OK
+
+
+def _machine(options: Bench) -> Machine:
+    if options.gpus and not has_gpu():
+        raise InvalidArgumentError("gpus", list(options.gpus), "must be empty: this machine has none")
+    if len(options.gpus) % options.tensor_parallel_size:
+        limit = f"must be a multiple of tensor_parallel_size, {options.tensor_parallel_size}"
+        raise InvalidArgumentError("gpus", list(options.gpus), limit)
+    model = resolve_model(options.model)
+    longest = int(conditions.model_config(model)["max_position_embeddings"])
+    return Machine(
+        model=model,
+        gpus=options.gpus,
+        cores=() if options.gpus else tuple(sorted(os.sched_getaffinity(0))),
+        slots=options.slots,
+        chunk_size=options.chunk_size,
+        max_model_len=min(options.max_model_len, longest),
+        tensor_parallel_size=options.tensor_parallel_size,
+        kv_cache_gib=options.kv_cache_gib,
+    )
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < percent < 100 for percent in found):
+        raise InvalidArgumentError("metric_percentiles", text, "must be numbers between 0 and 100, as in 50,90,99")
+    return found
+
+
+def _show(benchmark: Benchmark, directory: Path, *, save_runs: bool) -> None:
+    """A table, where the files are, and one JSON line without the long lists."""
+    result = benchmark.result
+    if save_runs:
+        for number, row in enumerate(result["runs"]):
+            (directory / f"run-{number}.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    console = Console(stderr=True)
+    console.width = max(console.width, 130)  # Of a log, too.
+    if result["runs"]:
+        pages = report.write(views.merge({"result.json": result}), directory)
+        console.print(summary.table(result))
+        console.print(f"{directory / 'result.json'}\n{pages[0]}", soft_wrap=True)
+    for failure in benchmark.failures:
+        console.print(f"not measured: {failure}", style="red", soft_wrap=True, markup=False)
+    short = {name: value for name, value in result.items() if name not in ("systems", "runs")}
+    lists = ("timeline", "ttfts", "tpots")
+    short["runs"] = [{key: value for key, value in row.items() if key not in lists} for row in result["runs"]]
+    print(json.dumps(short | {"schema": results.SCHEMA, "failures": benchmark.failures}), flush=True)

@@ -1,0 +1,161 @@
+"""Readers of the data sets that benchmarks use, from a user's file or from a small sample of ours of the same shape.
+
+Each reader says which records it leaves out, and counts them: nothing is dropped silently, and a file of another shape
+is an error that names the line. This module must not know tokenizers, lengths that fit a model, or requests.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corun.errors import InvalidArgumentError, Shown
+
+SAMPLES = Path(__file__).parent / "samples"
+"""Made by us, see samples/recipes.py; no data of anybody is in them."""
+
+_TIME, _MODEL, _PROMPT, _OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
+
+
+@dataclass(kw_only=True, slots=True)
+class Trace:
+    """The usable rows of a BurstGPT file as columns: a real file has millions of rows."""
+
+    prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
+    output_tokens: array[int] = field(default_factory=lambda: array("q"))
+    timestamps: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds."""
+    left_out: int = 0
+    """Rows without prompt or response tokens (the request failed), or of another model."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A human's first turn and what the model answered."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edit:
+    """A file, and what to change in it."""
+
+    code: str
+    change_request: str
+
+
+def read_burstgpt(path: Path | None, model: str = "") -> Trace:
+    """Rows of a BurstGPT CSV file, in the file's order; columns are found by name.
+
+    v1.1: "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"; later releases have "Session ID" and
+    "Elapsed time" between the first two. Rows with 0 response tokens are requests that failed: they are left out, as
+    vLLM's benchmark does. vLLM also keeps rows of "GPT-4" only; here that is what `model` is for.
+    """
+    path = path or SAMPLES / "burstgpt.csv"
+    trace = Trace()
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        _check_columns(path, rows.fieldnames or [], (_TIME, _MODEL, _PROMPT, _OUTPUT))
+        for row in rows:
+            prompt, output, at = _numbers(path, rows.line_num, row)
+            if prompt <= 0 or output <= 0 or (model and row[_MODEL] != model):
+                trace.left_out += 1
+                continue
+            trace.prompt_tokens.append(prompt)
+            trace.output_tokens.append(output)
+            trace.timestamps.append(at)
+    return trace
+
+
+def read_sharegpt(path: Path | None) -> tuple[list[Turn], int]:
+    """The first human turn of each conversation with the model turn after it, and how many have no such pair.
+
+    A JSON list of {"id", "conversations": [{"from": "human" | "gpt", "value": text}, …]}.
+    """
+    path = path or SAMPLES / "sharegpt.json"
+    entries = _json(path, 0, path.read_text(encoding="utf-8-sig"))
+    if not isinstance(entries, list):
+        raise _wrong(path, 0, "must be a JSON list of conversations")
+    turns = [_first_turn(path, i, entry) for i, entry in enumerate(entries, 1)]
+    usable = [turn for turn in turns if turn is not None]
+    return usable, len(turns) - len(usable)
+
+
+def read_blazedit(path: Path | None) -> tuple[list[Edit], int]:
+    """Edit records from JSON lines, and how many lie outside vLLM's range of distances.
+
+    {"code", "change_request", "norm_distance"}: the columns of the published sets that vLLM's BlazeditDataset reads.
+    Its default range of `norm_distance` (edit distance over length) is [0, 1].
+    """
+    path = path or SAMPLES / "blazedit.jsonl"
+    with path.open(encoding="utf-8-sig") as lines:
+        records = [_edit(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    usable = [edit for edit, distance in records if 0 <= distance <= 1]
+    return usable, len(records) - len(usable)
+
+
+def _numbers(path: Path, line: int, row: dict[str, str]) -> tuple[int, int, float]:
+    try:
+        return int(row[_PROMPT]), int(row[_OUTPUT]), float(row[_TIME])
+    except (TypeError, ValueError):
+        raise _wrong(path, line, f"needs numbers in {_TIME!r}, {_PROMPT!r} and {_OUTPUT!r}") from None
+
+
+def _first_turn(path: Path, number: int, entry: Any) -> Turn | None:
+    turns = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise _wrong(path, number, 'needs "conversations", a list of turns')
+    said = _from_first_human(turns)
+    prompt, answer = next(said, None), next(said, None)
+    if prompt is None or answer is None or answer.get("from") != "gpt":
+        return None
+    texts = prompt.get("value"), answer.get("value")
+    if not all(isinstance(text, str) for text in texts):
+        raise _wrong(path, number, 'needs text in "value"')
+    return Turn(prompt=str(texts[0]), answer=str(texts[1]))
+
+
+def _from_first_human(turns: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    started = False
+    for turn in turns:
+        started = started or turn.get("from") == "human"
+        if started:
+            yield turn
+
+
+def _edit(path: Path, number: int, line: str) -> tuple[Edit, float]:
+    record = _json(path, number, line)
+    names = ("code", "change_request", "norm_distance")
+    if not isinstance(record, dict) or not set(names) <= set(record):
+        raise _wrong(path, number, f"needs {', '.join(names)}")
+    code, change, distance = (record[name] for name in names)
+    if not (isinstance(code, str) and isinstance(change, str) and isinstance(distance, (int, float))):
+        raise _wrong(path, number, "needs text in code and change_request, a number in norm_distance")
+    return Edit(code=code, change_request=change), float(distance)
+
+
+def _json(path: Path, number: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _wrong(path, number, f"is not JSON: {error}") from None
+
+
+def _check_columns(path: Path, found: Iterable[str], needed: Iterable[str]) -> None:
+    missing = sorted(set(needed) - set(found))
+    if missing:
+        raise _wrong(path, 1, f"has no column {', '.join(map(repr, missing))}")
+
+
+def _wrong(path: Path, number: int, what: str) -> InvalidArgumentError:
+    place = f"{path.name}:{number}" if number else path.name
+    return InvalidArgumentError("workloads", Shown(place), what)

@@ -1,0 +1,1 @@
+"""Small files in the shapes of public data sets, and the recipes that made them."""

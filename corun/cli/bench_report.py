@@ -1,0 +1,44 @@
+"""`corun bench report`: figures and one HTML page from result files. The work is `corun.bench.report`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from corun.cli.up import needs_extra
+from corun.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Draw the figures of benchmark results and write them up as one HTML page.
+
+    Several files are merged: the same model, each system on one number of GPUs.
+
+    examples:
+      corun bench report results.json -o report                   report/report.html, report/figures/*.png and *.svg
+      corun bench report one.json two.json kernels.json -o report
+      corun bench report results.json -o report --baseline bi     ratios against another system than std
+    """
+
+    files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")]]
+    """Result files of corun bench, and of corun bench kernels."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="DIR")]
+    """Directory to write to; it is made if it is not there."""
+    baseline: str = ""
+    """System that the others are compared with; by default std, or the first system where there is no std."""
+
+    def run(self) -> int:
+        if not self.files:
+            raise InvalidArgumentError("files", "none", "must be at least one result file")
+        with needs_extra("corun bench report"):
+            views = importlib.import_module("corun.bench.views")
+            report = importlib.import_module("corun.bench.report")
+        results = views.merge({str(path): views.read(path) for path in self.files})
+        for path in report.write(results, self.output, baseline=self.baseline):
+            print(path)
+        return 0

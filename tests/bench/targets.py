@@ -1,0 +1,49 @@
+"""Targets without an engine, for tests of the client loop and of what is built on it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from corun.bench.records import Outcome, Request
+from corun.errors import CorunError
+
+
+@dataclass
+class FakeTarget:
+    """Draws tokens that depend on prompt and seed; in a crowd also on the crowd, if `crowd_shows`."""
+
+    delay_s: float = 0.001
+    crowd_shows: bool = False
+    errors: dict[int, CorunError] = field(default_factory=dict)
+    """Raised for the request of an index."""
+    hanging: frozenset[int] = frozenset()
+    lost_tokens: int = 0
+    running: int = 0
+    most: int = 0
+    started: list[int] = field(default_factory=list)
+    forgotten: int = 0
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        self.started.append(request.index)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(3600 if request.index in self.hanging else self.delay_s)
+            if request.index in self.errors:
+                raise self.errors[request.index]
+            crowd = self.most if self.crowd_shows else 0
+            draw = random.Random(f"{request.prompt_token_ids} {request.seed} {crowd}")
+            for _ in range(request.max_tokens - self.lost_tokens):
+                outcome.arrivals.append((clock(), 1))
+                outcome.token_ids.append(draw.randrange(100))
+                if logprobs:
+                    outcome.logprobs.append(-draw.random())
+        finally:
+            self.running -= 1
+
+    async def forget(self) -> None:
+        self.forgotten += 1
+        self.most = 0

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corun.bench.engines import IndependentEngines, PlainProxy
+from corun.bench.records import Outcome, Request
+from corun.errors import InternalError
+
+
+class FakeEngine:
+    """Notes what it is asked to draw."""
+
+    def __init__(self, name: str, transfer: dict[str, Any] | None = None) -> None:
+        self.name, self.transfer, self.in_flight = name, transfer, 0
+        self.settings = SimpleNamespace(role="both")
+        self.asked: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = []
+
+    async def draw(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: dict[str, Any],
+        outcome: Outcome,
+        clock: Callable[[], float],
+        transfer: dict[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        self.asked.append((request_id, sampling, transfer))
+        self.in_flight += 1  # never done
+        outcome.arrivals.append((clock(), 1))
+        return self.transfer
+
+
+REQUEST = Request(index=0, prompt_token_ids=(1, 2), max_tokens=9, seed=5)
+
+
+def outcome() -> Outcome:
+    return Outcome(index=0, num_prompt_tokens=2)
+
+
+async def test_each_request_goes_to_the_least_busy_engine() -> None:
+    engines: Any = [FakeEngine("a"), FakeEngine("b")]
+    target = IndependentEngines(engines)
+    for _ in range(4):
+        await target.run(REQUEST, outcome(), logprobs=False, clock=time.perf_counter)
+    assert [len(engine.asked) for engine in engines] == [2, 2]
+
+
+async def test_the_proxy_prefills_one_token_and_hands_on_what_prefill_says() -> None:
+    prefill, decode = FakeEngine("p", {"remote_engine_id": "p"}), FakeEngine("d")
+    found = outcome()
+    await PlainProxy([prefill], [decode]).run(REQUEST, found, logprobs=True, clock=time.perf_counter)  # type: ignore[list-item]
+    (name, first, wanted), (same, second, handed) = prefill.asked[0], decode.asked[0]
+    assert name == same
+    assert (first["max_tokens"], first["seed"], second["max_tokens"], second["logprobs"]) == (1, 5, 9, 0)
+    assert wanted is not None
+    assert wanted["do_remote_decode"]
+    assert handed == {"remote_engine_id": "p"}
+    assert len(found.arrivals) == 1  # of decode alone
+
+
+async def test_a_prefill_without_transfer_parameters_is_an_error() -> None:
+    proxy = PlainProxy([FakeEngine("p")], [FakeEngine("d")])  # type: ignore[list-item]
+    with pytest.raises(InternalError, match="p gave no transfer parameters"):
+        await proxy.run(REQUEST, outcome(), logprobs=False, clock=time.perf_counter)

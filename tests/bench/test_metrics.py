@@ -1,0 +1,259 @@
+"""Metrics: vLLM's definitions, checked against numpy and by hand, and every run gives JSON without NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corun.bench.metrics import (
+    Gpus,
+    Mismatch,
+    aggregate_throughput,
+    fp32_bits,
+    mismatches,
+    parse_goodput,
+    percentile,
+    spread,
+    summarize,
+)
+from corun.bench.records import Outcome, Run
+from corun.bench.timeline import MAX_BINS, MIN_BINS, bin_width
+from corun.errors import InvalidArgumentError
+
+ONE_EACH = Gpus(prefill=1, decode=1, total=2)
+
+
+def outcome(index: int, times: list[float], *, sent: float = 0.0, prompt: int = 10, **changes: Any) -> Outcome:
+    """One token a message; the end is the last of them."""
+    values: dict[str, Any] = {
+        "arrivals": [(at, 1) for at in times],
+        "token_ids": list(range(len(times))),
+        "done_s": times[-1] if times else sent,
+    }
+    return Outcome(index=index, num_prompt_tokens=prompt, sent_s=sent, **{**values, **changes})
+
+
+def run(*outcomes: Outcome, duration: float | None = None) -> Run:
+    last = max((one.done_s for one in outcomes), default=0.0)
+    return Run(
+        system="x", workload="y", repeat=0, outcomes=list(outcomes), duration_s=last if duration is None else duration
+    )
+
+
+def summary(*outcomes: Outcome, **options: Any) -> dict[str, Any]:
+    duration = options.pop("duration", None)
+    found = summarize(run(*outcomes, duration=duration), **{"gpus": ONE_EACH, "slots": 4, **options})
+    json.dumps(found, allow_nan=False)
+    return found
+
+
+def test_latencies_of_one_request_by_hand() -> None:
+    found = summary(outcome(0, [1.5, 2.0, 3.0], sent=1.0))
+    assert found["mean_ttft_ms"] == pytest.approx(500)
+    assert found["mean_tpot_ms"] == pytest.approx(750)
+    assert found["mean_itl_ms"] == pytest.approx(750)
+    assert found["p99_itl_ms"] == pytest.approx(995)
+    assert found["mean_e2el_ms"] == pytest.approx(2000)
+    assert (found["ttfts"], found["tpots"]) == ([500.0], [750.0])
+
+
+def test_throughput_counts_what_was_completed() -> None:
+    failed = outcome(2, [0.5, 1.0], error="it left", prompt=1000)
+    found = summary(outcome(0, [1.0, 2.0], prompt=30), outcome(1, [1.0, 4.0], prompt=50), failed, duration=4.0)
+    assert (found["completed"], found["failed"]) == (2, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (80, 4)
+    assert (found["request_throughput"], found["output_throughput"]) == (0.5, 1.0)
+    assert found["total_token_throughput"] == 21.0
+    assert found["duration"] == 4.0
+    gpus = Gpus(prefill=2, decode=4, total=5)
+    spread_out = summary(outcome(0, [1.0, 2.0], prompt=40), duration=2.0, gpus=gpus)
+    assert spread_out["input_tokens_per_s_per_prefill_gpu"] == 10.0
+    assert spread_out["output_tokens_per_s_per_decode_gpu"] == 0.25
+    assert spread_out["output_tokens_per_s_per_gpu"] == 0.2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100, 101])
+def test_statistics_are_those_of_numpy(count: int) -> None:
+    draw = random.Random(count)
+    ttfts = [draw.expovariate(1.0) for _ in range(count)]
+    found = summary(*(outcome(i, [at, at + 1]) for i, at in enumerate(ttfts)), percentiles=(50, 99, 99.9))
+    values = np.array(ttfts) * 1000
+    assert found["mean_ttft_ms"] == pytest.approx(values.mean())
+    assert found["std_ttft_ms"] == pytest.approx(values.std(), abs=1e-9)
+    assert found["median_ttft_ms"] == pytest.approx(np.median(values))
+    for percent in (50, 99, 99.9):
+        assert found[f"p{percent}_ttft_ms"] == pytest.approx(np.percentile(values, percent))
+    assert percentile(sorted(ttfts), 0) == min(ttfts)
+    assert percentile(sorted(ttfts), 100) == max(ttfts)
+
+
+def test_the_names_are_those_that_vllm_saves() -> None:
+    found = summary(outcome(0, [1.0, 2.0]))
+    totals = "duration completed failed total_input_tokens total_output_tokens request_throughput request_goodput "
+    totals += "output_throughput total_token_throughput max_output_tokens_per_s max_concurrent_requests"
+    metrics = ("ttft", "tpot", "itl", "e2el")
+    latencies = {f"{what}_{name}_ms" for name in metrics for what in ("mean", "median", "std", "p50", "p90", "p99")}
+    ours = {
+        "input_tokens_per_s_per_prefill_gpu",
+        "output_tokens_per_s_per_decode_gpu",
+        "output_tokens_per_s_per_gpu",
+        "timeline",
+        "peak_decode_tokens_per_s",
+        "slot_occupancy",
+        "padding_waste",
+        "ttfts",
+        "tpots",
+    }
+    assert set(found) == set(totals.split()) | latencies | ours
+
+
+def test_peaks_are_of_seconds_since_the_first_was_sent() -> None:
+    found = summary(outcome(0, [10.1, 10.2, 11.3], sent=10.0), outcome(1, [10.9, 12.5], sent=10.5))
+    assert found["max_output_tokens_per_s"] == 3.0
+    assert found["max_concurrent_requests"] == 2
+    bundled = outcome(0, [], arrivals=[(0.5, 1), (0.6, 8)], token_ids=[1] * 9, done_s=0.6)
+    assert summary(bundled)["max_output_tokens_per_s"] == 9.0
+
+
+def test_goodput_wants_every_limit() -> None:
+    requests = [outcome(0, [0.1, 0.2]), outcome(1, [0.1, 0.9]), outcome(2, [0.5, 0.6]), outcome(3, [0.1])]
+    assert summary(*requests, duration=1.0)["request_goodput"] is None
+    limits = parse_goodput("ttft:200 tpot:150")
+    assert summary(*requests, duration=1.0, goodput=limits)["request_goodput"] == 2.0, "one token has no gap to miss"
+    assert summary(*requests, duration=1.0, goodput={"e2el": 99.0})["request_goodput"] == 0.0
+
+
+def test_goodput_is_read_as_vllm_reads_it() -> None:
+    assert parse_goodput("ttft:200 tpot:50.5  e2el:1e3") == {"ttft": 200.0, "tpot": 50.5, "e2el": 1000.0}
+    assert parse_goodput(["ttft:1", "tpot:0"]) == {"ttft": 1.0, "tpot": 0.0}
+    assert parse_goodput("") == {}
+    for wrong in ("itl:5", "ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:nan", "ttft:inf", "ttft:1 ttft:2", "ttft:1:2"):
+        with pytest.raises(InvalidArgumentError, match="goodput"):
+            parse_goodput(wrong)
+
+
+def test_the_timeline_has_all_tokens_and_no_first_token_twice() -> None:
+    done = [outcome(i, [2 + i, 3 + i, 4.5 + i], prompt=100) for i in range(5)]
+    failed = outcome(5, [1.0, 1.5], prompt=7, error="it left")
+    line = summary(*done, failed, outcome(6, [], error="never came"), duration=10.0)["timeline"]
+    width = line["bin_s"]
+    bins = len(line["running"])
+    assert MIN_BINS <= bins <= MAX_BINS
+    assert bins * width == pytest.approx(10.0)
+    assert sum(line["prefill_tokens_per_s"]) * width == pytest.approx(507)
+    assert sum(line["decode_tokens_per_s"]) * width == pytest.approx(5 * 2 + 1)
+    assert sum(line["running"]) * width == pytest.approx(5 * 2.5 + 0.5)
+    assert line["prefill_tokens_per_s"][int(1.0 / width)] == pytest.approx(7 / width)
+    assert line["running"][int(4.25 / width)] == 3.0
+
+
+@pytest.mark.parametrize("duration", [1e-6, 0.02, 0.999, 1.0, 1.001, 20.0, 20.001, 59.7, 400.0, 1e5])
+def test_there_are_20_to_200_bins_that_cover_the_run(duration: float) -> None:
+    width = bin_width(duration)
+    assert MIN_BINS <= math.ceil(duration / width) <= MAX_BINS
+    line = summary(outcome(0, [duration / 2, duration]), duration=duration)["timeline"]
+    assert MIN_BINS <= len(line["running"]) <= MAX_BINS
+    assert len(line["running"]) * width >= duration * (1 - 1e-9)
+
+
+def test_peak_decode_is_of_the_best_whole_second() -> None:
+    found = summary(outcome(0, [0.5, 0.9, 1.1, 1.2, 1.3, 2.5]), duration=3.0)
+    assert found["peak_decode_tokens_per_s"] == 3.0
+    bundled = outcome(0, [], arrivals=[(0.1, 5), (0.2, 5)], token_ids=[1] * 10, done_s=0.2)
+    assert summary(bundled, duration=0.5)["peak_decode_tokens_per_s"] == 18.0, "of a run without a whole second"
+
+
+def test_occupancy_is_of_the_time_in_which_something_decodes() -> None:
+    first, second = outcome(0, [1.0, 3.0]), outcome(1, [2.0, 4.0])
+    found = summary(first, second, duration=100.0)
+    assert found["slot_occupancy"] == pytest.approx((2 + 2) / (3 * 4))
+    assert found["padding_waste"] == pytest.approx(1 - 4 / 12)
+    apart = summary(first, outcome(1, [10.0, 12.0]), slots=1)
+    assert (apart["slot_occupancy"], apart["padding_waste"]) == (1.0, 0.0)
+    unknown = summary(first, slots=0)
+    assert (unknown["slot_occupancy"], unknown["padding_waste"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        (),
+        (outcome(0, [], error="refused"),),
+        (outcome(0, []),),
+        (outcome(0, [1.0]),),
+        (outcome(0, [0.0, 0.0]),),
+        (outcome(0, [1.0, 1.0, 1.0], sent=1.0),),
+        (outcome(0, [5.0, 6.0], done_s=0.0, error="its end was not seen"),),
+    ],
+)
+def test_odd_runs_have_finite_numbers(outcomes: tuple[Outcome, ...]) -> None:
+    for duration in (0.0, None):
+        found = summary(*outcomes, duration=duration, goodput={"ttft": 1.0}, gpus=Gpus(prefill=0, decode=0, total=0))
+        assert found["output_tokens_per_s_per_gpu"] is None
+        assert found["mean_tpot_ms"] >= 0
+        assert min(found["timeline"]["running"], default=0) >= 0
+
+
+def test_a_system_that_hides_its_token_ids_is_counted_by_its_messages() -> None:
+    hidden = outcome(0, [], arrivals=[(1.0, 1), (2.0, 4)], token_ids=[], done_s=2.0)
+    found = summary(hidden)
+    assert found["total_output_tokens"] == 5
+    assert found["mean_tpot_ms"] == pytest.approx(250)
+
+
+def test_the_aggregate_is_weighted_by_time() -> None:
+    tasks = [{"output_throughput": 100.0, "duration": 1.0}, {"output_throughput": 10.0, "duration": 9.0}]
+    assert aggregate_throughput(tasks) == pytest.approx(19.0)
+    assert aggregate_throughput([]) == 0.0
+
+
+def test_spread_of_repeats() -> None:
+    assert spread([3.0, 1.0, 2.0, 10.0]) == (2.5, 1.0, 10.0)
+    assert spread([7.0]).median == 7.0
+    with pytest.raises(InvalidArgumentError, match="repeats"):
+        spread([])
+
+
+def sampled(index: int, tokens: list[int], logprobs: list[float], error: str = "") -> Outcome:
+    return Outcome(index=index, num_prompt_tokens=1, token_ids=tokens, logprobs=logprobs, error=error)
+
+
+def test_equal_runs_have_no_mismatch() -> None:
+    first = run(sampled(0, [1, 2], [-0.5, -0.25]), sampled(1, [3], [-1.0]))
+    again = run(sampled(1, [3], [-1.0]), sampled(0, [1, 2], [-0.5, -0.25]))
+    assert mismatches(first, again) == Mismatch(
+        requests=2, different_tokens=0, different_bits=0, tokens_only=0, not_compared=()
+    )
+    assert mismatches(first, again).rate == 0.0
+
+
+def test_one_bit_is_a_mismatch() -> None:
+    value = float(np.float32(-0.3))
+    next_to_it = float(np.nextafter(np.float32(value), np.float32(0)))
+    first = run(sampled(0, [1], [value]), sampled(1, [2], [0.0]), sampled(2, [3], [-1.0]), sampled(3, [4], [-1.0]))
+    again = run(
+        sampled(0, [1], [next_to_it]), sampled(1, [2], [-0.0]), sampled(2, [9], [-1.0]), sampled(3, [4], [-1.0])
+    )
+    found = mismatches(first, again)
+    assert (found.requests, found.different_tokens, found.different_bits) == (4, 1, 3)
+    assert found.rate == 0.75
+
+
+def test_what_cannot_be_compared_is_named_and_not_counted_as_equal() -> None:
+    first = run(sampled(0, [1], []), sampled(1, [2], [], "it left"), sampled(2, [3], []), sampled(4, [5], [-1.0]))
+    again = run(sampled(0, [1], []), sampled(1, [2], []), sampled(3, [4], []), sampled(4, [5], []))
+    found = mismatches(first, again)
+    assert (found.requests, found.tokens_only, found.not_compared) == (1, 1, (1, 2, 3, 4))
+    assert mismatches(run(), run()).rate is None
+
+
+def test_bits_are_fp32() -> None:
+    assert fp32_bits([0.1]) == fp32_bits([float(np.float32(0.1))])
+    assert fp32_bits([math.nan]) == fp32_bits([math.nan])
+    assert fp32_bits([0.0]) != fp32_bits([-0.0])
+    assert fp32_bits([-1e300]) == fp32_bits([-math.inf]), "a foreign system may send anything"

@@ -1,0 +1,164 @@
+"""Result files: written whole, read with their schema checked, compared with what differs between them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from corun.bench import results
+from corun.bench.metrics import Gpus, Spread, summarize
+from corun.bench.records import Outcome, Run
+from corun.cli.bench_compare import Compare, compare, ratio
+from corun.errors import InvalidArgumentError
+
+
+def row(system: str, throughput: float, workload: str = "in=1,out=2", **changes: Any) -> dict[str, Any]:
+    latencies = {"median_ttft_ms": 10.0, "p99_ttft_ms": 20.0, "median_tpot_ms": 5.0}
+    return {
+        "system": system,
+        "workload": workload,
+        "repeat": 0,
+        "output_throughput": throughput,
+        **latencies,
+        **changes,
+    }
+
+
+def result(*runs: dict[str, Any], **changes: Any) -> results.Result:
+    conditions = {"date": "today", "hardware": {"gpu": "x"}, "versions": {"vllm": "1"}, "clocks": {}, "model": "tiny"}
+    systems = [
+        {"system": name, "gpus": {"prefill": 1, "decode": 1, "total": 2}, "slots": 4, "settings": {"chunk_size": 8}}
+        for name in dict.fromkeys(run["system"] for run in runs)
+    ]
+    parts = {"command": ["corun", "bench"], "conditions": conditions, "systems": systems}
+    return {"schema": results.SCHEMA, **parts, "runs": list(runs), "mismatches": [], **changes}
+
+
+def mismatch(system: str, requests: int, different_bits: int) -> dict[str, Any]:
+    return {"system": system, "workload": "in=1,out=2", "requests": requests, "different_bits": different_bits}
+
+
+def with_conditions(value: results.Result, **changes: Any) -> results.Result:
+    return {**value, "conditions": {**value["conditions"], **changes}}
+
+
+def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
+    outcome = Outcome(index=0, num_prompt_tokens=3, arrivals=[(0.5, 1), (1.0, 1)], token_ids=[4, 5], done_s=1.0)
+    run = Run(system="std", workload="in=1,out=2", repeat=0, outcomes=[outcome], duration_s=1.0)
+    measured = summarize(run, gpus=Gpus(prefill=1, decode=1, total=1), slots=8)
+    written = result({"system": "std", "workload": "in=1,out=2", "repeat": 0, **measured, "handoff": None})
+    results.write(tmp_path / "a.json", written)
+    assert results.read(tmp_path / "a.json") == written
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_result_that_is_not_json_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    results.write(path, result(row("std", 1.0)))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="JSON"):
+        results.write(path, result(row("std", math.nan)))
+    with pytest.raises(InvalidArgumentError, match="schema"):
+        results.write(path, {"schema": "corun-bench-2"})
+    assert path.read_bytes() == before
+    assert [left.name for left in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[]", "schema = None: must be 'corun-bench-1' in a.json"),
+        ('{"schema": "corun-bench-2"}', "schema = 'corun-bench-2': must be 'corun-bench-1'"),
+        ('{"schema": "corun-bench-1"}', "command = in a.json: must be a JSON list"),
+        (json.dumps(result() | {"conditions": []}), "conditions = in a.json: must be a JSON object"),
+        (
+            json.dumps(result() | {"runs": [{"system": "std"}]}),
+            "runs[0] = in a.json: must be an object with system and",
+        ),
+        (json.dumps(result() | {"systems": [3]}), "systems[0]"),
+    ],
+)
+def test_another_file_is_an_error_that_names_the_part(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(InvalidArgumentError) as raised:
+        results.read(tmp_path / "a.json")
+    assert message in str(raised.value)
+
+
+def test_repeats_are_grouped_by_workload_and_system() -> None:
+    groups = results.group(result(row("std", 1.0), row("bi", 2.0), row("std", 3.0), row("std", 9.0, "burstgpt")))
+    assert {cell: [run["output_throughput"] for run in runs] for cell, runs in groups.items()} == {
+        ("in=1,out=2", "std"): [1.0, 3.0],
+        ("in=1,out=2", "bi"): [2.0],
+        ("burstgpt", "std"): [9.0],
+    }
+
+
+def test_mismatch_rates_are_over_all_comparisons() -> None:
+    rows = [mismatch("std", 30, 3), mismatch("std", 10, 1), mismatch("bi", 5, 0), mismatch("none", 0, 0)]
+    rates = results.mismatch_rates(result(mismatches=rows))
+    assert rates == {("in=1,out=2", "std"): 0.1, ("in=1,out=2", "bi"): 0.0}
+
+
+def test_differing_conditions_are_named() -> None:
+    first = result(row("std", 1.0), row("only a", 1.0))
+    assert results.differing_conditions(first, first) == {}
+    later = with_conditions(first, date="tomorrow", clocks={"sm": 1})
+    assert results.differing_conditions(first, later) == {}, "a date and a clock differ in every run"
+    other = with_conditions(first, hardware={"gpu": "y", "driver": 5}, versions={"vllm": "2"}, model="large")
+    assert results.differing_conditions(first, other) == {
+        "hardware.driver": ("none", "5"),
+        "hardware.gpu": ("x", "y"),
+        "model": ("tiny", "large"),
+        "versions.vllm": ("1", "2"),
+    }
+    second = result(row("std", 1.0), row("only b", 1.0))
+    second["systems"][0] |= {"slots": 8, "settings": {"chunk_size": 16}}
+    assert results.differing_conditions(first, second) == {
+        "std: settings.chunk_size": ("8", "16"),
+        "std: slots": ("4", "8"),
+    }
+
+
+def test_a_ratio_carries_the_spread_of_repeats() -> None:
+    assert ratio(Spread(10.0, 8.0, 20.0), Spread(20.0, 10.0, 40.0)) == [2.0, 0.5, 5.0]
+    assert ratio(None, Spread(1.0, 1.0, 1.0)) is None
+    assert ratio(Spread(0.0, 0.0, 0.0), Spread(1.0, 1.0, 1.0)) is None
+
+
+def test_a_comparison_has_every_cell_of_both_files() -> None:
+    first = result(row("std", 100.0), row("std", 110.0), row("gone", 5.0), mismatches=[mismatch("std", 10, 1)])
+    second = result(row("std", 210.0, median_ttft_ms=7.0), row("new", 6.0), mismatches=[mismatch("std", 10, 0)])
+    rows = {found["system"]: found for found in compare(first, second)["rows"]}
+    assert list(rows) == ["std", "gone", "new"]
+    assert rows["std"]["output_throughput"] == [105.0, 210.0]
+    assert rows["std"]["ratio"] == [2.0, 210 / 110, 2.1]
+    assert rows["std"]["median_ttft_ms"] == [10.0, 7.0]
+    assert rows["std"]["mismatch_rate"] == [0.1, 0.0]
+    assert rows["std"]["repeats"] == [2, 1]
+    assert (rows["gone"]["output_throughput"], rows["gone"]["ratio"]) == ([5.0, None], None)
+    assert rows["new"]["p99_ttft_ms"] == [None, 20.0]
+
+
+def test_the_command_prints_warnings_a_table_and_one_json_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    results.write(first, result(row("std", 100.0), mismatches=[mismatch("std", 8, 1)]))
+    results.write(second, with_conditions(result(row("std", 150.0), row("new", 1.0)), model="large"))
+    assert tyro.cli(Compare, args=[str(first), str(second)]).run() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "warning: model differs: tiny != large"
+    std = next(line for line in lines if " std " in line)
+    assert "100.0 → 150.0" in std
+    assert "1.500 (1.500 to 1.500)" in std
+    assert "12.50% → -" in std
+    assert json.loads(lines[-1]) == compare(results.read(first), results.read(second))
+    assert tyro.cli(Compare, args=["--json", str(first), str(first)]).run() == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1

@@ -1,0 +1,118 @@
+"""A whole benchmark over targets without an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corun import tiny
+from corun.bench import results, runner, workloads
+from corun.bench.runner import Benchmark, Plan
+from corun.bench.systems import Machine, System, parse_systems
+from corun.errors import UnavailableError
+from tests.bench.targets import FakeTarget
+
+
+class FakeUp(runner.Up):
+    """A system that is up, without processes."""
+
+    def __init__(self, system: System, target: FakeTarget) -> None:
+        self.system, self.target = system, target
+        self.slots, self.ready_s, self.fingerprint, self.settings = 4, 1.0, "f" * 64, {}
+        self.gpus = {"prefill": 1, "decode": 1, "total": 1}
+        self.processes = SimpleNamespace(running={})  # type: ignore[assignment]
+        self.nodes = None
+
+
+def plan(tmp_path: Path, **changes: Any) -> Plan:
+    machine = Machine(model=str(tiny.ensure()), max_model_len=512, slots=4)
+    values: dict[str, Any] = {
+        "machine": machine,
+        "systems": tuple(parse_systems(["std,cluster"])),
+        "specs": workloads.expand(["in=8,out=4", "rl=2x3,in=8,out=4"]),
+        "num_prompts": 6,
+        "num_warmups": 2,
+        "repeats": 2,
+        "max_concurrency": (1, 4),
+        "mismatch_requests": 3,
+        "logs": tmp_path / "logs",
+        "output": tmp_path / "result.json",
+    }
+    return Plan(**values | changes)
+
+
+def over(monkeypatch: pytest.MonkeyPatch, targets: dict[str, FakeTarget]) -> None:
+    @asynccontextmanager
+    async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[runner.Up]:
+        if system.name not in targets:
+            raise UnavailableError("it does not start\nits log")
+        yield FakeUp(system, targets[system.name])
+
+    monkeypatch.setattr(runner, "up", up)
+
+
+async def test_every_system_runs_every_workload_at_every_concurrency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over(monkeypatch, {"std": FakeTarget(crowd_shows=True), "cluster": FakeTarget()})
+    benchmark = Benchmark(plan(tmp_path))
+    await benchmark.run()
+    found = results.read(tmp_path / "result.json")
+    assert found == json.loads(json.dumps(benchmark.result))
+    assert benchmark.failures == []
+    cells = [(run["system"], run["workload"], run["max_concurrency"], run["repeat"]) for run in found["runs"]]
+    assert sorted(cells) == sorted(
+        (system, workload, concurrency, repeat)
+        for system in ("std", "cluster")
+        for workload in ("in=8,out=4", "rl=2x3,in=8,out=4")
+        for concurrency in (1, 4)
+        for repeat in (0, 1)
+    )
+    assert {run["completed"] for run in found["runs"]} == {6}
+
+
+async def test_bits_that_depend_on_the_crowd_are_found_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over(monkeypatch, {"std": FakeTarget(crowd_shows=True), "cluster": FakeTarget()})
+    benchmark = Benchmark(plan(tmp_path))
+    await benchmark.run()
+    rows = [(row["system"], row["requests"], row["different_bits"]) for row in benchmark.result["mismatches"]]
+    assert rows == [("std", 3, 3), ("std", 3, 3), ("cluster", 3, 0), ("cluster", 3, 0)]
+
+
+async def test_every_system_gets_the_same_prompts_and_every_repeat_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = Benchmark(plan(tmp_path))
+    spec = workloads.parse("in=8,out=4")
+    first, again, other = (benchmark._workload(spec, repeat, 4) for repeat in (0, 0, 1))
+    assert first == again
+    assert {request.prompt_token_ids for request in first.requests}.isdisjoint(
+        request.prompt_token_ids for request in other.requests
+    )
+
+
+async def test_what_does_not_start_is_said_and_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over(monkeypatch, {"cluster": FakeTarget()})
+    benchmark = Benchmark(plan(tmp_path))
+    await benchmark.run()
+    assert benchmark.failures == ["std: it does not start"]
+    assert {run["system"] for run in benchmark.result["runs"]} == {"cluster"}
+    assert "its log" in capsys.readouterr().err
+
+
+async def test_requests_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over(monkeypatch, {"std": FakeTarget(errors={1: UnavailableError("gone")})})
+    benchmark = Benchmark(plan(tmp_path, systems=tuple(parse_systems(["std"])), mismatch_requests=0, num_warmups=0))
+    await benchmark.run()
+    assert benchmark.failures[0] == "std: in=8,out=4: 1 requests failed: UnavailableError: gone"
+    assert {run["failed"] for run in benchmark.result["runs"]} == {1}

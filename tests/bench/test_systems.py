@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from corun.bench.systems import KINDS, Machine, System, parse_systems
+from corun.errors import InvalidArgumentError
+
+CPU = Machine(model="m", cores=(0, 1, 2, 3))
+ONE = Machine(model="m", gpus=(5,))
+TWO = Machine(model="m", gpus=(2, 3))
+FOUR = Machine(model="m", gpus=(0, 1, 2, 3))
+
+
+def test_all_kinds_have_a_name_and_a_meaning() -> None:
+    assert [system.kind for system in parse_systems(["std,bi", "colocated", ",".join(list(KINDS)[3:])])] == list(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("stock", "must be one of std"),
+        ("std:shared", "must be shared or XpYd"),
+        ("cluster:2x1", "must be shared or XpYd"),
+        ("cluster:1p1d:many", "must end in a number of slots"),
+        ("std,std", "only once"),
+        ("", "at least one"),
+    ],
+)
+def test_names_that_are_none_are_refused(name: str, limit: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=limit):
+        parse_systems([name])
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "places"),
+    [
+        ("std", TWO, ((0, 1), (0, 1))),
+        ("cluster", CPU, ((0,), (0,))),
+        ("cluster", ONE, ((0,), (0,))),
+        ("cluster", TWO, ((0,), (1,))),
+        ("cluster", FOUR, ((0, 1), (2, 3))),
+        ("cluster:1p3d", FOUR, ((0,), (1, 2, 3))),
+        ("cluster:2p1d", CPU, ((0, 0), (0,))),
+        ("cluster:shared", TWO, ((0, 1), (0, 1))),
+        ("pd-std:1p1d:512", FOUR, ((0,), (1,))),
+    ],
+)
+def test_places(name: str, machine: Machine, places: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    assert System.parse(name).places(machine) == places
+
+
+@pytest.mark.parametrize("name", ["cluster:2p1d", "pd-std:2p2d", "cluster:0p1d", "cluster:1p0d"])
+def test_too_few_gpus_are_an_error(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="must leave a GPU to each engine; there are 2 places"):
+        System.parse(name).places(TWO)
+
+
+def test_independent_engines_get_a_gpu_each_and_all_its_memory() -> None:
+    engines = System.parse("bi").engines(TWO)
+    assert [(one.role, one.gpus, one.gpu_memory_utilization) for one in engines] == [
+        ("both", (2,), 0.84),
+        ("both", (3,), 0.84),
+    ]
+
+
+def test_engines_on_one_gpu_share_its_memory_and_start_prefill_first() -> None:
+    engines = System.parse("pd-std:shared").engines(TWO)
+    assert [(one.role, one.gpus, one.gpu_memory_utilization) for one in engines] == [
+        ("prefill", (2,), 0.42),
+        ("prefill", (3,), 0.42),
+        ("decode", (2,), 0.42),
+        ("decode", (3,), 0.42),
+    ]
+
+
+def test_pairs_on_a_cpu_have_cores_of_their_own() -> None:
+    assert [one.cores for one in System.parse("pd-std").engines(CPU)] == [(2, 3), (0, 1)]
+    assert [one.cores for one in System.parse("std").engines(CPU)] == [(0, 1, 2, 3)]
+
+
+def test_gpus_are_counted_once_where_prefill_and_decode_share_them() -> None:
+    assert System.parse("cluster:shared").gpus(TWO) == {"prefill": 2, "decode": 2, "total": 2}
+    assert System.parse("cluster:1p1d").gpus(TWO) == {"prefill": 1, "decode": 1, "total": 2}
+
+
+def test_a_name_can_set_the_slots() -> None:
+    assert System.parse("cluster:1p1d:512").slots_on(TWO) == 512
+    assert System.parse("colocated::64").engines(ONE)[0].slots == 64
+    assert System.parse("cluster").slots_on(TWO) == TWO.slots
+
+
+def test_tensor_parallel_engines_get_groups() -> None:
+    pairs = Machine(model="m", gpus=(0, 1, 2, 3), tensor_parallel_size=2)
+    assert [one.gpus for one in System.parse("pd-std").engines(pairs)] == [(0, 1), (2, 3)]
+    assert System.parse("pd-std").gpus(pairs) == {"prefill": 2, "decode": 2, "total": 4}
