@@ -110,7 +110,9 @@ class LocalProcesses:
 
 
 def _await(child: subprocess.Popen[bytes], timeout_s: float) -> int:
-    """Its exit code; it is killed if it takes too long."""
+    """Its exit code; it is killed if it takes too long. Its input is closed."""
+    assert child.stdin is not None
+    child.stdin.close()
     try:
         return child.wait(max(0.0, timeout_s))
     except subprocess.TimeoutExpired:
