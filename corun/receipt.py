@@ -89,6 +89,13 @@ def output_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
     return digest.hexdigest()
 
 
+def records_digest(records: bytes | bytearray) -> str:
+    """The digest of a whole output that is there as records already: token id and fp32 bits, 8 bytes a token."""
+    digest = hashlib.sha256(_OUTPUT_TAG)
+    digest.update(records)
+    return digest.hexdigest()
+
+
 def prompt_digest(token_ids: Iterable[int]) -> str:
     """SHA-256 over a prompt's token ids, each a little-endian uint32."""
     ids = tuple(token_ids)

@@ -13,7 +13,7 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ from corun.errors import (
     too_large_error,
 )
 from corun.health import HealthService
+from corun.pump import Pump, Source
 from corun.renewal import Identity, identity
 
 logger = logging.getLogger(__name__)
@@ -295,7 +296,8 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         # answer a call that ends without one.
         if handler.response_streaming:
             respond = call.streaming(handler.unary_stream)
-            return grpc.stream_stream_rpc_method_handler(respond, deserialize, handler.response_serializer)
+            serialize = _unless_bytes(handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(respond, deserialize, serialize)
         answer = call.unary(handler.unary_unary)
         return grpc.stream_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
 
@@ -329,6 +331,11 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
             return _Refused(InvalidArgumentError("message", Shown(f"{len(data)} bytes"), "must be valid protobuf"))
 
     return guarded
+
+
+def _unless_bytes(serialize: Any) -> Callable[[Any], bytes]:
+    """Lets a handler that has many messages to send encode them itself."""
+    return lambda message: message if type(message) is bytes else serialize(message)
 
 
 class _Calls:
@@ -368,6 +375,7 @@ class _Calls:
             await responses  # The handler writes by itself.
             return
         has_begun = False
+        taking = patience.expecting("took no message")
         try:
             async for response in responses:
                 if not has_begun:
@@ -375,10 +383,38 @@ class _Calls:
                     # be sent after it.
                     await _sent(context.send_initial_metadata(()))
                     has_begun = True
-                with patience.expecting("took no message"):
-                    await _sent(context.write(response))
+                with taking:
+                    if isinstance(response, Source):
+                        await Pump(response, context, taking).run()
+                    else:
+                        await _sent(context.write(response))
         finally:
             await _close(responses, self._method)
+
+
+class _Expecting:
+    """Waits for a client, one after the other. A class: it is entered for every message."""
+
+    __slots__ = ("_late", "_patience", "_time")
+
+    def __init__(self, patience: _Patience, late: str) -> None:
+        self._patience = patience
+        self._late = late
+        self._time = asyncio.get_running_loop().time
+
+    def begin(self) -> None:
+        self._patience.since = self._time()
+
+    def end(self) -> None:
+        self._patience.since = None
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.end()
+        if kind is asyncio.CancelledError and self._patience.is_over:
+            raise _LateClientError(self._late) from None
 
 
 class _Patience:
@@ -389,8 +425,10 @@ class _Patience:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._since: float | None = None  # When the wait in progress began.
-        self._is_over = False
+        self.since: float | None = None
+        """When the wait in progress began."""
+        self.is_over = False
+        """It took too long, and has been cancelled."""
 
     def __enter__(self) -> _Patience:
         self._timer = self._loop.call_later(self._timeout_s, self._look)
@@ -399,28 +437,20 @@ class _Patience:
     def __exit__(self, *error: object) -> None:
         self._timer.cancel()
 
-    @contextlib.contextmanager
-    def expecting(self, failed: str) -> Iterator[None]:
-        """Waits for the client in here. Raises DeadlineError, which says what the client did not do, if it is late."""
-        self._since = self._loop.time()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self._is_over:
-                raise
-            raise _LateClientError(f"the client {failed} for {self._timeout_s:g} s") from None
-        finally:
-            self._since = None
+    def expecting(self, failed: str) -> _Expecting:
+        """Within it, the call waits for the client. Raises DeadlineError, which says what the client did not do, if it
+        is late."""
+        return _Expecting(self, f"the client {failed} for {self._timeout_s:g} s")
 
     def _look(self) -> None:
         now = self._loop.time()
-        since = now if self._since is None else self._since
+        since = now if self.since is None else self.since
         if now < since + self._timeout_s:
             self._timer = self._loop.call_at(since + self._timeout_s, self._look)
             return
-        self._is_over = True
+        self.is_over = True
         assert self._task is not None  # Made in one.
-        self._task.cancel()  # It waits in `expecting`, and nowhere else while `_since` is set.
+        self._task.cancel()  # It waits in `expecting`, and nowhere else while `since` is set.
 
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # Not in the stubs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from corun.auth import ANYONE, Caller
@@ -71,13 +71,21 @@ class Generation:
         self._tasks = tasks
         self._outbox = outbox
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Output as it comes, samples interleaved; each sample's last piece has its receipt."""
-        running = len(self._tasks)
-        while running:
-            for piece in await self._outbox.take():
-                running -= piece.receipt is not None
-                yield piece
+    @property
+    def num_samples(self) -> int:
+        return len(self._tasks)
+
+    def take(self) -> Awaitable[Sequence[Piece]]:
+        """The output that has come since the last time, at least some; each sample's last piece has its receipt.
+
+        Raises what ended the request.
+        """
+        return self._outbox.take()
+
+    @property
+    def outbox(self) -> Outbox:
+        """Where its output waits."""
+        return self._outbox
 
     async def receipt(self) -> Receipt:
         """Runs a request of one sample to its end."""

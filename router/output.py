@@ -10,30 +10,33 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from corun.cluster import FinishReason, ResumePoint
 from corun.config import MAX_UNSENT_TOKENS
 from corun.errors import CorunError, DataLossError, OverloadedError
 from corun.params import SamplingParams
-from corun.receipt import OutputDigest, Receipt
+from corun.receipt import Receipt, records_digest
 from router.text import Detokenizer, StopMatcher
 
 RECORD = struct.Struct("<If")
 """A token id and the bits of its log probability, as in `corun.receipt.OutputDigest`."""
+_pack = RECORD.pack
+_RECORD_SIZE = RECORD.size
 
 
-@dataclass(kw_only=True, slots=True)
 class Piece:
-    """New output of one sample; pieces that wait to be sent grow together."""
+    """New output of one sample; pieces that wait to be sent grow together. Plain: there is one for most tokens."""
 
-    sample_index: int
-    seed: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    receipt: Receipt | None = None
-    """Set in the sample's last piece."""
+    __slots__ = ("logprobs", "receipt", "sample_index", "seed", "text", "token_ids")
+
+    def __init__(self, sample_index: int, seed: int) -> None:
+        self.sample_index = sample_index
+        self.seed = seed
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.receipt: Receipt | None = None
+        """Set in the sample's last piece."""
 
 
 class Outbox:
@@ -42,45 +45,66 @@ class Outbox:
     def __init__(self, max_tokens: int = MAX_UNSENT_TOKENS) -> None:
         self.overflowed: Callable[[], None] = lambda: None
         """Called when the client reads so slowly that there is no room for more."""
+        self.ready: Callable[[], None] | None = None
+        """Called when there is output or an error, instead of waking who waits in `take`."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._pending: dict[int, Piece] = {}  # By sample index, oldest first.
         self._error: CorunError | None = None
-        self._ready = asyncio.Event()
+        self._taking: asyncio.Future[None] | None = None  # Of the one who waits for output.
 
     def piece(self, sample_index: int, seed: int) -> Piece:
-        """The piece to add new output of a sample to."""
+        """The piece to add new output of a sample to; `added` is to be called then."""
         found = self._pending.get(sample_index)
         if found is None:
-            found = self._pending[sample_index] = Piece(sample_index=sample_index, seed=seed)
-            self._ready.set()
+            found = self._pending[sample_index] = Piece(sample_index, seed)
         return found
 
-    def add(self, piece: Piece, token_id: int, logprob: float) -> None:
-        """Adds a token to a piece."""
+    def add(self, piece: Piece, token_id: int, logprob: float, text: str = "") -> None:
+        """Adds a token to a piece, and the text that it completes."""
         piece.token_ids.append(token_id)
         piece.logprobs.append(logprob)
+        if text:
+            piece.text += text
         self._num_tokens += 1
         if self._num_tokens > self._max_tokens and self._error is None:
             waiting = f"{self._max_tokens} tokens wait for the client, as many as may"
             self.fail(OverloadedError(f"the client reads more slowly than its output is drawn: {waiting}"))
             self._pending.clear()
             self.overflowed()
+        else:
+            self.added()
 
     def fail(self, error: CorunError) -> None:
         """Ends the request; the first failure counts."""
         self._error = self._error or error
-        self._ready.set()
+        self.added()
 
     async def take(self) -> Sequence[Piece]:
-        """Waits for output and takes all there is. Raises what `fail` was given."""
-        await self._ready.wait()  # Ends: each sample ends, by its own deadline at the latest.
+        """Waits for output and takes all there is. Raises what `fail` was given. One at a time may wait."""
+        if not self._pending and self._error is None:
+            self._taking = asyncio.get_running_loop().create_future()
+            await self._taking  # Ends: each sample ends, by its own deadline at the latest.
+        return self.take_now()
+
+    def take_now(self) -> Sequence[Piece]:
+        """Takes all there is now. Raises what `fail` was given."""
         if self._error is not None:
             raise self._error
-        self._ready.clear()
+        if not self._pending:
+            return ()
         self._num_tokens = 0
         pending, self._pending = self._pending, {}
         return tuple(pending.values())
+
+    def added(self) -> None:
+        """Tells the reader that there is something."""
+        if self.ready is not None:
+            self.ready()
+        elif self._taking is not None:
+            taking, self._taking = self._taking, None
+            if not taking.done():  # Who waited may have been cancelled.
+                taking.set_result(None)
 
 
 class SampleOutput:
@@ -117,8 +141,9 @@ class SampleOutput:
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._detokenizer = detokenizer
         self._stops = StopMatcher(tuple(params.stop))
+        self._has_stops = bool(params.stop)
         self._outbox = outbox
-        self._digest = OutputDigest()
+        self._resumes = received is not None
         self._num_received = received.num_tokens if received else 0
         self._received_digest = received.output_digest if received else ""
         self._skip_bytes = received.text_bytes if received else 0  # Of text, still to come again.
@@ -127,7 +152,7 @@ class SampleOutput:
     @property
     def num_tokens(self) -> int:
         """Tokens delivered."""
-        return self._digest.num_tokens
+        return len(self.records) // _RECORD_SIZE
 
     def restart(self) -> None:
         """A new run begins at the first token; what was delivered must come again, bit by bit."""
@@ -135,16 +160,24 @@ class SampleOutput:
 
     def take(self, token_id: int, logprob: float) -> bool:
         """Takes the run's next token; True ends the sample."""
-        record = RECORD.pack(token_id, logprob)
-        at = self.position * RECORD.size
+        record, records = _pack(token_id, logprob), self.records
+        at = self.position * _RECORD_SIZE
         self.position += 1
-        if at < len(self.records):
+        if at < len(records):
             return self._is_different(at, record)
-        self.records += record
-        self._digest.update(token_id, logprob)
+        records += record
         # As in vLLM: a stop token is part of the ids and not of the text, a stop string may end after min_tokens.
         text = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
-        self._unsent += self._stops.push(text, armed=self._is_armed)
+        if self._has_stops:
+            text = self._stops.push(text, armed=self._is_armed)
+        if self._resumes:
+            return self._take_resumed(token_id, logprob, text)
+        self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob, text)
+        return self._stops.matched
+
+    def _take_resumed(self, token_id: int, logprob: float, text: str) -> bool:
+        """The rest of `take` where the client has the first tokens, or text."""
+        self._unsent += text
         if self.num_tokens > self._num_received:
             self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob)
             self._send_text()
@@ -171,24 +204,25 @@ class SampleOutput:
     def deliver(self, receipt: Receipt) -> None:
         """Ends the sample's output."""
         self._outbox.piece(self._sample_index, self._seed).receipt = receipt
+        self._outbox.added()
 
     def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+        return records_digest(self.records)
 
     @property
     def _is_armed(self) -> bool:
         return self.num_tokens > self._min_tokens
 
     def _is_different(self, at: int, record: bytes) -> bool:
-        if self.records[at : at + RECORD.size] == record:
+        if self.records[at : at + _RECORD_SIZE] == record:
             return False
-        self.differs_at = at // RECORD.size
+        self.differs_at = at // _RECORD_SIZE
         self.mismatch = DataLossError(f"a repeated run differs at token {self.differs_at}")
         return True
 
     def _check_received(self) -> None:
         """All that the client has of the tokens has come again: nothing new is sent before that was equal."""
-        if self._digest.hexdigest() == self._received_digest:
+        if self.hexdigest() == self._received_digest:
             self._send_text()
         else:
             self.mismatch = DataLossError(f"the {self._num_received} tokens received are not those of this sample")
@@ -207,6 +241,7 @@ class SampleOutput:
             text = self._without_received(text)
         if text:
             self._outbox.piece(self._sample_index, self._seed).text += text
+            self._outbox.added()
 
     def _without_received(self, text: str) -> str:
         data = text.encode()

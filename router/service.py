@@ -7,12 +7,15 @@ samples run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from corun import wire
 from corun.cluster import ClusterStatus, VerifyCase
+from corun.encoding import ResponseEncoder
 from corun.errors import DataLossError, UnavailableError
+from corun.pump import Source
 from corun.server import Context, caller
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
@@ -20,7 +23,7 @@ from corun.v1 import registry_service_pb2 as registry_pb2
 from router.admission import AdmissionQueue
 from router.audit import Auditor
 from router.failover import SampleRunner
-from router.generations import Generator, Request
+from router.generations import Generation, Generator, Request
 from router.output import Piece
 from router.registry import Registry
 from router.verify import Verifier, naming_case
@@ -94,22 +97,20 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._auditor = auditor
         self._max_queued_samples = max_queued_samples
 
-    async def Generate(
-        self, request: cluster_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[cluster_pb2.GenerateResponse]:
+    async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[bytes | Source]:
         with self._activity.call():
             samples = await self._generator.accept(_request(request), _deadline(context))
             generation = self._generator.start(samples)
             # Whoever sent text learns what was computed from, and can check the receipt or run it again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
             fingerprint = self._registry.contract.fingerprint
+            responses = Responses(generation, samples[0].request_id, with_logprobs=samples[0].params.logprobs)
             try:
-                async for piece in generation.pieces():
-                    response = _response(samples[0].request_id, piece, with_logprobs=samples[0].params.logprobs)
-                    response.prompt_token_ids.extend(prompt)
-                    response.fingerprint = fingerprint
+                for piece in await generation.take():
+                    yield responses.encode(piece, prompt, fingerprint)
                     prompt, fingerprint = (), ""
-                    yield response
+                if not responses.has_ended:
+                    yield responses
             finally:
                 await generation.close()
 
@@ -207,15 +208,34 @@ def _case(index: int, message: cluster_pb2.VerifyCase) -> VerifyCase:
         return wire.verify_case_from_proto(message)
 
 
-def _response(request_id: str, piece: Piece, *, with_logprobs: bool) -> cluster_pb2.GenerateResponse:
-    receipt = piece.receipt
-    return cluster_pb2.GenerateResponse(
-        request_id=request_id,
-        sample_index=piece.sample_index,
-        seed=piece.seed,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=piece.logprobs if with_logprobs else None,
-        finish_reason=wire.finish_reason_to_proto(receipt.finish_reason if receipt else None),
-        receipt=wire.receipt_to_proto(receipt) if receipt else None,
-    )
+class Responses(Source):
+    """The responses of one request, as bytes: there is one for most tokens (`corun.encoding`)."""
+
+    def __init__(self, generation: Generation, request_id: str, *, with_logprobs: bool) -> None:
+        self._outbox = generation.outbox
+        self._request_id = request_id
+        self._with_logprobs = with_logprobs
+        self._running = generation.num_samples
+        self._encoders: dict[int, ResponseEncoder] = {}  # By sample index.
+        self._pieces: deque[Piece] = deque()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._running
+
+    def listen(self, ready: Callable[[], None] | None) -> None:
+        self._outbox.ready = ready
+
+    def pull(self) -> bytes | None:
+        if not self._pieces:
+            self._pieces.extend(self._outbox.take_now())
+        return self.encode(self._pieces.popleft()) if self._pieces else None
+
+    def encode(self, piece: Piece, prompt: Sequence[int] = (), fingerprint: str = "") -> bytes:
+        self._running -= piece.receipt is not None
+        encoder = self._encoders.get(piece.sample_index)
+        if encoder is None:
+            encoder = ResponseEncoder(self._request_id, piece.sample_index, piece.seed)
+            self._encoders[piece.sample_index] = encoder
+        logprobs = piece.logprobs if self._with_logprobs else ()
+        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, prompt, fingerprint)

@@ -1,0 +1,78 @@
+"""GenerateResponse messages as bytes, without a protobuf object for each: a router sends one per token and stream.
+
+Owns the layout of that one message, as protos/corun/v1/cluster_service.proto has it; `tests/corun/test_encoding.py`
+holds it against the protobuf library. This module must not know where tokens come from or who sends the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from corun import wire
+from corun.receipt import Receipt
+
+_REQUEST_ID, _SAMPLE_INDEX, _SEED = b"\x0a", b"\x10", b"\x18"
+_TEXT, _TOKEN_IDS, _LOGPROBS, _FINISH_REASON = b"\x22", b"\x2a", b"\x32", b"\x38"
+_RECEIPT, _PROMPT_TOKEN_IDS, _FINGERPRINT = b"\x42", b"\x4a", b"\x52"
+"""A field's number and wire type; all numbers are below 16."""
+_ONE_LOGPROB = struct.Struct("<cBf")
+_BYTES = tuple(bytes((value,)) for value in range(256))
+
+
+class ResponseEncoder:
+    """Encodes the responses of one sample."""
+
+    __slots__ = ("_head",)
+
+    def __init__(self, request_id: str, sample_index: int, seed: int) -> None:
+        self._head = (
+            _bytes(_REQUEST_ID, request_id.encode()) + _number(_SAMPLE_INDEX, sample_index) + _number(_SEED, seed)
+        )
+
+    def encode(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] = (),
+        receipt: Receipt | None = None,
+        prompt_token_ids: Sequence[int] = (),
+        fingerprint: str = "",
+    ) -> bytes:
+        """New output. logprobs: fp32 values, one per token id, or none. receipt: in the sample's last message."""
+        parts = [self._head]
+        if text:
+            parts.append(_bytes(_TEXT, text.encode()))
+        if token_ids:
+            parts.append(_bytes(_TOKEN_IDS, b"".join(map(varint, token_ids))))
+        if len(logprobs) == 1:
+            parts.append(_ONE_LOGPROB.pack(_LOGPROBS, 4, logprobs[0]))
+        elif logprobs:
+            parts.append(_bytes(_LOGPROBS, struct.pack(f"<{len(logprobs)}f", *logprobs)))
+        if receipt is not None:
+            parts.append(_number(_FINISH_REASON, wire.finish_reason_to_proto(receipt.finish_reason)))
+            parts.append(_bytes(_RECEIPT, wire.receipt_to_proto(receipt).SerializeToString()))
+        if prompt_token_ids:
+            parts.append(_bytes(_PROMPT_TOKEN_IDS, b"".join(map(varint, prompt_token_ids))))
+        if fingerprint:
+            parts.append(_bytes(_FINGERPRINT, fingerprint.encode()))
+        return b"".join(parts)
+
+
+def varint(value: int) -> bytes:
+    """A number from 0 on: 7 bits a byte, the lowest first."""
+    if value < 0x80:
+        return _BYTES[value]
+    if value < 0x4000:
+        return _BYTES[value & 0x7F | 0x80] + _BYTES[value >> 7]
+    return _BYTES[value & 0x7F | 0x80] + varint(value >> 7)
+
+
+def _number(tag: bytes, value: int) -> bytes:
+    """A scalar field; 0 is not sent."""
+    return tag + varint(value) if value else b""
+
+
+def _bytes(tag: bytes, data: bytes) -> bytes:
+    """A field of so many bytes."""
+    return tag + varint(len(data)) + data if data else b""
