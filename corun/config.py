@@ -303,6 +303,8 @@ class DecodeConfig(NodeConfig):
 
     slots: int = 256
     """Rows of every step; part of the contract."""
+    smaller_steps: bool = True
+    """Steps of few requests have fewer rows, where the self-test has found the bits of a step of all slots."""
     lease_ttl_ms: int = 30_000
     """How long a leased slot waits for its start, in milliseconds."""
 

@@ -119,25 +119,33 @@ def _sequence(name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], sampl
     return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=len(prompt) - 1, sampling=sampling)
 
 
-def certify(stepper: Stepper, rows: int, sampling: Sampling) -> str:
-    """Plays the probes alone, alone in other KV blocks, in a half-full crowd, in a full one, and with moving rows.
+class Certification:
+    """Probes, and the bits that each has alone in a step of all slots."""
 
-    Returns:
-        The first difference in words; empty if every bit is the same.
-    """
-    bench = Bench(stepper, rows, sampling)
-    probes = [bench.probe(number) for number in range(min(PROBES, rows))]
+    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling) -> None:
+        """Call with steps of all slots."""
+        self._bench = Bench(stepper, slots, sampling)
+        self._probes = [self._bench.probe(number) for number in range(min(PROBES, slots))]
+        self._expected = self._one_by_one()
 
-    def one_by_one() -> dict[str, list[Trace]]:
-        return {name: found for probe in probes for name, found in bench.play([probe], crowd=0, moving=False).items()}
+    def check(self, rows: int) -> str:
+        """Plays the probes alone in other KV blocks, in a half-full crowd, in a full one, and with moving rows.
 
-    others = rows - len(probes)
-    expected = one_by_one()
-    scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {
-        "alone, in other KV blocks": one_by_one,
-        "half of the rows busy": lambda: bench.play(probes, crowd=others // 2, moving=False),
-        "all rows busy": lambda: bench.play(probes, crowd=others, moving=False),
-        "rows move": lambda: bench.play(probes, crowd=others // 2, moving=True),
-    }
-    findings = (compare(expected, play(), scene) for scene, play in scenes.items())
-    return next((finding for finding in findings if finding), "")
+        Returns:
+            The first difference in words; empty if every bit is the same.
+        """
+        probes, play = self._probes, self._bench.play
+        others = rows - len(probes)
+        scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {
+            "alone, in other KV blocks": self._one_by_one,
+            "half of the rows busy": lambda: play(probes, crowd=others // 2, moving=False),
+            "all rows busy": lambda: play(probes, crowd=others, moving=False),
+            "rows move": lambda: play(probes, crowd=others // 2, moving=True),
+        }
+        findings = (compare(self._expected, scene(), name) for name, scene in scenes.items())
+        return next((finding for finding in findings if finding), "")
+
+    def _one_by_one(self) -> dict[str, list[Trace]]:
+        """Each probe alone."""
+        alone = (self._bench.play([probe], crowd=0, moving=False) for probe in self._probes)
+        return {name: traces for found in alone for name, traces in found.items()}

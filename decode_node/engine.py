@@ -21,6 +21,7 @@ from corun.node import engine as base
 from corun.node.owners import OWNER_PARAM
 from corun.params import SamplingParams
 from corun.processes import living, started
+from decode_node.ladder import smaller_than
 from decode_node.service import DecodeRequest, StepRow
 
 CONNECT_TIMEOUT_S = 20.0
@@ -44,7 +45,7 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
         max_num_batched_tokens=config.slots,
     )
     if base.on_gpu():
-        made.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [config.slots])
+        made.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [*smaller_than(config.slots), config.slots])
         made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
     return made
 
@@ -74,6 +75,7 @@ class VllmDecodeEngine:
         llm = base.step_llm().from_engine_args(arguments(config, endpoint))
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
+        await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)
         engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen))
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
@@ -216,6 +218,16 @@ class VllmDecodeEngine:
         """Turns one engine step into rows."""
         self.steps += 1
         self.on_step([row for output in outputs for row in _rows(output)])
+
+
+async def certify_rows(llm: Any, *, wanted: bool) -> None:
+    """Lets the engine run steps with fewer rows than slots, where every rank finds that they give the same bits."""
+    if not wanted:
+        return
+    ranks: list[list[int]] = await base.call_workers(llm, "certify_rows", timeout_s=base.CERTIFY_TIMEOUT_S)
+    common = sorted(set.intersection(*map(set, ranks)))
+    await base.call_workers(llm, "use_rows", common, timeout_s=base.OBSERVE_TIMEOUT_S)
+    log.info("steps may have %s rows beside all slots", common or "no other number of")
 
 
 def _rows(output: Any) -> list[StepRow]:

@@ -1,19 +1,20 @@
-"""The vLLM worker of a decode node: every step runs body, lm_head and sampler on the same fixed number of rows.
+"""The vLLM worker of a decode node: body, lm_head and sampler of a step run on one number of rows, used or not.
 
-Owns: how a step of n requests is padded to `max_num_seqs` rows, on vLLM's V1 runner (CPU) and V2 runner (GPU). Which
-shapes may run is decided here and nowhere else. Must not know: gRPC, leases, NIXL.
+Owns: how a step of n requests is padded, on vLLM's V1 runner (CPU) and V2 runner (GPU), and which numbers of rows may
+run (decode_node/ladder.py): that is decided here and nowhere else. Must not know: gRPC, leases, NIXL.
 
 The hooks are instance attributes set after vLLM's own warm-up, which runs other shapes on purpose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -22,50 +23,81 @@ from vllm.v1.sample.sampler import Sampler
 
 from corun.node.steps import Stepper
 from corun.node.worker import NodeWorker
-from decode_node.certify import certify
+from decode_node.certify import Certification
+from decode_node.ladder import Ladder, smaller_than
 from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample
+
+RowsOf = Callable[[int], int]
+"""From the live requests of a step to its rows."""
+log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
 
 
 class FixedShapeWorker(NodeWorker):
-    """Runs every decode step at `max_num_seqs` rows (paper, Sections IV-B and IV-C)."""
+    """Runs decode steps at a number of rows that does not change a bit (paper, Sections IV-B and IV-C)."""
+
+    ladder: Ladder
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        fix_shapes(self.model_runner, self.vllm_config.scheduler_config.max_num_seqs)
+        fix_shapes(self.model_runner, self._rows_of)
+        self.use(Ladder(self.slots))
         return times
+
+    def _rows_of(self, live: int) -> int:
+        return self.ladder.rows(live)  # Of the ladder in use, which changes.
+
+    @property
+    def slots(self) -> int:
+        return int(self.vllm_config.scheduler_config.max_num_seqs)
+
+    def use(self, ladder: Ladder) -> None:
+        """Steps have these numbers of rows from now on; on a GPU, each needs a graph that was captured."""
+        self.ladder = ladder
+        if not current_platform.is_cpu():
+            choose_graphs_v2(self.model_runner.cudagraph_manager, ladder)
 
     def certify(self) -> str:
         """The first difference that the self-test finds (decode_node/certify.py); empty if there is none."""
-        rows = self.vllm_config.scheduler_config.max_num_seqs
+        self.use(Ladder(self.slots))
         with torch.inference_mode():
-            finding = certify(Stepper(self), rows, _sampling_style)
+            finding = Certification(Stepper(self), self.slots, _sampling_style).check(self.slots)
         torch.accelerator.empty_cache()
         return finding
 
+    def certify_rows(self) -> list[int]:
+        """Which smaller steps give the bits of a step of all slots, on this model and device."""
+        found = []
+        self.use(Ladder(self.slots))
+        with torch.inference_mode():
+            test = Certification(Stepper(self), self.slots, _sampling_style)
+            for rows in smaller_than(self.slots):
+                self.use(Ladder(rows))
+                if finding := test.check(rows):
+                    log.info("steps of %d rows are not used: %s", rows, finding)
+                else:
+                    found.append(rows)
+        self.use(Ladder(self.slots))
+        torch.accelerator.empty_cache()
+        return found
+
+    def use_rows(self, certified: Sequence[int]) -> None:
+        """Lets smaller steps run that all ranks have certified."""
+        self.use(Ladder.of(self.slots, certified))
+
     def observe(self) -> dict[str, Any]:
         sampler = SAMPLER_VERSION if current_platform.is_cpu() else "vllm-v2-gumbel"
-        return {**super().observe(), "sampler": sampler, "slots": self.vllm_config.scheduler_config.max_num_seqs}
+        return {**super().observe(), "sampler": sampler, "slots": self.slots}
 
 
 class ColocatedWorker(FixedShapeWorker):
-    """Prefill and decode in one engine, as in the paper: decode steps have fixed rows, prefill steps their own length.
+    """Prefill and decode in one engine, as in the paper: prefill steps have their own length.
 
     The benchmark's; prefix caching must be off, else a prompt could begin with KV that decode has written.
     """
 
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self.pad_to(self.vllm_config.scheduler_config.max_num_seqs)
-        return times
-
     def pad_to(self, rows: int) -> None:
-        """Decode steps have `rows` rows from now on; on a GPU, a graph of that size must have been captured."""
-        for holder, name in ((self.model_runner, "sample"), (self.model_runner.model, "compute_logits")):
-            holder.__dict__.pop(name, None)
-        self.model_runner.__dict__.pop("_determine_batch_execution_and_padding", None)
-        fix_shapes(self.model_runner, rows)
-        if not current_platform.is_cpu():
-            choose_graph_v2(self.model_runner.cudagraph_manager, rows)
+        """Decode steps have `rows` rows from now on, whatever that does to bits: for a padding sweep."""
+        self.use(Ladder(rows))
 
 
 def _sampling_style(number: int) -> SamplingParams:
@@ -80,15 +112,15 @@ def _sampling_style(number: int) -> SamplingParams:
     return SamplingParams(seed=number, max_tokens=64, logprobs=0, ignore_eos=True, detokenize=False, **style)
 
 
-def fix_shapes(runner: Any, rows: int) -> None:
-    """Pads the platform's model runner to `rows` rows a step."""
+def fix_shapes(runner: Any, rows_of: RowsOf) -> None:
+    """Pads the steps of the platform's model runner."""
     if current_platform.is_cpu():
-        fix_shapes_v1(runner, rows)
+        fix_shapes_v1(runner, rows_of)
     else:
-        fix_shapes_v2(runner, rows)
+        fix_shapes_v2(runner, rows_of)
 
 
-def fix_shapes_v1(runner: Any, rows: int) -> None:
+def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:
     """Pads the V1 runner, which has no graphs on CPU (vllm/v1/worker/gpu_model_runner.py).
 
     The body follows `_determine_batch_execution_and_padding`; lm_head and sampler run outside it, on as many rows as
@@ -98,19 +130,18 @@ def fix_shapes_v1(runner: Any, rows: int) -> None:
 
     def at_fixed_rows(*args: Any, **kwargs: Any) -> Any:
         mode, descriptor, *rest = decide(*args, **kwargs)
-        # Where prefill runs in the same engine, a long prompt keeps its own length.
-        return (mode, replace(descriptor, num_tokens=max(rows, descriptor.num_tokens)), *rest)
+        return (mode, replace(descriptor, num_tokens=rows_of(descriptor.num_tokens)), *rest)
 
     runner._determine_batch_execution_and_padding = at_fixed_rows
-    runner.model.compute_logits = padded_lm_head(runner.model.compute_logits, rows)
-    runner.sampler = FixedRowSampler(runner, rows)
+    runner.model.compute_logits = padded_lm_head(runner.model.compute_logits, rows_of)
+    runner.sampler = FixedRowSampler(runner)
 
 
-def padded_lm_head(compute_logits: Callable[..., Any], rows: int) -> Callable[..., Any]:
-    """lm_head on exactly `rows` rows: [n <= rows, hidden] -> [rows, vocab]."""
+def padded_lm_head(compute_logits: Callable[..., Any], rows_of: RowsOf) -> Callable[..., Any]:
+    """lm_head on as many rows as the step has: [n <= rows, hidden] -> [rows, vocab]."""
 
     def at_fixed_rows(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        padded = hidden.new_zeros((rows, hidden.shape[-1]))
+        padded = hidden.new_zeros((rows_of(hidden.shape[0]), hidden.shape[-1]))
         padded[: hidden.shape[0]] = hidden
         return compute_logits(padded, *args, **kwargs)
 
@@ -124,10 +155,9 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
     seed (vllm/v1/sample/ops/topk_topp_sampler.py). This one draws R(seed, position).
     """
 
-    def __init__(self, runner: Any, rows: int) -> None:
+    def __init__(self, runner: Any) -> None:
         super().__init__()
         self._runner = runner
-        self._rows = rows
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *_: Any, **__: Any) -> SamplerOutput:
         """[rows, vocab] logits -> the live requests' tokens and raw log probabilities."""
@@ -136,15 +166,15 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         logits = logits.to(torch.float32, copy=True)
         # Biases and penalties work on one element at a time: the number of rows cannot move a bit there.
         logits[:live] = self.apply_logits_processors(logits[:live], sampling_metadata, False)
-        tokens = sample(logits, self._draws())
+        tokens = sample(logits, self._draws(logits.shape[0]))
         picked = logprobs.gather(-1, tokens.unsqueeze(-1))[:live]
         tokens = tokens[:live].to(torch.int32).unsqueeze(-1)
         ranks = torch.zeros(live, dtype=torch.int64)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, picked, ranks))
 
-    def _draws(self) -> list[Draw]:
+    def _draws(self, rows: int) -> list[Draw]:
         draws = [_draw_of(self._runner.requests[name]) for name in self._runner.input_batch.req_ids]
-        return draws + [IDLE] * (self._rows - len(draws))
+        return draws + [IDLE] * (rows - len(draws))
 
 
 def _draw_of(state: Any) -> Draw:
@@ -159,7 +189,7 @@ def _draw_of(state: Any) -> Draw:
     )
 
 
-def fix_shapes_v2(runner: Any, rows: int) -> None:
+def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
     """Pads the V2 runner's lm_head and sampler; its captured graph pads the body (vllm/v1/worker/gpu/model_runner.py).
 
     Rows beyond the live requests repeat the first one: sampling only reads its state, and their results are cut off.
@@ -168,7 +198,7 @@ def fix_shapes_v2(runner: Any, rows: int) -> None:
     def sample_fixed_rows(hidden: torch.Tensor, batch: Any, grammar_output: Any) -> tuple[Any, Any, Any]:
         if grammar_output is not None:
             raise RuntimeError("structured output is not part of the contract")
-        padded = pad_batch(batch, rows)
+        padded = pad_batch(batch, rows_of(batch.num_reqs))
         logits = runner.model.compute_logits(hidden[padded.logits_indices])
         output = cut(runner.sampler(logits, padded), batch.num_reqs)
         return output, output.num_sampled, output.num_rejected
@@ -176,15 +206,17 @@ def fix_shapes_v2(runner: Any, rows: int) -> None:
     runner.sample = sample_fixed_rows
 
 
-def choose_graph_v2(manager: Any, rows: int) -> None:
-    """Lets decode steps of an engine that captured several sizes run the graph of `rows` rows, and no other.
+def choose_graphs_v2(manager: Any, ladder: Ladder) -> None:
+    """Lets decode steps run the captured graphs of the ladder's rows, and no other.
 
-    Steps of one prompt keep the piecewise graph of their own length (vllm/v1/worker/gpu/cudagraph_utils.py).
+    Where prefill runs in the same engine, its steps keep the piecewise graph of their own length
+    (vllm/v1/worker/gpu/cudagraph_utils.py).
     """
-    full = next(graph for graph in manager.graphs if graph.num_tokens == rows)
+    full = {graph.num_tokens: graph for graph in manager.graphs}
     for (tokens, loras), candidates in list(manager._candidates.items()):
         others = [one for one in candidates if one.uniform_token_count is None]
-        manager._candidates[tokens, loras] = [full, *others] if tokens <= rows else others
+        decode = [full[ladder.rows(tokens)]] if tokens <= ladder.slots else []
+        manager._candidates[tokens, loras] = decode + others
 
 
 def pad_batch(batch: Any, rows: int) -> Any:

@@ -22,7 +22,15 @@ BENCH = "corun/bench/"
 BENCH_ENGINE = {
     f"{BENCH}{name}.py"
     for name in (
-        *("invariance", "kernel_attention", "kernel_collectives", "kernel_ops", "kernel_timing", "kernel_worker"),
+        *(
+            "engine",
+            "invariance",
+            "kernel_attention",
+            "kernel_collectives",
+            "kernel_ops",
+            "kernel_timing",
+            "kernel_worker",
+        ),
     )
 }
 """What of it may load torch or vLLM."""

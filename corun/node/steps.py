@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 NULL_BLOCK = 0
@@ -158,7 +158,8 @@ class Stepper:
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         output.num_common_prefix_blocks = [0] * len(self._runner.kv_cache_config.kv_cache_groups)
         output.finished_req_ids = ended
-        output.kv_connector_metadata = get_kv_transfer_group().nothing_to_do()
+        if has_kv_transfer_group():
+            output.kv_connector_metadata = get_kv_transfer_group().nothing_to_do()
         self._known = self._known - ended | {sequence.name for sequence, _ in tokens}
         return output
 

@@ -15,7 +15,12 @@ ROWS = 8
 
 @pytest.fixture(scope="module")
 def certify() -> Callable[..., str]:
-    return load("decode_node.certify").certify  # type: ignore[no-any-return]
+    made = load("decode_node.certify").Certification
+
+    def check(stepper: FakeStepper, rows: int, sampling: Any) -> str:
+        return str(made(stepper, rows, sampling).check(rows))
+
+    return check
 
 
 @pytest.fixture
@@ -68,3 +73,20 @@ def test_few_rows_suffice(certify: Callable[..., str], rows: int) -> None:
 
 def test_little_room_gives_short_sequences(finding: Callable[..., str]) -> None:
     assert finding(num_blocks=ROWS + 1) == ""
+
+
+@pytest.mark.parametrize("bits_depend_on_rows", [False, True])
+def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool) -> None:
+    rows_of_a_step = ROWS
+
+    def flaw(row: int, batch: list[Any], sequence: Any) -> Any:
+        return rows_of_a_step if bits_depend_on_rows else None
+
+    stepper = FakeStepper(flaw=flaw)
+    test = load("decode_node.certify").Certification(stepper, ROWS, lambda number: number)
+    assert test.check(ROWS) == ""
+    stepper.steps.clear()
+    rows_of_a_step = ROWS // 2
+    finding = test.check(ROWS // 2)
+    assert ("probe-0 differs in step 0" in finding) == bits_depend_on_rows
+    assert max(map(len, stepper.steps)) == (1 if bits_depend_on_rows else ROWS // 2)
