@@ -2,8 +2,9 @@
 
 Two paths, one after the other, on this machine: through `python -m router`, and straight from the fake nodes over a
 bare gRPC stream per sample. A token's delay is from the moment at which its step was emitted to the one at which the
-client has read it; what the router adds is the difference of the two paths. Routers, nodes and clients share the
-machine's cores. This module must not know command lines.
+client has read it; what the router adds is the difference of the two paths' quantiles. That may be negative: without a
+router, each node has its streams to serve by itself. Routers, nodes and clients share the machine's cores. This module
+must not know command lines.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ START_S = 60.0
 DRAIN_S = 150.0
 """For clients to get what is in flight, and to read it."""
 GOAL_MS = 5.0
-"""The most that a router may add to the 99th percentile."""
+"""The most that a router may add: to the 99th percentile, and to those below it, which a slow bare path does not hide."""
+GOAL_AT = ("p50", "p90", "p99")
 DELIVERED = 0.98
 """Part of the offered tokens that must come for a load to count as carried."""
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -108,9 +110,9 @@ def search(setup: Setup) -> dict[str, Any]:
 
 def is_carried(result: Mapping[str, Any]) -> bool:
     """Whether the router delivered what was offered, all of it right, within the goal."""
-    router = result["router"]
+    router, added = result["router"], result["added_ms"]
     kept_up = router["tokens_per_s"] >= DELIVERED * router["offered_tokens_per_s"]
-    return bool(kept_up and not router["wrong"] and result["added_ms"]["p99"] <= GOAL_MS)
+    return bool(kept_up and not router["wrong"] and max(added[name] for name in GOAL_AT) <= GOAL_MS)
 
 
 def conditions(setup: Setup) -> dict[str, Any]:

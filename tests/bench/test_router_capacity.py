@@ -192,7 +192,9 @@ def test_quantiles_are_of_what_came() -> None:
 )
 def test_what_is_carried(delivered: float, wrong: int, added: float, carried: bool) -> None:
     router = {"tokens_per_s": delivered, "offered_tokens_per_s": 1000, "wrong": wrong}
-    assert is_carried({"router": router, "added_ms": {"p99": added}}) is carried
+    for slow in ("p50", "p90", "p99"):
+        quantiles_added = {"p50": -2.0, "p90": -1.0, "p99": 0.0, "max": 90.0, slow: added}
+        assert is_carried({"router": router, "added_ms": quantiles_added}) is carried
 
 
 @pytest.mark.parametrize("bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}])
