@@ -62,7 +62,7 @@ class Setup:
     warmup_s: float = 3.0
     """After that."""
     repeats: int = 1
-    """Of both paths, in turns; each figure is the median."""
+    """Of both paths, in turns; each figure is the median, counts are sums."""
 
     def __post_init__(self) -> None:
         counts = {"decode_nodes": MAX_NODES, "slots": 4096, "client_processes": 64, "processes": 64, "repeats": 1000}
@@ -90,7 +90,7 @@ def measure(setup: Setup) -> dict[str, Any]:
     """Both paths, as plain values for JSON. Raises UnavailableError if a process does not do its part."""
     found = conditions(setup)
     runs = [{"router": _measure_router(setup), "direct": _measure_direct(setup)} for _ in range(setup.repeats)]
-    paths = {path: _median([run[path] for run in runs]) for path in ("router", "direct")}
+    paths = {path: _together([run[path] for run in runs]) for path in ("router", "direct")}
     delays, base = paths["router"]["latency_ms"], paths["direct"]["latency_ms"]
     added = {name: round(delays[name] - base[name], 3) for name in _SHARES}
     errors = [error for run in runs for path in run.values() for error in path.pop("errors")]
@@ -257,16 +257,16 @@ class _Measurement:
         return delays, number
 
 
-def _median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of every number of several runs of one path, one level deep."""
-    first = runs[0]
-    return {
-        name: _median([run[name] for run in runs])
-        if isinstance(first[name], Mapping)
-        else statistics.median(run[name] for run in runs)
-        for name in first
-        if name != "errors"
-    }
+def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several runs of one path as one: counts add up, of all other numbers it is the median."""
+    found: dict[str, Any] = {}
+    for name, first in runs[0].items():
+        values = [run[name] for run in runs]
+        if name in ("samples", "tokens", "wrong"):
+            found[name] = sum(values)
+        elif name != "errors":
+            found[name] = _together(values) if isinstance(first, Mapping) else statistics.median(values)
+    return found
 
 
 def _doubles(path: Path) -> array.array[float]:
