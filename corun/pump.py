@@ -87,14 +87,10 @@ class Pump:
             self._sent = self._writing.send(None)
         except StopIteration:
             self._written()
-        except asyncio.CancelledError:
-            self._end(asyncio.CancelledError())
-        except grpc.aio.BaseError as error:  # The client is gone; gRPC's own cancellation may be yet to come.
-            cancelled = asyncio.CancelledError()
-            cancelled.__cause__ = error
-            self._end(cancelled)
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            self._failed(None)  # The client is gone; gRPC's own cancellation may be yet to come.
         except Exception as error:
-            self._end(error)
+            self._failed(error)
         else:
             self._sent.add_done_callback(self._advance)
 
@@ -106,12 +102,13 @@ class Pump:
         elif not self._over.done():
             self._over.set_result(None)
 
-    def _end(self, error: BaseException) -> None:
+    def _failed(self, error: Exception | None) -> None:
+        """error: None if the call was cancelled."""
         self._writing = None
         self._wait.end()
         if self._over.done():
             return
-        if isinstance(error, asyncio.CancelledError):
+        if error is None:
             self._over.cancel()
         else:
             self._over.set_exception(error)

@@ -306,8 +306,6 @@ class FakeNode:
             **facts,
         )
         membership = asyncio.ensure_future(NodeAgent(info, self._options.routers, service.load).run())
-        gc.collect()
-        gc.freeze()
         try:
             await stop.wait()
         finally:
@@ -332,6 +330,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     options = tyro.cli(FakeNodeOptions, prog="python -m corun.bench.fake_nodes")
     raise_file_limit()
+    gc.disable()  # Its pauses would count for the router, or make the bare path late. It lives for a minute.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(FakeNode(options).live)
 

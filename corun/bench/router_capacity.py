@@ -2,8 +2,9 @@
 
 Two paths, one after the other, on this machine: through `python -m router`, and straight from the fake nodes over a
 bare gRPC stream per sample. A token's delay is from the moment at which its step was emitted to the one at which the
-client has read it; what the router adds is the difference of the two paths. Routers, nodes and clients share the
-machine's cores. This module must not know command lines.
+client has read it; what the router adds is the difference of the two paths' quantiles. That may be negative: without a
+router, each node has its streams to serve by itself. Routers, nodes and clients share the machine's cores. This module
+must not know command lines.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ START_S = 60.0
 DRAIN_S = 150.0
 """For clients to get what is in flight, and to read it."""
 GOAL_MS = 5.0
-"""The most that a router may add to the 99th percentile."""
+"""The most that a router may add."""
+GOAL_AT = ("p50", "p90", "p99")
+"""Where: not at the 99th percentile alone, which on the bare path may be late, too."""
 DELIVERED = 0.98
 """Part of the offered tokens that must come for a load to count as carried."""
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -59,7 +62,7 @@ class Setup:
     warmup_s: float = 3.0
     """After that."""
     repeats: int = 1
-    """Of both paths, in turns; each figure is the median."""
+    """Of both paths, in turns; each figure is the median, counts are sums."""
 
     def __post_init__(self) -> None:
         counts = {"decode_nodes": MAX_NODES, "slots": 4096, "client_processes": 64, "processes": 64, "repeats": 1000}
@@ -87,7 +90,7 @@ def measure(setup: Setup) -> dict[str, Any]:
     """Both paths, as plain values for JSON. Raises UnavailableError if a process does not do its part."""
     found = conditions(setup)
     runs = [{"router": _measure_router(setup), "direct": _measure_direct(setup)} for _ in range(setup.repeats)]
-    paths = {path: _median([run[path] for run in runs]) for path in ("router", "direct")}
+    paths = {path: _together([run[path] for run in runs]) for path in ("router", "direct")}
     delays, base = paths["router"]["latency_ms"], paths["direct"]["latency_ms"]
     added = {name: round(delays[name] - base[name], 3) for name in _SHARES}
     errors = [error for run in runs for path in run.values() for error in path.pop("errors")]
@@ -108,9 +111,9 @@ def search(setup: Setup) -> dict[str, Any]:
 
 def is_carried(result: Mapping[str, Any]) -> bool:
     """Whether the router delivered what was offered, all of it right, within the goal."""
-    router = result["router"]
+    router, added = result["router"], result["added_ms"]
     kept_up = router["tokens_per_s"] >= DELIVERED * router["offered_tokens_per_s"]
-    return bool(kept_up and not router["wrong"] and result["added_ms"]["p99"] <= GOAL_MS)
+    return bool(kept_up and not router["wrong"] and max(added[name] for name in GOAL_AT) <= GOAL_MS)
 
 
 def conditions(setup: Setup) -> dict[str, Any]:
@@ -254,16 +257,16 @@ class _Measurement:
         return delays, number
 
 
-def _median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of every number of several runs of one path, one level deep."""
-    first = runs[0]
-    return {
-        name: _median([run[name] for run in runs])
-        if isinstance(first[name], Mapping)
-        else statistics.median(run[name] for run in runs)
-        for name in first
-        if name != "errors"
-    }
+def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several runs of one path as one: counts add up, of all other numbers it is the median."""
+    found: dict[str, Any] = {}
+    for name, first in runs[0].items():
+        values = [run[name] for run in runs]
+        if name in ("samples", "tokens", "wrong"):
+            found[name] = sum(values)
+        elif name != "errors":
+            found[name] = _together(values) if isinstance(first, Mapping) else statistics.median(values)
+    return found
 
 
 def _doubles(path: Path) -> array.array[float]:

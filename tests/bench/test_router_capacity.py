@@ -13,7 +13,7 @@ from corun import tiny
 from corun.bench import raw_client
 from corun.bench.fake_nodes import FakeDecodeEngine, FakeDirect, FakePrefillEngine, fake_contract, read_code, step_code
 from corun.bench.raw_client import RawConnection, messages
-from corun.bench.router_capacity import Setup, is_carried, quantiles
+from corun.bench.router_capacity import Setup, _together, is_carried, quantiles
 from corun.bench.router_load import Load, LoadOptions, Results
 from corun.cli.bench_router import RouterBench, report
 from corun.cluster import FinishReason, NodeRef, NodeRole
@@ -192,7 +192,14 @@ def test_quantiles_are_of_what_came() -> None:
 )
 def test_what_is_carried(delivered: float, wrong: int, added: float, carried: bool) -> None:
     router = {"tokens_per_s": delivered, "offered_tokens_per_s": 1000, "wrong": wrong}
-    assert is_carried({"router": router, "added_ms": {"p99": added}}) is carried
+    for slow in ("p50", "p90", "p99"):
+        quantiles_added = {"p50": -2.0, "p90": -1.0, "p99": 0.0, "max": 90.0, slow: added}
+        assert is_carried({"router": router, "added_ms": quantiles_added}) is carried
+
+
+def test_one_wrong_sample_of_several_runs_is_not_lost_in_a_median() -> None:
+    runs = [{"wrong": wrong, "latency_ms": {"p99": 1.0 + wrong}, "errors": []} for wrong in (0, 2, 0)]
+    assert _together(runs) == {"wrong": 2, "latency_ms": {"p99": 1.0}}
 
 
 @pytest.mark.parametrize("bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}])

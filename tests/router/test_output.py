@@ -144,3 +144,33 @@ async def test_samples_of_a_request_have_their_own_pieces() -> None:
     for index in (2, 0, 2):
         outbox.piece(index, index).token_ids.append(index)
     assert [(p.sample_index, p.token_ids) for p in await outbox.take()] == [(2, [2, 2]), (0, [0])]
+
+
+async def test_who_listens_is_told_of_every_token_text_end_and_error() -> None:
+    output, outbox = make()
+    heard: list[tuple[str, list[int]]] = []
+
+    def listen() -> None:
+        heard.extend((piece.text, piece.token_ids) for piece in outbox.take_now())
+
+    outbox.ready = listen
+    output.take(0, -1.0)
+    output.take(1, -1.0)
+    output.end(FinishReason.LENGTH)
+    assert heard == [("", [0]), ("a", [1]), ("b", [])]
+    assert outbox.take_now() == ()
+    outbox.ready = None
+    outbox.fail(UnavailableError("late"))
+    with pytest.raises(UnavailableError, match="late"):
+        outbox.take_now()
+
+
+async def test_a_take_that_is_cancelled_leaves_the_output_to_the_next() -> None:
+    output, outbox = make()
+    taking = asyncio.ensure_future(outbox.take())
+    await asyncio.sleep(0)
+    taking.cancel()
+    output.take(3, -1.0)
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert (await drain(outbox)).token_ids == [3]

@@ -1,0 +1,165 @@
+"""The pump over a call whose writes end when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from corun.errors import OverloadedError
+from corun.pump import Pump, Source
+
+
+class Lines(Source):
+    """Gives what was put in, all that waits as one message; "." is the last."""
+
+    def __init__(self, text: str = "") -> None:
+        self.waiting = text
+        self.error: Exception | None = None
+        self.ready: Callable[[], None] | None = None
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    def listen(self, ready: Callable[[], None] | None) -> None:
+        self.ready = ready
+
+    def pull(self) -> bytes | None:
+        if self.error is not None:
+            raise self.error
+        text, self.waiting = self.waiting, ""
+        self._has_ended = "." in text
+        return text.encode() or None
+
+    def put(self, text: str) -> None:
+        self.waiting += text
+        assert self.ready is not None
+        self.ready()
+
+
+class Call:
+    """A servicer context and its client."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.flight: deque[asyncio.Future[None]] = deque()
+        self.waits = 0
+        self.is_waiting = False
+
+    async def write(self, message: bytes) -> None:
+        self.written.append(message)
+        future = asyncio.get_running_loop().create_future()
+        self.flight.append(future)
+        assert len(self.flight) == 1, "gRPC takes one write at a time"
+        try:
+            await future
+        finally:
+            self.flight.remove(future)
+
+    def begin(self) -> None:
+        self.waits += 1
+        self.is_waiting = True
+
+    def end(self) -> None:
+        self.is_waiting = False
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def started(source: Lines) -> tuple[Call, asyncio.Task[None]]:
+    call = Call()
+    context: Any = call
+    task = asyncio.ensure_future(Pump(source, context, call).run())
+    await settle()
+    return call, task
+
+
+async def test_a_message_is_written_where_it_is_put_and_the_next_ones_merge() -> None:
+    source = Lines()
+    call, task = await started(source)
+    assert (call.written, call.waits) == ([], 0)
+    source.put("a")
+    assert call.written == [b"a"]  # At once: nothing else had to run.
+    assert call.is_waiting
+    source.put("b")
+    source.put("c")
+    assert call.written == [b"a"]
+    call.flight[0].set_result(None)
+    await settle()
+    assert call.written == [b"a", b"bc"]
+    call.flight[0].set_result(None)
+    await settle()
+    assert not call.is_waiting
+    source.put("d.")
+    call.flight[0].set_result(None)
+    await asyncio.wait_for(task, 1)
+    assert (call.written, call.waits, source.ready) == ([b"a", b"bc", b"d."], 3, None)
+
+
+async def test_what_waits_before_it_begins_is_written() -> None:
+    call, task = await started(Lines("all."))
+    assert call.written == [b"all."]
+    assert not task.done()  # Not before it has left.
+    call.flight[0].set_result(None)
+    await asyncio.wait_for(task, 1)
+
+
+async def test_an_error_of_the_source_ends_the_call_after_the_write_in_flight() -> None:
+    source = Lines("a")
+    call, task = await started(source)
+    source.error = OverloadedError("too slow")
+    source.put("")
+    await settle()
+    assert not task.done()
+    call.flight[0].set_result(None)
+    with pytest.raises(OverloadedError, match="too slow"):
+        await asyncio.wait_for(task, 1)
+    assert call.written == [b"a"]
+
+
+async def test_an_error_while_nothing_is_in_flight_ends_the_call_at_once() -> None:
+    source = Lines()
+    _, task = await started(source)
+    source.error = OverloadedError("too slow")
+    source.put("")
+    with pytest.raises(OverloadedError):
+        await asyncio.wait_for(task, 1)
+
+
+async def test_cancellation_ends_the_write_in_flight_and_nothing_more_is_written() -> None:
+    source = Lines("a")
+    call, task = await started(source)
+    ready, write = source.ready, call.flight[0]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert write.cancelled()
+    source.waiting = "b"
+    assert ready is not None
+    ready()
+    await settle()
+    assert (call.written, list(call.flight), source.ready, call.is_waiting) == ([b"a"], [], None, False)
+
+
+async def test_a_client_that_is_gone_is_a_cancellation() -> None:
+    call, task = await started(Lines("a"))
+    call.flight[0].set_exception(grpc.aio.UsageError("the call has ended"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 1)
+    assert not call.is_waiting
+
+
+async def test_any_other_failure_of_a_write_is_raised() -> None:
+    call, task = await started(Lines("a"))
+    call.flight[0].set_exception(ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        await asyncio.wait_for(task, 1)
