@@ -19,6 +19,7 @@ from corun.cli.bench import Bench
 from corun.cli.bench_compare import Compare
 from corun.cli.bench_kernels import Kernels
 from corun.cli.bench_report import Report
+from corun.cli.bench_router import RouterBench
 from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.gateway import Gateway
@@ -84,6 +85,7 @@ COMMANDS: dict[str, type[Any]] = {
     "bench compare": Compare,
     "bench report": Report,
     "bench kernels": Kernels,
+    "bench router": RouterBench,
 }
 
 
