@@ -20,18 +20,8 @@ GENERATED = "corun/v1/"
 BENCH = "corun/bench/"
 """An application over everything else."""
 BENCH_ENGINE = {
-    f"{BENCH}{name}.py"
-    for name in (
-        *(
-            "engine",
-            "invariance",
-            "kernel_attention",
-            "kernel_collectives",
-            "kernel_ops",
-            "kernel_timing",
-            "kernel_worker",
-        ),
-    )
+    f"{BENCH}engine.py",
+    *(f"{BENCH}kernels/{name}.py" for name in ("attention", "collectives", "invariance", "ops", "timing", "worker")),
 }
 """What of it may load torch or vLLM."""
 
@@ -170,7 +160,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 def test_messages_stay_at_the_edges() -> None:
     """Values cross inside; messages exist in `wire`, in services and in the clients of services."""
     allowed = {"wire.py", "service.py", "client.py", "calls.py", "nodes.py", "agent.py", "__main__.py", "app.py"}
-    allowed |= {"fake_nodes.py", "router_load.py"}  # Of the benchmark: a service and a client.
+    allowed |= {"fake_nodes.py", "load.py"}  # Of the benchmark: a service and a client.
     files = importers("corun.v1")
     assert "corun/wire.py" in files
     assert {Path(name).name for name in files} <= allowed

@@ -10,8 +10,9 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from corun.bench import conditions, metrics, report, results, summary, views, workloads
+from corun.bench import conditions, metrics, results, workloads
 from corun.bench.nodes import has_gpu
+from corun.bench.report import page, summary, views
 from corun.bench.runner import Benchmark, Plan
 from corun.bench.systems import Machine, parse_systems
 from corun.cli.bench import Bench, options_of, output_directory
@@ -91,7 +92,7 @@ def _show(benchmark: Benchmark, directory: Path, *, save_runs: bool) -> None:
     console = Console(stderr=True)
     console.width = max(console.width, 130)  # Of a log, too.
     if result["runs"]:
-        pages = report.write(views.merge({"result.json": result}), directory)
+        pages = page.write(views.merge({"result.json": result}), directory)
         console.print(summary.table(result))
         console.print(f"{directory / 'result.json'}\n{pages[0]}", soft_wrap=True)
     for failure in benchmark.failures:

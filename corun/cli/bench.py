@@ -18,7 +18,9 @@ from corun.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure systems side by side: the same model, prompts and GPUs, one client loop, bits compared.
+    """Measure systems side by side, and compare their bits.
+
+    All get the same model, prompts and GPUs, and are driven by one client loop.
 
     examples:
       corun bench                                             the tiny model on this machine's CPU

@@ -22,10 +22,10 @@ LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50"
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Compare two result files of corun bench, workload by workload and system by system.
+    """Compare two result files of corun bench.
 
-    Numbers are medians over repeats; the range behind a ratio is that of the worst to the best pair of repeats.
-    A ratio whose range holds 1 says nothing.
+    Workload by workload and system by system. Numbers are medians over repeats; the range behind a ratio is that of
+    the worst to the best pair of repeats. A ratio whose range holds 1 says nothing.
 
     examples:
       corun bench compare monday.json tuesday.json

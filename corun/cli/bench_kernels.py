@@ -23,7 +23,9 @@ _YES_NO = {True: "yes", False: "no", None: "-"}
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Measure single kernels: their time, and whether a row's bits depend on the batch it is computed in.
+    """Measure kernels: their time, and what their bits need.
+
+    That is, whether a row's bits depend on the batch that it is computed in, and on its place there.
 
     examples:
       corun bench kernels                                        the built-in tiny model's shapes
@@ -67,8 +69,8 @@ class Kernels:
     def run(self) -> int:
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
         progress = Console(stderr=True)
-        with needs_extra("corun bench kernels"):
-            kernels = importlib.import_module("corun.bench.kernels")
+        with needs_extra("corun.bench.kernels.runner"):
+            kernels = importlib.import_module("corun.bench.kernels.runner")
         options = {name: getattr(self, name) for name in kernels.Options.__slots__}
         report = kernels.measure(kernels.Options(**options), lambda text: progress.print(text, style="dim"))
         if self.output is not None:

@@ -1,4 +1,4 @@
-"""`corun bench report`: figures and one HTML page from result files. The work is `corun.bench.report`."""
+"""`corun.bench.report.page`: figures and one HTML page from result files. The work is `corun.bench.report`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from corun.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Draw the figures of benchmark results and write them up as one HTML page.
+    """Write results up as one HTML page with figures.
 
-    Several files are merged: the same model, each system on one number of GPUs.
+    The figures are files, too. Several files are merged: the same model, each system on one number of GPUs.
 
     examples:
       corun bench report results.json -o report                   report/report.html, report/figures/*.png and *.svg
@@ -36,9 +36,9 @@ class Report:
         if not self.files:
             raise InvalidArgumentError("files", "none", "must be at least one result file")
         with needs_extra("corun bench report"):
-            views = importlib.import_module("corun.bench.views")
-            report = importlib.import_module("corun.bench.report")
+            views = importlib.import_module("corun.bench.report.views")
+            page = importlib.import_module("corun.bench.report.page")
         results = views.merge({str(path): views.read(path) for path in self.files})
-        for path in report.write(results, self.output, baseline=self.baseline):
+        for path in page.write(results, self.output, baseline=self.baseline):
             print(path)
         return 0

@@ -1,4 +1,4 @@
-"""`corun bench router`: what a router carries and adds. The work is `corun.bench.router_capacity`."""
+"""`corun bench router`: what a router carries and adds. The work is `corun.bench.router.capacity`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ _COLUMNS = ("p50", "p90", "p99", "max")
 
 @dataclass(frozen=True, kw_only=True)
 class RouterBench:
-    """Measure how many tokens a router carries, and how much later clients get them.
+    """Measure what a router carries, and how much it adds.
 
-    Runs real routers with fake nodes, whose engines compute nothing and emit steps at a given rate, and with clients
-    that keep every slot in use; all on this machine's cores. The same without a router, over a bare gRPC stream for
+    Tokens a second, and how much later clients get them. Runs real routers with fake nodes, whose engines compute
+    nothing and emit steps at a given rate, and with clients that keep every slot in use; all on this machine's cores. The same without a router, over a bare gRPC stream for
     each sample, is what the router's delays are compared with. Prints the conditions, a table and one JSON line.
+
+    examples:
+      corun bench router                          two decode nodes of 256 slots, a step every 30 ms
+      corun bench router --search                 one decode node more each time, until it is too many
+      corun bench router --repeats 5 -o cap.json  medians of five
     """
 
     decode_nodes: int = 2
@@ -54,7 +59,7 @@ class RouterBench:
 
     def run(self) -> int:
         with needs_extra("corun bench router"):
-            capacity = importlib.import_module("corun.bench.router_capacity")
+            capacity = importlib.import_module("corun.bench.router.capacity")
         names = capacity.Setup.__dataclass_fields__
         setup = capacity.Setup(**{name: getattr(self, name) for name in names})
         result = capacity.search(setup) if self.search else capacity.measure(setup)

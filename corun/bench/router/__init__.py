@@ -1,0 +1,1 @@
+"""What a router carries and adds, with nodes that compute nothing. Must not know engines."""

@@ -1,0 +1,239 @@
+"""The router's measurement, at a size that takes a second; and its own parts. No timing is asserted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from corun import tiny
+from corun.bench.router import raw_client
+from corun.bench.router.capacity import Setup, _together, is_carried, quantiles
+from corun.bench.router.fake_nodes import (
+    FakeDecodeEngine,
+    FakeDirect,
+    FakePrefillEngine,
+    fake_contract,
+    read_code,
+    step_code,
+)
+from corun.bench.router.load import Load, LoadOptions, Results
+from corun.bench.router.raw_client import RawConnection, messages
+from corun.cli.bench_router import RouterBench, report
+from corun.cluster import FinishReason, NodeRef, NodeRole
+from corun.contract import Contract
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.handle import binding
+from decode_node.service import StepRow
+
+SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}
+
+
+def test_every_token_arrives_and_the_json_has_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    options = {**SMALL, "seconds": 1.0, "ramp_s": 0.1, "warmup_s": 0.2, "client_processes": 2, "output": path}
+    assert RouterBench(**options).run() == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert json.loads(path.read_text()) == found
+    assert table[0].startswith("conditions: decode_nodes 2, slots 3")
+    assert (found["conditions"]["engines"], found["conditions"]["client_processes"]) == ("fake", 2)
+    assert {"cpus", "processor", "load_average", "python", "grpcio", "uvloop"} <= found["conditions"].keys()
+    for name in ("router", "direct"):
+        figures = found[name]
+        assert figures["wrong"] == 0, found["errors"]
+        assert figures["samples"] > 6
+        assert figures["tokens"] > 10 * (figures["samples"] - 6)  # Only the first of each slot are shorter than 12.
+        assert figures["tokens_per_s"] > 0
+        assert set(figures["latency_ms"]) == set(figures["ttft_ms"]) == {"p50", "p90", "p99", "max"}
+        assert all(delay > 0 for delay in figures["latency_ms"].values())
+    assert set(found["router"]["rss_mib"]) == set(found["router"]["cores"]) == {"router", "nodes", "clients"}
+    assert set(found["direct"]["cpu_s_per_1000_tokens"]) == {"nodes", "clients"}
+    assert found["added_ms"]["p50"] == pytest.approx(
+        found["router"]["latency_ms"]["p50"] - found["direct"]["latency_ms"]["p50"], abs=0.01
+    )
+
+
+async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
+    """What a client says of a fake node."""
+    engine = FakeDecodeEngine(3, 0.002)
+    direct = stream(engine)
+    engine.on_step = direct.on_step
+    async with direct.serving() as port:
+        ticking = asyncio.ensure_future(engine.tick())
+        options = LoadOptions(
+            addresses=(f"127.0.0.1:{port}",),
+            method="/corun.bench.FakeDirect/Generate",
+            concurrency=4,
+            prompt_tokens=3,
+            output_tokens=8,
+            ramp_s=0.01,
+            output=tmp_path / "unused",
+        )
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, stop.set)
+        try:
+            return await Load(options).run(stop)
+        finally:
+            ticking.cancel()
+
+
+async def test_the_client_counts_every_token_and_its_step(tmp_path: Path) -> None:
+    results = await load_of(FakeDirect, tmp_path)
+    assert results.errors == []
+    assert results.calls > 4
+    assert results.tokens == 2 + 4 + 6 + 8 + 8 * (results.calls - 4) == len(results.times) // 2
+    assert {read_code(code)[0] for code in results.times[1::2]} == {3}
+
+
+class Forgetful(FakeDirect):
+    """Leaves out a token of every sample."""
+
+    def on_step(self, rows: list[StepRow]) -> None:  # type: ignore[override]
+        for row in rows:
+            stream = self._streams[row.request_id]
+            if stream._left == 2 and row.finish is None:
+                stream._left -= 1
+            else:
+                stream.add(row)
+
+
+async def test_a_token_that_does_not_arrive_is_found(tmp_path: Path) -> None:
+    results = await load_of(Forgetful, tmp_path)
+    assert len(results.errors) == results.calls
+    assert "7 of 8 tokens came" in results.errors[-1]
+
+
+def test_steps_are_told_apart_by_bits_that_fp32_keeps() -> None:
+    for index, step in ((0, 0), (15, 1), (7, 999_999)):
+        code = step_code(index, step)
+        assert struct.unpack("<f", struct.pack("<f", code))[0] == code
+        assert read_code(code) == (index, step)
+
+
+async def test_a_fake_engine_gives_each_request_its_tokens() -> None:
+    engine, rows = FakeDecodeEngine(1, 0.001), []
+    engine.on_step = rows.extend
+    engine.add("a", 2)
+    engine.add("b", 3)
+    engine.add("c", 9)
+    engine.step()
+    await engine.abort("c")
+    engine.step()
+    engine.step()
+    of = {name: [row.finish for row in rows if row.request_id == name] for name in "abc"}
+    assert of == {"a": [None, FinishReason.LENGTH], "b": [None, None, FinishReason.LENGTH], "c": [None]}
+    assert [read_code(row.logprob) for row in rows if row.request_id == "b"] == [(1, 0), (1, 1), (1, 2)]
+    assert len(engine.times) == 3
+
+
+async def test_a_fake_handle_is_one_that_a_decode_node_takes() -> None:
+    reader = NodeRef(node_id="d", generation="2" * 16)
+    engine = FakePrefillEngine(NodeRef(node_id="p", generation="1" * 16))
+    handle = await engine.prefill("r", [1] * 17, reader)
+    assert (handle.reader, handle.num_tokens, list(map(len, handle.block_ids))) == (reader, 17, [2])
+    assert handle.binding == binding(handle)
+
+
+@pytest.mark.parametrize("role", NodeRole)
+def test_a_fake_contract_says_so(role: NodeRole) -> None:
+    contract = fake_contract(role, str(tiny.ensure()), 4)
+    assert Contract.from_json(contract.canonical_json()) == contract
+    assert (contract.model.engine, contract.model.weights_digest) == ("fake", "fake")
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+def test_the_client_reads_frames_wherever_they_are_cut() -> None:
+    frames = [
+        raw_client._frame(4, 0, 0, b""),
+        raw_client._frame(1, 4, 1, b"headers"),
+        raw_client._frame(0, 0, 1, b"\0\0\0\0\3abc\0\0"),
+        raw_client._frame(6, 0, 0, b"12345678"),
+        raw_client._frame(0, 0, 1, b"\0\0\2de\0\0\0\0\0"),
+        raw_client._frame(1, 5, 1, b"trailers"),
+    ]
+    data = b"".join(frames)
+    for size in (1, 2, 7, len(data)):
+        ended: list[int] = []
+        connection, transport = RawConnection(lambda _, number, ended=ended: ended.append(number)), Transport()
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        assert connection.call("a:1", "/s/M", b"request") == 1
+        transport.data = b""
+        for at in range(0, len(data), size):
+            connection.data_received(data[at : at + size])
+        assert [message for _, message in messages(connection.chunks[1])] == [b"abc", b"de", b""]
+        assert ended == [1]
+        assert connection.trailers[1] == b"trailers"
+        assert transport.data == raw_client._frame(4, 1, 0, b"") + raw_client._frame(6, 1, 0, b"12345678")
+
+
+def test_calls_of_a_lost_connection_end() -> None:
+    ended: list[int] = []
+    connection = RawConnection(lambda _, number: ended.append(number))
+    connection.connection_made(Transport())  # type: ignore[arg-type]
+    connection.call("a:1", "/s/M", b"")
+    connection.call("a:1", "/s/M", b"")
+    connection.connection_lost(None)
+    assert ended == [1, 3]
+
+
+def test_quantiles_are_of_what_came() -> None:
+    assert quantiles([i / 1000 for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
+    with pytest.raises(UnavailableError, match="nothing came"):
+        quantiles([])
+
+
+@pytest.mark.parametrize(
+    ("delivered", "wrong", "added", "carried"),
+    [(990, 0, 4.9, True), (900, 0, 4.9, False), (990, 1, 4.9, False), (990, 0, 5.1, False)],
+)
+def test_what_is_carried(delivered: float, wrong: int, added: float, carried: bool) -> None:
+    router = {"tokens_per_s": delivered, "offered_tokens_per_s": 1000, "wrong": wrong}
+    for slow in ("p50", "p90", "p99"):
+        quantiles_added = {"p50": -2.0, "p90": -1.0, "p99": 0.0, "max": 90.0, slow: added}
+        assert is_carried({"router": router, "added_ms": quantiles_added}) is carried
+
+
+def test_one_wrong_sample_of_several_runs_is_not_lost_in_a_median() -> None:
+    runs = [{"wrong": wrong, "latency_ms": {"p99": 1.0 + wrong}, "errors": []} for wrong in (0, 2, 0)]
+    assert _together(runs) == {"wrong": 2, "latency_ms": {"p99": 1.0}}
+
+
+@pytest.mark.parametrize("bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}])
+def test_a_measurement_that_cannot_be_made_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
+        Setup(**{**SMALL, **bad})
+
+
+def test_a_search_is_reported_run_by_run() -> None:
+    delays = dict.fromkeys(("p50", "p90", "p99", "max"), 1.0)
+    figures = {
+        "tokens_per_s": 1.0,
+        "latency_ms": delays,
+        "ttft_ms": delays,
+        "cpu_s_per_1000_tokens": {"router": 0.05},
+        "rss_mib": {"router": 80.0},
+        "wrong": 0,
+        "samples": 3,
+    }
+    setup = {"decode_nodes": 1, "slots": 256, "step_ms": 30.0}
+    run = {"conditions": setup, "router": figures, "direct": figures, "added_ms": delays, "goal_ms": 5.0}
+    lines = report(
+        {
+            "conditions": setup,
+            "carried_decode_nodes": 1,
+            "searched": [{**run, "carried": True}, {**run, "carried": False}],
+        }
+    )
+    assert sum(line.startswith("1 x 256 slots") for line in lines) == 2
+    assert lines[-1] == "carried: 1 decode nodes"
