@@ -12,7 +12,7 @@ from rich.console import Console
 
 from corun.bench import conditions, metrics, results, workloads
 from corun.bench.nodes import has_gpu
-from corun.bench.report import page, summary, views
+from corun.bench.report import page, terminal, views
 from corun.bench.runner import Benchmark, Plan
 from corun.bench.systems import Machine, parse_systems
 from corun.cli.bench import Bench, options_of, output_directory
@@ -92,8 +92,9 @@ def _show(benchmark: Benchmark, directory: Path, *, save_runs: bool) -> None:
     console = Console(stderr=True)
     console.width = max(console.width, 130)  # Of a log, too.
     if result["runs"]:
-        pages = page.write(views.merge({"result.json": result}), directory)
-        console.print(summary.table(result))
+        found = views.merge({"result.json": result})
+        pages = page.write(found, directory)
+        console.print(terminal.table(found))
         console.print(f"{directory / 'result.json'}\n{pages[0]}", soft_wrap=True)
     for failure in benchmark.failures:
         console.print(f"not measured: {failure}", style="red", soft_wrap=True, markup=False)

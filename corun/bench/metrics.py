@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from corun.bench.records import Outcome, Run
 from corun.bench.timeline import in_decode, per_second, timeline
@@ -32,17 +32,23 @@ class Gpus:
     total: int
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
     """What repeats of one measurement gave."""
 
     median: float
     min: float
     max: float
+    repeats: int
+
+    def over(self, unit: float) -> Spread:
+        """The same numbers in multiples of `unit`."""
+        return Spread(median=self.median / unit, min=self.min / unit, max=self.max / unit, repeats=self.repeats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Two runs of the same requests, compared bit by bit."""
+    """Requests that ran twice, compared bit by bit."""
 
     requests: int
     """Requests that were compared."""
@@ -50,9 +56,9 @@ class Mismatch:
     """Of these, how many have other tokens."""
     different_bits: int
     """Of these, how many have other tokens or other bits in a log probability."""
-    tokens_only: int
+    tokens_only: int = 0
     """Of these, how many have no log probabilities to compare."""
-    not_compared: tuple[int, ...]
+    not_compared: tuple[int, ...] = ()
     """Indices of requests that are missing or failed in one of the runs, or have log probabilities in one only."""
 
     @property
@@ -130,7 +136,7 @@ def spread(values: Iterable[float]) -> Spread:
     found = sorted(values)
     if not found:
         raise InvalidArgumentError("repeats", 0, "must be at least 1")
-    return Spread(percentile(found, 50), found[0], found[-1])
+    return Spread(median=percentile(found, 50), min=found[0], max=found[-1], repeats=len(found))
 
 
 def parse_goodput(text: str | Sequence[str]) -> dict[str, float]:

@@ -237,7 +237,12 @@ class Benchmark:
         return list(self._tokenizer.encode(text))
 
     def _describe(self, name: str, found: Up | OpenAiTarget) -> dict[str, Any]:
-        row: dict[str, Any] = {"system": name, "gpus": {"prefill": 0, "decode": 0, "total": 0}, "slots": 0}
+        row: dict[str, Any] = {
+            "system": name,
+            "gpus": {"prefill": 0, "decode": 0, "total": 0},
+            "slots": 0,
+            "handoff": None,
+        }
         if isinstance(found, Up):
             row |= {"gpus": found.gpus, "slots": found.slots, "ready_s": found.ready_s, "memory": found.memory()}
             row |= {"gpu_memory": found.gpu_memory(), "fingerprint": found.fingerprint, "settings": found.settings}

@@ -53,7 +53,7 @@ def compare(first: results.Result, second: results.Result) -> dict[str, Any]:
 
     A ratio is [median, smallest, largest]; a metric that a file does not have is None.
     """
-    a, b = results.group(first), results.group(second)
+    a, b = results.group(first["runs"]), results.group(second["runs"])
     rates = results.mismatch_rates(first), results.mismatch_rates(second)
     rows = [
         {
@@ -91,14 +91,9 @@ def show(comparison: Mapping[str, Any]) -> None:
 
 
 def _metrics(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
+    medians = {key: [results.median_of(runs, key) for runs in (a, b)] for key in (THROUGHPUT, *LATENCIES.values())}
     speeds = results.spread_of(a, THROUGHPUT), results.spread_of(b, THROUGHPUT)
-    medians = {key: [_median(results.spread_of(runs, key)) for runs in (a, b)] for key in LATENCIES.values()}
-    return {
-        "repeats": [len(a), len(b)],
-        THROUGHPUT: [_median(speed) for speed in speeds],
-        "ratio": ratio(*speeds),
-        **medians,
-    }
+    return {"repeats": [len(a), len(b)], "ratio": ratio(*speeds), **medians}
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -111,7 +106,3 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def _pair(values: list[float | None], form: str) -> str:
     return " → ".join("-" if value is None else form.format(value) for value in values)
-
-
-def _median(found: Spread | None) -> float | None:
-    return None if found is None else found.median

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from corun.bench import results
 from corun.cli.up import needs_extra
 from corun.errors import InvalidArgumentError
 
@@ -38,7 +39,7 @@ class Report:
         with needs_extra("corun bench report"):
             views = importlib.import_module("corun.bench.report.views")
             page = importlib.import_module("corun.bench.report.page")
-        results = views.merge({str(path): views.read(path) for path in self.files})
-        for path in page.write(results, self.output, baseline=self.baseline):
+        read = {str(path): results.read(path, (results.SCHEMA, results.KERNELS_SCHEMA)) for path in self.files}
+        for path in page.write(views.merge(read), self.output, baseline=self.baseline):
             print(path)
         return 0

@@ -21,8 +21,9 @@ class RouterBench:
     """Measure what a router carries, and how much it adds.
 
     Tokens a second, and how much later clients get them. Runs real routers with fake nodes, whose engines compute
-    nothing and emit steps at a given rate, and with clients that keep every slot in use; all on this machine's cores. The same without a router, over a bare gRPC stream for
-    each sample, is what the router's delays are compared with. Prints the conditions, a table and one JSON line.
+    nothing and emit steps at a given rate, and with clients that keep every slot in use; all on this machine's cores.
+    The same without a router, over a bare gRPC stream for each sample, is what the router's delays are compared with.
+    Prints the conditions, a table and one JSON line.
 
     examples:
       corun bench router                          two decode nodes of 256 slots, a step every 30 ms

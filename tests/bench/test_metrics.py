@@ -13,6 +13,7 @@ import pytest
 from corun.bench.metrics import (
     Gpus,
     Mismatch,
+    Spread,
     aggregate_throughput,
     fp32_bits,
     mismatches,
@@ -213,8 +214,8 @@ def test_the_aggregate_is_weighted_by_time() -> None:
 
 
 def test_spread_of_repeats() -> None:
-    assert spread([3.0, 1.0, 2.0, 10.0]) == (2.5, 1.0, 10.0)
-    assert spread([7.0]).median == 7.0
+    assert spread([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, min=1.0, max=10.0, repeats=4)
+    assert spread([6.0, 2.0]).over(2) == Spread(median=2.0, min=1.0, max=3.0, repeats=2)
     with pytest.raises(InvalidArgumentError, match="repeats"):
         spread([])
 

@@ -51,7 +51,7 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
     outcome = Outcome(index=0, num_prompt_tokens=3, arrivals=[(0.5, 1), (1.0, 1)], token_ids=[4, 5], done_s=1.0)
     run = Run(system="std", workload="in=1,out=2", repeat=0, outcomes=[outcome], duration_s=1.0)
     measured = summarize(run, gpus=Gpus(prefill=1, decode=1, total=1), slots=8)
-    written = result({"system": "std", "workload": "in=1,out=2", "repeat": 0, **measured, "handoff": None})
+    written = result({"system": "std", "workload": "in=1,out=2", "repeat": 0, **measured})
     results.write(tmp_path / "a.json", written)
     assert results.read(tmp_path / "a.json") == written
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
@@ -73,7 +73,7 @@ def test_a_result_that_is_not_json_leaves_the_file_alone(tmp_path: Path) -> None
     ("text", "message"),
     [
         ("", "is not JSON"),
-        ("[]", "schema = None: must be 'corun-bench-1' in a.json"),
+        ("[]", "schema = None: must be 'corun-bench-1' or 'corun-bench-kernels-1' in a.json"),
         ('{"schema": "corun-bench-2"}', "schema = 'corun-bench-2': must be 'corun-bench-1'"),
         ('{"schema": "corun-bench-1"}', "command = in a.json: must be a JSON list"),
         (json.dumps(result() | {"conditions": []}), "conditions = in a.json: must be a JSON object"),
@@ -82,17 +82,40 @@ def test_a_result_that_is_not_json_leaves_the_file_alone(tmp_path: Path) -> None
             "runs[0] = in a.json: must be an object with system and",
         ),
         (json.dumps(result() | {"systems": [3]}), "systems[0]"),
+        ('{"schema": "corun-bench-kernels-1"}', "kernels = in a.json: must be a JSON list"),
+        ('{"schema": "corun-bench-kernels-1", "kernels": [{"kernel": "mean"}]}', "kernels[0]"),
     ],
 )
 def test_another_file_is_an_error_that_names_the_part(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(InvalidArgumentError) as raised:
-        results.read(tmp_path / "a.json")
+        results.read(tmp_path / "a.json", (results.SCHEMA, results.KERNELS_SCHEMA))
     assert message in str(raised.value)
 
 
+def test_a_file_of_kernels_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    found = {"schema": results.KERNELS_SCHEMA, "kernels": [{"kernel": "mean", "variant": "std"}]}
+    path = tmp_path / "k.json"
+    path.write_text(json.dumps(found))
+    assert results.read(path, (results.SCHEMA, results.KERNELS_SCHEMA)) == found
+    with pytest.raises(InvalidArgumentError, match="schema"):
+        results.read(path)
+
+
+def test_what_is_no_finite_number_is_left_out() -> None:
+    rows = [{"a": value} for value in (1.0, math.nan, True, "2", None, 10**400, 3)]
+    assert results.spread_of(rows, "a") == spread_of_two(1.0, 3.0)
+    assert results.spread_of(rows, "b") is None
+    assert results.median_of(rows, "a") == 2.0
+    assert results.numbers({"a": [1, math.inf, "x"]}, "a") == [1.0]
+
+
+def spread_of_two(low: float, high: float) -> Spread:
+    return Spread(median=(low + high) / 2, min=low, max=high, repeats=2)
+
+
 def test_repeats_are_grouped_by_workload_and_system() -> None:
-    groups = results.group(result(row("std", 1.0), row("bi", 2.0), row("std", 3.0), row("std", 9.0, "burstgpt")))
+    groups = results.group([row("std", 1.0), row("bi", 2.0), row("std", 3.0), row("std", 9.0, "burstgpt")])
     assert {cell: [run["output_throughput"] for run in runs] for cell, runs in groups.items()} == {
         ("in=1,out=2", "std"): [1.0, 3.0],
         ("in=1,out=2", "bi"): [2.0],
@@ -127,9 +150,9 @@ def test_differing_conditions_are_named() -> None:
 
 
 def test_a_ratio_carries_the_spread_of_repeats() -> None:
-    assert ratio(Spread(10.0, 8.0, 20.0), Spread(20.0, 10.0, 40.0)) == [2.0, 0.5, 5.0]
-    assert ratio(None, Spread(1.0, 1.0, 1.0)) is None
-    assert ratio(Spread(0.0, 0.0, 0.0), Spread(1.0, 1.0, 1.0)) is None
+    assert ratio(spread_of_two(10.0, 20.0), spread_of_two(10.0, 40.0)) == [25 / 15, 0.5, 4.0]
+    assert ratio(None, spread_of_two(1.0, 1.0)) is None
+    assert ratio(spread_of_two(0.0, 0.0), spread_of_two(1.0, 1.0)) is None
 
 
 def test_a_comparison_has_every_cell_of_both_files() -> None:

@@ -23,11 +23,11 @@ from typing import Any
 from corun import guard, tiny
 from corun.bench.kernels import plan
 from corun.bench.kernels.plan import Job, Selection, Task
+from corun.bench.results import KERNELS_SCHEMA
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node import pin
 from corun.node.engine import vllm_distribution
 
-SCHEMA = "corun-bench-kernels-1"
 _WORKER = "corun.bench.kernels.worker"
 _FACTS_TIMEOUT_S = 300.0
 _GRACE_S = 5.0
@@ -61,7 +61,7 @@ class Options:
 
 
 def measure(options: Options, tell: Tell) -> dict[str, Any]:
-    """The report, in the schema that `SCHEMA` names; `tell` hears what is going on.
+    """The report, in the schema `corun.bench.results.KERNELS_SCHEMA`; `tell` hears what is going on.
 
     Raises:
         InvalidArgumentError: an option is out of range, or the model has no shapes to measure.
@@ -89,7 +89,7 @@ def measure(options: Options, tell: Tell) -> dict[str, Any]:
         "measured_s": round(time.monotonic() - started, 1),
         "notes": list(shapes.notes),
     }
-    return {"schema": SCHEMA, "conditions": conditions, "kernels": rows, "unavailable": unavailable}
+    return {"schema": KERNELS_SCHEMA, "conditions": conditions, "kernels": rows, "unavailable": unavailable}
 
 
 def _check(options: Options) -> None:

@@ -17,20 +17,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from corun.bench.metrics import Spread
 from corun.bench.report.plot_kit import GREY, Look, add_legend, looks, panels, styled, wrap
 from corun.bench.report.plot_parts import add_bar, add_spread_line, add_system_legend, plain_ticks
-from corun.bench.report.views import (
-    STD,
-    Json,
-    Results,
-    Spread,
-    in_order,
-    is_ablation,
-    median,
-    number,
-    padding_of,
-    spread,
-)
+from corun.bench.report.views import STD, Results, in_order, is_ablation, padding_of
+from corun.bench.results import Json, median_of, number, spread_of
 
 MAX_PANELS = 2
 """Numbers of rows for which kernels are drawn."""
@@ -42,8 +33,8 @@ _KERNEL_COLOURS = {
     "row-by-row": "#D55E00",
 }
 """Variants that are no systems; `std` and `bi` look as the systems do."""
-_UNPADDED = (STD, "bi", "pd-std")
-"""Systems whose steps have no padding: lines without points in a padding sweep."""
+_UNPADDED = (STD, "bi", "colocated+ladder", "pd-std")
+"""Systems whose steps are as short for a lone request as they can be: lines without points in a padding sweep."""
 
 
 @styled
@@ -72,10 +63,10 @@ def padding(results: Results) -> Figure | None:
 
 def _padding_line(ax: Axes, name: str, cell: dict[int, list[Json]], look: Look) -> Artist | None:
     if name in _UNPADDED:
-        level = median(list(itertools.chain(*cell.values())), "output_throughput")
+        level = median_of(list(itertools.chain(*cell.values())), "output_throughput")
         return ax.axhline(level, color=look.colour, linestyle=look.line) if level else None
-    found = {rows: spread(runs, "output_throughput") for rows, runs in sorted(cell.items())}
-    points = [(float(rows), value) for rows, value in found.items() if value and value.low > 0]
+    found = {rows: spread_of(runs, "output_throughput") for rows, runs in sorted(cell.items())}
+    points = [(float(rows), value) for rows, value in found.items() if value and value.min > 0]
     return add_spread_line(ax, points, look) if points else None
 
 
@@ -122,9 +113,9 @@ def _inside(ax: Axes, x: float, text: str, colour: str, *, turned: bool) -> None
 
 def _relative(results: Results, workload: str) -> dict[str, Spread]:
     """Throughput over the median of STD's, of STD, its ablations and the whole of CoRun; empty without STD."""
-    base = median(results.runs_of(workload, STD), "output_throughput")
+    base = median_of(results.runs_of(workload, STD), "output_throughput")
     names = [name for name in results.names if name in {STD, "colocated"} or is_ablation(name)]
-    found = {name: spread(results.runs_of(workload, name), "output_throughput") for name in names}
+    found = {name: spread_of(results.runs_of(workload, name), "output_throughput") for name in names}
     return {name: value.over(base) for name, value in found.items() if value and base}
 
 

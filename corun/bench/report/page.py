@@ -16,8 +16,10 @@ from matplotlib.figure import Figure
 
 from corun.bench.report import plots, tables
 from corun.bench.report.captions import CAPTIONS
+from corun.bench.report.cells import flat
 from corun.bench.report.plot_kit import looks, svg_of
-from corun.bench.report.views import STD, Results, mapping
+from corun.bench.report.views import STD, Results
+from corun.bench.results import mapping
 from corun.errors import InvalidArgumentError
 
 REPORT = "report.html"
@@ -129,7 +131,7 @@ def _slug(workload: str) -> str:
 def notices(results: Results) -> Iterator[str]:
     """What a reader has to know before comparing any two numbers."""
     for fact in _FACTS:
-        told = [dict(tables.flat(mapping(mapping(document, "conditions"), fact))) for document in results.documents]
+        told = [dict(flat(mapping(mapping(document, "conditions"), fact))) for document in results.documents]
         known = [facts for facts in told if facts]
         names = sorted({name for facts in known for name in facts})
         if differing := [name for name in names if len({facts.get(name) for facts in known}) > 1]:
@@ -153,10 +155,10 @@ def _conditions(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
     for document in results.documents:
         command = document.get("command")
         words = " ".join(map(str, command)) if isinstance(command, list) else ""
-        facts = tables.flat({"command": words, **mapping(document, "conditions")})
+        facts = flat({"command": words, **mapping(document, "conditions")})
         found.append((document["file"], facts))
     return found
 
 
 def _settings(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
-    return [(entry["system"], facts) for entry in results.systems if (facts := tables.flat(mapping(entry, "settings")))]
+    return [(entry["system"], facts) for entry in results.systems if (facts := flat(mapping(entry, "settings")))]

@@ -82,6 +82,7 @@ _KNOWN = {
     "std": Look("#555555", "s"),
     "bi": Look("#E69F00", "^"),
     "colocated": Look("#009E73", "o"),
+    "colocated+ladder": Look("#8BC34A", "p"),
     "pd-std": Look("#CC79A7", "v", _DASHED),
     "cluster": Look("#004E7C", "D"),
     "cluster:1p1d": Look("#0072B2", "D"),

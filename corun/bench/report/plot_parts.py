@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+from corun.bench.metrics import Spread
 from corun.bench.report.plot_kit import Look, add_legend, compact
-from corun.bench.report.views import Results, Spread, in_order
+from corun.bench.report.views import Results, in_order
 
 HATCH = "////"
 """Of bars whose bits were seen to differ."""
@@ -23,8 +24,8 @@ HATCH = "////"
 
 def add_bar(ax: Axes, x: float, cell: Spread, colour: str, *, differs: bool = False, width: float = 0.8) -> None:
     ax.bar(x, cell.median, width, color=colour, edgecolor="white", linewidth=0, hatch=HATCH if differs else None)
-    if cell.count > 1:
-        whisker = [[cell.median - cell.low], [cell.high - cell.median]]
+    if cell.repeats > 1:
+        whisker = [[cell.median - cell.min], [cell.max - cell.median]]
         ax.errorbar(x, cell.median, yerr=whisker, fmt="none", ecolor="#222222", elinewidth=0.9, capsize=2)
 
 
@@ -35,7 +36,7 @@ def add_line(ax: Axes, x: Sequence[float], y: Sequence[float], look: Look, *, ma
 
 def add_spread_line(ax: Axes, points: Sequence[tuple[float, Spread]], look: Look) -> Artist:
     x, cells = [x for x, _ in points], [cell for _, cell in points]
-    below, above = [cell.median - cell.low for cell in cells], [cell.high - cell.median for cell in cells]
+    below, above = [cell.median - cell.min for cell in cells], [cell.max - cell.median for cell in cells]
     ax.errorbar(x, [c.median for c in cells], yerr=[below, above], fmt="none", ecolor=look.colour, capsize=2)
     return add_line(ax, x, [cell.median for cell in cells], look, marked=True)
 

@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from corun.bench.metrics import Mismatch, Spread
 from corun.bench.report.cost_plots import ablation, kernels, padding
 from corun.bench.report.plot_kit import (
     BAD,
@@ -44,17 +45,8 @@ from corun.bench.report.plot_parts import (
     short_numbers,
     with_gpus,
 )
-from corun.bench.report.views import (
-    Json,
-    Mismatch,
-    Results,
-    Spread,
-    is_ablation,
-    mapping,
-    number,
-    numbers,
-    spread,
-)
+from corun.bench.report.views import Results, is_ablation
+from corun.bench.results import Json, mapping, number, numbers, spread_of
 
 __all__ = ["ablation", "kernels", "latency_cdf", "padding", "save", "scaling", "throughput", "timeline"]
 
@@ -93,13 +85,13 @@ def throughput(results: Results, *, per_gpu: bool = False) -> Figure | None:
 
 def _output(results: Results, workload: str, system: str, per_gpu: bool) -> Spread | None:
     gpus = results.gpus(system) if per_gpu else 1
-    found = spread(results.runs_of(workload, system), "output_throughput")
+    found = spread_of(results.runs_of(workload, system), "output_throughput")
     return found.over(gpus) if found and gpus else None
 
 
 def _bars(ax: Axes, results: Results, workload: str, row: dict[str, Spread | None]) -> None:
     known = looks(results.names)
-    top = max(cell.high for cell in row.values() if cell)
+    top = max(cell.max for cell in row.values() if cell)
     again = {name: results.mismatch(name, workload) for name, cell in row.items() if cell}
     turned = _too_wide([_counts(mismatch) for mismatch in again.values()], len(row), ax)
     for x, (name, cell) in enumerate(row.items()):
@@ -107,7 +99,7 @@ def _bars(ax: Axes, results: Results, workload: str, row: dict[str, Spread | Non
             add_bar(ax, x, cell, known[name].colour, differs=bool((m := again[name]) and m.different_bits))
             # A label must stay clear of its whisker.
             ax.annotate(
-                compact(cell.median), (x, cell.high), (0, 2), textcoords="offset points", ha="center", fontsize=7
+                compact(cell.median), (x, cell.max), (0, 2), textcoords="offset points", ha="center", fontsize=7
             )
     middle, slots = (len(row) - 1) / 2, max(len(row) + 0.2, _width_in(ax) / 0.9)  # Not one bar as wide as a page.
     ax.set(xlim=(middle - slots / 2, middle + slots / 2), ylim=(0, (top or 1) * 1.15))
@@ -277,4 +269,4 @@ def scaling(results: Results) -> Figure | None:
 
 
 def _output_at(results: Results, workload: str, system: str, concurrency: float) -> Spread | None:
-    return spread(results.runs_of(workload, system, concurrency), "output_throughput")
+    return spread_of(results.runs_of(workload, system, concurrency), "output_throughput")

@@ -5,63 +5,34 @@ Owns which numbers stand side by side, and what they are compared with. This mod
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import compress
 
-from corun.bench.report.plot_kit import compact
-from corun.bench.report.views import (
-    STD,
-    Json,
-    Mismatch,
-    Results,
-    in_order,
-    is_ablation,
-    mapping,
-    median,
-    number,
-    spread,
-    whole,
+from corun.bench.metrics import aggregate_throughput
+from corun.bench.report.cells import (
+    NOTHING,
+    TIMES,
+    Cell,
+    Row,
+    Section,
+    Table,
+    bits_cell,
+    count_cell,
+    failed_cell,
+    flat,
+    number_cell,
+    range_cell,
+    ratio_cell,
+    share_cell,
+    yes_cell,
 )
-
-NOTHING = "\N{EN DASH}"
-TIMES = "\N{MULTIPLICATION SIGN}"
+from corun.bench.report.plot_kit import compact
+from corun.bench.report.views import STD, Results, in_order, is_ablation
+from corun.bench.results import Json, mapping, median_of, number, spread_of, whole
 
 _LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "e2e"))
 _STATISTICS = ("mean", "median", "p90", "p99")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """Text, and whether it is something to be glad or sorry about: "", "good", "bad" or "dim"."""
-
-    text: str
-    kind: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """A line of a table; `system` is what the row is about."""
-
-    system: str
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """Rows under one heading."""
-
-    title: str
-    rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Columns but the first, which is the system's."""
-
-    columns: tuple[str, ...]
-    sections: tuple[Section, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +51,8 @@ _Column = tuple[str, Callable[[_Group], Cell]]
 
 def summary(results: Results, baseline: str) -> Table:
     """Each system over all workloads that every system ran: the paper's time-weighted throughput, and bits."""
-    systems = [name for name in results.names if not is_ablation(name) and _weights(results, name)]
-    of_all = [set(_weights(results, name)) for name in systems]
+    systems = [name for name in results.names if not is_ablation(name) and _tasks(results, name)]
+    of_all = [set(_tasks(results, name)) for name in systems]
     shared = [name for name in results.workloads if all(name in ran for ran in of_all)]
     columns = ("GPUs", "workloads", "output tokens/s", f"{TIMES} {baseline}", "per GPU", "bits differ", "failed")
     rows = [_summary_row(results, name, shared, baseline) for name in systems]
@@ -93,27 +64,32 @@ def _summary_row(results: Results, system: str, shared: Sequence[str], baseline:
     gpus = results.gpus(system)
     failed = sum(whole(run, "failed") for run in results.runs if run["system"] == system)
     per_gpu = value / gpus if value and gpus else None
-    cells = (_count(gpus), _count(len(shared)), _cell(value), _ratio(value, base), _cell(per_gpu))
-    return Row(system=system, cells=(*cells, _bits(results.mismatch(system)), _failed(failed)))
+    cells = (
+        count_cell(gpus),
+        count_cell(len(shared)),
+        number_cell(value),
+        ratio_cell(value, base),
+        number_cell(per_gpu),
+    )
+    return Row(system=system, cells=(*cells, bits_cell(results.mismatch(system)), failed_cell(failed)))
 
 
 def aggregate(results: Results, system: str, workloads: Sequence[str]) -> float | None:
-    """Throughput weighted by time (paper, Section V): all tokens over all seconds. None unless it ran all of them."""
-    weights = _weights(results, system)
-    if not workloads or not all(workload in weights for workload in workloads):
+    """The paper's aggregate of medians over repeats. None unless it ran all of the workloads."""
+    tasks = _tasks(results, system)
+    if not workloads or not all(workload in tasks for workload in workloads):
         return None
-    tokens = sum(throughput * duration for throughput, duration in (weights[workload] for workload in workloads))
-    return tokens / sum(weights[workload][1] for workload in workloads)
+    return aggregate_throughput(tasks[workload] for workload in workloads)
 
 
-def _weights(results: Results, system: str) -> dict[str, tuple[float, float]]:
+def _tasks(results: Results, system: str) -> dict[str, dict[str, float]]:
     """Output throughput and duration of each workload that the system ran, medians over repeats."""
     found = {}
     for workload in results.workloads:
         runs = results.runs_of(workload, system)
-        throughput, duration = median(runs, "output_throughput"), median(runs, "duration")
+        throughput, duration = median_of(runs, "output_throughput"), median_of(runs, "duration")
         if throughput is not None and duration:
-            found[workload] = (throughput, duration)
+            found[workload] = {"output_throughput": throughput, "duration": duration}
     return found
 
 
@@ -123,46 +99,68 @@ def throughputs(results: Results, baseline: str) -> Table:
         results,
         baseline,
         (
-            ("GPUs", lambda group: _count(results.gpus(group.system))),
-            ("output tokens/s", lambda group: _cell(median(group.runs, "output_throughput"))),
+            ("GPUs", lambda group: count_cell(results.gpus(group.system))),
+            ("output tokens/s", _median("output_throughput")),
             ("min … max", _range),
             (f"{TIMES} {baseline}", _against_base),
             ("per GPU", _per_gpu),
-            ("bits differ", lambda group: _bits(results.mismatch(group.system, group.workload))),
-            ("total tokens/s", lambda group: _cell(median(group.runs, "total_token_throughput"))),
-            ("decode peak tokens/s", lambda group: _cell(median(group.runs, "peak_decode_tokens_per_s"))),
-            ("slots in use", lambda group: _share(median(group.runs, "slot_occupancy"))),
-            ("padding", lambda group: _share(median(group.runs, "padding_waste"))),
-            ("repeats", lambda group: _count(len(group.runs))),
-            ("failed", lambda group: _failed(sum(whole(run, "failed") for run in group.runs))),
+            ("bits differ", _bits),
+            ("total tokens/s", _median("total_token_throughput")),
+            ("decode peak tokens/s", _median("peak_decode_tokens_per_s")),
+            ("slots in use", lambda group: share_cell(median_of(group.runs, "slot_occupancy"))),
+            ("padding", _padding),
+            ("repeats", lambda group: count_cell(len(group.runs))),
+            ("failed", lambda group: failed_cell(sum(whole(run, "failed") for run in group.runs))),
         ),
     )
 
 
 def latencies(results: Results, baseline: str) -> Table:
-    """Latencies in ms, each a median over repeats, and how the KV cache was handed over."""
-    columns: list[_Column] = [
-        (f"{title} {statistic}", _latency(f"{statistic}_{key}_ms"))
+    """Latencies in ms, each a median over repeats."""
+    columns = [
+        (f"{title} {statistic}", _median(f"{statistic}_{key}_ms"))
         for key, title in _LATENCIES
         for statistic in _STATISTICS
     ]
-    columns += [("handoff ms", _handoff("mean_ms")), ("handoff GB/s", _handoff("gb_per_s"))]
     return _by_workload(results, baseline, columns)
 
 
+def overview(results: Results, baseline: str) -> Table:
+    """The few columns that fit a terminal: speed beside determinism."""
+    throughput: list[_Column] = [
+        ("output tokens/s", _median("output_throughput")),
+        ("min … max", _range),
+        (f"{TIMES} {baseline}", _against_base),
+    ]
+    latency: list[_Column] = [
+        (f"{title} {statistic} ms", _median(f"{statistic}_{key}_ms"))
+        for key, title in _LATENCIES[:2]
+        for statistic in ("median", "p99")
+    ]
+    return _by_workload(results, baseline, [*throughput, *latency, ("padding", _padding), ("bits differ", _bits)])
+
+
 def _by_workload(results: Results, baseline: str, columns: Sequence[_Column]) -> Table:
-    """A section per workload and concurrency; a column that is empty in all of them is left out."""
-    groups = _groups(results, baseline)
-    of_all = [group for _, found in groups for group in found]
-    full = [(title, cell) for title, cell in columns if any(cell(group).text != NOTHING for group in of_all)]
+    """A section per workload and concurrency."""
     sections = [
         Section(
             title=title,
-            rows=tuple(Row(system=group.system, cells=tuple(cell(group) for _, cell in full)) for group in found),
+            rows=tuple(Row(system=group.system, cells=tuple(cell(group) for _, cell in columns)) for group in found),
         )
-        for title, found in groups
+        for title, found in _groups(results, baseline)
     ]
-    return Table(columns=tuple(title for title, _ in full), sections=tuple(sections))
+    return _without_empty(Table(columns=tuple(title for title, _ in columns), sections=tuple(sections)))
+
+
+def _without_empty(table: Table) -> Table:
+    """A column that is empty in all rows is left out."""
+    rows = [row.cells for section in table.sections for row in section.rows]
+    full = [any(cells[i].text != NOTHING for cells in rows) for i in range(len(table.columns))]
+    sections = (
+        replace(section, rows=tuple(replace(row, cells=tuple(compress(row.cells, full))) for row in section.rows))
+        for section in table.sections
+    )
+    return Table(columns=tuple(compress(table.columns, full)), sections=tuple(sections))
 
 
 def _groups(results: Results, baseline: str) -> list[tuple[str, list[_Group]]]:
@@ -181,27 +179,47 @@ def _groups(results: Results, baseline: str) -> list[tuple[str, list[_Group]]]:
 
 
 def systems(results: Results) -> Table:
-    """Start-up, memory and identity of each system; sizes in MiB."""
-    columns = ("GPUs (prefill + decode)", "slots", "ready after s", "RSS MiB", "of which", "GPU memory", "fingerprint")
+    """Start-up, memory, handoffs and identity of each system; sizes in MiB."""
     entries = sorted(results.systems, key=lambda entry: results.names.index(entry["system"]))
-    rows = tuple(Row(system=entry["system"], cells=_system_cells(entry)) for entry in entries)
-    return Table(columns=columns, sections=(Section(title="", rows=rows),) if rows else ())
+    cells = [
+        {**_start_cells(entry), **_handoff_cells(mapping(entry, "handoff")), **_name_cells(entry)} for entry in entries
+    ]
+    rows = [Row(system=entry["system"], cells=tuple(row.values())) for entry, row in zip(entries, cells, strict=True)]
+    if not rows:
+        return Table(columns=(), sections=())
+    return _without_empty(Table(columns=tuple(cells[0]), sections=(Section(title="", rows=tuple(rows)),)))
 
 
-def _system_cells(entry: Json) -> tuple[Cell, ...]:
+def _start_cells(entry: Json) -> dict[str, Cell]:
     gpus, memory = mapping(entry, "gpus"), mapping(entry, "memory")
     sizes = [value for process in memory if (value := number(memory, process)) is not None]
     split = f"{whole(gpus, 'total')} ({whole(gpus, 'prefill')} + {whole(gpus, 'decode')})"
+    return {
+        "GPUs (prefill + decode)": Cell(text=split if gpus else NOTHING),
+        "slots": number_cell(number(entry, "slots")),
+        "ready after s": number_cell(number(entry, "ready_s")),
+        "RSS MiB": Cell(text=f"{sum(sizes):,.0f}" if sizes else NOTHING),
+        "of which": Cell(text=_listed(memory), kind="dim"),
+        "GPU memory": Cell(text=_listed(mapping(entry, "gpu_memory"))),
+    }
+
+
+def _handoff_cells(handoff: Json) -> dict[str, Cell]:
+    return {
+        "handoffs": number_cell(number(handoff, "count")),
+        "failed": failed_cell(whole(handoff, "failed")) if handoff else Cell(text=NOTHING),
+        "handoff ms": number_cell(number(handoff, "mean_ms")),
+        "handoff GB/s": number_cell(number(handoff, "gb_per_s")),
+    }
+
+
+def _name_cells(entry: Json) -> dict[str, Cell]:
     fingerprint = str(entry.get("fingerprint") or NOTHING)
-    return (
-        Cell(text=split if gpus else NOTHING),
-        _cell(number(entry, "slots")),
-        _cell(number(entry, "ready_s")),
-        Cell(text=f"{sum(sizes):,.0f}" if sizes else NOTHING),
-        Cell(text=", ".join(f"{name} {value}" for name, value in flat(memory)) or NOTHING, kind="dim"),
-        Cell(text=", ".join(f"{name} {value}" for name, value in flat(mapping(entry, "gpu_memory"))) or NOTHING),
-        Cell(text=fingerprint if len(fingerprint) <= 24 else f"{fingerprint[:23]}…", kind="dim"),
-    )
+    return {"fingerprint": Cell(text=fingerprint if len(fingerprint) <= 24 else f"{fingerprint[:23]}…", kind="dim")}
+
+
+def _listed(values: Json) -> str:
+    return ", ".join(f"{name} {value}" for name, value in flat(values)) or NOTHING
 
 
 def kernels(results: Results) -> Table:
@@ -227,87 +245,33 @@ def kernels(results: Results) -> Table:
 
 def _kernel_cells(entry: Json, bases: dict[tuple[str, float | None], float | None]) -> tuple[Cell, ...]:
     rows, value = number(entry, "rows"), number(entry, "median_us")
-    low, high = number(entry, "min_us"), number(entry, "max_us")
-    between = f"{_digits(low)} … {_digits(high)}" if low is not None and high is not None else NOTHING
+    between = range_cell(number(entry, "min_us"), number(entry, "max_us"))
     base = bases.get((entry["kernel"], rows))
-    invariant = (_yes(entry.get(f"{kind}_invariant")) for kind in ("batch", "position"))
-    return (_cell(rows), _cell(value), Cell(text=between, kind="dim"), _ratio(value, base), *invariant)
+    invariant = (yes_cell(entry.get(f"{kind}_invariant")) for kind in ("batch", "position"))
+    return (number_cell(rows), number_cell(value), between, ratio_cell(value, base), *invariant)
 
 
-def flat(values: Json, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested objects as dotted names and their values, as text."""
-    found: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found += flat(value, f"{prefix}{key}.")
-        elif value not in (None, "", [], ()):
-            found.append((f"{prefix}{key}", _plain(value)))
-    return found
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return ", ".join(map(_plain, value))
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _cell(value: float | None) -> Cell:
-    return Cell(text=NOTHING if value is None else _digits(value))
-
-
-def _digits(value: float) -> str:
-    """A number with three digits or all before the point, whichever are more."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else compact(value)
-
-
-def _count(value: int) -> Cell:
-    return Cell(text=str(value) if value else NOTHING)
-
-
-def _share(value: float | None) -> Cell:
-    return Cell(text=NOTHING if value is None else f"{value:.1%}")
-
-
-def _ratio(value: float | None, base: float | None) -> Cell:
-    return Cell(text=NOTHING if value is None or not base else f"{value / base:.2f}")
-
-
-def _bits(mismatch: Mismatch | None) -> Cell:
-    if mismatch is None:
-        return Cell(text="not run again", kind="dim")
-    text = f"{mismatch.different_bits} of {mismatch.requests}"
-    return Cell(text=text, kind="bad" if mismatch.different_bits else "good")
-
-
-def _failed(count: int) -> Cell:
-    return Cell(text=str(count), kind="bad" if count else "dim")
-
-
-def _yes(value: object) -> Cell:
-    words = {True: Cell(text="yes", kind="good"), False: Cell(text="no", kind="bad")}
-    return words[value] if isinstance(value, bool) else Cell(text="not measured", kind="dim")
+def _median(key: str) -> Callable[[_Group], Cell]:
+    return lambda group: number_cell(median_of(group.runs, key))
 
 
 def _range(group: _Group) -> Cell:
-    found = spread(group.runs, "output_throughput")
-    several = found and found.count > 1
-    return Cell(text=f"{_digits(found.low)} … {_digits(found.high)}" if found and several else NOTHING, kind="dim")
+    found = spread_of(group.runs, "output_throughput")
+    return range_cell(found.min, found.max) if found and found.repeats > 1 else range_cell(None, None)
 
 
 def _against_base(group: _Group) -> Cell:
-    return _ratio(median(group.runs, "output_throughput"), median(group.base, "output_throughput"))
+    return ratio_cell(*(median_of(runs, "output_throughput") for runs in (group.runs, group.base)))
 
 
 def _per_gpu(group: _Group) -> Cell:
-    value, gpus = median(group.runs, "output_throughput"), group.results.gpus(group.system)
-    return _cell(value / gpus if value is not None and gpus else None)
+    value, gpus = median_of(group.runs, "output_throughput"), group.results.gpus(group.system)
+    return number_cell(value / gpus if value is not None and gpus else None)
 
 
-def _latency(key: str) -> Callable[[_Group], Cell]:
-    return lambda group: _cell(median(group.runs, key))
+def _padding(group: _Group) -> Cell:
+    return share_cell(median_of(group.runs, "padding_waste"))
 
 
-def _handoff(key: str) -> Callable[[_Group], Cell]:
-    return lambda group: _cell(median([mapping(run, "handoff") for run in group.runs], key))
+def _bits(group: _Group) -> Cell:
+    return bits_cell(group.results.mismatch(group.system, group.workload))

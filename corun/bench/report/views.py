@@ -5,49 +5,22 @@ Owns which runs stand for a system on a workload. This module must not know how 
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from corun.bench.metrics import Mismatch
+from corun.bench.results import Json, mapping, mismatch_of, number, whole
 from corun.errors import InvalidArgumentError
 
-SCHEMA = "corun-bench-1"
 STD = "std"
-ORDER = (STD, "std+nosplit", "std+isolated", "bi", "colocated", "pd-std", "cluster", "cluster:1p1d", "cluster:shared")
-"""Known systems in the order in which they are shown; others follow as the files name them."""
+ORDER = ("std", "std+nosplit", "std+isolated", "bi", "colocated", "colocated+ladder", "pd-std", "cluster")
+"""Kinds of systems in the order in which they are shown; what is none of them follows as the files name it."""
+PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared")
+"""Of a kind that has several, in the order in which they are shown; others follow."""
 
-Json = dict[str, Any]
-
-_TOO_LARGE = 1e300  # JSON has infinities, NaN and integers of any size.
 _ABLATION = "std+"
 _PADDING = re.compile(r"padding=(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """One number over all repeats."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    def over(self, unit: float) -> Spread:
-        """The same numbers in multiples of `unit`."""
-        return Spread(median=self.median / unit, low=self.low / unit, high=self.high / unit, count=self.count)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
-    """Requests that were run again in another crowd, and how many came out otherwise."""
-
-    requests: int
-    different_tokens: int
-    different_bits: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,15 +66,8 @@ class Results:
 
     def mismatch(self, system: str, workload: str | None = None) -> Mismatch | None:
         """What running requests again gave, of one workload or of all; None: that was not done."""
-        found = [
-            [whole(entry, key) for key in ("requests", "different_tokens", "different_bits")]
-            for entry in self.mismatches
-            if entry["system"] == system and workload in {None, entry["workload"]}
-        ]
-        if not sum(requests for requests, _, _ in found):
-            return None
-        requests, tokens, bits = (sum(column) for column in zip(*found, strict=True))
-        return Mismatch(requests=requests, different_tokens=tokens, different_bits=bits)
+        of_system = (row for row in self.mismatches if row["system"] == system)
+        return mismatch_of(row for row in of_system if workload in {None, row["workload"]})
 
     def gpus(self, system: str) -> int:
         """All GPUs of a system; 0: it has none, or the files do not say."""
@@ -109,39 +75,23 @@ class Results:
         return next((whole(mapping(entry, "gpus"), "total") for entry in of_system), 0)
 
 
-def read(path: Path) -> Json:
-    """One result file. Raises InvalidArgumentError where it is not one."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidArgumentError(str(path), str(error), "must be JSON") from error
-    if not isinstance(document, dict):
-        raise InvalidArgumentError(str(path), type(document).__name__, "must be a JSON object")
-    if document.get("schema") != SCHEMA and "kernels" not in document:
-        raise InvalidArgumentError(f"{path}: schema", document.get("schema"), f"must be {SCHEMA}")
-    return document
-
-
 def merge(documents: Mapping[str, Json]) -> Results:
-    """Files by their names as one result. Raises InvalidArgumentError if they cannot be compared."""
+    """Files as `results.read` gives them, by their names. Raises InvalidArgumentError if they cannot be compared."""
     _check_models(documents)
     results = Results(
         documents=tuple({**document, "file": file} for file, document in documents.items()),
-        systems=_concatenated(documents, "systems", ("system",)),
-        runs=_concatenated(documents, "runs", ("system", "workload")),
-        mismatches=_concatenated(documents, "mismatches", ("system", "workload")),
-        kernels=_concatenated(documents, "kernels", ("kernel", "variant")),
+        systems=_concatenated(documents, "systems"),
+        runs=_concatenated(documents, "runs"),
+        mismatches=_concatenated(documents, "mismatches"),
+        kernels=_concatenated(documents, "kernels"),
     )
     _check_gpus(results)
     return results
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Each name once: known systems first, variants of the cluster next, foreign ones last."""
-    unique = _unique(names)
-    known = [name for name in ORDER if name in unique]
-    variants = [name for name in unique if name.startswith("cluster:") and name not in known]
-    return [*known, *variants, *(name for name in unique if name not in {*known, *variants})]
+    """Each name once: by kind, then by placement, foreign ones last."""
+    return sorted(_unique(names), key=lambda name: (_place(ORDER, name.partition(":")[0]), _place(PLACEMENTS, name)))
 
 
 def is_ablation(system: str) -> bool:
@@ -155,46 +105,8 @@ def padding_of(workload: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def spread(runs: Sequence[Json], key: str) -> Spread | None:
-    """A number over repeats; None if no run has it."""
-    values = [value for run in runs if (value := number(run, key)) is not None]
-    if not values:
-        return None
-    return Spread(median=statistics.median(values), low=min(values), high=max(values), count=len(values))
-
-
-def median(runs: Sequence[Json], key: str) -> float | None:
-    found = spread(runs, key)
-    return found.median if found else None
-
-
-def number(values: Mapping[str, Any], key: str) -> float | None:
-    """A finite number of a JSON object; None if there is none under this key."""
-    return _finite(values.get(key))
-
-
-def numbers(values: Mapping[str, Any], key: str) -> list[float]:
-    """The finite numbers of a JSON list; empty if there is no list under this key."""
-    found = values.get(key)
-    items = found if isinstance(found, list) else []
-    return [value for item in items if (value := _finite(item)) is not None]
-
-
-def whole(values: Mapping[str, Any], key: str) -> int:
-    """A count of a JSON object; 0 if there is none under this key."""
-    return round(number(values, key) or 0)
-
-
-def mapping(values: Mapping[str, Any], key: str) -> Json:
-    """An object within a JSON object; empty if there is none under this key."""
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def _finite(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if abs(value) < _TOO_LARGE else None
+def _place(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else len(names)
 
 
 def _concurrency(run: Json) -> float:
@@ -209,22 +121,8 @@ def _unique(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _concatenated(documents: Mapping[str, Json], key: str, names: tuple[str, ...]) -> tuple[Json, ...]:
-    entries: list[Json] = []
-    for file, document in documents.items():
-        found = document.get(key) or []
-        if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-            raise InvalidArgumentError(f"{file}: {key}", type(found).__name__, "must be a list of JSON objects")
-        for entry in found:
-            _check_names(entry, names, f"{file}: {key}")
-        entries += found
-    return tuple(entries)
-
-
-def _check_names(entry: Json, names: tuple[str, ...], where: str) -> None:
-    for name in names:
-        if not isinstance(entry.get(name), str):
-            raise InvalidArgumentError(f"{where}: {name}", entry.get(name), "must be text")
+def _concatenated(documents: Mapping[str, Json], key: str) -> tuple[Json, ...]:
+    return tuple(entry for document in documents.values() for entry in document.get(key, ()))
 
 
 def _check_models(documents: Mapping[str, Json]) -> None:

@@ -20,6 +20,7 @@ from corun.bench.kernels.plan import Selection, Shapes, Task
 from corun.bench.kernels.timing import durations_us
 from corun.bench.kernels.worker import Spec
 from corun.bench.kernels.worker import measure as measure_task
+from corun.bench.results import KERNELS_SCHEMA
 from corun.cli import bench_kernels
 from corun.errors import InvalidArgumentError
 
@@ -386,7 +387,7 @@ def row_of(**changes: Any) -> dict[str, Any]:
 
 def report_of(*rows: dict[str, Any]) -> dict[str, Any]:
     unavailable = [{"kernel": "MatMul", "variant": "bi", "reason": "needs a GPU"}]
-    return {"schema": runner.SCHEMA, "conditions": {}, "kernels": list(rows), "unavailable": unavailable}
+    return {"schema": KERNELS_SCHEMA, "conditions": {}, "kernels": list(rows), "unavailable": unavailable}
 
 
 def test_the_command_fails_if_a_kernel_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

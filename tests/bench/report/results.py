@@ -13,7 +13,7 @@ HOSTILE = '</svg><script>alert("$x^")</script><!-- & _\ud800\u4e2d\x00'
 def run(system: str, workload: str = "in=8,out=4", **values: Any) -> dict[str, Any]:
     """One repeat, with what is not given made up."""
     found = {"repeat": 0, "max_concurrency": 256, "duration": 2.0, "completed": 4, "failed": 0}
-    found |= {"output_throughput": 100.0, "total_token_throughput": 300.0, "median_ttft_ms": 12.5, "handoff": None}
+    found |= {"output_throughput": 100.0, "total_token_throughput": 300.0, "median_ttft_ms": 12.5}
     return {"system": system, "workload": workload, **found, **values}
 
 

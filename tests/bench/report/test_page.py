@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -13,9 +14,13 @@ from typing import Any
 
 import pytest
 import tyro
+from rich.console import Console
 
 from corun.bench.report import page as report
-from corun.bench.report import tables, views
+from corun.bench.report import tables, terminal, views
+from corun.bench.report.cells import NOTHING, TIMES, Table
+from corun.bench.report.plot_kit import looks
+from corun.bench.systems import KINDS
 from corun.cli.bench_report import Report
 from corun.errors import InvalidArgumentError
 from tests.bench.report.results import HOSTILE, document, kernel, results, run, system
@@ -55,7 +60,7 @@ def written(tmp_path: Path, found: views.Results, **options: str) -> tuple[Page,
     return Page(paths[0].read_text(encoding="utf-8")), paths
 
 
-def cells(table: tables.Table, name: str, at: int = 0) -> dict[str, str]:
+def cells(table: Table, name: str, at: int = 0) -> dict[str, str]:
     """The first row of a system, by column."""
     (row, *_) = [row for row in table.sections[at].rows if row.system == name]
     return dict(zip(table.columns, (cell.text for cell in row.cells), strict=True))
@@ -63,14 +68,14 @@ def cells(table: tables.Table, name: str, at: int = 0) -> dict[str, str]:
 
 def full() -> views.Results:
     again = {"system": "std", "workload": "in=8,out=4", "requests": 8, "different_tokens": 1, "different_bits": 3}
-    handoff = {"count": 4, "bytes": 10, "gb_per_s": 41.2, "mean_ms": 8.1}
+    handoff = {"count": 4, "bytes": 10, "failed": 0, "gb_per_s": 41.2, "mean_ms": 8.1}
     runs = [
         run("std", output_throughput=100.0),
         run("std", output_throughput=300.0, repeat=1),
         run("std", output_throughput=200.0, repeat=2),
-        run("cluster:shared", output_throughput=320.0, handoff=handoff, slot_occupancy=0.75, failed=1),
+        run("cluster:shared", output_throughput=320.0, slot_occupancy=0.75, failed=1),
     ]
-    systems = [system("std"), system("cluster:shared", 2)]
+    systems = [system("std"), system("cluster:shared", 2, handoff=handoff)]
     return results(*runs, systems=systems, mismatches=[again], kernels=[kernel("mean", "std")])
 
 
@@ -83,14 +88,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, list[Path]]:
 def test_table_has_medians_ratios_and_bits() -> None:
     table = tables.throughputs(full(), "std")
     std, cluster = cells(table, "std"), cells(table, "cluster:shared")
-    times = tables.TIMES
+    times = TIMES
     assert std["output tokens/s"] == "200"
     assert std["min … max"] == "100 … 300"
     assert (std[f"{times} std"], cluster[f"{times} std"]) == ("1.00", "1.60")
     assert (std["per GPU"], cluster["per GPU"]) == ("200", "160")
     assert (std["bits differ"], cluster["bits differ"]) == ("3 of 8", "not run again")
     assert (std["repeats"], std["failed"], cluster["failed"]) == ("3", "0", "1")
-    assert (std["slots in use"], cluster["slots in use"]) == (tables.NOTHING, "75.0%")
+    assert (std["slots in use"], cluster["slots in use"]) == (NOTHING, "75.0%")
     assert table.sections[0].title == "in=8,out=4, 256 in flight"
 
 
@@ -104,10 +109,30 @@ def test_columns_that_nothing_has_are_left_out() -> None:
     assert "slots in use" not in tables.throughputs(results(run("std")), "std").columns
 
 
-def test_latencies_and_handoffs() -> None:
-    table = tables.latencies(full(), "std")
-    assert cells(table, "std") == {"TTFT median": "12.5", "handoff ms": tables.NOTHING, "handoff GB/s": tables.NOTHING}
-    assert cells(table, "cluster:shared")["handoff GB/s"] == "41.2"
+def test_latencies() -> None:
+    assert cells(tables.latencies(full(), "std"), "std") == {"TTFT median": "12.5"}
+
+
+def test_systems_have_their_handoffs() -> None:
+    table = tables.systems(full())
+    std, cluster = cells(table, "std"), cells(table, "cluster:shared")
+    names = ("handoffs", "failed", "handoff ms", "handoff GB/s")
+    assert [cluster[name] for name in names] == ["4", "0", "8.1", "41.2"]
+    assert {std[name] for name in names} == {NOTHING}
+    assert "handoffs" not in tables.systems(results(run("std"), systems=[system("std")])).columns
+    assert "GPU memory" not in table.columns, "nothing is known about it"
+
+
+def test_the_printed_table_has_speed_and_bits() -> None:
+    printed = Console(width=200, file=io.StringIO(), record=True)
+    printed.print(terminal.table(full()))
+    lines = [line.split() for line in printed.export_text().splitlines()]
+    head = " ".join(lines[1])
+    assert all(words in head for words in ("output tokens/s", f"{TIMES} std", "TTFT median ms", "bits differ"))
+    std, cluster = (next(line for line in lines[2:] if name in line) for name in ("std", "cluster:shared"))
+    assert std[:4] == ["in=8,out=4,", "256", "in", "flight"]
+    assert {"200", "100", "300", "1.00", "12.5", "3", "of", "8"} <= set(std)
+    assert cluster[:2] == ["cluster:shared", "320"], "the workload is named once"
 
 
 def test_aggregate_is_weighted_by_time_over_workloads_that_all_systems_ran() -> None:
@@ -121,7 +146,7 @@ def test_aggregate_is_weighted_by_time_over_workloads_that_all_systems_ran() -> 
     assert tables.aggregate(found, "bi", ["a", "only here"]) is None
     summary = tables.summary(found, "std")
     assert cells(summary, "std")["output tokens/s"] == "19"
-    assert cells(summary, "bi")[f"{tables.TIMES} std"] == "0.50"
+    assert cells(summary, "bi")[f"{TIMES} std"] == "0.50"
 
 
 def test_ratios_are_against_the_chosen_baseline() -> None:
@@ -222,17 +247,10 @@ def test_files_are_merged() -> None:
             "b: model = 'other': must be the model of all files, and a has 'tiny'",
         ),
         (document(systems=[system("std", 2)]), "system std: gpus = 2: must be 1"),
-        (document(runs=[{"system": 7, "workload": "w"}]), "b: runs: system = 7: must be text"),
-        (document(runs={}), None),
-        (document(runs=[1]), "b: runs = 'list': must be a list of JSON objects"),
-        (document(kernels=[{"kernel": "mean"}]), "b: kernels: variant = None: must be text"),
     ],
 )
-def test_files_that_do_not_belong_together_are_refused(other: dict[str, Any], message: str | None) -> None:
+def test_files_that_do_not_belong_together_are_refused(other: dict[str, Any], message: str) -> None:
     files = {"a": document(systems=[system("std")]), "b": other}
-    if message is None:
-        assert views.merge(files).runs == ()
-        return
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
         views.merge(files)
 
@@ -248,12 +266,24 @@ def test_other_conditions_are_told(page: tuple[Page, list[Path]]) -> None:
     assert "nothing is known about their bits: cluster:shared" in page[0].text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "corun-bench-2"}', "\x00"])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "file.json"
-    path.write_text(text)
-    with pytest.raises(InvalidArgumentError, match=re.escape(str(path))):
-        views.read(path)
+def test_systems_are_in_one_order() -> None:
+    names = [
+        "http://x:1",
+        "cluster:2p1d",
+        "cluster:shared",
+        "colocated+ladder",
+        "bi",
+        "colocated::512",
+        "cluster",
+        "std",
+    ]
+    found = views.in_order([*names, "std+isolated", "colocated", "std"])
+    kinds = ["std", "std+isolated", "bi", "colocated::512", "colocated", "colocated+ladder"]
+    assert found == [*kinds, "cluster", "cluster:shared", "cluster:2p1d", "http://x:1"]
+    assert set(KINDS) == set(views.ORDER)
+    assert not views.is_ablation("colocated+ladder")
+    known = looks(list(KINDS))
+    assert len({look.colour for look in known.values()}) == len(KINDS), "each has its own"
 
 
 def command(*args: str) -> Report:
