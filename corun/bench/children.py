@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from corun.errors import UnavailableError
+from corun.guard import stat_fields
 from corun.processes import descendants, end_tree
+
+_POLL_S = 0.25
 
 
 @dataclass
 class Processes:
-    """Processes of one cluster; all of them are gone after `stop`."""
+    """Processes by name; all of them are gone after `stop`, and after the block of which they are the context."""
 
     logs: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -23,13 +29,22 @@ class Processes:
     def __post_init__(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, module: str, *flags: str) -> None:
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in list(self.running):
+            self.kill(name)
+
+    def start(self, name: str, module: str, *flags: str, stdin: int | None = None) -> None:
+        """Runs `python -m MODULE FLAGS…`; stdin: as of `subprocess.Popen`."""
         self.commands[name] = (module, *flags)
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 # In this session: Linux gives each session an equal share of a core, however many of its threads
                 # only spin, and the engines share cores here.
                 [sys.executable, "-m", module, *flags],
+                stdin=stdin,
                 stdout=log,
                 stderr=log,
             )
@@ -41,6 +56,34 @@ class Processes:
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
+    def wait(self, seconds: float) -> None:
+        """Raises UnavailableError if one ends meanwhile."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            for name, process in self.running.items():
+                if (code := process.poll()) is not None:
+                    raise self._failed(name, f"ended with {code}")
+            time.sleep(min(left, _POLL_S))
+
+    def finish(self, names: Iterable[str], timeout_s: float) -> None:
+        """Closes the inputs of processes that have one (PIPE), and waits until they have ended by themselves.
+
+        Raises UnavailableError if one fails, or does not end in time.
+        """
+        inputs = {name: self.running[name].stdin for name in names}
+        for pipe in inputs.values():
+            assert pipe is not None
+            pipe.close()
+        deadline = time.monotonic() + timeout_s
+        for name in inputs:
+            try:
+                code = self.running[name].wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise self._failed(name, f"did not end within {timeout_s:g} s") from None
+            if code:
+                raise self._failed(name, f"ended with {code}")
+            del self.running[name]
+
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
         """SIGTERM, then the exit code; a process that does not end in time is killed with its descendants."""
         process = self.running.pop(name)
@@ -49,13 +92,46 @@ class Processes:
         try:
             return process.wait(timeout_s)
         finally:
-            self.kill(process, tree)
+            _end(process, tree, 2.0)
 
-    def kill(self, process: subprocess.Popen[bytes], tree: Mapping[int, str]) -> None:
-        """Ends whatever is left of a process and its descendants."""
-        process.kill()
-        process.wait()
-        end_tree(tree, step_s=2.0)
+    def kill(self, name: str, step_s: float = 2.0) -> None:
+        """kill -9 of a process, and the end of all that it started; `step_s`: as in `corun.processes.end_tree`."""
+        process = self.running.pop(name)
+        _end(process, descendants(process.pid), step_s)
 
     def stop(self) -> dict[str, int]:
         return {name: self.terminate(name) for name in list(self.running)}
+
+    def owners(self) -> dict[int, str]:
+        """Which of them each process id belongs to: its own, and those of all that it started."""
+        trees = {name: (process.pid, *descendants(process.pid)) for name, process in self.running.items()}
+        return {pid: name for name, tree in trees.items() for pid in tree}
+
+    def memory(self) -> dict[str, float]:
+        """Resident memory of each with all that it started, in MiB."""
+        pages = self._sums(21)
+        return {name: round(count * os.sysconf("SC_PAGE_SIZE") / 2**20, 1) for name, count in pages.items()}
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds that each has used with all that it started and all their threads."""
+        return {name: ticks / os.sysconf("SC_CLK_TCK") for name, ticks in self._sums(11, 12).items()}
+
+    def _sums(self, *fields: int) -> dict[str, int]:
+        """Of some fields of proc_pid_stat(5), which counts from 1 and the two fields before these."""
+        sums = dict.fromkeys(self.running, 0)
+        for pid, name in self.owners().items():
+            if found := stat_fields(pid):
+                sums[name] += sum(int(found[number]) for number in fields)
+        return sums
+
+    def _failed(self, name: str, how: str) -> UnavailableError:
+        return UnavailableError(f"{name} {how}: {self.log(name).strip()[-2000:]}")
+
+
+def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> None:
+    """Ends whatever is left of a process and its descendants."""
+    process.kill()
+    process.wait()
+    end_tree(tree, step_s=step_s)
+    if process.stdin is not None:
+        process.stdin.close()

@@ -38,7 +38,7 @@ def hardware() -> dict[str, Any]:
     """CPU, GPUs and driver."""
     rows = smi("--query-gpu=name,driver_version,memory.total")
     gpus = [dict(zip(("name", "driver", "memory"), row, strict=False)) for row in rows]
-    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+    return {"cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
 
 
 def clocks() -> list[dict[str, str]]:
@@ -98,6 +98,6 @@ def log_lines(logs: Iterable[Path], pattern: re.Pattern[str] = LOG_LINES) -> dic
     return found
 
 
-def _cpu() -> str:
+def cpu() -> str:
     with open("/proc/cpuinfo") as file:
         return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")

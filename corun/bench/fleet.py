@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from corun.bench import conditions
 from corun.bench.children import Processes
 from corun.bench.client import ClusterTarget
@@ -25,7 +23,6 @@ from corun.bench.nodes import Nodes, Topology
 from corun.bench.systems import PAIRED, Machine, System
 from corun.cluster import ClusterStatus
 from corun.errors import UnavailableError
-from corun.processes import descendants
 
 START_TIMEOUT_S = 600.0
 READS_KNOWN_S = 8.0
@@ -53,17 +50,11 @@ class Up:
 
     def memory(self) -> dict[str, float]:
         """Resident memory of each process with all that it started, in MiB."""
-        found = {}
-        for name, process in self.processes.running.items():
-            found[name] = round(sum(map(_resident, [process.pid, *descendants(process.pid)])) / 2**20, 1)
-        return found
+        return self.processes.memory()
 
     def gpu_memory(self) -> dict[str, Any]:
         """Of each GPU and process, in MiB; empty on a CPU."""
-        owners: dict[int, str] = {}
-        for name, process in self.processes.running.items():
-            owners |= dict.fromkeys((process.pid, *descendants(process.pid)), name)
-        return conditions.gpu_memory(owners)
+        return conditions.gpu_memory(self.processes.owners())
 
     async def handoffs(self, at_least: int) -> dict[str, Any] | None:
         """The cluster's KV reads since its start; waits a little for `at_least` of them to be known."""
@@ -85,13 +76,6 @@ class Up:
             "mean_ms": round(1e3 * seconds / count, 3) if count else None,
             "gb_per_s": round(size / seconds / 1e9, 2) if seconds else None,
         }
-
-
-def _resident(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
 
 
 @asynccontextmanager

@@ -24,7 +24,6 @@ from corun import Client, ClusterStatus, UnavailableError, tiny
 from corun.bench.children import Processes
 from corun.cluster import NodeState, NodeStatus
 from corun.node.engine import free_port
-from corun.processes import descendants, end_tree
 
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
@@ -172,11 +171,7 @@ class Nodes:
 
     def kill(self, name: str) -> None:
         """kill -9 of a node's process and all that it started."""
-        process = self.processes.running.pop(name)
-        tree = descendants(process.pid)
-        process.kill()
-        process.wait()
-        end_tree(tree, step_s=0.5)
+        self.processes.kill(name, step_s=0.5)
 
     def restart(self, name: str, timeout_s: float) -> None:
         """Kills a node and starts its next generation; returns when that one is ready."""
@@ -206,8 +201,7 @@ class Nodes:
 
     def owners(self) -> dict[int, str]:
         """Which of our processes each process id belongs to."""
-        trees = {name: {process.pid, *descendants(process.pid)} for name, process in self.processes.running.items()}
-        return {pid: name for name, tree in trees.items() for pid in tree}
+        return self.processes.owners()
 
     def log_tail(self, name: str, characters: int = 3000) -> str:
         """The end of a log, after its errors: vLLM writes the cause long before the end."""

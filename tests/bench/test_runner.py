@@ -6,13 +6,13 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from corun import tiny
 from corun.bench import results, runner, workloads
+from corun.bench.children import Processes
 from corun.bench.runner import Benchmark, Plan
 from corun.bench.systems import Machine, System, parse_systems
 from corun.errors import UnavailableError
@@ -26,7 +26,7 @@ class FakeUp(runner.Up):
         self.system, self.target = system, target
         self.slots, self.ready_s, self.fingerprint, self.settings = 4, 1.0, "f" * 64, {}
         self.gpus = {"prefill": 1, "decode": 1, "total": 1}
-        self.processes = SimpleNamespace(running={})  # type: ignore[assignment]
+        self.processes = Processes(Path("/nowhere"))
         self.nodes = None
 
 

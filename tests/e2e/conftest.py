@@ -13,7 +13,6 @@ import pytest
 from corun import Client, ClusterStatus, UnavailableError, tiny
 from corun.bench.children import Processes
 from corun.cluster import NodeRole, NodeState
-from corun.processes import descendants
 
 SLOTS = 8
 CHUNK = 128
@@ -63,12 +62,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @contextmanager
 def started(logs: Path, *, threads: int) -> Iterator[Cluster]:
     """A whole cluster, started in an order that nobody would choose: nodes first, router last."""
-    processes = Processes(logs)
     model = str(tiny.ensure())
     port = _free_port()
-    cluster = Cluster(f"127.0.0.1:{port}", model, processes)
-    node = ("--model", model, "--router", cluster.address, "--threads", str(threads))
-    try:
+    with Processes(logs) as processes:
+        cluster = Cluster(f"127.0.0.1:{port}", model, processes)
+        node = ("--model", model, "--router", cluster.address, "--threads", str(threads))
         processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS))
         processes.start("prefill", "prefill_node", *node, "--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED)
         seed_key = logs / "seed.key"
@@ -79,9 +77,6 @@ def started(logs: Path, *, threads: int) -> Iterator[Cluster]:
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}
         yield cluster
         assert processes.stop() == {"decode": 0, "prefill": 0, "router": 0}
-    finally:
-        for process in processes.running.values():
-            processes.kill(process, descendants(process.pid))
 
 
 def _anyone_died(processes: Processes) -> bool:

@@ -22,7 +22,7 @@ import tyro
 import uvloop
 
 from corun import wire
-from corun.bench.router.fake_nodes import FIRST_TOKEN, NUM_TOKENS, read_code
+from corun.bench.router.fake_engines import FIRST_TOKEN, NUM_TOKENS, read_code
 from corun.bench.router.raw_client import RawConnection, messages
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest

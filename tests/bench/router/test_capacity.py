@@ -11,16 +11,11 @@ import pytest
 
 from corun import tiny
 from corun.bench.router import raw_client
-from corun.bench.router.capacity import Setup, _together, is_carried, quantiles
-from corun.bench.router.fake_nodes import (
-    FakeDecodeEngine,
-    FakeDirect,
-    FakePrefillEngine,
-    fake_contract,
-    read_code,
-    step_code,
-)
+from corun.bench.router.capacity import Setup, _together, is_carried
+from corun.bench.router.fake_engines import FakeDecodeEngine, FakePrefillEngine, read_code, step_code
+from corun.bench.router.fake_nodes import FakeDirect, fake_contract
 from corun.bench.router.load import Load, LoadOptions, Results
+from corun.bench.router.paths import quantiles
 from corun.bench.router.raw_client import RawConnection, messages
 from corun.cli.bench_router import RouterBench, report
 from corun.cluster import FinishReason, NodeRef, NodeRole
@@ -90,15 +85,16 @@ async def test_the_client_counts_every_token_and_its_step(tmp_path: Path) -> Non
 
 
 class Forgetful(FakeDirect):
-    """Leaves out a token of every sample."""
+    """Leaves out the first token of every sample."""
 
     def on_step(self, rows: list[StepRow]) -> None:  # type: ignore[override]
         for row in rows:
             stream = self._streams[row.request_id]
-            if stream._left == 2 and row.finish is None:
-                stream._left -= 1
-            else:
+            if hasattr(stream, "forgot"):
                 stream.add(row)
+            else:
+                stream.forgot = True
+                stream._left -= 1
 
 
 async def test_a_token_that_does_not_arrive_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Child processes: none is left after the block, and one that ends by itself is noticed. No timing is asserted."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from corun.bench.children import Processes
+from corun.errors import UnavailableError
+
+UNTIL_ITS_INPUT_ENDS = "tokenize"
+
+
+def test_none_is_left_after_the_block(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        processes.start("a", UNTIL_ITS_INPUT_ENDS, stdin=subprocess.PIPE)
+        child = processes.running["a"]
+        assert child.poll() is None
+    assert child.returncode == -9
+    assert processes.running == {}
+
+
+def test_those_whose_input_ends_finish(tmp_path: Path) -> None:
+    with Processes(tmp_path / "logs") as processes:
+        for name in ("a", "b", "other"):
+            processes.start(name, UNTIL_ITS_INPUT_ENDS, stdin=subprocess.PIPE)
+        processes.finish(["a", "b"], 60.0)
+        assert list(processes.running) == ["other"]
+        processes.start("bad", UNTIL_ITS_INPUT_ENDS, "no such file", stdin=subprocess.PIPE)
+        with pytest.raises(UnavailableError, match=r"bad ended with 1: .*no such file"):
+            processes.finish(["bad"], 60.0)
+
+
+def test_one_that_ends_meanwhile_is_noticed(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        processes.start("a", "no_such_module")
+        with pytest.raises(UnavailableError, match=r"a ended with 1: .*No module named no_such_module"):
+            processes.wait(60.0)
+
+
+def test_each_is_asked_what_it_uses(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        processes.start("a", UNTIL_ITS_INPUT_ENDS, stdin=subprocess.PIPE)
+        processes.start("b", UNTIL_ITS_INPUT_ENDS, stdin=subprocess.PIPE)
+        assert {name: child.pid for name, child in processes.running.items()} == {
+            name: pid for pid, name in processes.owners().items()
+        }
+        assert processes.memory().keys() == processes.cpu_s().keys() == {"a", "b"}
+        assert all(size > 0 for size in processes.memory().values())
+        assert processes.terminate("a") == -15
+        assert processes.stop() == {"b": -15}
