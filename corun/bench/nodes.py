@@ -22,13 +22,12 @@ from pathlib import Path
 
 from corun import Client, ClusterStatus, UnavailableError, tiny
 from corun.bench.children import Processes
+from corun.bench.systems import GPU_MEMORY
 from corun.cluster import NodeState, NodeStatus
 from corun.node.engine import free_port
 
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
-SHARED_GPU = 0.84
-"""Of a GPU's memory, for all engines on it: graphs, NIXL and CUDA contexts come on top."""
 MAX_MODEL_LEN = 8192
 OPTIONAL_FLAGS: dict[str, tuple[tuple[str, str], ...]] = {
     "prefill_node": (("--kv-check-fraction", "1.0"),),
@@ -85,7 +84,7 @@ class Topology:
         if self.gpu_memory_utilization:
             return self.gpu_memory_utilization
         neighbours = max(sum(gpu in other.gpus for other in self.nodes) for gpu in node.gpus)
-        return round(SHARED_GPU / neighbours, 2)
+        return round(GPU_MEMORY / neighbours, 2)
 
     def flags(self, node: NodePlan) -> list[str]:
         """The command line that follows `python -m <module>`, but for the router."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from corun.bench.report import plots, tables
@@ -40,10 +39,10 @@ class Chart:
     figure: Figure
 
     @property
-    def svg(self) -> Markup:
+    def svg(self) -> str:
         """The figure as part of a page: ids of groups, which all figures share and nothing refers to, are left out."""
         drawing = svg_of(self.figure)
-        return Markup(re.sub(r'<g id="[^"]*"', "<g", drawing[drawing.index("<svg") :]))
+        return re.sub(r'<g id="[^"]*"', "<g", drawing[drawing.index("<svg") :])
 
 
 def write(results: Results, directory: Path, *, baseline: str = "") -> list[Path]:

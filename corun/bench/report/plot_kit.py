@@ -25,7 +25,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from PIL import Image
+from PIL import Image  # Pillow comes with matplotlib, which writes PNG with it.
 
 WIDTH_IN = 8.0
 DPI = 150

@@ -313,9 +313,11 @@ def test_command_is_light_until_it_runs() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_template_is_in_the_wheel(tmp_path: Path) -> None:
+def test_template_and_samples_are_in_the_wheel(tmp_path: Path) -> None:
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder
     root = Path(report.__file__).parents[3]
     wheel = next(iter(builder(str(root)).build(directory=str(tmp_path), versions=["standard"])))
     with zipfile.ZipFile(wheel) as archive:
-        assert "corun/bench/report/page.html.j2" in archive.namelist()
+        found = {name for name in archive.namelist() if not name.endswith(".py")}
+    samples = ("blazedit.jsonl", "burstgpt.csv", "sharegpt.json")
+    assert {"corun/bench/report/page.html.j2", *(f"corun/bench/workloads/samples/{name}" for name in samples)} <= found
