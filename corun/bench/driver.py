@@ -50,7 +50,7 @@ async def drive(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Everything that comes back is kept until the end, and looking through it all took a third of a second a time."""
+    """Everything that comes back is kept until the end: looking through it for garbage would hold up the loop."""
     gc.collect()
     gc.disable()
     try:
