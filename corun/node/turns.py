@@ -9,24 +9,37 @@ Only speed depends on it, no bit. Must not know: vLLM, what a step is.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import tempfile
 import time
 from pathlib import Path
 
 POLL_S = 0.0005
+log = logging.getLogger(__name__)
 
 
-def lock_file(gpu: str, directory: Path | None = None) -> Path:
-    """That of a GPU, by its UUID; for the engines of one user on one machine. The directory is made."""
+def lock_file(gpu: str, directory: Path | None = None) -> Path | None:
+    """That of a GPU, by its UUID; for the engines of one user on one machine. The directory is made.
+
+    None if somebody else has made it, or it cannot be made: then engines take no turns, which costs only speed.
+    """
     found = directory or Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = found.stat(follow_symlinks=False).st_uid
+    except OSError as error:
+        log.warning("engines on one GPU take no turns: %s", error)
+        return None
+    if owner != os.getuid():
+        log.warning("engines on one GPU take no turns: %s is another user's", found)
+        return None
     return found / f"gpu-{gpu}"
 
 
 class _Lock:
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def _take(self, kind: int) -> bool:
         try:

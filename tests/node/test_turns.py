@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,9 +12,15 @@ import pytest
 from corun.node.turns import DecodeTurn, PrefillTurn, lock_file
 
 
+def lock_of(gpu: str, tmp_path: Path) -> Path:
+    found = lock_file(gpu, tmp_path / "locks")
+    assert found is not None
+    return found
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return lock_file("GPU-1", tmp_path / "locks")
+    return lock_of("GPU-1", tmp_path)
 
 
 def waited(turn: DecodeTurn) -> float:
@@ -58,7 +65,7 @@ def test_without_a_limit_nobody_waits(path: Path) -> None:
 
 def test_several_prefill_engines_and_other_gpus(path: Path, tmp_path: Path) -> None:
     first, second = PrefillTurn(path), PrefillTurn(path)
-    here, elsewhere = DecodeTurn(path, 60.0), DecodeTurn(lock_file("GPU-2", tmp_path / "locks"), 60.0)
+    here, elsewhere = DecodeTurn(path, 60.0), DecodeTurn(lock_of("GPU-2", tmp_path), 60.0)
     first.hold(True)
     second.hold(True)
     assert (first.is_held, second.is_held) == (True, True)
@@ -90,3 +97,14 @@ def test_a_dead_prefill_engine_holds_nothing(path: Path) -> None:
     process.wait()
     process.stdout.close()
     assert decode._is_free()
+
+
+def test_a_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lock_file("GPU-1", tmp_path) is not None
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert lock_file("GPU-1", tmp_path) is None
+
+
+def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert lock_file("GPU-1", tmp_path / "file" / "locks") is None
