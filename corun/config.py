@@ -305,12 +305,16 @@ class DecodeConfig(NodeConfig):
     """Rows of every step; part of the contract."""
     smaller_steps: bool = True
     """Steps of few requests have fewer rows, where the self-test has found the bits of a step of all slots."""
+    prefill_first_ms: int = 100
+    """Longest time between the starts of two steps, in milliseconds, while a prefill node computes on the same GPU; 0:
+    they run at the same time, each at half speed."""
     lease_ttl_ms: int = 30_000
     """How long a leased slot waits for its start, in milliseconds."""
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)
         _check_range("slots", self.slots, 1, 4096)
+        _check_range("prefill_first_ms", self.prefill_first_ms, 0, 10_000)
         _check_range("lease_ttl_ms", self.lease_ttl_ms, 100, 2**32 - 1)
 
 

@@ -77,7 +77,7 @@ class Bench:
             rows = [*running, *neighbours]
             if started:
                 self._draw.shuffle(rows)
-            found = self._stepper.step([(sequence, 1) for sequence in rows], ended)
+            found = self._stepper.step([(sequence, 1) for sequence in rows], ended, traces)
             for sequence in running:
                 traces[sequence.name].append(found[sequence.name])
             ended = [sequence for sequence in running if sequence.drawn == STEPS]

@@ -38,7 +38,7 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
     from vllm import AsyncEngineArgs
 
     made = AsyncEngineArgs(
-        **base.shared_arguments(config, NodeRole.DECODE, endpoint),
+        **base.shared_arguments(config, NodeRole.DECODE, endpoint, longest_wait_s=config.prefill_first_ms / 1000),
         scheduler_cls="decode_node.scheduler.FixedSlotScheduler",
         worker_cls="decode_node.worker.FixedShapeWorker",
         max_num_seqs=config.slots,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-SMALLER = (16, 32, 64, 128)
+SMALLER = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
 """What is tried, where there are more slots."""
 
 

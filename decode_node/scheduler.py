@@ -7,21 +7,35 @@ when. Must not know: leases, gRPC, sampling.
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from corun.node.scheduler import ReservingScheduler
+from corun.node.turns import DecodeTurn
+
+LONGEST_WAIT = "longest_wait_s"
+"""Of a step, in the connector's configuration, where schedulers find ours."""
 
 
 class FixedSlotScheduler(ReservingScheduler):
     """Decodes requests whose prompt KV arrives from a prefill node (paper, Section IV-B)."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.turn: DecodeTurn | None = None
+        if (path := self.gpu_lock()) is not None:
+            self.turn = DecodeTurn(path, self.vllm_config.kv_transfer_config.kv_connector_extra_config[LONGEST_WAIT])
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One decode step over the admitted requests.
+        """One decode step over the admitted requests. On a GPU that is shared, prefill goes first.
 
         Raises:
             RuntimeError: the step would have another shape; it is refused, not run.
         """
+        if self.turn is not None and self.running:
+            self.turn.wait()
         with self.showing_waiting(self.admissible()):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         self._check_shape(output)

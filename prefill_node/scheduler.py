@@ -9,19 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from corun.node.scheduler import ReservingScheduler
+from corun.node.turns import PrefillTurn
 
 
 class IsolatedPrefillScheduler(ReservingScheduler):
     """Runs one prompt at a time, first come, first served; steps without prompt tokens stay the stock scheduler's."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        path = self.gpu_lock()
+        self.turn = None if path is None else PrefillTurn(path)
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Paper, Algorithm 2: isolates the request of Algorithm 1, or runs a decode step without admitting anything."""
         chosen = self.find_prefill_request()
+        self._take_turn(busy=chosen is not None or bool(self.running))
         with self._isolating(chosen):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         if chosen is not None and output.num_scheduled_tokens.keys() - {chosen.request_id}:
@@ -38,6 +46,24 @@ class IsolatedPrefillScheduler(ReservingScheduler):
             if self.blocks_of(head) <= self.free_blocks(self.running):
                 return head
         return None
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(*args, **kwargs)
+        self._take_turn(busy=self.has_work())
+        return outputs
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)
+        self._take_turn(busy=self.has_work())
+        return finished
+
+    def has_work(self) -> bool:
+        """Whether the next step may hold a prompt. After a step without one it has not: there is no room."""
+        return bool(self.running or self.waiting)
+
+    def _take_turn(self, *, busy: bool) -> None:
+        if self.turn is not None:
+            self.turn.hold(busy)
 
     @contextmanager
     def _isolating(self, chosen: Request | None) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,7 +48,12 @@ class FakeStepper:
     def write(self, blocks: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
         self._cache[list(blocks)] = contents[0]
 
-    def step(self, tokens: Sequence[tuple[TestSequence, int]], ended: Iterable[TestSequence] = ()) -> dict[str, Trace]:
+    def step(
+        self,
+        tokens: Sequence[tuple[TestSequence, int]],
+        ended: Iterable[TestSequence] = (),
+        traced: Container[str] | None = None,
+    ) -> dict[str, Trace]:
         batch = [sequence for sequence, _ in tokens]
         names = {sequence.name for sequence in batch}
         gone = {sequence.name for sequence in ended}
@@ -59,7 +64,8 @@ class FakeStepper:
         assert len({0, *taken}) == 1 + len(taken), "two sequences share a KV block"
         self._known = self._known - gone | names
         self.steps.append([sequence.name for sequence in batch])
-        return {s.name: self._run(row, batch, s, count) for row, (s, count) in enumerate(tokens)}
+        found = {s.name: self._run(row, batch, s, count) for row, (s, count) in enumerate(tokens)}
+        return {name: trace for name, trace in found.items() if traced is None or name in traced}
 
     def _run(self, row: int, batch: list[TestSequence], sequence: TestSequence, count: int) -> Trace:
         leak = self.flaw(row, batch, sequence)

@@ -28,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from corun import tiny
 from corun.cluster import NixlEndpoint, NodeRole
 from corun.config import DecodeConfig, PrefillConfig
-from corun.node import engine
+from corun.node import engine as nodes
 from corun.node.owners import CHECK_PARAM, OWNER_PARAM
 from tests.loading import environment
 from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
@@ -46,10 +46,18 @@ def play(
     Args:
         changes: to the settings of the KV transfer, which there is with a `connector` only.
     """
+    with environment(VLLM_USE_V2_MODEL_RUNNER=str(int(platform.v2_runner))):
+        return engine(scheduler, trace, platform, role=role, connector=connector, **changes).play()
+
+
+def engine(
+    scheduler: str, trace: Trace, platform: Platform, *, role: NodeRole, connector: bool = True, **changes: Any
+) -> _Engine:
+    """What `play` runs, before it runs."""
     with environment():
         config = _config(role, platform, connector, **changes)
     with environment(VLLM_USE_V2_MODEL_RUNNER=str(int(platform.v2_runner))):
-        return _Engine(scheduler, trace, config).play()
+        return _Engine(scheduler, trace, config)
 
 
 class _Engine:
@@ -72,7 +80,7 @@ class _Engine:
         self.record = Record()
         self._trace = trace
         self._transfer = config.kv_transfer_config
-        self._worker = _PullWorker(self.record) if self._transfer else _Worker(self.record)
+        self.worker = _PullWorker(self.record) if self._transfer else _Worker(self.record)
         self._depth: int = config.max_concurrent_batches
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
@@ -95,7 +103,7 @@ class _Engine:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.record.steps.append(self._observe(output))
-            self._in_flight.append((output, self._worker.execute(output, self.scheduler.requests)))
+            self._in_flight.append((output, self.worker.execute(output, self.scheduler.requests)))
             if len(self._in_flight) < self._depth and (
                 output.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
             ):
@@ -168,7 +176,7 @@ class _Engine:
             yield f"heartbeats: {heartbeats}"
         if scheduler.connector and (prefills := len(scheduler.connector._prefills)):
             yield f"owners of {prefills} prefills"
-        yield from self._worker.left_over()
+        yield from self.worker.left_over()
 
 
 class _Worker:
@@ -287,6 +295,6 @@ def _engine_config(role: NodeRole) -> Any:
     """What vLLM makes of our engines' arguments."""
     cls = PrefillConfig if role is NodeRole.PREFILL else DecodeConfig
     endpoint = NixlEndpoint(engine_id="self", host="127.0.0.1", port=1, tp_size=1)
-    arguments = engine.shared_arguments(cls(model=str(tiny.ensure())), role, endpoint)
+    arguments = nodes.shared_arguments(cls(model=str(tiny.ensure())), role, endpoint)
     arguments |= {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
     return EngineArgs(**arguments, max_num_seqs=1, max_num_batched_tokens=BLOCK_SIZE).create_engine_config()

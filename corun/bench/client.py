@@ -25,6 +25,7 @@ class ClusterTarget:
     def __init__(self, address: str) -> None:
         self._channel = channel(address)
         serialize = pb.GenerateRequest.SerializeToString
+        self._received: list[tuple[Outcome, list[tuple[float, bytes]]]] = []
         self._generate = self._channel.unary_stream(METHOD, request_serializer=serialize, response_deserializer=None)
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
@@ -40,10 +41,16 @@ class ClusterTarget:
             raise from_rpc_error(error) from error
         finally:
             call.cancel()
-            _decode(received, outcome)
+            self._received.append((outcome, received))
 
     async def forget(self) -> None:
         """Nothing: a cluster keeps no KV from one request to the next."""
+
+    def settle(self) -> None:
+        """Decodes the messages: thousands, when a wave of requests ends, while the next one waits to be sent."""
+        for outcome, received in self._received:
+            _decode(received, outcome)
+        self._received.clear()
 
     async def close(self) -> None:
         await self._channel.close(None)

@@ -6,8 +6,10 @@ One loop for every system. Must not know what a system is: a `Target` streams on
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from corun.bench.records import Outcome, Request, Run, Workload
@@ -19,6 +21,10 @@ class Target(Protocol):
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
         """Draws one sample; fills in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
+        ...
+
+    def settle(self) -> None:
+        """Fills in what `run` put off, so that it takes no time from a request: after the last one has ended."""
         ...
 
     async def forget(self) -> None:
@@ -42,6 +48,17 @@ async def drive(
     return await loop.run(system, repeat)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Everything that comes back is kept until the end: looking through it for garbage would hold up the loop."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class _Loop:
     def __init__(
         self, target: Target, workload: Workload, logprobs: bool, timeout_s: float, on_done: Callable[[], None]
@@ -55,8 +72,11 @@ class _Loop:
         self._began = 0.0
 
     async def run(self, system: str, repeat: int) -> Run:
-        self._began = time.perf_counter()
-        await (self._open() if self._workload.is_open else self._closed())
+        with _no_collections():
+            self._began = time.perf_counter()
+            await (self._open() if self._workload.is_open else self._closed())
+        self._target.settle()
+        self._check_counts()
         return Run(
             system=system,
             workload=self._workload.name,
@@ -64,6 +84,12 @@ class _Loop:
             outcomes=self._outcomes,
             duration_s=max((outcome.done_s for outcome in self._outcomes), default=0.0),
         )
+
+    def _check_counts(self) -> None:
+        for request, outcome in zip(self._workload.requests, self._outcomes, strict=True):
+            came = sum(count for _, count in outcome.arrivals)
+            if not outcome.error and came != request.max_tokens:
+                outcome.error = f"{came} of {request.max_tokens} tokens came"
 
     def _clock(self) -> float:
         return time.perf_counter() - self._began
@@ -101,9 +127,6 @@ class _Loop:
                 self._target.run(request, outcome, logprobs=self._logprobs, clock=self._clock),
                 max(0.001, self._timeout_s - outcome.sent_s),
             )
-            came = sum(count for _, count in outcome.arrivals)
-            if not outcome.error and came != request.max_tokens:
-                outcome.error = f"{came} of {request.max_tokens} tokens came"
         except asyncio.TimeoutError:
             outcome.error = f"not done {self._timeout_s:g} s after the run began"
         except CorunError as error:

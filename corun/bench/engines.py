@@ -202,6 +202,9 @@ class IndependentEngines:
         for engine in self.engines:
             await engine.forget()
 
+    def settle(self) -> None:
+        """Nothing: a step's rows cost little to take."""
+
 
 class PlainProxy:
     """A `Target` of stock prefill and decode engines: prefill, then decode with what prefill said, nothing else."""
@@ -226,3 +229,6 @@ class PlainProxy:
     async def forget(self) -> None:
         for engine in (*self._prefill, *self._decode):
             await engine.forget()
+
+    def settle(self) -> None:
+        """Nothing, as in `IndependentEngines`."""

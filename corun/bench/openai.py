@@ -55,6 +55,9 @@ class OpenAiTarget:
         self._fields = {"temperature": temperature, "stream": True, "stream_options": options, **own, **(extra or {})}
         self._session: aiohttp.ClientSession | None = None
 
+    def settle(self) -> None:
+        """Nothing."""
+
     async def forget(self) -> None:
         """Nothing: no standard call empties a server's caches. Prompts of different runs differ."""
 

@@ -116,8 +116,8 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     pin.environment(os.environ)  # Refuses now what it would refuse after a minute of loading.
 
 
-def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> dict[str, Any]:
-    """Engine arguments of both roles (vllm/engine/arg_utils.py)."""
+def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint, **extra: Any) -> dict[str, Any]:
+    """Engine arguments of both roles (vllm/engine/arg_utils.py). extra: settings for our own scheduler."""
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
@@ -128,7 +128,7 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint)
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
         # One thread posts all reads; more gave nothing. The engine's processes read the token's file.
-        kv_connector_extra_config={"num_threads": 0, "cluster_token_file": config.cluster_token_file},
+        kv_connector_extra_config={"num_threads": 0, "cluster_token_file": config.cluster_token_file, **extra},
         # Never computed again on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )

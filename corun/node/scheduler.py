@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.request import Request
 
 from corun.node.orphans import end_with_parent
+from corun.node.turns import lock_file
 
 
 class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
@@ -29,6 +32,12 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         end_with_parent()  # Of our code, only a scheduler runs in the engine's first process.
+
+    def gpu_lock(self) -> Path | None:
+        """The file by which the engines of this one's GPU take turns; None where there is no GPU to share."""
+        if not current_platform.is_cuda() or self.vllm_config.kv_transfer_config is None:
+            return None
+        return lock_file(current_platform.get_device_uuid(0))
 
     def free_blocks(self, admitted: Iterable[Request]) -> int:
         """KV blocks that are free and not owed to the `admitted` requests' remaining tokens."""

@@ -6,7 +6,7 @@ the contents of KV blocks. Must not know: what is tested with it, roles, gRPC.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,15 +85,21 @@ class Stepper:
         self.max_model_len: int = config.model_config.max_model_len
         self._caches: list[torch.Tensor] = self._runner.kv_caches
 
-    def step(self, tokens: Sequence[tuple[TestSequence, int]], ended: Iterable[TestSequence] = ()) -> dict[str, Trace]:
+    def step(
+        self,
+        tokens: Sequence[tuple[TestSequence, int]],
+        ended: Iterable[TestSequence] = (),
+        traced: Container[str] | None = None,
+    ) -> dict[str, Trace]:
         """Runs one step.
 
         Args:
             tokens: the step's sequences in their order, each with its number of tokens.
             ended: those of earlier steps that are over; they take part in no later step.
+            traced: names of those whose traces are wanted; None: all. A trace copies KV of every layer.
 
         Returns:
-            A trace for every sequence whose prompt is complete, by name.
+            A trace for every wanted sequence whose prompt is complete, by name.
         """
         output = self._schedule(tokens, {sequence.name for sequence in ended})
         with recorded_logits(self._runner.model) as recorded:
@@ -106,6 +112,8 @@ class Stepper:
             sequence.computed += count
             if sequence.computed >= len(sequence.prompt):
                 sequence.drawn += 1
+                if traced is not None and sequence.name not in traced:
+                    continue
                 traces[sequence.name] = self._trace(sequence, start, result, recorded[-1])
         return traces
 

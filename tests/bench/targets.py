@@ -25,6 +25,7 @@ class FakeTarget:
     most: int = 0
     started: list[int] = field(default_factory=list)
     forgotten: int = 0
+    settled: int = 0
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
         self.started.append(request.index)
@@ -43,6 +44,9 @@ class FakeTarget:
                     outcome.logprobs.append(-draw.random())
         finally:
             self.running -= 1
+
+    def settle(self) -> None:
+        self.settled += 1
 
     async def forget(self) -> None:
         self.forgotten += 1

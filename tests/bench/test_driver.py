@@ -18,7 +18,7 @@ def workload(count: int, *, concurrency: int = 4, rate: float = math.inf, gap_s:
 async def test_a_closed_loop_keeps_as_many_in_flight_as_may_be() -> None:
     target = FakeTarget()
     run = await drive(target, workload(13), system="s", repeat=2)
-    assert (target.most, target.started, target.forgotten) == (4, list(range(13)), 1)
+    assert (target.most, target.started, target.forgotten, target.settled) == (4, list(range(13)), 1, 1)
     assert [outcome.index for outcome in run.outcomes] == list(range(13))
     assert all(outcome.num_tokens == 3 and not outcome.error for outcome in run.outcomes)
     assert (run.system, run.workload, run.repeat) == ("s", "w", 2)

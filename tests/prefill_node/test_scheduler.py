@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -142,3 +143,32 @@ def test_an_abort_frees_at_every_stage(stepping: ModuleType, platform: Platform,
     ops = (Arrive(prompt=40, transfer_steps=3), Arrive(prompt=8), Run(steps) if steps else Abort(1), Abort(0))
     record = stepping.play(ISOLATED, Trace(2, 16, 9, ops), platform, role=NodeRole.PREFILL)
     assert list(violations(record, 16)) == []
+
+
+class Turn:
+    """Notes whether the GPU is held."""
+
+    is_held = False
+
+    def hold(self, busy: bool) -> None:
+        self.is_held = busy
+
+
+@PLATFORMS
+@pytest.mark.parametrize("aborted", [False, True])
+def test_the_gpu_is_held_while_prompts_are_computed(stepping: ModuleType, platform: Platform, aborted: bool) -> None:
+    prompts = [Arrive(prompt=40, max_tokens=1), Arrive(prompt=5, max_tokens=1)]
+    ops = (*prompts, Run(1), *((Abort(0), Abort(1)) if aborted else ()), Run(2), *prompts, Run(30))
+    engine = stepping.engine(ISOLATED, Trace(chunk=16, slots=2, blocks=40, ops=ops), platform, role=NodeRole.PREFILL)
+    turn = engine.scheduler.turn = Turn()
+    execute, steps = engine.worker.execute, []
+
+    def watched(output: Any, requests: Any) -> Any:
+        steps.append(output.total_num_scheduled_tokens)
+        assert turn.is_held or not output.total_num_scheduled_tokens
+        return execute(output, requests)
+
+    engine.worker.execute = watched
+    engine.play()
+    assert sum(steps) >= (45 if aborted else 90)
+    assert not turn.is_held

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from corun.node.turns import DecodeTurn, PrefillTurn, lock_file
+
+
+def lock_of(gpu: str, tmp_path: Path) -> Path:
+    found = lock_file(gpu, tmp_path / "locks")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return lock_of("GPU-1", tmp_path)
+
+
+def waited(turn: DecodeTurn) -> float:
+    began = time.monotonic()
+    turn.wait()
+    return time.monotonic() - began
+
+
+def test_decode_waits_while_prefill_computes_and_no_longer_than_its_limit(path: Path) -> None:
+    prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.1)
+    decode.wait()
+    prefill.hold(True)
+    assert waited(decode) > 0.05
+    prefill.hold(False)
+    assert waited(decode) < 0.05
+
+
+def test_decode_goes_on_as_soon_as_prefill_is_done(path: Path) -> None:
+    prefill, decode = PrefillTurn(path), DecodeTurn(path, 60.0)
+    decode.wait()
+    prefill.hold(True)
+    threading.Timer(0.05, prefill.hold, (False,)).start()
+    assert 0.02 < waited(decode) < 30
+
+
+def test_a_step_that_is_due_does_not_wait(path: Path) -> None:
+    prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.05)
+    decode.wait()
+    prefill.hold(True)
+    time.sleep(0.06)
+    began = time.monotonic()
+    decode.wait()
+    assert decode._last_step - began < 0.04
+
+
+def test_without_a_limit_nobody_waits(path: Path) -> None:
+    prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.0)
+    prefill.hold(True)
+    decode.wait()
+    assert waited(decode) < 0.05
+
+
+def test_several_prefill_engines_and_other_gpus(path: Path, tmp_path: Path) -> None:
+    first, second = PrefillTurn(path), PrefillTurn(path)
+    here, elsewhere = DecodeTurn(path, 60.0), DecodeTurn(lock_of("GPU-2", tmp_path), 60.0)
+    first.hold(True)
+    second.hold(True)
+    assert (first.is_held, second.is_held) == (True, True)
+    assert elsewhere._is_free()
+    first.hold(False)
+    assert not here._is_free()
+    second.hold(False)
+    assert here._is_free()
+
+
+def test_holding_again_and_leaving_again_change_nothing(path: Path) -> None:
+    prefill, decode = PrefillTurn(path), DecodeTurn(path, 60.0)
+    for busy in (True, True, False, False):
+        prefill.hold(busy)
+        assert decode._is_free() != busy
+
+
+def test_a_dead_prefill_engine_holds_nothing(path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from corun.node.turns import PrefillTurn; "
+        "turn = PrefillTurn(Path(sys.argv[1])); turn.hold(True); print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    decode = DecodeTurn(path, 60.0)
+    assert not decode._is_free()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert decode._is_free()
+
+
+def test_a_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lock_file("GPU-1", tmp_path) is not None
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert lock_file("GPU-1", tmp_path) is None
+
+
+def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert lock_file("GPU-1", tmp_path / "file" / "locks") is None
