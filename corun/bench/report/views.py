@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corun.bench.metrics import Mismatch
-from corun.bench.results import Json, mapping, mismatch_of, number, whole
+from corun.bench.results import SCHEMA, Json, mapping, mismatch_of, number, whole
 from corun.errors import InvalidArgumentError
 
 STD = "std"
@@ -126,7 +126,9 @@ def _concatenated(documents: Mapping[str, Json], key: str) -> tuple[Json, ...]:
 
 
 def _check_models(documents: Mapping[str, Json]) -> None:
-    models = {file: mapping(document, "conditions").get("model") for file, document in documents.items()}
+    """Files of kernels are apart: they stand beside no system, and name their model in another way."""
+    runs = {file: document for file, document in documents.items() if document.get("schema") == SCHEMA}
+    models = {file: mapping(document, "conditions").get("model") for file, document in runs.items()}
     named = {file: model for file, model in models.items() if model is not None}
     for file, model in named.items():
         first = next(iter(named))

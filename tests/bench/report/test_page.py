@@ -231,7 +231,11 @@ def test_files_are_merged() -> None:
         {
             "a": document(runs=[run("std")], systems=[system("std")]),
             "b": document(runs=[run("bi"), run("std", repeat=1)], systems=[system("std")]),
-            "k": {"schema": "corun-bench-kernels-1", "kernels": [kernel("mean", "std")]},
+            "k": {
+                "schema": "corun-bench-kernels-1",
+                "conditions": {"model": "a path"},
+                "kernels": [kernel("mean", "std")],
+            },
         }
     )
     assert found.names == ["std", "bi"]
