@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from corun.errors import UnavailableError
 from corun.processes import descendants, end_tree
+
+TAIL = 3000
+"""Characters of a log that an error carries."""
 
 
 @dataclass
@@ -40,6 +44,14 @@ class Processes:
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
+
+    def check(self) -> None:
+        """Raises UnavailableError if one has ended: how, its last words if it failed by itself, and its log's end."""
+        for name, process in self.running.items():
+            if (code := process.poll()) is not None:
+                text = self.log(name).rstrip()[-TAIL:]
+                words = f": {text.splitlines()[-1]}" if code > 0 and text else ""
+                raise UnavailableError(f"{name} ended with {code}{words}\n{text}")
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
         """SIGTERM, then the exit code; a process that does not end in time is killed with its descendants."""

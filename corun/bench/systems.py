@@ -118,6 +118,8 @@ class System:
 
         Raises InvalidArgumentError if the machine has too few.
         """
+        if self.kind == "bi" and not machine.gpus:
+            raise InvalidArgumentError("systems", self.name, "needs a GPU: vLLM has no batch-invariant mode on a CPU")
         devices = machine.num_devices
         everywhere = tuple(range(devices))
         if self.kind not in PAIRED or self.placement == SHARED:

@@ -14,6 +14,9 @@ import tyro
 from corun.cli.options import OptionalPath
 from corun.cli.up import needs_extra
 from corun.errors import InvalidArgumentError
+from corun.params import check_seed
+
+RESULT = "result.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,8 @@ class Bench:
 
 def options_of(bench: Bench) -> dict[str, Any]:
     """Those that need no further reading; raises InvalidArgumentError for what is out of range."""
-    for name in ("num_prompts", "repeats", "slots", "chunk_size", "max_model_len", "tensor_parallel_size"):
+    positive = ("num_prompts", "repeats", "slots", "chunk_size", "max_model_len", "tensor_parallel_size")
+    for name in (*positive, "kv_cache_gib", "mismatch_tokens"):
         if getattr(bench, name) < 1:
             raise InvalidArgumentError(name, getattr(bench, name), "must be at least 1")
     for name in ("num_warmups", "mismatch_requests"):
@@ -111,15 +115,19 @@ def options_of(bench: Bench) -> dict[str, Any]:
     for value in (*bench.max_concurrency, *bench.padding):
         if value < 1:
             raise InvalidArgumentError("max_concurrency, padding", value, "must be at least 1")
-    if not bench.request_rate > 0:
-        raise InvalidArgumentError("request_rate", bench.request_rate, "must be above 0")
+    check_seed(bench.seed)
+    for name in ("request_rate", "burstiness", "timeout_s"):
+        if not getattr(bench, name) > 0:
+            raise InvalidArgumentError(name, getattr(bench, name), "must be above 0")
     same = ("num_prompts", "num_warmups", "repeats", "max_concurrency", "request_rate", "burstiness", "seed")
     names = (*same, "logprobs", "mismatch_requests", "mismatch_tokens", "padding", "timeout_s", "url_model")
     return {name: getattr(bench, name) for name in names}
 
 
 def output_directory(bench: Bench) -> Path:
-    """Made if it is not there."""
+    """Made if it is not there. Raises InvalidArgumentError if it holds a result: that is not overwritten."""
     found = bench.output or Path(tempfile.mkdtemp(prefix="corun-bench-"))
+    if (found / RESULT).exists():
+        raise InvalidArgumentError("output", str(found), f"has a {RESULT} already; name another directory")
     found.mkdir(parents=True, exist_ok=True)
     return found

@@ -28,6 +28,10 @@ class FakeUp(runner.Up):
         self.gpus = {"prefill": 1, "decode": 1, "total": 1}
         self.processes = SimpleNamespace(running={})  # type: ignore[assignment]
         self.nodes = None
+        self.engines = []
+
+    def check(self) -> None:
+        """Nothing can end."""
 
 
 def plan(tmp_path: Path, **changes: Any) -> Plan:
