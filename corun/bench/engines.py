@@ -187,6 +187,7 @@ class Engine:
                 return value
         raise DeadlineError(f"{self.name} did not say {kind} in time:\n{self._processes.log(self.name)[-TAIL:]}")
 
+
 def least_busy(engines: list[Engine]) -> Engine:
     """The first of those with the fewest requests."""
     return min(engines, key=lambda engine: engine.in_flight)

@@ -33,6 +33,7 @@ REPEAT_SEEDS = 7919
 CROWD = 96
 """Requests beside those that are compared."""
 WATCH_S = 0.25
+PROGRESS_S = 15.0
 FEW_AT_ONCE = 4
 """Requests in flight when they are run again in other company."""
 
@@ -172,6 +173,8 @@ class Benchmark:
             gpus=metrics.Gpus(**described["gpus"]),
             slots=described["slots"],
         )
+        if not described["pads"]:
+            summary["padding_waste"] = None
         rate = workload.request_rate if workload.is_open else None
         row = {"system": name, "workload": workload.name, "repeat": repeat}
         row |= {"max_concurrency": workload.max_concurrency, "request_rate": rate, "burstiness": workload.burstiness}
@@ -184,9 +187,23 @@ class Benchmark:
 
     async def _drive(self, target: Target, workload: Workload, **options: Any) -> Run:
         """Raises UnavailableError if an engine died meanwhile: what came of it is no measurement."""
-        run = await drive(target, workload, timeout_s=self.plan.timeout_s, **options)
+        progress = self._progress(options["system"], workload)
+        run = await drive(target, workload, timeout_s=self.plan.timeout_s, on_done=progress, **options)
         self._check()
         return run
+
+    def _progress(self, name: str, workload: Workload) -> Callable[[], None]:
+        """To be called for every request that is done; says so now and then."""
+        count, said = 0, time.monotonic()
+
+        def done() -> None:
+            nonlocal count, said
+            count += 1
+            if time.monotonic() > said + PROGRESS_S and count < len(workload.requests):
+                said = time.monotonic()
+                self.say(f"{name}: {workload.name}: {count} of {len(workload.requests)} requests done")
+
+        return done
 
     async def _warm(self, name: str, target: Target, spec: workloads.Spec) -> int:
         """Requests of the same shapes whose times do not count."""
@@ -208,10 +225,7 @@ class Benchmark:
         ]
         crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
         few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
-        first, again = [
-            await self._drive(target, workload, system=name, logprobs=True)
-            for workload in (crowd, few)
-        ]
+        first, again = [await self._drive(target, workload, system=name, logprobs=True) for workload in (crowd, few)]
         first.outcomes = first.outcomes[:wanted]
         found = metrics.mismatches(first, again)
         row = {"system": name, "workload": spec.name, "requests": found.requests, "rate": found.rate}
@@ -270,6 +284,7 @@ class Benchmark:
 
     def _describe(self, name: str, found: Up | OpenAiTarget) -> dict[str, Any]:
         row: dict[str, Any] = {"system": name, "gpus": {"prefill": 0, "decode": 0, "total": 0}, "slots": 0}
+        row["pads"] = isinstance(found, Up) and found.system.pads
         if isinstance(found, Up):
             row |= {"gpus": found.gpus, "slots": found.slots, "ready_s": found.ready_s, "memory": found.memory()}
             row |= {"gpu_memory": found.gpu_memory(), "fingerprint": found.fingerprint, "settings": found.settings}

@@ -110,6 +110,12 @@ class System:
             raise InvalidArgumentError("systems", name, "must end in a number of slots, as in cluster:1p1d:512")
         return cls(name=name, kind=kind, placement=placement, slots=int(slots or 0))
 
+    @property
+    def pads(self) -> bool:
+        """Whether every decode step has a row for each slot. Stock steps have no empty rows, and how many those of
+        systems with steps of several sizes have is known to their engines only."""
+        return self.kind == "colocated"
+
     def slots_on(self, machine: Machine) -> int:
         return self.slots or machine.slots
 

@@ -33,12 +33,16 @@ class Bench:
       corun bench kernels | router                            kernels of this device, capacity of a router
 
     Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), colocated (the paper's CoRun in one engine),
-    pd-std (stock prefill and decode over NIXL), cluster (this project), std+nosplit and std+isolated (steps of the
-    ablation). The placement of a pair follows a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU);
-    a second colon sets its slots: cluster:1p1d:512. All others run one engine per GPU.
+    colocated+ladder (with smaller decode steps where they give the same bits), pd-std (stock prefill and decode over
+    NIXL), cluster (this project), std+nosplit and std+isolated (steps of the ablation). The placement of a pair follows
+    a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU); a second colon sets its slots:
+    cluster:1p1d:512. All others run one engine per GPU.
 
     Workloads: in=512,out=256; burstgpt, sharegpt, blazedit (samples of their shape made for this project, or =FILE);
     rl=32x8,in=512,out=256 (prompts x samples); paper (its six). Every request draws all its tokens (ignore_eos).
+
+    Ctrl-C ends all processes and keeps what was measured. Exit codes: 0 ok, 1 something could not be measured,
+    2 nothing was started, 130 interrupted.
     """
 
     model: str = "tiny"
@@ -92,7 +96,8 @@ class Bench:
     timeout_s: float = 600.0
     """Longest time for one run; what is not done by then has failed."""
     output: Annotated[OptionalPath, tyro.conf.arg(aliases=["-o"])] = None
-    """Directory for result.json, logs, pictures and the page; by default a new one, whose path is printed."""
+    """Directory for result.json, logs, pictures and the page, without a result yet; by default a new one, whose path
+    is printed."""
     save_result: bool = False
     """Write a file per run as well, with the keys of vllm bench serve."""
 
