@@ -15,6 +15,8 @@ from corun.errors import UnavailableError
 from corun.guard import stat_fields
 from corun.processes import descendants, end_tree
 
+TAIL = 3000
+"""Characters of a log that an error carries."""
 _POLL_S = 0.25
 
 
@@ -56,13 +58,17 @@ class Processes:
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
+    def check(self) -> None:
+        """Raises UnavailableError if one has ended: how, its last words if it failed by itself, and its log's end."""
+        for name, process in self.running.items():
+            if (code := process.poll()) is not None:
+                raise self._failed(name, f"ended with {code}", last_words=code > 0)
+
     def wait(self, seconds: float) -> None:
         """Raises UnavailableError if one ends meanwhile."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            for name, process in self.running.items():
-                if (code := process.poll()) is not None:
-                    raise self._failed(name, f"ended with {code}")
+            self.check()
             time.sleep(min(left, _POLL_S))
 
     def finish(self, names: Iterable[str], timeout_s: float) -> None:
@@ -124,8 +130,11 @@ class Processes:
                 sums[name] += sum(int(found[number]) for number in fields)
         return sums
 
-    def _failed(self, name: str, how: str) -> UnavailableError:
-        return UnavailableError(f"{name} {how}: {self.log(name).strip()[-2000:]}")
+    def _failed(self, name: str, how: str, *, last_words: bool = True) -> UnavailableError:
+        """last_words: the first line of the error ends with the last one of the log."""
+        text = self.log(name).rstrip()[-TAIL:]
+        words = f": {text.splitlines()[-1]}" if last_words and text else ""
+        return UnavailableError(f"{name} {how}{words}\n{text}")
 
 
 def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> None:

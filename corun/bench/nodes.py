@@ -127,6 +127,8 @@ class Nodes:
     started: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """From each start of a node's process to its joining."""
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    """Set from another thread, it ends a start that is going on."""
 
     @property
     def address(self) -> str:
@@ -152,12 +154,14 @@ class Nodes:
         deadline = time.monotonic() + self.topology.start_timeout_s
         waiting = list(self.topology.nodes)
         while waiting or not self.all_ready():
+            if self.abandoned.is_set():
+                raise StartError("the start was given up")
             joined = self._joined()
             for node in [node for node in waiting if self._may_start(node, joined)]:
                 self.start_node(node)
                 waiting.remove(node)
             self._check(deadline)
-            time.sleep(POLL_S)
+            self.abandoned.wait(POLL_S)
         self._joined()
 
     def start_node(self, node: NodePlan) -> None:

@@ -5,11 +5,12 @@ Owns the order of things and what is said meanwhile. Must not know how a system 
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import math
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ REPEAT_SEEDS = 7919
 """Apart, so that no two repeats share a prompt that a prefix cache would know."""
 CROWD = 96
 """Requests beside those that are compared."""
+WATCH_S = 0.25
+PROGRESS_S = 15.0
 FEW_AT_ONCE = 4
 """Requests in flight when they are run again in other company."""
 
@@ -76,6 +79,7 @@ class Benchmark:
         self._tokenizer: Tokenizer | None = None
         self._made: dict[tuple[Any, ...], Workload] = {}
         self._began = time.monotonic()
+        self._check: Callable[[], None] = lambda: None
         self.result: results.Result = {
             "schema": results.SCHEMA,
             "command": sys.argv[1:],
@@ -92,24 +96,54 @@ class Benchmark:
             "mismatches": [],
         }
 
+    def prepare(self) -> None:
+        """Makes every workload. Raises InvalidArgumentError for one that cannot be made, before anything is started."""
+        for spec in self.plan.specs:
+            for repeat in (*([-1] if self.plan.num_warmups else []), *range(self.plan.repeats)):
+                self._workload(spec, repeat, 1)
+            if self.plan.mismatch_requests:
+                self._workload(spec, -2, 1)
+
     async def run(self) -> None:
-        """Measures one system after the other."""
-        for system in self.plan.systems:
-            await self._measure(system.name, up(system, self.plan.machine, self.plan.logs / system.name))
-        for url in self.plan.urls:
-            await self._measure(url, _foreign(url, self.plan.url_model))
-        self.result["conditions"]["clocks"]["after"] = conditions.clocks()
-        self._save()
+        """Measures one system after the other; what is measured is written also if this is cancelled."""
+        try:
+            for system in self.plan.systems:
+                await self._measure(system.name, up(system, self.plan.machine, self.plan.logs / system.name))
+            for url in self.plan.urls:
+                await self._measure(url, _foreign(url, self.plan.url_model))
+        finally:
+            self.result["conditions"]["clocks"]["after"] = conditions.clocks()
+            self._save()
 
     async def _measure(self, name: str, starting: Any) -> None:
-        self._say(f"{name}: starting")
+        self.say(f"{name}: starting")
         try:
             async with starting as found:
-                await self._on(name, found)
-        except CorunError as error:
-            self._fail(f"{name}: {error}")
-        except RuntimeError as error:  # a node that did not start (corun.bench.nodes.StartError)
-            self._fail(f"{name}: {error}")
+                await self._while_alive(self._on(name, found), found)
+        except (CorunError, RuntimeError) as error:  # corun.bench.nodes.StartError is a RuntimeError.
+            self._fail(f"{name}: {error}", self._missing(name))
+
+    async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: Up | OpenAiTarget) -> None:
+        """Raises UnavailableError as soon as a process of the system has ended: its requests would wait for ever."""
+        self._check = found.check if isinstance(found, Up) else lambda: None
+        watch = asyncio.create_task(_watch(self._check))
+        work = asyncio.create_task(measuring)
+        try:
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended = watch if watch.done() else work
+            for task in (watch, work):
+                task.cancel()
+            await asyncio.gather(watch, work, return_exceptions=True)
+            if not ended.cancelled():
+                ended.result()
+
+    def _missing(self, name: str) -> str:
+        """How much of a system's runs is not measured; empty if nothing is, or all."""
+        rows = [row for row in self.result["runs"] if row["system"] == name]
+        measured = sum(not row["workload"].startswith("padding=") for row in rows)
+        planned = len(self.plan.specs) * len(self.plan.max_concurrency) * self.plan.repeats
+        return f" ({measured} of its {planned} runs were measured)" if 0 < measured < planned else ""
 
     async def _on(self, name: str, found: Up | OpenAiTarget) -> None:
         target = _target_of(found)
@@ -131,14 +165,7 @@ class Benchmark:
         self._save()
 
     async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> Run:
-        run = await drive(
-            target,
-            workload,
-            system=name,
-            repeat=repeat,
-            logprobs=self.plan.logprobs,
-            timeout_s=self.plan.timeout_s,
-        )
+        run = await self._drive(target, workload, system=name, repeat=repeat, logprobs=self.plan.logprobs)
         summary = metrics.summarize(
             run,
             percentiles=self.plan.percentiles,
@@ -146,15 +173,37 @@ class Benchmark:
             gpus=metrics.Gpus(**described["gpus"]),
             slots=described["slots"],
         )
+        if not described["pads"]:
+            summary["padding_waste"] = None
         rate = workload.request_rate if workload.is_open else None
         row = {"system": name, "workload": workload.name, "repeat": repeat}
         row |= {"max_concurrency": workload.max_concurrency, "request_rate": rate, "burstiness": workload.burstiness}
         self.result["runs"].append(row | summary)
         self._save()
-        self._say(f"{name}: {workload.name} #{repeat + 1} at {workload.max_concurrency}: {_line(summary)}")
+        self.say(f"{name}: {workload.name} #{repeat + 1} at {workload.max_concurrency}: {_line(summary)}")
         if errors := sorted({outcome.error for outcome in run.outcomes if outcome.error}):
             self._fail(f"{name}: {workload.name}: {summary['failed']} requests failed: {errors[0]}")
         return run
+
+    async def _drive(self, target: Target, workload: Workload, **options: Any) -> Run:
+        """Raises UnavailableError if an engine died meanwhile: what came of it is no measurement."""
+        progress = self._progress(options["system"], workload)
+        run = await drive(target, workload, timeout_s=self.plan.timeout_s, on_done=progress, **options)
+        self._check()
+        return run
+
+    def _progress(self, name: str, workload: Workload) -> Callable[[], None]:
+        """To be called for every request that is done; says so now and then."""
+        count, said = 0, time.monotonic()
+
+        def done() -> None:
+            nonlocal count, said
+            count += 1
+            if time.monotonic() > said + PROGRESS_S and count < len(workload.requests):
+                said = time.monotonic()
+                self.say(f"{name}: {workload.name}: {count} of {len(workload.requests)} requests done")
+
+        return done
 
     async def _warm(self, name: str, target: Target, spec: workloads.Spec) -> int:
         """Requests of the same shapes whose times do not count."""
@@ -162,7 +211,7 @@ class Benchmark:
             return 0
         workload = self._workload(spec, -1, min(self.plan.max_concurrency[-1], self.plan.num_warmups))
         warmups = replace(workload, requests=workload.requests[: self.plan.num_warmups], request_rate=math.inf)
-        await drive(target, warmups, system=name, timeout_s=self.plan.timeout_s)
+        await self._drive(target, warmups, system=name)
         return len(warmups.requests)
 
     async def _compare(self, name: str, target: Target, spec: workloads.Spec) -> int:
@@ -176,17 +225,14 @@ class Benchmark:
         ]
         crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
         few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
-        first, again = [
-            await drive(target, workload, system=name, logprobs=True, timeout_s=self.plan.timeout_s)
-            for workload in (crowd, few)
-        ]
+        first, again = [await self._drive(target, workload, system=name, logprobs=True) for workload in (crowd, few)]
         first.outcomes = first.outcomes[:wanted]
         found = metrics.mismatches(first, again)
         row = {"system": name, "workload": spec.name, "requests": found.requests, "rate": found.rate}
         row |= {"different_tokens": found.different_tokens, "different_bits": found.different_bits}
         self.result["mismatches"].append(row | {"tokens_only": found.tokens_only})
         self._save()
-        self._say(f"{name}: {spec.name}: {found.different_bits} of {found.requests} requests differ in other company")
+        self.say(f"{name}: {spec.name}: {found.different_bits} of {found.requests} requests differ in other company")
         if found.not_compared:
             self._fail(f"{name}: {spec.name}: {len(found.not_compared)} requests could not be compared")
         return len(crowd.requests) + len(few.requests)
@@ -209,7 +255,7 @@ class Benchmark:
             made = self._workload(spec, repeat, 1, num_requests=1)
             workload = replace(made, name=f"padding={rows}", request_rate=math.inf)
             if repeat < 0:
-                await drive(target, workload, system=name, timeout_s=self.plan.timeout_s)
+                await self._drive(target, workload, system=name)
             else:
                 await self._run(name, target, workload, repeat, described)
 
@@ -243,10 +289,11 @@ class Benchmark:
             "slots": 0,
             "handoff": None,
         }
+        row["pads"] = isinstance(found, Up) and found.system.pads
         if isinstance(found, Up):
             row |= {"gpus": found.gpus, "slots": found.slots, "ready_s": found.ready_s, "memory": found.memory()}
             row |= {"gpu_memory": found.gpu_memory(), "fingerprint": found.fingerprint, "settings": found.settings}
-            self._say(f"{name}: ready in {found.ready_s:.1f} s")
+            self.say(f"{name}: ready in {found.ready_s:.1f} s")
         else:
             row |= {"ready_s": None, "memory": {}, "gpu_memory": {}, "fingerprint": "", "settings": {"url": name}}
         self.result["systems"].append(row)
@@ -255,13 +302,20 @@ class Benchmark:
     def _save(self) -> None:
         results.write(self.plan.output, self.result)
 
-    def _fail(self, text: str) -> None:
-        self.failures.append(text.splitlines()[0])
-        self._say(text)
+    def _fail(self, text: str, missing: str = "") -> None:
+        self.failures.append(text.splitlines()[0] + missing)
+        self.say(text)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """On stderr, with the time since the start."""
         with suppress(BrokenPipeError):
             print(f"[{time.monotonic() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+async def _watch(check: Callable[[], None]) -> None:
+    while True:
+        check()
+        await asyncio.sleep(WATCH_S)
 
 
 def _target_of(found: Up | OpenAiTarget) -> Target:

@@ -110,6 +110,12 @@ class System:
             raise InvalidArgumentError("systems", name, "must end in a number of slots, as in cluster:1p1d:512")
         return cls(name=name, kind=kind, placement=placement, slots=int(slots or 0))
 
+    @property
+    def pads(self) -> bool:
+        """Whether every decode step has a row for each slot. Stock steps have no empty rows, and how many those of
+        systems with steps of several sizes have is known to their engines only."""
+        return self.kind == "colocated"
+
     def slots_on(self, machine: Machine) -> int:
         return self.slots or machine.slots
 
@@ -118,6 +124,8 @@ class System:
 
         Raises InvalidArgumentError if the machine has too few.
         """
+        if self.kind == "bi" and not machine.gpus:
+            raise InvalidArgumentError("systems", self.name, "needs a GPU: vLLM has no batch-invariant mode on a CPU")
         devices = machine.num_devices
         everywhere = tuple(range(devices))
         if self.kind not in PAIRED or self.placement == SHARED:

@@ -14,6 +14,9 @@ import tyro
 from corun.cli.options import OptionalPath
 from corun.cli.up import needs_extra
 from corun.errors import InvalidArgumentError
+from corun.params import check_seed
+
+RESULT = "result.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +35,16 @@ class Bench:
       corun bench kernels | router                            kernels of this device, capacity of a router
 
     Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), colocated (the paper's CoRun in one engine),
-    pd-std (stock prefill and decode over NIXL), cluster (this project), std+nosplit and std+isolated (steps of the
-    ablation). The placement of a pair follows a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU);
-    a second colon sets its slots: cluster:1p1d:512. All others run one engine per GPU.
+    colocated+ladder (with smaller decode steps where they give the same bits), pd-std (stock prefill and decode over
+    NIXL), cluster (this project), std+nosplit and std+isolated (steps of the ablation). The placement of a pair follows
+    a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU); a second colon sets its slots:
+    cluster:1p1d:512. All others run one engine per GPU.
 
     Workloads: in=512,out=256; burstgpt, sharegpt, blazedit (samples of their shape made for this project, or =FILE);
     rl=32x8,in=512,out=256 (prompts x samples); paper (its six). Every request draws all its tokens (ignore_eos).
+
+    Ctrl-C ends all processes and keeps what was measured. Exit codes: 0 ok, 1 something could not be measured,
+    2 nothing was started, 130 interrupted.
     """
 
     model: str = "tiny"
@@ -91,7 +98,8 @@ class Bench:
     timeout_s: float = 600.0
     """Longest time for one run; what is not done by then has failed."""
     output: Annotated[OptionalPath, tyro.conf.arg(aliases=["-o"])] = None
-    """Directory for result.json, logs, pictures and the page; by default a new one, whose path is printed."""
+    """Directory for result.json, logs, pictures and the page, without a result yet; by default a new one, whose path
+    is printed."""
     save_result: bool = False
     """Write a file per run as well, with the keys of vllm bench serve."""
 
@@ -104,7 +112,8 @@ class Bench:
 
 def options_of(bench: Bench) -> dict[str, Any]:
     """Those that need no further reading; raises InvalidArgumentError for what is out of range."""
-    for name in ("num_prompts", "repeats", "slots", "chunk_size", "max_model_len", "tensor_parallel_size"):
+    positive = ("num_prompts", "repeats", "slots", "chunk_size", "max_model_len", "tensor_parallel_size")
+    for name in (*positive, "kv_cache_gib", "mismatch_tokens"):
         if getattr(bench, name) < 1:
             raise InvalidArgumentError(name, getattr(bench, name), "must be at least 1")
     for name in ("num_warmups", "mismatch_requests"):
@@ -113,15 +122,19 @@ def options_of(bench: Bench) -> dict[str, Any]:
     for value in (*bench.max_concurrency, *bench.padding):
         if value < 1:
             raise InvalidArgumentError("max_concurrency, padding", value, "must be at least 1")
-    if not bench.request_rate > 0:
-        raise InvalidArgumentError("request_rate", bench.request_rate, "must be above 0")
+    check_seed(bench.seed)
+    for name in ("request_rate", "burstiness", "timeout_s"):
+        if not getattr(bench, name) > 0:
+            raise InvalidArgumentError(name, getattr(bench, name), "must be above 0")
     same = ("num_prompts", "num_warmups", "repeats", "max_concurrency", "request_rate", "burstiness", "seed")
     names = (*same, "logprobs", "mismatch_requests", "mismatch_tokens", "padding", "timeout_s", "url_model")
     return {name: getattr(bench, name) for name in names}
 
 
 def output_directory(bench: Bench) -> Path:
-    """Made if it is not there."""
+    """Made if it is not there. Raises InvalidArgumentError if it holds a result: that is not overwritten."""
     found = bench.output or Path(tempfile.mkdtemp(prefix="corun-bench-"))
+    if (found / RESULT).exists():
+        raise InvalidArgumentError("output", str(found), f"has a {RESULT} already; name another directory")
     found.mkdir(parents=True, exist_ok=True)
     return found

@@ -28,6 +28,10 @@ class FakeUp(runner.Up):
         self.gpus = {"prefill": 1, "decode": 1, "total": 1}
         self.processes = Processes(Path("/nowhere"))
         self.nodes = None
+        self.engines = []
+
+    def check(self) -> None:
+        """Nothing can end."""
 
 
 def plan(tmp_path: Path, **changes: Any) -> Plan:
@@ -116,3 +120,25 @@ async def test_requests_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.M
     await benchmark.run()
     assert benchmark.failures[0] == "std: in=8,out=4: 1 requests failed: UnavailableError: gone"
     assert {run["failed"] for run in benchmark.result["runs"]} == {1}
+
+
+async def test_padding_is_of_systems_whose_steps_all_have_a_row_for_each_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over(monkeypatch, {"std": FakeTarget(), "colocated": FakeTarget(), "colocated+ladder": FakeTarget()})
+    benchmark = Benchmark(plan(tmp_path, systems=tuple(parse_systems(["std,colocated,colocated+ladder"]))))
+    await benchmark.run()
+    known = {run["system"]: run["padding_waste"] is not None for run in benchmark.result["runs"]}
+    assert known == {"std": False, "colocated": True, "colocated+ladder": False}
+    assert all(run["slot_occupancy"] is not None for run in benchmark.result["runs"])
+
+
+async def test_a_long_run_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over(monkeypatch, {"std": FakeTarget(), "cluster": FakeTarget()})
+    monkeypatch.setattr(runner, "PROGRESS_S", 0.0)
+    await Benchmark(plan(tmp_path)).run()
+    said = capsys.readouterr().err
+    assert "std: in=8,out=4: 1 of 6 requests done" in said
+    assert "6 of 6 requests done" not in said

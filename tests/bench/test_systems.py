@@ -93,3 +93,8 @@ def test_tensor_parallel_engines_get_groups() -> None:
     pairs = Machine(model="m", gpus=(0, 1, 2, 3), tensor_parallel_size=2)
     assert [one.gpus for one in System.parse("pd-std").engines(pairs)] == [(0, 1), (2, 3)]
     assert System.parse("pd-std").gpus(pairs) == {"prefill": 2, "decode": 2, "total": 4}
+
+
+def test_the_batch_invariant_mode_is_refused_on_a_cpu() -> None:
+    with pytest.raises(InvalidArgumentError, match="needs a GPU: vLLM has no batch-invariant mode on a CPU"):
+        System.parse("bi").places(CPU)

@@ -1,0 +1,156 @@
+"""Engine processes that fail, end or never start: they are noticed at once, and none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun import tiny
+from corun.bench import fleet, runner, workloads
+from corun.bench.children import Processes
+from corun.bench.engines import Engine
+from corun.bench.records import Outcome, Request
+from corun.bench.runner import Benchmark, Plan
+from corun.bench.systems import EngineSettings, Machine, System, parse_systems
+from corun.errors import UnavailableError
+from corun.processes import descendants
+
+DEADLINE_S = 20.0
+REQUEST = Request(index=0, prompt_token_ids=(1, 2), max_tokens=3, seed=5)
+
+
+class FakeProcesses(Processes):
+    def start(self, name: str, module: str, *flags: str) -> None:
+        assert module == "corun.bench.engine"
+        super().start(name, "tests.bench.fake_engine", *flags)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    before = set(descendants(os.getpid()))
+    yield
+    assert set(descendants(os.getpid())) <= before
+
+
+def settings(model: str) -> EngineSettings:
+    return System.parse("std").engines(Machine(model=model, cores=(0,)))[0]
+
+
+@asynccontextmanager
+async def engine(model: str, directory: Path) -> AsyncIterator[Engine]:
+    made = Engine("both-0", settings(model), FakeProcesses(directory), directory)
+    try:
+        yield made
+    finally:
+        await asyncio.wait_for(made.stop(), DEADLINE_S)
+
+
+async def draw(made: Engine) -> Outcome:
+    outcome = Outcome(index=0, num_prompt_tokens=2)
+    await asyncio.wait_for(made.draw("r1", (1, 2), {"max_tokens": 3}, outcome, time.monotonic), DEADLINE_S)
+    return outcome
+
+
+async def test_an_engine_that_answers(tmp_path: Path) -> None:
+    async with engine("answers", tmp_path) as made:
+        await made.ready(time.monotonic() + DEADLINE_S)
+        assert (await draw(made)).token_ids == [7, 7, 7]
+        await made.forget()
+        made.check()
+
+
+async def test_one_that_fails_to_start_says_why_in_its_first_line(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError) as caught:
+        async with engine("fails", tmp_path) as made:
+            await made.ready(time.monotonic() + DEADLINE_S)
+    assert str(caught.value).splitlines()[0] == "both-0 ended with 1: ValueError: no such weights"
+    assert "Traceback" in str(caught.value)
+
+
+async def test_one_that_never_listens_is_ended(tmp_path: Path) -> None:
+    async with engine("starts for ever", tmp_path) as made:
+        with pytest.raises(UnavailableError, match="both-0 does not listen"):
+            await draw(made)
+
+
+async def test_one_that_dies_in_its_process_fails_its_requests(tmp_path: Path) -> None:
+    async with engine("dies", tmp_path) as made:
+        await made.ready(time.monotonic() + DEADLINE_S)
+        with pytest.raises(UnavailableError, match="both-0: the engine's output loop ended"):
+            await draw(made)
+        with pytest.raises(UnavailableError, match="both-0: the engine's output loop ended"):
+            made.check()
+
+
+@pytest.mark.parametrize(
+    ("does", "words"), [("is killed", "std: both-0 ended with -9"), ("dies", "std: both-0: the engine's output loop")]
+)
+async def test_a_system_whose_engine_ends_costs_the_next_one_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, words: str
+) -> None:
+    benchmark = over(tmp_path, monkeypatch, {"std": does, "std+nosplit": "answers"})
+    await asyncio.wait_for(benchmark.run(), DEADLINE_S)
+    assert len(benchmark.failures) == 1
+    assert benchmark.failures[0].startswith(words)
+    assert [row["system"] for row in benchmark.result["runs"]] == ["std+nosplit"] * 2
+    assert {row["failed"] for row in benchmark.result["runs"]} == {0}
+
+
+async def test_what_is_missing_of_a_system_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = over(tmp_path, monkeypatch, {"std": "answers"})
+    drive, runs = benchmark._drive, []
+
+    async def die_in_the_second(*args: Any, **options: Any) -> Any:
+        runs.append(args)
+        if len(runs) == 2:
+            raise UnavailableError("both-0 ended with -9\nits log")
+        return await drive(*args, **options)
+
+    monkeypatch.setattr(benchmark, "_drive", die_in_the_second)
+    await asyncio.wait_for(benchmark.run(), DEADLINE_S)
+    assert benchmark.failures == ["std: both-0 ended with -9 (1 of its 2 runs were measured)"]
+
+
+@pytest.mark.parametrize("does", ["hangs", "starts for ever"])
+async def test_a_cancelled_benchmark_leaves_its_result_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    benchmark = over(tmp_path, monkeypatch, {"std": "answers", "std+nosplit": does})
+    work = asyncio.create_task(benchmark.run())
+    while len(benchmark.result["runs"]) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(1.0)
+    work.cancel()
+    await asyncio.wait({work}, timeout=DEADLINE_S)
+    assert work.cancelled()
+    assert len(runner.results.read(tmp_path / "result.json")["runs"]) == 2
+
+
+def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, str]) -> Benchmark:
+    """A benchmark of systems with fake engines that do so."""
+    monkeypatch.setattr(fleet, "Processes", FakeProcesses)
+    engines = System.engines
+    monkeypatch.setattr(
+        System, "engines", lambda self, machine: engines(self, Machine(model=does[self.name], cores=(0,)))
+    )
+    plan = Plan(
+        machine=Machine(model=str(tiny.ensure()), cores=(0,)),
+        systems=tuple(parse_systems(list(does))),
+        specs=workloads.expand(["in=8,out=4"]),
+        num_prompts=4,
+        num_warmups=0,
+        repeats=2,
+        max_concurrency=(2,),
+        mismatch_requests=0,
+        timeout_s=120.0,
+        logs=tmp_path / "logs",
+        output=tmp_path / "result.json",
+    )
+    return Benchmark(plan)

@@ -1,0 +1,218 @@
+"""`corun bench` as a user runs it: real engines on the tiny model, results, pages, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun.processes import descendants, end_tree, living
+from tests.e2e.conftest import Cluster, wait_until
+
+pytestmark = pytest.mark.e2e
+
+LONG, ROLLOUT = "in=900,out=24", "rl=6x2,in=600,out=12"
+RUN = (
+    *("--workloads", LONG, ROLLOUT, "--max-model-len", "1024", "--slots", "24"),
+    *("--num-prompts", "12", "--num-warmups", "2", "--repeats", "1", "--max-concurrency", "8"),
+    *("--mismatch-requests", "12", "--mismatch-tokens", "24"),
+)
+"""Prompts so long that stock vLLM splits their attention over threads; 24 slots: steps of 16 rows are tried, too."""
+ENGINES = ("std", "colocated+ladder", "pd-std")
+START_S = 150.0
+END_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """A `corun` command in a process group of its own, as a shell has it, and all that it started."""
+
+    def __init__(self, logs: Path, *words: str) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._files = [logs / "out", logs / "err"]
+        with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
+            command = [sys.executable, "-m", "corun", *words]
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+        self._tree: dict[int, str] = {}
+
+    @property
+    def err(self) -> str:
+        return self._files[1].read_text(errors="replace")
+
+    def tree(self) -> dict[int, str]:
+        """Everything that it has started so far, as far as anybody looked."""
+        self._tree |= descendants(self.process.pid)
+        return self._tree
+
+    def wait(self, timeout_s: float) -> Done:
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"not done within {timeout_s:.0f} s:\n{self.err[-3000:]}"
+            self.tree()
+            time.sleep(0.2)
+        return Done(code=self.process.returncode, out=self._files[0].read_text(), err=self.err)
+
+    def wait_for(self, words: str, timeout_s: float = START_S) -> None:
+        """Until it says so on stderr."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.err:
+            assert self.process.poll() is None, self.err[-3000:]
+            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {words}:\n{self.err[-3000:]}"
+            self.tree()
+            time.sleep(0.1)
+
+    def process_of(self, module: str) -> int:
+        """The first that runs it."""
+        found = [pid for pid in self.tree() if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+        return found[0]
+
+    def kill(self) -> None:
+        tree = self.tree()
+        self.process.kill()
+        self.process.wait()
+        end_tree(tree, step_s=2.0)
+
+
+@contextmanager
+def started(logs: Path, *words: str) -> Iterator[Command]:
+    """Fails if it leaves a process behind."""
+    command = Command(logs, *words)
+    try:
+        yield command
+        assert command.process.poll() is not None, "it still runs"
+        assert living(command.tree()) == []
+    finally:
+        command.kill()
+
+
+def run(logs: Path, *words: str, timeout_s: float) -> Done:
+    with started(logs, *words) as command:
+        return command.wait(timeout_s)
+
+
+def mismatches(result: dict[str, Any], system: str) -> dict[str, int]:
+    assert {row["requests"] for row in result["mismatches"] if row["system"] == system} == {12}
+    return {row["workload"]: row["different_bits"] for row in result["mismatches"] if row["system"] == system}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
+    """Three systems, all with engines of their own."""
+    directory = tmp_path_factory.mktemp("bench")
+    words = ("bench", "--systems", ",".join(ENGINES), *RUN, "-o", str(directory / "result"))
+    return run(directory, *words, timeout_s=400.0), directory / "result"
+
+
+@pytest.mark.timeout(420)
+def test_every_system_is_measured_on_every_workload(measured: tuple[Done, Path]) -> None:
+    done, directory = measured
+    assert done.code == 0, done.err[-3000:]
+    result = json.loads((directory / "result.json").read_text())
+    runs = {(row["system"], row["workload"]): (row["completed"], row["failed"]) for row in result["runs"]}
+    assert runs == {(system, workload): (12, 0) for system in ENGINES for workload in (LONG, ROLLOUT)}
+    assert len(result["runs"]) == len(runs)
+    for system in ENGINES:
+        assert f"{system}: ready in " in done.err
+    assert "not measured" not in done.err
+
+
+def test_stock_differs_in_other_company_and_fixed_shapes_do_not(measured: tuple[Done, Path]) -> None:
+    result = json.loads((measured[1] / "result.json").read_text())
+    if len(os.sched_getaffinity(0)) > 1:  # With one thread nothing is split.
+        assert sum(mismatches(result, "std").values()) > 0, "stock agreed: this comparison proves nothing here"
+    assert mismatches(result, "colocated+ladder") == {LONG: 0, ROLLOUT: 0}
+
+
+def test_the_last_line_is_json_and_the_page_and_the_pictures_are_there(measured: tuple[Done, Path]) -> None:
+    done, directory = measured
+    (line,) = done.out.splitlines()
+    short = json.loads(line)
+    assert short["failures"] == []
+    assert len(short["runs"]) == len(ENGINES) * 2
+    assert (directory / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert {path.suffix for path in directory.rglob("throughput*")} == {".png", ".svg"}
+
+
+def test_its_result_can_be_compared_and_reported(measured: tuple[Done, Path], tmp_path: Path) -> None:
+    result = str(measured[1] / "result.json")
+    compared = run(tmp_path / "compare", "bench", "compare", result, result, timeout_s=END_S)
+    assert compared.code == 0, compared.err
+    rows = json.loads(compared.out.splitlines()[-1])["rows"]
+    assert [row["ratio"] for row in rows] == [[1.0, 1.0, 1.0]] * len(ENGINES) * 2
+    reported = run(tmp_path / "report", "bench", "report", result, "-o", str(tmp_path / "page"), timeout_s=END_S)
+    assert reported.code == 0, reported.err
+    assert (tmp_path / "page" / "report.html").exists()
+
+
+@pytest.mark.timeout(240)
+def test_the_cluster_is_measured_through_its_gateway(cluster: Cluster, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{_free_port()}"
+    gateway = ("gateway", "--router", cluster.address, "--port", url.rpartition(":")[2])
+    with started(tmp_path / "gateway", *gateway) as served:
+        wait_until(lambda: _answers(url), "the gateway serves")
+        words = ("bench", "--systems", "--url", url, *RUN, "-o", str(tmp_path / "result"))
+        done = run(tmp_path / "bench", *words, timeout_s=200.0)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.wait(END_S).code == 0
+    assert done.code == 0, done.err[-3000:]
+    result = json.loads((tmp_path / "result" / "result.json").read_text())
+    assert [(row["completed"], row["failed"]) for row in result["runs"]] == [(12, 0)] * 2
+    assert mismatches(result, url) == {LONG: 0, ROLLOUT: 0}
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_engine_and_an_interrupt_leave_what_was_measured(tmp_path: Path) -> None:
+    """The first system's engine is killed; the next one starts, and is interrupted while it does."""
+    words = ("bench", "--systems", "std,std+nosplit", "--workloads", "in=64,out=8", "in=64,out=2000", *RUN[3:])
+    with started(tmp_path, *words, "-o", str(tmp_path / "result")) as command:
+        command.wait_for("std: in=64,out=8 #1")
+        os.kill(command.process_of("corun.bench.engine"), signal.SIGKILL)
+        command.wait_for("std+nosplit: starting", END_S)
+        time.sleep(3.0)  # Into the start.
+        os.killpg(command.process.pid, signal.SIGINT)  # As Ctrl-C does.
+        done = command.wait(END_S)
+    assert done.code == 130
+    assert "not measured: std: both-0 ended with -9 (1 of its 2 runs were measured)" in done.err
+    result = json.loads((tmp_path / "result" / "result.json").read_text())
+    assert [(row["system"], row["workload"]) for row in result["runs"]] == [("std", "in=64,out=8")]
+    assert json.loads(done.out)["failures"] == ["std: both-0 ended with -9 (1 of its 2 runs were measured)"]
+    assert "Traceback" not in done.err
+
+
+def test_what_needs_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
+    done = run(tmp_path, "bench", "--systems", "std,bi", timeout_s=END_S)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "corun: systems = 'bi': needs a GPU: vLLM has no batch-invariant mode on a CPU\n"
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
