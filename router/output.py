@@ -179,8 +179,8 @@ class SampleOutput:
         """The rest of `take` where the client has the first tokens, or text."""
         self._unsent += text
         if self.num_tokens > self._num_received:
-            self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob)
-            self._send_text()
+            piece = self._outbox.piece(self._sample_index, self._seed)
+            self._outbox.add(piece, token_id, logprob, self._new_text())
         elif self.num_tokens == self._num_received:
             self._check_received()
         return self._stops.matched or self.mismatch is not None
@@ -236,12 +236,14 @@ class SampleOutput:
             self.mismatch = DataLossError("more text was received than the output has")
 
     def _send_text(self) -> None:
-        text, self._unsent = self._unsent, ""
-        if self._skip_bytes:
-            text = self._without_received(text)
-        if text:
+        if text := self._new_text():
             self._outbox.piece(self._sample_index, self._seed).text += text
             self._outbox.added()
+
+    def _new_text(self) -> str:
+        """What the client has not received."""
+        text, self._unsent = self._unsent, ""
+        return self._without_received(text) if self._skip_bytes else text
 
     def _without_received(self, text: str) -> str:
         data = text.encode()

@@ -51,7 +51,6 @@ async def drive(
 @contextmanager
 def _no_collections() -> Iterator[None]:
     """Everything that comes back is kept until the end: looking through it for garbage would hold up the loop."""
-    gc.collect()
     gc.disable()
     try:
         yield

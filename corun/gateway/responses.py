@@ -94,11 +94,11 @@ class Events:
         prompt.token_ids = prompt.token_ids or chunk.prompt_token_ids
         choice = prompt.choices[chunk.sample_index]
         choice.tokens += len(chunk.token_ids)
+        if choice.held is not None:
+            chunk, choice.held = _both(choice.held, chunk), None
         if chunk.receipt is None and choice.tokens == self._asked.params.max_tokens:
             choice.held = chunk  # A router may send the receipt a moment later: an event, and a time, without a token.
             return ""
-        if choice.held is not None:
-            chunk, choice.held = _both(choice.held, chunk), None
         return self._event(prompt_index, prompt, choice, chunk)
 
     def usage(self) -> str:

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from corun.cluster import FinishReason
+from corun.cluster import FinishReason, ResumePoint
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
@@ -174,3 +174,18 @@ async def test_a_take_that_is_cancelled_leaves_the_output_to_the_next() -> None:
     with pytest.raises(asyncio.CancelledError):
         await taking
     assert (await drain(outbox)).token_ids == [3]
+
+
+def test_after_a_resumption_a_token_and_its_text_come_together() -> None:
+    outbox, heard = Outbox(), []
+    received = ResumePoint(
+        sample_index=0, seed=7, num_tokens=1, output_digest=output_digest([0], [-1.0]), text_bytes=0, done=False
+    )
+    params = SamplingParams(max_tokens=100)
+    output = SampleOutput(
+        sample_index=0, seed=7, params=params, detokenizer=Letters(), outbox=outbox, received=received
+    )
+    outbox.ready = lambda: heard.extend((piece.text, piece.token_ids) for piece in outbox.take_now())
+    for token in (0, 1, 2):
+        output.take(token, -1.0)
+    assert heard == [("a", [1]), ("b", [2])]
