@@ -116,13 +116,15 @@ def _percentiles(text: str) -> tuple[float, ...]:
 
 
 def _show(benchmark: Benchmark, directory: Path, *, save_runs: bool) -> None:
-    """A table, where the files are, and one JSON line without the long lists."""
+    """Conditions, a table, where the files are, and one JSON line without the long lists."""
     result = benchmark.result
     if save_runs:
         for number, row in enumerate(result["runs"]):
             (directory / f"run-{number}.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
     console = Console(stderr=True)
     console.width = max(console.width, 130)  # Of a log, too.
+    for line in conditions.lines(result["conditions"], result["systems"]):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     if result["runs"]:
         found = views.merge({"result.json": result})
         pages = page.write(found, directory)

@@ -11,7 +11,8 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def model_summary(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a model decides its speed."""
     names = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "num_experts", "torch_dtype")
     return {"name": Path(model).name, **{name: config[name] for name in names if name in config}}
+
+
+def lines(found: Mapping[str, Any], systems: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The conditions of a result, for reading."""
+    hardware = found["hardware"]
+    gpus = Counter(f"{gpu['name']}, driver {gpu['driver']}" for gpu in hardware["gpus"])
+    devices = [f"{count} x {name}" for name, count in gpus.items()] or ["no GPU"]
+    yield f"{hardware['cpu']}, {hardware['cores']} cores; {'; '.join(devices)}"
+    yield ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    yield f"model {found['model']}; {found['sampling']}"
+    if clocks := found["clocks"].get("after"):
+        yield "clocks at the end: " + "; ".join(f"{one['clocks.sm']} of {one['clocks.max.sm']} MHz" for one in clocks)
+    for system in systems:
+        if fingerprint := system.get("fingerprint"):
+            yield f"{system['system']}: fingerprint {fingerprint}"
 
 
 def contracts(status: ClusterStatus) -> dict[str, Any]:
