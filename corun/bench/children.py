@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from corun.processes import descendants, end_tree
 
 TAIL = 3000
 """Characters of a log that an error carries."""
+_ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
+_ELSEWHERE = "See root cause above"
+"""vLLM's last error is that of the parent of the process that failed."""
 
 
 @dataclass
@@ -46,12 +50,12 @@ class Processes:
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
     def check(self) -> None:
-        """Raises UnavailableError if one has ended: how, its last words if it failed by itself, and its log's end."""
+        """Raises UnavailableError if one has ended: how, its error if it failed by itself, and its log's end."""
         for name, process in self.running.items():
             if (code := process.poll()) is not None:
-                text = self.log(name).rstrip()[-TAIL:]
-                words = f": {text.splitlines()[-1]}" if code > 0 and text else ""
-                raise UnavailableError(f"{name} ended with {code}{words}\n{text}")
+                text = self.log(name).rstrip()
+                error = f": {_error(text)}" if code > 0 else ""
+                raise UnavailableError(f"{name} ended with {code}{error}\n{text[-TAIL:]}")
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
         """SIGTERM, then the exit code; a process that does not end in time is killed with its descendants."""
@@ -71,3 +75,9 @@ class Processes:
 
     def stop(self) -> dict[str, int]:
         return {name: self.terminate(name) for name in list(self.running)}
+
+
+def _error(log: str) -> str:
+    """The line that says why a process failed; its last one where no line looks like it."""
+    found = [line for line in _ERROR.findall(log) if _ELSEWHERE not in line]
+    return (found or log.splitlines() or ["no word"])[-1]
