@@ -163,22 +163,6 @@ def test_its_result_can_be_compared_and_reported(measured: tuple[Done, Path], tm
 
 
 @pytest.mark.timeout(240)
-def test_the_cluster_is_measured_through_its_gateway(cluster: Cluster, tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{_free_port()}"
-    gateway = ("gateway", "--router", cluster.address, "--port", url.rpartition(":")[2])
-    with started(tmp_path / "gateway", *gateway) as served:
-        wait_until(lambda: _answers(url), "the gateway serves")
-        words = ("bench", "--systems", "--url", url, *RUN, "-o", str(tmp_path / "result"))
-        done = run(tmp_path / "bench", *words, timeout_s=200.0)
-        served.process.send_signal(signal.SIGTERM)
-        assert served.wait(END_S).code == 0
-    assert done.code == 0, done.err[-3000:]
-    result = json.loads((tmp_path / "result" / "result.json").read_text())
-    assert [(row["completed"], row["failed"]) for row in result["runs"]] == [(12, 0)] * 2
-    assert mismatches(result, url) == {LONG: 0, ROLLOUT: 0}
-
-
-@pytest.mark.timeout(240)
 def test_a_killed_engine_and_an_interrupt_leave_what_was_measured(tmp_path: Path) -> None:
     """The first system's engine is killed; the next one starts, and is interrupted while it does."""
     words = ("bench", "--systems", "std,std+nosplit", "--workloads", "in=64,out=8", "in=64,out=2000", *RUN[3:])
@@ -201,6 +185,23 @@ def test_what_needs_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "bench", "--systems", "std,bi", timeout_s=END_S)
     assert (done.code, done.out) == (2, "")
     assert done.err == "corun: systems = 'bi': needs a GPU: vLLM has no batch-invariant mode on a CPU\n"
+
+
+@pytest.mark.timeout(240)
+def test_the_cluster_is_measured_through_its_gateway(cluster: Cluster, tmp_path: Path) -> None:
+    """Last: from here on the session's cluster keeps the cores busy."""
+    url = f"http://127.0.0.1:{_free_port()}"
+    gateway = ("gateway", "--router", cluster.address, "--port", url.rpartition(":")[2])
+    with started(tmp_path / "gateway", *gateway) as served:
+        wait_until(lambda: _answers(url), "the gateway serves")
+        words = ("bench", "--systems", "--url", url, *RUN, "-o", str(tmp_path / "result"))
+        done = run(tmp_path / "bench", *words, timeout_s=200.0)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.wait(END_S).code == 0
+    assert done.code == 0, done.err[-3000:]
+    result = json.loads((tmp_path / "result" / "result.json").read_text())
+    assert [(row["completed"], row["failed"]) for row in result["runs"]] == [(12, 0)] * 2
+    assert mismatches(result, url) == {LONG: 0, ROLLOUT: 0}
 
 
 def _answers(url: str) -> bool:
