@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from corun.processes import descendants, end_tree
 TAIL = 3000
 """Characters of a log that an error carries."""
 _POLL_S = 0.25
+_ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
+_ELSEWHERE = "See root cause above"
+"""vLLM's last error is that of the parent of the process that failed."""
 
 
 @dataclass
@@ -59,10 +63,10 @@ class Processes:
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
     def check(self) -> None:
-        """Raises UnavailableError if one has ended: how, its last words if it failed by itself, and its log's end."""
+        """Raises UnavailableError if one has ended: how, its error if it failed by itself, and its log's end."""
         for name, process in self.running.items():
             if (code := process.poll()) is not None:
-                raise self._failed(name, f"ended with {code}", last_words=code > 0)
+                raise self._failed(name, f"ended with {code}", by_itself=code > 0)
 
     def wait(self, seconds: float) -> None:
         """Raises UnavailableError if one ends meanwhile."""
@@ -130,11 +134,16 @@ class Processes:
                 sums[name] += sum(int(found[number]) for number in fields)
         return sums
 
-    def _failed(self, name: str, how: str, *, last_words: bool = True) -> UnavailableError:
-        """last_words: the first line of the error ends with the last one of the log."""
-        text = self.log(name).rstrip()[-TAIL:]
-        words = f": {text.splitlines()[-1]}" if last_words and text else ""
-        return UnavailableError(f"{name} {how}{words}\n{text}")
+    def _failed(self, name: str, how: str, *, by_itself: bool = True) -> UnavailableError:
+        text = self.log(name).rstrip()
+        error = f": {_error(text)}" if by_itself else ""
+        return UnavailableError(f"{name} {how}{error}\n{text[-TAIL:]}")
+
+
+def _error(log: str) -> str:
+    """The line that says why a process failed; its last one where no line looks like it."""
+    found = [line for line in _ERROR.findall(log) if _ELSEWHERE not in line]
+    return (found or log.splitlines() or ["no word"])[-1]
 
 
 def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> None:

@@ -88,6 +88,8 @@ async def _to_its_end(benchmark: Benchmark) -> bool:
 def _machine(options: Bench) -> Machine:
     if options.gpus and not has_gpu():
         raise InvalidArgumentError("gpus", list(options.gpus), "must be empty: this machine has none")
+    if options.tensor_parallel_size > 1 and not options.gpus:
+        raise InvalidArgumentError("tensor_parallel_size", options.tensor_parallel_size, "must be 1 on a CPU")
     if len(options.gpus) % options.tensor_parallel_size:
         limit = f"must be a multiple of tensor_parallel_size, {options.tensor_parallel_size}"
         raise InvalidArgumentError("gpus", list(options.gpus), limit)

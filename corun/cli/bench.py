@@ -134,6 +134,8 @@ def options_of(bench: Bench) -> dict[str, Any]:
 def output_directory(bench: Bench) -> Path:
     """Made if it is not there. Raises InvalidArgumentError if it holds a result: that is not overwritten."""
     found = bench.output or Path(tempfile.mkdtemp(prefix="corun-bench-"))
+    if found.exists() and not found.is_dir():
+        raise InvalidArgumentError("output", str(found), "must be a directory")
     if (found / RESULT).exists():
         raise InvalidArgumentError("output", str(found), f"has a {RESULT} already; name another directory")
     found.mkdir(parents=True, exist_ok=True)

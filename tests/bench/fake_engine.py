@@ -20,7 +20,8 @@ def main() -> None:
     settings, commands, events = sys.argv[1:]
     does = json.loads(settings)["model"]
     if does == "fails":
-        raise ValueError("no such weights")
+        print("(EngineCore pid=1) ValueError: no such weights", flush=True)
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
     while does == "starts for ever":
         time.sleep(1)
     context = zmq.Context()

@@ -43,6 +43,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--burstiness 0", "burstiness = 0.0: must be above 0"),
         ("--metric-percentiles 101", "metric_percentiles"),
         ("--goodput words", "goodput"),
+        ("--tensor-parallel-size 2", "tensor_parallel_size = 2: must be 1 on a CPU"),
         ("--gpus 0", "must be empty: this machine has none"),
     ],
 )
@@ -67,6 +68,9 @@ def test_an_engine_for_gpus_needs_some(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_result_is_not_overwritten(tmp_path: Path) -> None:
     bench = Bench(output=tmp_path)
     assert output_directory(bench) == tmp_path  # It may exist.
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgumentError, match="must be a directory"):
+        output_directory(Bench(output=tmp_path / "file"))
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(InvalidArgumentError, match=r"has a result.json already; name another directory"):
         output_directory(bench)
