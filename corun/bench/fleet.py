@@ -163,7 +163,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
 
 
 async def _start(nodes: Nodes) -> None:
-    """Returns, however it ends, when no more processes are started."""
+    """If it is cancelled, none is left, and no more are started."""
     starting = asyncio.create_task(asyncio.to_thread(nodes.start))
     try:
         await asyncio.shield(starting)
@@ -171,6 +171,8 @@ async def _start(nodes: Nodes) -> None:
         nodes.abandoned.set()
         await asyncio.wait({starting})
         starting.exception()  # Seen.
+        for name in list(nodes.processes.running):  # A node that starts does not listen to signals yet.
+            await asyncio.to_thread(nodes.kill, name)
         raise
 
 
