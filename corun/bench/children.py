@@ -32,9 +32,6 @@ class Processes:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.logs.mkdir(parents=True, exist_ok=True)
-
     def __enter__(self) -> Processes:
         return self
 
@@ -45,6 +42,7 @@ class Processes:
     def start(self, name: str, module: str, *flags: str, stdin: int | None = None) -> None:
         """Runs `python -m MODULE FLAGS…`; stdin: as of `subprocess.Popen`."""
         self.commands[name] = (module, *flags)
+        self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 # In this session: Linux gives each session an equal share of a core, however many of its threads

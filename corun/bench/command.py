@@ -57,8 +57,7 @@ def run(options: Bench) -> int:
     )
     benchmark = Benchmark(plan)
     benchmark.prepare()
-    uvloop.install()
-    finished = asyncio.run(_to_its_end(benchmark))
+    finished = uvloop.run(_to_its_end(benchmark))
     _show(benchmark, directory, save_runs=options.save_result)
     if not finished:
         return INTERRUPTED
