@@ -25,8 +25,8 @@ from corun.errors import UnavailableError
 from corun.node import engine as base
 from corun.node import pin
 
-PADDING = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Rows of a step that a padding sweep can run, beside the slots."""
+PADDING = (1, 2, 4, 8)
+"""Rows of a step that a padding sweep can run, beside those of a decode node's steps."""
 
 
 def prepare(settings: EngineSettings) -> bool:
@@ -117,11 +117,13 @@ def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
     made.max_num_seqs = settings.slots
     made.disable_custom_all_reduce = settings.tensor_parallel_size > 2
     if not on_cpu:
+        from decode_node.ladder import smaller_than
         from prefill_node.engine import prefill_buckets
 
         made.max_num_batched_tokens = settings.chunk_size
         padding = [size for size in PADDING if size < settings.slots]
-        sizes = sorted({*prefill_buckets(settings.chunk_size), *padding, settings.slots})
+        steps = {*padding, *smaller_than(settings.slots), settings.slots}
+        sizes = sorted({*prefill_buckets(settings.chunk_size), *steps})
         made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
         made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
 
