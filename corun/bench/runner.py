@@ -241,7 +241,7 @@ class Benchmark:
         """A lone request with decode steps of so many rows (paper, Section V-E); once where rows are not padded."""
         if not self.plan.padding or not isinstance(found, Up) or not isinstance(found.target, IndependentEngines):
             return
-        pads = found.system.kind == "colocated"
+        pads = found.system.pads
         for rows in self.plan.padding if pads else self.plan.padding[:1]:
             if pads:
                 await found.engines[0].pad_to(rows)
