@@ -70,7 +70,8 @@ class TlsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberConfig:
-    """What every process of a cluster has for its links to the others: the paths of secrets, never a secret."""
+    """What every process of a cluster has: for its links to the others, the paths of secrets, never a secret; and the
+    ports on which it is watched."""
 
     tls_cert: str = ""
     """PEM file of this process's certificate, which it shows as a server and as a client."""
@@ -82,8 +83,19 @@ class MemberConfig:
     """Name that the members' certificates carry, where it is not the address that is called."""
     cluster_token_file: str = ""
     """File of the token that the members of this cluster, and nobody else, have; empty: anyone may be a member."""
+    metrics_port: int | None = None
+    """Port of the metrics for Prometheus, over plain HTTP; 0 picks a free one, None has no metrics."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the metrics. Whoever reaches it may read them."""
+    health_port: int | None = None
+    """Port of gRPC health checks in plain text, for probes that know no TLS; it answers while the process starts, too.
+    0 picks a free one, None has no such port. The main port answers health checks in any case."""
+    health_host: str = "127.0.0.1"
+    """Address of the port of health checks. Whoever reaches it may ask."""
 
     def __post_init__(self) -> None:
+        _check_listen(self.metrics_host, self.metrics_port or 0, "metrics_")
+        _check_listen(self.health_host, self.health_port or 0, "health_")
         files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         if any(files.values()) and not all(files.values()):
             missing = next(name for name, path in files.items() if not path)
@@ -163,10 +175,6 @@ class RouterConfig(MemberConfig):
     audit_dir: str = ""
     """Directory for a file per difference that an audit finds, to run it again; empty: differences are only logged and
     counted. The files hold prompts of clients, so only their owner may read them; the newest 100 are kept."""
-    metrics_port: int | None = None
-    """Port of the metrics for Prometheus, over plain HTTP; 0 picks a free one, None has no metrics."""
-    metrics_host: str = "127.0.0.1"
-    """Address of the metrics. Whoever reaches it may read them."""
 
     def __post_init__(self) -> None:
         MemberConfig.__post_init__(self)
@@ -192,7 +200,6 @@ class RouterConfig(MemberConfig):
         _check_range("max_message_bytes", self.max_message_bytes, 1024, 2**29)
         _check_share("audit_fraction", self.audit_fraction)
         _check_directory("audit_dir", self.audit_dir)
-        _check_listen(self.metrics_host, self.metrics_port or 0, "metrics_")
 
     @property
     def seed_key_bytes(self) -> bytes:

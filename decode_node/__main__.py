@@ -8,6 +8,7 @@ from corun.cluster import NodeRole
 from corun.config import DecodeConfig, parse
 from corun.node.engine import nixl_endpoint
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref
+from corun.observation import Observation, observed
 from corun.server import run as serve
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
@@ -15,7 +16,7 @@ from decode_node.service import SERVICE_NAME, DecodeService
 from decode_node.slots import SlotTable
 
 
-async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
+async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observation) -> None:
     ref = node_ref(config, NodeRole.DECODE)
     engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
     facts = engine.facts
@@ -34,13 +35,20 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
             info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
         ),
         stop,
+        observation,
     )
+
+
+async def watched(config: DecodeConfig, stop: asyncio.Event) -> None:
+    """Can be watched from before its engine loads."""
+    async with observed(config) as observation:
+        await run(config, stop, observation)
 
 
 def main() -> None:
     config = parse(DecodeConfig, prog="decode_node")
     log_to_stderr()
-    serve(lambda stop: run(config, stop))
+    serve(lambda stop: watched(config, stop))
 
 
 if __name__ == "__main__":

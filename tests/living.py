@@ -17,6 +17,7 @@ from corun.channel import OPEN, Access
 from corun.cluster import KvHandle, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.config import DecodeConfig, NodeConfig, PrefillConfig
 from corun.node.main import Role, live
+from corun.observation import Observation
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from decode_node.service import SERVICE_NAME as DECODE_SERVICE
 from decode_node.service import DecodeService
@@ -105,7 +106,15 @@ class LiveNode:
         self.engine: Any = role.engine
         self.service: Any = role.service
         self.stop = asyncio.Event()
-        self.life = asyncio.create_task(live(config, role, self.stop))
+        self.observation = Observation(config)
+        self.life = asyncio.create_task(self._live(config, role))
+
+    async def _live(self, config: NodeConfig, role: Role) -> None:
+        await self.observation.start()
+        try:
+            await live(config, role, self.stop, self.observation)
+        finally:
+            await self.observation.stop()
 
     async def end(self) -> None:
         """Returns when the process has ended with 0; raises what else ended it."""

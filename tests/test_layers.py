@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("corun", "router", "prefill_node", "decode_node")
 ENGINE = ("torch", "vllm", "nixl", "transformers")
 """What only node processes load."""
+WATCH = ("prometheus_client", "opentelemetry")
+"""What only the processes of a cluster load."""
 GENERATED = "corun/v1/"
 BENCH = "corun/bench/"
 """An application over everything else."""
@@ -170,8 +172,8 @@ def test_messages_stay_at_the_edges() -> None:
 
 
 LOADS = {
-    "corun": (*ENGINE, "ray", "tokenizers", "numpy", "tyro", "router", *NODES, "corun.server", "corun.node"),
-    "corun.cli": (*ENGINE, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
+    "corun": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "tyro", "router", *NODES, "corun.server", "corun.node"),
+    "corun.cli": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
     "corun.gateway.app": (*ENGINE, "ray", "tokenizers", "router", *NODES, "corun.node"),
     "router.app": (*ENGINE, "ray", *NODES, "corun.node"),
     # Settings are pinned before the engine's libraries are imported, so a node's own modules must not do it.

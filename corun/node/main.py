@@ -21,6 +21,7 @@ from corun.config import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node.agent import NodeAgent
 from corun.node.pulse import Pulse
+from corun.observation import Observation
 from corun.server import GrpcServer
 
 EXIT_DIED = 1
@@ -97,11 +98,13 @@ def node_info(
 class Life:
     """A node that listens, from its first registration to its last release."""
 
-    def __init__(self, config: NodeConfig, role: Role) -> None:
+    def __init__(self, config: NodeConfig, role: Role, observation: Observation) -> None:
         access = Access.of_member(config)
         self._role = role
         self._config = config
-        self._server = GrpcServer(config.host, config.port, tls=access.tls, gate=Gate(cluster=access.token))
+        self._observation = observation
+        gate = Gate(cluster=access.token)
+        self._server = GrpcServer(config.host, config.port, tls=access.tls, gate=gate, health=observation.health)
         self._server.add(role.register, role.service)
         self._access = access
         self._agent: NodeAgent
@@ -126,6 +129,7 @@ class Life:
             watch.add_done_callback(self._note_end)
             self._watches.append(watch)
         await self._tell_health()
+        self._observation.note_started()
         if finding := role.engine.facts.finding:
             # Routers are told, and refuse the node; it stays up so that whoever asks can read why.
             log.error("not serving on %s: the self-test failed: %s", self._server.address, finding)
@@ -220,9 +224,9 @@ class Life:
         self._end(error)
 
 
-async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
+async def live(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> None:
     """Serves until `stop` is set, then drains. Raises the error that ends the process before."""
-    life = Life(config, role)
+    life = Life(config, role, observation)
     await life.start()
     error = await life.until_over(stop)
     await life.refuse()
@@ -235,7 +239,7 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
         raise error
 
 
-async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) -> NoReturn:
+async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> NoReturn:
     """`live`, and the end of the process: with 0 after a drain, else with one of the codes above.
 
     At once, since everything of ours is closed by then: what vLLM's sockets and NIXL's threads still do when the
@@ -243,7 +247,7 @@ async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) ->
     """
     code = 0
     try:
-        await live(config, role, stop)
+        await live(config, role, stop, observation)
     except CorunError as error:
         log.error("%s", error)
         code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED
