@@ -266,6 +266,10 @@ class TestSettings:
             assert "use seed_key_file" in shown
             assert "c0ffee" not in shown
 
+    def test_the_seed_key_that_comes_with_the_certificates(self, secrets: Secrets) -> None:
+        assert len(parse(RouterConfig, ["--seed-key-file", secrets.path("seed.key")]).seed_key_bytes) == 32
+        assert stat.S_IMODE(Path(secrets.path("seed.key")).stat().st_mode) == 0o600
+
     def test_a_seed_key_from_a_file(self, tmp_path: Path) -> None:
         path = tmp_path / "key"
         path.write_text("00ff" * 8 + "\n")
@@ -331,7 +335,7 @@ class TestCommands:
         written = capsys.readouterr().out.split()
         assert sorted(written) == sorted(str(path) for path in directory.iterdir())
         secret = [path for path in directory.iterdir() if path.suffix in {".key", ".token", ".tokens"}]
-        assert len(secret) == 6
+        assert len(secret) == 7
         assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
         assert main(["certs", str(directory)]) == 2
         assert "must not hold ca.pem already" in capsys.readouterr().err
