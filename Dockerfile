@@ -31,12 +31,12 @@ ARG EXTRA=${TARGET}
 # libnuma is for vLLM on CPUs. On a GPU, Triton and torch's inductor compile small programs when kernels are first used,
 # against Python's headers, which the base image has: so that image keeps a compiler. On a CPU nothing is compiled
 # (TORCHDYNAMO_DISABLE is pinned), and a router runs no kernels.
-# hadolint ignore=DL3008
+# hadolint ignore=DL3008,SC2086
 RUN packages="" \
     && case "${EXTRA}" in cpu) packages="libnuma1 libgomp1" ;; gpu) packages="libnuma1 libgomp1 g++ libc6-dev" ;; esac \
     && if [ -n "$packages" ]; then \
         apt-get update \
-        && echo "$packages" | xargs apt-get install -y --no-install-recommends \
+        && apt-get install -y --no-install-recommends $packages \
         && rm -rf /var/lib/apt/lists/*; \
     fi \
     && useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin corun
