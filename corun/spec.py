@@ -164,14 +164,14 @@ class PoolSpec:
 
     def check(self) -> None:
         """Raises InvalidArgumentError unless every process of the pool would take its configuration."""
-        for role in ROLES:
-            check_replicas(self.where(role, "replicas"), self.count(role))
-            self.config(role, **self.ports(role, self.count(role) - 1))
-        host = self.config("router").host
+        host = self.router.get("host", RouterConfig().host)
         if missing := self.security.missing(host):
             raise InvalidArgumentError(
                 self.where("router", "host"), host, _unprotected(missing, is_file=bool(self.source))
             )
+        for role in ROLES:
+            check_replicas(self.where(role, "replicas"), self.count(role))
+            self.config(role, **self.ports(role, self.count(role) - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,11 +38,12 @@ class Rule:
 
 
 NODES = ("prefill_node", "decode_node")
+PURE_LAUNCH = ("members", "placement", "reconcile")
 RULES = {
     "corun is for everybody": Rule(
-        ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch.py", BENCH)
+        ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch/", BENCH)
     ),
-    "the launcher starts processes by name": Rule(("corun/launch.py",), (*ENGINE, "tokenizers", "router", *NODES)),
+    "the launcher starts processes by name": Rule(("corun/launch/",), (*ENGINE, "tokenizers", "router", *NODES)),
     "the shared part of nodes knows no role": Rule(("corun/node/",), ("ray", "tokenizers", "router", *NODES)),
     "only node processes load the shared part of nodes": Rule(
         ("corun/", "router/"), ("corun.node",), ("corun/node/", BENCH)
@@ -66,6 +67,10 @@ RULES = {
             "router/pace.py",
         ),
         ("grpc", "asyncio", "corun.wire", "corun.v1", "vllm"),
+    ),
+    "what a cluster is and what it needs is known without running it": Rule(
+        ("corun/spec.py", "corun/models.py", *(f"corun/launch/{name}.py" for name in PURE_LAUNCH)),
+        ("ray", "grpc", "asyncio", "subprocess", "corun.launch.runtime", "corun.launch.fleet", "corun.client"),
     ),
     "values know neither wire nor network": Rule(
         tuple(f"corun/{name}.py" for name in ("cluster", "contract", "handle", "params", "receipt", "seeds")),
@@ -127,7 +132,7 @@ def test_rule(rule: Rule) -> None:
 
 
 def test_one_file_imports_ray() -> None:
-    assert importers("ray") == {"corun/launch.py"}
+    assert importers("ray") == {"corun/launch/runtime.py"}
 
 
 def test_one_file_imports_tokenizers() -> None:

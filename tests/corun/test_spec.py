@@ -100,7 +100,7 @@ def test_what_is_wrong_says_where(file: Path, old: str, new: str, message: str) 
 
 
 def test_what_is_no_toml_says_where(file: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"must be a readable TOML file: .*line 1"):
+    with pytest.raises(InvalidArgumentError, match="must be a readable TOML file: Invalid value"):
         spec(file, "port = ")
 
 
