@@ -12,6 +12,7 @@ from corun.observation import Observation, observed
 from corun.server import run as serve
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
+from decode_node.metrics import families
 from decode_node.service import SERVICE_NAME, DecodeService
 from decode_node.slots import SlotTable
 
@@ -22,6 +23,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observatio
     facts = engine.facts
     table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
     service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
+    service.ladder = engine.ladder
     engine.on_step = service.on_step
     engine.on_kv_reads = service.on_kv_reads
 
@@ -33,6 +35,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observatio
             service_name=SERVICE_NAME,
             register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
             info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
+            metrics=lambda: families(service, table),
         ),
         stop,
         observation,

@@ -12,6 +12,7 @@ from corun.observation import Observation, observed
 from corun.server import run as serve
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.engine import VllmPrefillEngine
+from prefill_node.metrics import families
 from prefill_node.service import SERVICE_NAME, PrefillService
 
 
@@ -29,6 +30,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observati
             service_name=SERVICE_NAME,
             register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
             info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
+            metrics=lambda: families(service, engine, kv_blocks=engine.facts.kv_blocks),
         ),
         stop,
         observation,

@@ -9,9 +9,11 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 
+from corun import __version__
 from corun.auth import ClientToken, Gate
 from corun.channel import Access
 from corun.config import RouterConfig, is_loopback
+from corun.metrics import LoopCollector
 from corun.observation import Observation
 from corun.renewal import Renewed
 from corun.server import GrpcServer
@@ -20,7 +22,7 @@ from router.admission import AdmissionQueue
 from router.audit import Auditor
 from router.failover import SampleRunner
 from router.generations import Generator
-from router.metrics import Figures, RouterCollector
+from router.metrics import Figures, families
 from router.registry import Registry
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
 from router.verify import Verifier
@@ -39,7 +41,7 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.observation = Observation(config)
-        self.observation.metrics.add(RouterCollector(self._figures))
+        self.observation.metrics.add(LoopCollector(lambda: families(self._figures())))
         access = Access.of_member(config)
         self.registry = Registry(config, self.router_id, access)
         self.queue = AdmissionQueue(
@@ -117,10 +119,17 @@ class Router:
 
     def _figures(self) -> Figures:
         return Figures(
+            router_id=self.router_id,
+            version=__version__,
+            fingerprint=self.registry.contract.fingerprint,
+            tally=self.runner.tally,
             queued_samples=self.queue.waiting,
+            queued_tokens=self.queue.waiting_tokens,
             finished_samples=self.runner.finished,
             mismatches=self.registry.mismatches,
             audit=self.auditor.status(),
+            nodes=self.registry.statuses(),
+            has_pair=not self.registry.missing(),
         )
 
     def _tell_health(self) -> None:

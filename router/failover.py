@@ -37,6 +37,7 @@ from router.nodes import Lease, Start
 from router.output import SampleOutput
 from router.placement import Need
 from router.registry import Registry
+from router.tally import Tally
 
 CLOCK_SLACK_S = 0.1
 SOURCE_CHECK_S = 0.5
@@ -60,6 +61,8 @@ class Sample:
     """What the client has of it from an earlier call."""
     caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
+    arrived: float | None = None
+    """When its request came, on the loop's clock; None: not a client's."""
 
     @property
     def need(self) -> Need:
@@ -100,6 +103,8 @@ class History:
     """The runs of one sample so far, for whom to name when it cannot go on."""
 
     def __init__(self) -> None:
+        self.first_token_at: float | None = None
+        """On the loop's clock."""
         self._reached: list[tuple[int, Seat]] = []
         self._faults: list[NodeRef] = []
         self._losses = 0
@@ -144,6 +149,7 @@ class SampleRunner:
     ) -> None:
         self.finished = 0
         """Samples, since the router started."""
+        self.tally = Tally()
         self._registry = registry
         self._queue = queue
         self._config = config
@@ -167,6 +173,10 @@ class SampleRunner:
             output.restart()
             self._queue.again(ticket, ran=True)
         self.finished += 1
+        if sample.arrived is not None:
+            self.tally.note_sample(
+                sample.arrived, history.first_token_at, receipt.num_prompt_tokens, receipt.num_output_tokens
+            )
         output.deliver(receipt)
         self._on_finished(
             Finished(sample=sample, receipt=receipt, records=output.records, node_reason=output.node_reason)
@@ -182,6 +192,7 @@ class SampleRunner:
                 log.info("a run of %s ended: %s", sample, fault)
                 raise DeadlineError(f"the deadline passed in a run of {sample}") from fault
             log.warning("a run of %s failed: %s", sample, fault)
+            self.tally.retries["lost" if fault.is_loss else "fault"] += 1
             history.note_fault(fault)
             self._registry.note_fault(fault.member, fault.error)
             ticket.need = ticket.need.avoiding(fault.member.node_id)
@@ -189,6 +200,7 @@ class SampleRunner:
 
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
         run = await self._admit(sample, ticket, output)
+        before = _unreceived(sample, output)
         try:
             reason = output.end(await run.to_end())
         except DataLossError as error:
@@ -196,8 +208,16 @@ class SampleRunner:
             raise
         finally:
             history.note_run(output.num_tokens, run.seat)
+            self.tally.output_tokens += _unreceived(sample, output) - before
+            self._note_first_token(sample, run, history)
             run.close()
         return receipt_of(sample, self._registry.contract.fingerprint, output, run.seat, reason)
+
+    def _note_first_token(self, sample: Sample, run: Run, history: History) -> None:
+        if history.first_token_at is None and run.first_token_at is not None:
+            history.first_token_at = run.first_token_at
+            if sample.arrived is not None:
+                self.tally.first_token_s.observe(run.first_token_at - sample.arrived)
 
     def _note_mismatch(
         self, error: DataLossError, sample: Sample, seat: Seat, output: SampleOutput, history: History
@@ -212,8 +232,11 @@ class SampleRunner:
 
     async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Run:
         """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
+        now = asyncio.get_running_loop().time
         while True:
+            began = now()
             seat = await self._queue.seat(ticket, sample.deadline)
+            self.tally.queue_s.observe(now() - began)
             run = Run(sample, seat, output, self._config)
             try:
                 await run.reserve()
@@ -255,6 +278,11 @@ class Run:
         self._config = config
         self._lease = Lease(output.take)
         self._prefill_id = ""  # Set while the prefill node may hold KV for us.
+
+    @property
+    def first_token_at(self) -> float | None:
+        """On the loop's clock; None: there was none."""
+        return self._lease.first_row_at
 
     async def reserve(self) -> None:
         """Leases the slot. Raises OverloadedError if the node has no room now."""
@@ -324,6 +352,11 @@ class Run:
         if left <= 0:
             raise DeadlineError(f"the deadline passed in a run of {self._sample}")
         return min(left, longest_s)
+
+
+def _unreceived(sample: Sample, output: SampleOutput) -> int:
+    """Tokens that the client did not have before it came."""
+    return max(0, output.num_tokens - (sample.received.num_tokens if sample.received else 0))
 
 
 def _is_over(sample: Sample, fault: NodeFaultError) -> bool:

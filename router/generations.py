@@ -145,6 +145,7 @@ class Generator:
             return await self._accept(request, deadline)
 
     async def _accept(self, request: Request, deadline: float) -> list[Sample]:
+        arrived = asyncio.get_running_loop().time()
         if not request.prompt:
             raise InvalidArgumentError("prompt", request.prompt, "must not be empty")
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
@@ -165,6 +166,7 @@ class Generator:
                 received=received.get(index),
                 caller=request.caller,
                 priority=request.priority,
+                arrived=arrived,
             )
             for index in range(request.params.n)
             if index not in received or not received[index].done

@@ -98,13 +98,17 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._max_queued_samples = max_queued_samples
 
     async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[bytes | Source]:
-        with self._activity.call():
+        tally = self._runner.tally
+        with tally.request() as ending, self._activity.call():
+            tally.resumed += bool(request.resume)
             samples = await self._generator.accept(_request(request), _deadline(context))
             generation = self._generator.start(samples)
             # Whoever sent text learns what was computed from, and can check the receipt or run it again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
             fingerprint = self._registry.contract.fingerprint
             responses = Responses(generation, samples[0].request_id, with_logprobs=samples[0].params.logprobs)
+            ending.has_finished = lambda: responses.has_ended
+            ending.error = lambda: generation.outbox.error
             try:
                 for piece in await generation.take():
                     yield responses.encode(piece, prompt, fingerprint)

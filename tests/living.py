@@ -19,9 +19,11 @@ from corun.config import DecodeConfig, NodeConfig, PrefillConfig
 from corun.node.main import Role, live
 from corun.observation import Observation
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
+from decode_node.metrics import families as decode_families
 from decode_node.service import SERVICE_NAME as DECODE_SERVICE
 from decode_node.service import DecodeService
 from decode_node.slots import SlotTable
+from prefill_node.metrics import families as prefill_families
 from prefill_node.service import SERVICE_NAME as PREFILL_SERVICE
 from prefill_node.service import PrefillService
 from tests.fakes import (
@@ -154,17 +156,20 @@ def _decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
         service_name=DECODE_SERVICE,
         register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
         info=_info(config, ref, NodeRole.DECODE, slots=config.slots),
+        metrics=lambda: decode_families(service, table),
     )
 
 
 def _prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = PrefillEngine(ref, kv)
+    service = PrefillService(ref, engine)
     return Role(
         engine=engine,
-        service=PrefillService(ref, engine),
+        service=service,
         service_name=PREFILL_SERVICE,
         register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
         info=_info(config, ref, NodeRole.PREFILL, nixl=engine.endpoint),
+        metrics=lambda: prefill_families(service, engine, kv_blocks=KV_BLOCKS),
     )
 
 

@@ -10,16 +10,20 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
+
+from prometheus_client import Metric
 
 from corun.auth import Gate
 from corun.channel import Access
 from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
+from corun.metrics import LoopCollector
 from corun.node.agent import NodeAgent
+from corun.node.metrics import EngineCollector, node_metrics
 from corun.node.pulse import Pulse
 from corun.observation import Observation
 from corun.server import GrpcServer
@@ -58,6 +62,7 @@ class Role:
     service_name: str
     register: Callable[[Any, Any], None]  # the generated add_XServicer_to_server
     info: Callable[[str], NodeInfo]  # from the server's address
+    metrics: Callable[[], Iterable[Metric]]  # of the role
 
 
 def log_to_stderr() -> None:
@@ -118,7 +123,8 @@ class Life:
         role, config = self._role, self._config
         role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
         await self._server.start()
-        self._agent = NodeAgent(role.info(self._server.address), config.router, role.service.load, self._access)
+        info = role.info(self._server.address)
+        self._agent = NodeAgent(info, config.router, role.service.load, self._access)
         self._agent.on_quarantine = self._note_quarantine
         pulse = Pulse(
             role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
@@ -129,12 +135,18 @@ class Life:
             watch.add_done_callback(self._note_end)
             self._watches.append(watch)
         await self._tell_health()
+        self._observation.metrics.add(LoopCollector(lambda: self._metrics(info)))
+        self._observation.metrics.add(EngineCollector(info.role))
         self._observation.note_started()
         if finding := role.engine.facts.finding:
             # Routers are told, and refuse the node; it stays up so that whoever asks can read why.
             log.error("not serving on %s: the self-test failed: %s", self._server.address, finding)
         else:
             log.info("serving on %s", self._server.address)
+
+    def _metrics(self, info: NodeInfo) -> Iterable[Metric]:
+        yield from node_metrics(info, certified=not self._role.engine.facts.finding, serving=self._is_serving)
+        yield from self._role.metrics()
 
     async def until_over(self, stop: asyncio.Event) -> CorunError | None:
         """Why the process has to end; None if it was asked to."""
@@ -195,10 +207,13 @@ class Life:
         self._agent.tell()
 
     async def _tell_health(self) -> None:
-        service = self._role.service
-        serving = not (service.draining or service.closed or self._role.engine.facts.finding)
         for name in ("", self._role.service_name):
-            await self._server.set_serving(name, serving)
+            await self._server.set_serving(name, self._is_serving)
+
+    @property
+    def _is_serving(self) -> bool:
+        service = self._role.service
+        return not (service.draining or service.closed or self._role.engine.facts.finding)
 
     async def _is_busy(self) -> bool:
         if self._role.service.closed or self._ended.done():

@@ -81,6 +81,7 @@ class Life:
             service_name=SERVICE,
             register=lambda *_: None,
             info=lambda address: replace(INFO, address=address, finding=finding),
+            metrics=tuple,
         )
         self.task = asyncio.create_task(self._live(config, role))
 
