@@ -94,7 +94,7 @@ class Pod:
         found = {}
         for path, volume in self.mounts().items():
             for source in volume.get("projected", {}).get("sources", []):
-                for name, content in self._source(source):
+                for name, content in self.source(source):
                     found[f"{path}/{name}"] = content
         return found
 
@@ -120,7 +120,8 @@ class Pod:
             raise BrokenPodError(f"{path} is not known here")
         return known[path]
 
-    def _source(self, source: Object) -> Iterator[tuple[str, bytes]]:
+    def source(self, source: Object) -> Iterator[tuple[str, bytes]]:
+        """The files of one source of a projected volume, by path. Raises BrokenPodError if one is not there."""
         kind, wanted = next(iter(source.items()))
         kinds = {"configMap": "ConfigMap", "secret": "Secret"}
         found = [one for one in of_kind(self.objects, kinds[kind]) if one["metadata"]["name"] == wanted["name"]]
