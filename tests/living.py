@@ -140,12 +140,12 @@ def start_node(
     common |= settings
     if role is NodeRole.DECODE:
         config: NodeConfig = DecodeConfig(**{"slots": 8, "lease_ttl_ms": 20_000, **common})
-        return LiveNode(config, _decode_role(config, ref, kv), ref)
+        return LiveNode(config, decode_role(config, ref, kv), ref)
     config = PrefillConfig(**common)
-    return LiveNode(config, _prefill_role(config, ref, kv), ref)
+    return LiveNode(config, prefill_role(config, ref, kv), ref)
 
 
-def _decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
+def decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = DecodeEngine(kv)
     table = SlotTable(slots=config.slots, kv_blocks=KV_BLOCKS, block_size=BLOCK_SIZE)
     service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
@@ -160,7 +160,7 @@ def _decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     )
 
 
-def _prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
+def prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = PrefillEngine(ref, kv)
     service = PrefillService(ref, engine)
     return Role(

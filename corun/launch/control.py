@@ -106,13 +106,16 @@ class Note:
     """Of Ray."""
     host: str
     """Of this machine in that Ray."""
+    auth_mode: str
+    """Of that Ray; its token is where Ray keeps it."""
 
 
 @contextmanager
 def noted(name: str) -> Iterator[None]:
     """Lets `corun scale` on this machine find this process for as long as the block runs."""
     address = runtime.api().get_runtime_context().gcs_address
-    note = Note(pid=os.getpid(), name=name, address=address, host=runtime.own_host())
+    auth_mode = os.environ.get(runtime.AUTH_MODE_VARIABLE, "")
+    note = Note(pid=os.getpid(), name=name, address=address, host=runtime.own_host(), auth_mode=auth_mode)
     path = _directory() / f"{note.pid}.json"
     path.write_text(json.dumps(asdict(note)))
     try:
@@ -158,6 +161,8 @@ def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, time
     note = latest() if ray_address is None else None
     if note is None and ray_address is None:
         raise UnavailableError("no corun up runs on this machine; give --ray-address, if one runs elsewhere")
+    if note is not None and note.auth_mode:
+        os.environ.setdefault(runtime.AUTH_MODE_VARIABLE, note.auth_mode)
     with runtime.joined(note.address if note else str(ray_address), note.host if note else ""):
         mailbox = _mailbox(note.name if note else "")
         number = _get(mailbox.ask.remote(pool, dict(counts)))

@@ -19,6 +19,8 @@ from corun.processes import descendants, end_tree
 from corun.signals import StopSignals
 
 NAMESPACE = "corun"
+AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
+"""Ray sets it where it starts with a token; who joins has to know."""
 
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -111,4 +113,6 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     try:
         api().init(address, namespace=NAMESPACE, **quiet, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UnavailableError(f"Ray did not start: {error}") from error
+        is_told = address is None or AUTH_MODE_VARIABLE in os.environ
+        hint = "" if is_told else f"; if it has a token, set {AUTH_MODE_VARIABLE}=token"
+        raise UnavailableError(f"Ray did not start: {error}{hint}") from error
