@@ -7,7 +7,7 @@ import asyncio
 from corun.cluster import NodeRole
 from corun.config import DecodeConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref
+from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.observation import Observation, observed
 from corun.server import run as serve
 from corun.v1 import decode_service_pb2_grpc
@@ -19,6 +19,7 @@ from decode_node.slots import SlotTable
 
 async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observation) -> None:
     ref = node_ref(config, NodeRole.DECODE)
+    start_tracing(ref, NodeRole.DECODE)
     engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
     facts = engine.facts
     table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)

@@ -21,6 +21,7 @@ from corun.handle import binding
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.server import Context
+from corun.tracing import OFF, Span, caller_of
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder
@@ -153,6 +154,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._streams: dict[str, StepStream] = {}
         self._running: dict[str, Lease] = {}  # engine request id -> lease
         self._expiry: dict[int, asyncio.TimerHandle] = {}
+        self._handoffs: dict[str, Span] = {}  # Of requests without a row, by engine request id.
         self._aborts: set[asyncio.Task[None]] = set()
         self.ladder = Ladder(table.slots)
         """The numbers of rows that the engine's steps have."""
@@ -181,6 +183,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
         """Takes one engine step: hands each row to its router's stream and frees the slots of what ended."""
+        if self._handoffs:
+            self._end_handoffs(rows)
         touched: dict[int, StepStream] = {}
         used = tokens = 0
         goes_on = False
@@ -238,6 +242,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         decode = self._bind(lease, request)
         self._running[decode.request_id] = lease
         self._keep(lease)
+        if (caller := caller_of(context)) is not OFF:
+            self._handoffs[decode.request_id] = caller.child("handoff", {"corun.decode_node": str(self.ref)})
         try:
             await self._engine.start(decode)
         except BaseException:
@@ -346,9 +352,17 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def _end(self, lease: Lease) -> None:
         self._running.pop(_request_id(lease), None)
+        if span := self._handoffs.pop(_request_id(lease), None):
+            span.end(asyncio.CancelledError())
         self._table.release(lease.lease_id)
         if timer := self._expiry.pop(lease.lease_id, None):
             timer.cancel()
+
+    def _end_handoffs(self, rows: Sequence[StepRow]) -> None:
+        """A sample's first row says that its KV has been read, or could not be."""
+        for row in rows:
+            if span := self._handoffs.pop(row.request_id, None):
+                span.end(None if row.token_id is not None else UnavailableError(row.detail))
 
     def _check_open(self) -> None:
         if self.closed:

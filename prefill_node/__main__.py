@@ -7,7 +7,7 @@ import asyncio
 from corun.cluster import NodeRole
 from corun.config import PrefillConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref
+from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.observation import Observation, observed
 from corun.server import run as serve
 from corun.v1 import prefill_service_pb2_grpc
@@ -18,6 +18,7 @@ from prefill_node.service import SERVICE_NAME, PrefillService
 
 async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observation) -> None:
     ref = node_ref(config, NodeRole.PREFILL)
+    start_tracing(ref, NodeRole.PREFILL)
     endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
     service = PrefillService(ref, engine)

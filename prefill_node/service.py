@@ -16,6 +16,7 @@ from corun.cluster import KvHandle, NodeLoad, NodeRef
 from corun.errors import CorunError, InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.figures import LATENCIES_S, Histogram, Rate
 from corun.server import Context
+from corun.tracing import Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
 SERVICE_NAME = "corun.v1.PrefillService"
@@ -127,7 +128,11 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         finally:
             del self._in_flight[request.request_id]
             self._given_up.pop(request.request_id, None)
-        self.figures.note_prompt(len(prompt), arrived, asyncio.get_running_loop().time())
+        waited, computed = self.figures.note_prompt(len(prompt), arrived, asyncio.get_running_loop().time())
+        facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
+        began = arrived + waited
+        laps = [("queue", arrived, began), ("compute", began, began + computed)]
+        caller_of(context).laps(laps, facts)
         return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
 
     async def ReleaseKv(

@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from corun.auth import ANYONE, Caller
@@ -30,6 +30,7 @@ from corun.errors import (
 )
 from corun.params import SamplingParams
 from corun.receipt import Receipt, prompt_digest
+from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
 from router.members import Member, Seat
@@ -63,6 +64,8 @@ class Sample:
     priority: Priority = Priority.NORMAL
     arrived: float | None = None
     """When its request came, on the loop's clock; None: not a client's."""
+    span: Span = field(default=OFF, repr=False, compare=False)
+    """The request's."""
 
     @property
     def need(self) -> Need:
@@ -199,7 +202,13 @@ class SampleRunner:
             return None
 
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
-        run = await self._admit(sample, ticket, output)
+        with sample.span.child("attempt", _attempt_facts(sample, history)) as span:
+            receipt = await self._run(sample, ticket, output, history, span)
+            span.note(_receipt_facts(receipt))
+        return receipt
+
+    async def _run(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History, span: Span) -> Receipt:
+        run = await self._admit(sample, ticket, output, span)
         before = _unreceived(sample, output)
         try:
             reason = output.end(await run.to_end())
@@ -230,14 +239,18 @@ class SampleRunner:
         assert source is not None  # What differs was there before.
         self._registry.quarantine((*source.refs, *seat.refs), str(sample))
 
-    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Run:
+    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput, span: Span) -> Run:
         """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
         now = asyncio.get_running_loop().time
         while True:
             began = now()
-            seat = await self._queue.seat(ticket, sample.deadline)
+            with span.child("queue"):
+                seat = await self._queue.seat(ticket, sample.deadline)
             self.tally.queue_s.observe(now() - began)
-            run = Run(sample, seat, output, self._config)
+            span.note(
+                {"corun.prefill_node": str(seat.prefill.info.ref), "corun.decode_node": str(seat.decode.info.ref)}
+            )
+            run = Run(sample, seat, output, self._config, span)
             try:
                 await run.reserve()
             except OverloadedError as error:
@@ -271,8 +284,9 @@ class Output(Protocol):
 class Run:
     """One run of one sample on one pair of nodes, and what it holds there."""
 
-    def __init__(self, sample: Sample, seat: Seat, output: Output, config: RouterConfig) -> None:
+    def __init__(self, sample: Sample, seat: Seat, output: Output, config: RouterConfig, span: Span = OFF) -> None:
         self.seat = seat
+        self._span = span
         self._sample = sample
         self._output = output
         self._config = config
@@ -286,28 +300,36 @@ class Run:
 
     async def reserve(self) -> None:
         """Leases the slot. Raises OverloadedError if the node has no room now."""
-        with _faults_of(self.seat.decode, passing=OverloadedError):
+        with _faults_of(self.seat.decode, passing=OverloadedError), self._span.child("reserve"):
             await self.seat.decode.client.reserve(
                 self._lease,
                 num_prompt_tokens=len(self._sample.prompt_token_ids),
                 max_tokens=self._sample.params.max_tokens,
                 timeout_s=self._time(self._config.reserve_timeout_s),
             )
+        self._span.note({"corun.slot": self._lease.slot or 0})
 
     async def to_end(self) -> FinishReason:
         """Computes the whole sample, in a slot that is leased; tokens go to the output meanwhile."""
-        await self.start(await self.prefill())
-        return await self.stream()
+        handle = await self.prefill()
+        with self._span.child("decode") as span:
+            try:
+                await self.start(handle)
+                return await self.stream()
+            finally:
+                if self.first_token_at is not None:
+                    span.event("first_token", self.first_token_at)
 
     async def prefill(self) -> KvHandle:
         """Computes the prompt's KV."""
         self._prefill_id = secrets.token_hex(12)
-        with _faults_of(self.seat.prefill):
+        with _faults_of(self.seat.prefill), self._span.child("prefill") as span:
             handle = await self.seat.prefill.client.prefill(
                 self._prefill_id,
                 self._sample.prompt_token_ids,
                 self.seat.decode.info.ref,
                 self._time(self._config.prefill_timeout_s),
+                span.metadata,
             )
         self.seat.prefilled()
         return handle
@@ -317,7 +339,8 @@ class Run:
         sample = self._sample
         start = Start(handle=handle, prompt_token_ids=sample.prompt_token_ids, params=sample.params, seed=sample.seed)
         with _faults_of(self.seat.decode):
-            await self.seat.decode.client.start(self._lease, start, self._time(self._config.step_timeout_s))
+            timeout_s = self._time(self._config.step_timeout_s)
+            await self.seat.decode.client.start(self._lease, start, timeout_s, self._span.metadata)
 
     async def stream(self) -> FinishReason:
         """Waits for the last token; tokens go to the output meanwhile."""
@@ -352,6 +375,22 @@ class Run:
         if left <= 0:
             raise DeadlineError(f"the deadline passed in a run of {self._sample}")
         return min(left, longest_s)
+
+
+def _attempt_facts(sample: Sample, history: History) -> dict[str, Value]:
+    return {
+        "corun.sample_index": sample.index,
+        "corun.attempt": history.num_faults + 1,
+        "gen_ai.request.seed": sample.seed,
+        "gen_ai.usage.input_tokens": len(sample.prompt_token_ids),
+    }
+
+
+def _receipt_facts(receipt: Receipt) -> dict[str, Value]:
+    return {
+        "gen_ai.usage.output_tokens": receipt.num_output_tokens,
+        "gen_ai.response.finish_reasons": (receipt.finish_reason.value,),
+    }
 
 
 def _unreceived(sample: Sample, output: SampleOutput) -> int:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from corun.errors import CorunError
+from corun.errors import CorunError, kind_of
 from corun.figures import LATENCIES_S, STEPS_S, Histogram
 
 REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_denied", "unauthenticated")
@@ -74,9 +74,3 @@ def _outcome(ending: Ending, error: CorunError | None) -> tuple[str, str]:
         kind = kind_of(error)
         return ("refused" if kind in REFUSALS else "failed", kind)
     return ("finished" if ending.has_finished() else "cancelled", "")
-
-
-def kind_of(error: CorunError) -> str:
-    """The name of an error's class in lower case: OverloadedError is "overloaded"."""
-    name = type(error).__name__.removesuffix("Error")
-    return "".join(f"_{c.lower()}" if c.isupper() and at else c.lower() for at, c in enumerate(name))

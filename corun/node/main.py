@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from prometheus_client import Metric
 
+from corun import tracing
 from corun.auth import Gate
 from corun.channel import Access
 from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
@@ -68,6 +69,14 @@ class Role:
 def log_to_stderr() -> None:
     """One line per event on stderr, vLLM's own log included in its own format."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def start_tracing(ref: NodeRef, role: NodeRole) -> None:
+    """Records spans if the environment asks for it. The engine's processes would inherit that and export spans of their
+    own (vllm/tracing/otel.py), so it is taken from them."""
+    tracing.start(f"corun-{role.value}", str(ref))
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        del os.environ[name]
 
 
 def node_ref(config: NodeConfig, role: NodeRole) -> NodeRef:
@@ -266,6 +275,7 @@ async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, ob
     except CorunError as error:
         log.error("%s", error)
         code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED
+    await tracing.stop()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
