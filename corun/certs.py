@@ -1,7 +1,7 @@
 """A small certificate authority: what TLS between the processes of one cluster needs, made on the spot.
 
-Owns the files that `make` writes, tokens and a seed key among them. An organisation's own authority does better; this is
-for those without one. Must not know who uses the files.
+Owns the files that `make` writes, tokens and a seed key among them. An organisation's own authority does better; this
+is for those without one. Must not know who uses the files.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[Path]:
-    """Writes an authority, a certificate for the members, reached at `hosts`, one for clients, a token for each, and the
-    routers' seed key.
+    """Writes an authority, a certificate for the members, reached at `hosts`, one for clients, a token for each, and
+    the routers' seed key.
 
     Keys and tokens are for their owner's eyes only. Raises InvalidArgumentError if a file is there already.
     """

@@ -1,9 +1,9 @@
-"""Containers of a manifest as processes of this machine, each in a file system of its own, as a container runtime makes it.
+"""Containers of a manifest as processes of this machine, each in a file system of its own.
 
-Read-only root, the mounts of the manifest at their paths and no others that can be written to, the user, group and
-capabilities of the manifest (and the right to read, since the sources of a test may lie in somebody's home), the image's
-and the manifest's environment and nothing else. Pods share this machine's network: each has an address of 127.0.0.0/8.
-Needs root and Linux.
+As a container runtime makes them: a read-only root, the mounts of the manifest at their paths and no others that can be
+written to, the user, group and capabilities of the manifest (and the right to read, since sources under test may lie in
+somebody's home), the environment of image and manifest and nothing else. Pods share this machine's network: each has
+an address of 127.0.0.0/8. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ mount --bind {prefix} $root/opt/corun
 mount -o remount,bind,ro $root/opt/corun
 {volumes}
 mount -o remount,ro $root
-exec chroot $root {user} env -C / -i {environment} {command}
+exec chroot $root {user} {confined} env -C / -i {environment} {command}
 """
 
 
@@ -122,7 +122,8 @@ class RunningPod:
     def written(self) -> set[str]:
         """Names of the volumes on disk that hold something besides what was mounted."""
         mounted = {v["name"] for v in self.pod.spec["volumes"] if "projected" in v}
-        return {path.name for path in (self.directory / "volumes").iterdir() if path.name not in mounted and any(path.iterdir())}
+        volumes = (self.directory / "volumes").iterdir()
+        return {path.name for path in volumes if path.name not in mounted and any(path.iterdir())}
 
     def _run(self, container: Object) -> subprocess.Popen[bytes]:
         root = self.directory / f"{container['name']}-root"
@@ -135,6 +136,7 @@ class RunningPod:
             prefix=shlex.quote(sys.prefix),
             volumes="\n".join(self._mounts(container)),
             user=self._user(container),
+            confined=shlex.join([sys.executable, "-I", str(ROOT / "tests" / "k8s" / "seccomp.py")]),
             environment=shlex.join(f"{name}={value}" for name, value in environment.items()),
             command=shlex.join(self.pod.command(container)),
         )
@@ -165,6 +167,7 @@ class RunningPod:
         context = self.pod.spec["securityContext"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         read = "-all,+dac_read_search"
         return (
             f"setpriv --reuid={context['runAsUser']} --regid={context['runAsGroup']} --groups={context['fsGroup']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import shlex
 import shutil
@@ -29,6 +30,7 @@ Object = dict[str, Any]
 def tree() -> Path:
     """A copy of k8s/ in which the demo's secrets are there, as after `corun certs`."""
     copy = Path(mkdtemp(prefix="corun-k8s-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
     shutil.copytree(ROOT / "k8s", copy / "k8s", ignore=shutil.ignore_patterns("secrets"))
     secrets = copy / "k8s" / "overlays" / "cpu-demo" / "secrets"
     certs.make(secrets, ["corun", "localhost"])

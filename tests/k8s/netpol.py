@@ -1,7 +1,7 @@
 """What NetworkPolicies allow, computed: a connection must be let out of one pod and into the other.
 
-Only what the manifests use: pod and namespace selectors by labels, and ports. As in Kubernetes, a pod that no policy of a
-direction selects is open in that direction.
+Only what the manifests use: pod and namespace selectors by labels, and ports. As in Kubernetes, a pod that no policy of
+a direction selects is open in that direction.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A pod as a kubelet would start it: its containers' command lines, environment, files and mounts.
 
-What the manifest names has to exist: variables in args, keys of ConfigMaps and Secrets, volumes of mounts. Must not know
-what the processes make of it.
+What the manifest names has to exist: variables in args, keys of ConfigMaps and Secrets, volumes of mounts. Must not
+know what the processes make of it.
 """
 
 from __future__ import annotations

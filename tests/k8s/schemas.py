@@ -1,7 +1,7 @@
 """Strict validation of every object: Kubernetes' own schemas by version, and ours of the custom resources.
 
-The operators' own schemas are in no package, so here are the fields that the manifests use, and no others: a misspelt one
-is an error. What they embed of Kubernetes (pod templates, selectors) is validated by Kubernetes' schemas.
+The operators' own schemas are in no package, so here are the fields that the manifests use, and no others: a misspelt
+one is an error. What they embed of Kubernetes (pod templates, selectors) is validated by Kubernetes' schemas.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ _ALERT = _strict(
     **{"for": DURATION},
 )
 _RAY_PARAMS = {"type": "object", "additionalProperties": {"type": "string"}}
-_HEAD = _strict(
-    ("template",), rayStartParams=_RAY_PARAMS, template=_core("io.k8s.api.core.v1.PodTemplateSpec")
-)
+_HEAD = _strict(("template",), rayStartParams=_RAY_PARAMS, template=_core("io.k8s.api.core.v1.PodTemplateSpec"))
 _WORKERS = _strict(
     ("groupName", "template"),
     groupName=TEXT,

@@ -12,7 +12,15 @@ from tests.k8s.netpol import Peer, allowed
 from tests.k8s.pods import Pod
 from tests.k8s.wiring import peer
 
-PORTS = {"client": 50051, "prefill": 50061, "decode": 50071, "nixl": 50081, "ucx": 45678, "health": 50090, "metrics": 9100}
+PORTS = {
+    "client": 50051,
+    "prefill": 50061,
+    "decode": 50071,
+    "nixl": 50081,
+    "ucx": 45678,
+    "health": 50090,
+    "metrics": 9100,
+}
 
 
 def pods(found: list[Object]) -> dict[str, Peer]:

@@ -156,7 +156,10 @@ MUTATIONS: dict[str, tuple[Change, str]] = {
         lambda o: one(o, "Service", "corun-routers-main")["spec"]["selector"].pop("app.kubernetes.io/component"),
         "is wrong about",
     ),
-    "a Service's port": (lambda o: one(o, "Service", "corun")["spec"]["ports"][0].update(targetPort="http"), "to http, None"),
+    "a Service's port": (
+        lambda o: one(o, "Service", "corun")["spec"]["ports"][0].update(targetPort="http"),
+        "to http, None",
+    ),
     "a pod of another pool": (
         lambda o: next(w for w in workloads(o) if "prefill" in w["metadata"]["name"])["spec"]["template"]["metadata"][
             "labels"

@@ -1,7 +1,7 @@
 """Whether manifests and processes agree: every pod's command line goes through the real parser, with the pod's files.
 
-`faults` lists what does not fit, in words. Anything that a process reads (flags, ports, names of health services, files,
-variables) is looked up in the process's own code, never written down here a second time.
+`faults` lists what does not fit, in words. Anything that a process reads (flags, ports, names of health services,
+files, variables) is looked up in the process's own code, never written down here a second time.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ def _routers(pod: Pod, config: Any) -> Iterator[str]:
             yield f"Service {name} has no port {port}"
         for found in workloads(pod.objects):
             labels = pod_labels(found)
-            is_wanted = labels["app.kubernetes.io/component"] == "router" and labels[POOL_LABEL] == pod.labels[POOL_LABEL]
+            is_router = labels["app.kubernetes.io/component"] == "router"
+            is_wanted = is_router and labels[POOL_LABEL] == pod.labels[POOL_LABEL]
             if selects({"matchLabels": spec["selector"]}, labels) != is_wanted:
                 yield f"Service {name} is wrong about {found['metadata']['name']}"
 
