@@ -77,7 +77,7 @@ class MemberConfig:
     tls_ca: str = ""
     """PEM file of the authorities that sign the members' certificates."""
     tls_name: str = ""
-    """Name that the members' certificates carry, where it is not the address that is called."""
+    """Name that the members' certificates carry, where it is not the name or address that is configured."""
     cluster_token_file: str = ""
     """File of the token that the members of this cluster, and nobody else, have; empty: anyone may be a member."""
 
@@ -221,7 +221,8 @@ class NodeConfig(MemberConfig):
     model: str
     """Path of the model's directory, or its id on the hub."""
     router: tuple[str, ...] = ("127.0.0.1:50051",)
-    """Routers to join, each host:port."""
+    """Routers to join, each host:port. A name is looked up again every few seconds, and means a router at each of its
+    addresses."""
     host: str = "127.0.0.1"
     """Address to listen on, and to be reached at."""
     port: int = 0
