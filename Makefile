@@ -20,7 +20,7 @@ TOOL := $(VENV)/.uv-$(UV_VERSION)
 STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pyproject.toml 2>/dev/null; } | sha256sum | cut -c1-16)
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help setup demo test chaos fuzz check proto fmt lock clean distclean
+.PHONY: help setup demo test chaos fuzz check proto docs fmt lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,9 @@ proto: $(STAMP) ## Generate corun/v1 from protos/ again
 	@$(call protoc,.)
 
 protoc = $(PY) -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) protos/corun/v1/*.proto
+
+docs: $(STAMP) ## Write docs/settings.md again from the config classes
+	@$(PY) -m corun.settings > docs/settings.md
 
 fmt: $(STAMP) ## Format the code and mend what ruff can
 	@$(PY) -m ruff check --fix-only .

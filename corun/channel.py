@@ -50,9 +50,14 @@ OPEN = Access()
 """Neither TLS nor a token."""
 
 
-def channel(address: str, *, access: Access = OPEN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """An asyncio channel to a process of ours. Connects when first used; make it inside a running loop."""
-    options = _options(access, max_message_bytes)
+def channel(
+    address: str, *, access: Access = OPEN, name: str = "", max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """An asyncio channel to a process of ours. Connects when first used; make it inside a running loop.
+
+    name: what its certificate must carry unless `access` names something else; empty: the host of `address`.
+    """
+    options = _options(access, max_message_bytes, name)
     link: Any
     if access.tls is None:
         link = grpc.aio.insecure_channel(address, options=options)
@@ -95,10 +100,10 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def _options(access: Access, max_message_bytes: int) -> Options:
+def _options(access: Access, max_message_bytes: int, name: str = "") -> Options:
     options = channel_options(max_message_bytes)
-    if access.tls is not None and access.tls.name:
-        options.append(("grpc.ssl_target_name_override", access.tls.name))
+    if access.tls is not None and (checked := access.tls.name or name):
+        options.append(("grpc.ssl_target_name_override", checked))
     return options
 
 

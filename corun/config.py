@@ -30,6 +30,9 @@ SEED_KEY_VARIABLE = "CORUN_SEED_KEY"
 
 SECRET = {"secret": True}
 """Metadata of a field that a command line must not set: everyone on the machine can read it there."""
+CONTRACT = {"contract": True}
+"""Metadata of a field that enters the contract: nodes that differ in it do not serve together."""
+# "unit" in a field's metadata is for tables of settings, where its name does not end with the unit.
 
 C = TypeVar("C")
 
@@ -80,7 +83,7 @@ class MemberConfig:
     tls_ca: str = ""
     """PEM file of the authorities that sign the members' certificates."""
     tls_name: str = ""
-    """Name that the members' certificates carry, where it is not the address that is called."""
+    """Name that the members' certificates carry, where it is not the name or address that is configured."""
     cluster_token_file: str = ""
     """File of the token that the members of this cluster, and nobody else, have; empty: anyone may be a member."""
     metrics_port: int | None = None
@@ -149,7 +152,7 @@ class RouterConfig(MemberConfig):
     """How often nodes report, in milliseconds."""
     heartbeat_timeout_ms: int = 5000
     """A node silent for so many milliseconds is lost."""
-    max_attempts: int = 3
+    max_attempts: int = field(default=3, metadata={"unit": "runs"})
     """Runs of one sample, the first included, that nodes may fail or be lost in before the sample is given up."""
     reserve_timeout_s: float = 5.0
     """Longest wait for a decode node to lease a slot, in seconds."""
@@ -227,10 +230,11 @@ class RouterConfig(MemberConfig):
 class NodeConfig(MemberConfig):
     """What prefill and decode nodes have in common."""
 
-    model: str
+    model: str = field(metadata=CONTRACT)
     """Path of the model's directory, or its id on the hub."""
     router: tuple[str, ...] = ("127.0.0.1:50051",)
-    """Routers to join, each host:port."""
+    """Routers to join, each host:port. A name is looked up again every few seconds, and means a router at each of its
+    addresses."""
     host: str = "127.0.0.1"
     """Address to listen on, and to be reached at."""
     port: int = 0
@@ -240,11 +244,11 @@ class NodeConfig(MemberConfig):
     listens."""
     node_id: str = ""
     """Name of this node, kept across restarts; empty: hostname-role-random."""
-    dtype: str = "auto"
+    dtype: str = field(default="auto", metadata=CONTRACT)
     """Type of weights and activations; auto: the model's."""
-    max_model_len: int = 0
+    max_model_len: int = field(default=0, metadata=CONTRACT | {"unit": "tokens"})
     """Tokens of prompt and output together; 0: the model's."""
-    threads: int = 0
+    threads: int = field(default=0, metadata=CONTRACT)
     """CPU threads of the engine; 0: all cores."""
     kv_cache_gib: int = 1
     """Memory for KV on a CPU, in GiB. A GPU's is set by gpu_memory_utilization."""
@@ -252,9 +256,9 @@ class NodeConfig(MemberConfig):
     """Address at which other nodes reach this node's NIXL agent."""
     nixl_port: int = 0
     """Port of the NIXL handshake; 0 picks a free one."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = field(default=1, metadata=CONTRACT | {"unit": "GPUs"})
     """GPUs that share the model."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = field(default=0.9, metadata={"unit": "share"})
     """Share of a GPU's memory that the engine takes."""
     engine_timeout_s: float = 5.0
     """An engine that neither answers, nor steps, nor uses a CPU for so many seconds is stuck: its work runs elsewhere,
@@ -295,7 +299,7 @@ class NodeConfig(MemberConfig):
 class PrefillConfig(NodeConfig):
     """A prefill node: computes the KV of one prompt at a time."""
 
-    chunk_size: int = 2048
+    chunk_size: int = field(default=2048, metadata=CONTRACT | {"unit": "tokens"})
     """Prompt tokens of one step; part of the contract."""
     kv_check_fraction: float = 0.01
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
@@ -310,7 +314,7 @@ class PrefillConfig(NodeConfig):
 class DecodeConfig(NodeConfig):
     """A decode node: draws every token, in steps of a fixed shape."""
 
-    slots: int = 256
+    slots: int = field(default=256, metadata=CONTRACT | {"unit": "rows"})
     """Rows of every step; part of the contract."""
     smaller_steps: bool = True
     """Steps of few requests have fewer rows, where the self-test has found the bits of a step of all slots."""

@@ -1,7 +1,7 @@
 """A node's membership: registers with every router and keeps telling it that the node lives.
 
-Owns: the retry and heartbeat loop of one node. Must not know: engines, slots. Start order does not matter: a router
-that is not there yet is tried until it is, and one that was restarted asks for a new registration.
+Owns: the retry and heartbeat loop of one node. Must not know: engines, slots, how routers are found. Start order does
+not matter: a router that is not there yet is tried until it is, and one that was restarted asks for a new registration.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from corun.errors import (
     ContractMismatchError,
     CorunError,
     DataLossError,
+    InvalidArgumentError,
     NotFoundError,
     UnauthenticatedError,
     from_rpc_error,
 )
+from corun.node.routers import Resolve, RouterAddress, Routers, resolve
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc
 
@@ -33,19 +35,24 @@ log = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """Keeps one node registered with each of `routers` (host:port) while `run` runs."""
+    """Keeps one node registered with every router at `routers` (host:port) while `run` runs."""
 
     def __init__(
-        self, info: NodeInfo, routers: Sequence[str], load: Callable[[], Awaitable[NodeLoad]], access: Access = OPEN
+        self,
+        info: NodeInfo,
+        routers: Sequence[str],
+        load: Callable[[], Awaitable[NodeLoad]],
+        access: Access = OPEN,
+        resolve: Resolve = resolve,
     ) -> None:
         self.draining = False
         self.stuck = ""
         """Why the node takes no work at all now. Whoever changes one of these calls `tell`."""
         self._access = access
         self._info = info
-        self._routers = routers
+        self._routers = Routers(routers, resolve)
         self._load = load
-        self._said: dict[str, str] = {}  # the last complaint about each router, so that it is logged once
+        self._said: dict[str, str] = {}  # the last complaint about each router, by address, so that it is logged once
         self._last_load = NodeLoad()
         self._news = 0
         self._told = asyncio.Event()  # of the next news
@@ -55,7 +62,7 @@ class NodeAgent:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        await asyncio.gather(*(self._serve(router) for router in self._routers))
+        await self._routers.serve_each(self._serve)
 
     def tell(self) -> None:
         """Heartbeats at once."""
@@ -64,7 +71,11 @@ class NodeAgent:
         told.set()
 
     async def heard(self, timeout_s: float) -> bool:
-        """Waits until every router that has this node knows what `tell` told; False if one did not in time."""
+        """Waits until every router that has this node knows what `tell` told; False if one did not in time.
+
+        That is every router that took the last registration or heartbeat, listed or not; one that is only being looked
+        for, or does not answer, has nothing of this node to be told about.
+        """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while late := [router for router, news in self._heard.items() if news < self._news]:
             if asyncio.get_running_loop().time() >= deadline:
@@ -73,20 +84,38 @@ class NodeAgent:
             await asyncio.sleep(HEARD_POLL_S)
         return True
 
-    async def _serve(self, router: str) -> None:
-        async with channel(router, access=self._access) as link:
+    async def _serve(self, router: RouterAddress) -> None:
+        """Keeps the node registered with one router, until that neither answers nor is listed any more."""
+        try:
+            link = channel(router.address, access=self._access, name=router.name)
+        except InvalidArgumentError as error:  # Certificates that are being replaced; they are looked at again soon.
+            self._complain(router, error)
+            await asyncio.sleep(RETRY_S)
+            return
+        async with link:
             stub = registry_service_pb2_grpc.RegistryServiceStub(link)  # type: ignore[no-untyped-call]
             while True:
-                try:
-                    interval = await self._register(stub, router)
-                    await self._beat(stub, router, interval)
-                except grpc.RpcError as failure:
-                    self._complain(router, from_rpc_error(failure))
-                finally:
-                    self._heard.pop(router, None)
+                if not await self._hold(stub, router):
+                    break
                 await asyncio.sleep(RETRY_S)
+        self._said.pop(router.address, None)
+        log.info("left router %s: its name leads elsewhere, and it does not answer", router)
 
-    async def _register(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: str) -> float:
+    async def _hold(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress) -> bool:
+        """Registers and heartbeats for as long as that goes well; returns whether to try again."""
+        registered = False
+        try:
+            interval = await self._register(stub, router)
+            registered = True
+            await self._beat(stub, router, interval)
+        except grpc.RpcError as failure:
+            self._complain(router, from_rpc_error(failure))
+        finally:
+            self._heard.pop(router.address, None)
+        # One failed heartbeat may be the network's: a router that takes no new registration is gone.
+        return registered or self._routers.lists(router.address)
+
+    async def _register(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress) -> float:
         """Registers and returns the heartbeat interval in seconds."""
         request = pb.RegisterRequest(node=wire.node_info_to_proto(self._info))
         answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
@@ -94,11 +123,13 @@ class NodeAgent:
             self._note_quarantine(router, answer.quarantined)
         else:
             log.info("registered with router %s at %s", answer.router_id, router)
-            self._said.pop(router, None)
-        self._heard[router] = -1
+            self._said.pop(router.address, None)
+        self._heard[router.address] = -1
         return float(answer.heartbeat_interval_ms) / 1000
 
-    async def _beat(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: str, interval: float) -> None:
+    async def _beat(
+        self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress, interval: float
+    ) -> None:
         """Heartbeats until the router asks for a new registration; raises grpc.RpcError when it is gone."""
         ref = wire.node_ref_to_proto(self._info.ref)
         while True:
@@ -111,7 +142,7 @@ class NodeAgent:
                 if isinstance(from_rpc_error(failure), NotFoundError):
                     return
                 raise
-            self._heard[router] = news
+            self._heard[router.address] = news
             self._note_quarantine(router, answer.quarantined)
             await _sleep(interval, told)
 
@@ -128,18 +159,18 @@ class NodeAgent:
                 asking.cancel()
         return self._last_load
 
-    def _note_quarantine(self, router: str, reason: str) -> None:
+    def _note_quarantine(self, router: RouterAddress, reason: str) -> None:
         if reason:
             self._complain(router, DataLossError(reason))
             self.on_quarantine(f"router {router} says: {reason}")
 
-    def _complain(self, router: str, error: CorunError) -> None:
+    def _complain(self, router: RouterAddress, error: CorunError) -> None:
         text = str(error)
-        if self._said.get(router) != text:
+        if self._said.get(router.address) != text:
             lasting = isinstance(error, (ContractMismatchError, DataLossError, UnauthenticatedError))
             level = logging.ERROR if lasting else logging.INFO
             log.log(level, "router %s: %s", router, text)
-        self._said[router] = text
+        self._said[router.address] = text
 
 
 async def _sleep(seconds: float, told: asyncio.Event) -> None:

@@ -1,10 +1,10 @@
-"""The registry side of a router that answers as a test tells it."""
+"""The registry side of a router, and a resolver of names, that answer as a test tells them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -65,9 +65,35 @@ class Router(pb_grpc.RegistryServiceServicer):
         return pb.HeartbeatResponse(quarantined=self.quarantined)
 
 
+class Names:
+    """A resolver: `at` has the addresses of each host, or what a lookup of it raises."""
+
+    def __init__(self, **at: Sequence[str] | Exception) -> None:
+        self.at = at
+        self.asked: list[tuple[str, int]] = []
+        self.hang = False
+        self.hanging = 0
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append((host, port))
+        self.hanging += 1
+        while self.hang:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        self.hanging -= 1
+        answer = self.at.get(host, OSError("no such name"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def look_again(self) -> None:
+        """Until two more lookups have been answered, the second of them a whole one."""
+        seen = len(self.asked)
+        await until(lambda: len(self.asked) > seen + 2)
+
+
 @contextlib.asynccontextmanager
-async def serving(router: Router, port: int = 0) -> AsyncIterator[GrpcServer]:
-    server = GrpcServer(port=port)
+async def serving(router: Router, port: int = 0, **options: Any) -> AsyncIterator[GrpcServer]:
+    server = GrpcServer(port=port, **options)
     server.add(pb_grpc.add_RegistryServiceServicer_to_server, router)
     await server.start()
     try:

@@ -1,0 +1,202 @@
+"""`python -m corun.settings`: docs/settings.md, a table of every setting of the processes, from the config classes.
+
+Owns: how a field is shown. Must not know any field: what one means is its docstring, and whether it is part of the
+contract, or has a unit that its name does not say, is its metadata.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+from corun.config import SEED_KEY_VARIABLE, DecodeConfig, PrefillConfig, RouterConfig
+
+PROCESSES: Mapping[str, type[Any]] = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+UNITS = {
+    "_ms": "ms",
+    "_s": "s",
+    "_gib": "GiB",
+    "_bytes": "bytes",
+    "_tokens": "tokens",
+    "_samples": "samples",
+    "_fraction": "share",
+}
+"""Units by the ends of names."""
+TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "unset"}
+
+_HEAD = """\
+# Settings
+
+Written by `make docs` from the config classes (`corun/config.py`): do not edit.
+
+Each is a flag of `python -m router`, `python -m prefill_node` or `python -m decode_node`, and a key of `cluster.toml`:
+TLS and tokens in `[security]`; what both kinds of nodes have in common in `[pools.NAME]`; all others in the table of
+their process, `[pools.NAME.router]`, `[pools.NAME.prefill]` or `[pools.NAME.decode]`. What names one process or one
+machine is refused in a file. A setting that is marked *contract* decides bits: nodes that differ in it do not serve
+together.
+"""
+_TITLES = {
+    ("router", "prefill", "decode"): "Every process",
+    ("router",): "Router",
+    ("prefill", "decode"): "Prefill and decode nodes",
+    ("prefill",): "Prefill node",
+    ("decode",): "Decode node",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variable:
+    """A variable of the environment that changes what a process does. A name may end with `*`."""
+
+    names: tuple[str, ...]
+    readers: str
+    effect: str
+
+
+VARIABLES = (
+    Variable(
+        names=(SEED_KEY_VARIABLE,),
+        readers="router, `corun up`",
+        effect="Key of derived seeds, in hexadecimal, where seed_key_file is not given; else random at start.",
+    ),
+    Variable(
+        names=("CORUN_TOKEN_FILE",),
+        readers="commands that call a cluster",
+        effect="File of the client's token, where `--token-file` is not given.",
+    ),
+    Variable(
+        names=("OTEL_*",),
+        readers="router, nodes",
+        effect="OpenTelemetry's own, `OTEL_EXPORTER_OTLP_ENDPOINT` first of all; without it nothing is traced.",
+    ),
+    Variable(
+        names=("CUDA_VISIBLE_DEVICES",),
+        readers="nodes",
+        effect="GPUs of the engine, in order: the first tensor_parallel_size of them.",
+    ),
+    Variable(
+        names=("UCX_NET_DEVICES",),
+        readers="nodes",
+        effect="Network interfaces for KV; if unset, `lo` where nixl_host is loopback, else UCX chooses.",
+    ),
+    Variable(
+        names=("VLLM_*", "TORCH_*", "NCCL_*", "OMP_*"),
+        readers="nodes",
+        effect="And others that may move a bit (`corun/node/pin.py`): some are set by the node and refused with "
+        "another value, some must be unset, all others enter the contract.",
+    ),
+    Variable(
+        names=("XDG_CACHE_HOME",),
+        readers="`corun up`, `corun bench`",
+        effect="Directory under which the built-in tiny model is kept; if unset, `~/.cache`.",
+    ),
+    Variable(
+        names=("GRPC_VERBOSITY",), readers="all", effect="gRPC's own log; if unset, `corun up` shows its errors only."
+    ),
+)
+
+
+def markdown() -> str:
+    """The whole page."""
+    return "\n".join([_HEAD, *_sections(), *_environment()])
+
+
+def unit(known: Field[Any]) -> str:
+    """By its metadata, else by its name; empty if it has none."""
+    named = (text for end, text in UNITS.items() if known.name.endswith(end))
+    return str(known.metadata.get("unit", "")) or next(named, "")
+
+
+def effects(cls: type[Any]) -> dict[str, str]:
+    """The docstrings of the fields that a class declares itself, each as a line. Raises ValueError if one has none."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement, after in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+                raise ValueError(f"{cls.__name__}.{statement.target.id} has no docstring")
+            found[statement.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+def owners() -> dict[type[Any], tuple[str, ...]]:
+    """The classes that declare settings, from the most general one on, each with the processes that have these."""
+    found: dict[type[Any], tuple[str, ...]] = {}
+    for cls in PROCESSES.values():
+        for owner in reversed(cls.__mro__):
+            if inspect.get_annotations(owner):
+                found[owner] = tuple(name for name, each in PROCESSES.items() if issubclass(each, owner))
+    return found
+
+
+def _sections() -> Iterator[str]:
+    for owner, processes in owners().items():
+        leaves = [PROCESSES[name] for name in processes]
+        texts, kinds = effects(owner), typing.get_type_hints(owner)
+        rows = [
+            _row(known, kinds[known.name], texts[known.name])
+            for known in fields(leaves[0])
+            if _owner(leaves[0], known.name) is owner
+        ]
+        yield f"## {_TITLES[processes]}\n"
+        yield _table(("flag", "key", "type", "unit", "default", "contract", "effect"), rows)
+
+
+def _owner(cls: type[Any], name: str) -> type[Any]:
+    """The class that says last what a field is."""
+    return next(each for each in cls.__mro__ if name in inspect.get_annotations(each))
+
+
+def _row(known: Field[Any], kind: Any, effect: str) -> Sequence[str]:
+    contract = "contract" if known.metadata.get("contract") else ""
+    flag, key = _flag(known.name, kind), f"`{known.name}`"
+    if known.metadata.get("secret"):
+        flag, key, effect = "none", "none", f"{key}: {effect}"
+    return flag, key, _type(kind), unit(known), _default(known), contract, effect
+
+
+def _flag(name: str, kind: Any) -> str:
+    flag = name.replace("_", "-")
+    return f"`--{flag}`, `--no-{flag}`" if kind is bool else f"`--{flag}`"
+
+
+def _type(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"list of {_type(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) in {types.UnionType, typing.Union}:
+        return " or ".join(_type(part) for part in typing.get_args(kind))
+    return TYPES[kind]
+
+
+def _default(known: Field[Any]) -> str:
+    value = known.default if known.default_factory is MISSING else known.default_factory()
+    if value is MISSING:
+        return "**required**"
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    if value is None or value == "":
+        return "unset" if value is None else "empty"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _environment() -> Iterator[str]:
+    yield "## Environment\n"
+    rows = [(", ".join(f"`{name}`" for name in each.names), each.readers, each.effect) for each in VARIABLES]
+    yield _table(("variable", "read by", "effect"), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

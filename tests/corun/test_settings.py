@@ -1,0 +1,169 @@
+"""docs/settings.md is what the config classes say, and what the processes take."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun import settings
+from corun.config import parse
+from corun.contract import DecodeContract, ModelContract, PrefillContract
+from corun.node import pin
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = {
+    "router": ("Every process", "Router"),
+    "prefill": ("Every process", "Prefill and decode nodes", "Prefill node"),
+    "decode": ("Every process", "Prefill and decode nodes", "Decode node"),
+}
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of a section's table, without its head."""
+    text = settings.markdown().split(f"## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").replace("\\|", "/").split(" | ")] for line in lines[2:]]
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == settings.markdown(), "docs/settings.md is not what the config classes give; run: make docs"
+
+
+@pytest.mark.parametrize("process", SECTIONS)
+def test_every_field_has_its_row_and_every_row_its_field(process: str) -> None:
+    cls = settings.PROCESSES[process]
+    found = [row[1].strip("`") for section in SECTIONS[process] for row in rows(section)]
+    assert sorted(found) == sorted("none" if known.metadata.get("secret") else known.name for known in fields(cls))
+
+
+@pytest.mark.parametrize("process", SECTIONS)
+def test_flags_are_those_of_the_command_line(process: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(settings.PROCESSES[process], ["--help"])
+    words = set(capsys.readouterr().out.replace(",", " ").split())
+    flags = [flag.strip(" `") for section in SECTIONS[process] for row in rows(section) for flag in row[0].split(",")]
+    assert [flag for flag in flags if flag not in words and flag != "none"] == []
+
+
+def test_what_is_marked_is_what_contracts_have() -> None:
+    """`model` is there as digests of its files."""
+    contract = {known.name for part in (ModelContract, PrefillContract, DecodeContract) for known in fields(part)}
+    known = {known.name: known for cls in settings.PROCESSES.values() for known in fields(cls)}
+    marked = {name for name, each in known.items() if each.metadata.get("contract")}
+    assert marked == (contract & known.keys()) | {"model"}
+
+
+@dataclass
+class General:
+    wait_ms: int = 5
+    """How long,
+    in all."""
+    name: str | None = None
+    """A name, or a|b."""
+    rooms: tuple[int, ...] = field(default=(1, 2), metadata={"unit": "doors", "contract": True})
+    """Rooms."""
+    wide: bool = True
+    """Wide."""
+
+
+@dataclass
+class Special(General):
+    wait_ms: int = 7
+    """Longer."""
+    must: float = field(kw_only=True)
+    """Needed."""
+
+
+@dataclass
+class Silent:
+    one: int = 1
+    two: int = 2
+    """Only this."""
+
+
+def test_how_fields_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "PROCESSES", {"prefill": General, "decode": Special})
+    head = ["flag", "key", "type", "unit", "default", "contract", "effect"]
+    general = [
+        ["`--wait-ms`", "`wait_ms`", "integer", "ms", "`5`", "", "How long, in all."],
+        ["`--name`", "`name`", "text or unset", "", "unset", "", "A name, or a/b."],
+        ["`--rooms`", "`rooms`", "list of integer", "doors", "`1 2`", "contract", "Rooms."],
+        ["`--wide`, `--no-wide`", "`wide`", "true or false", "", "`true`", "", "Wide."],
+    ]
+    special = [
+        ["`--wait-ms`", "`wait_ms`", "integer", "ms", "`7`", "", "Longer."],
+        ["`--must`", "`must`", "number", "", "**required**", "", "Needed."],
+    ]
+    assert all(len(row) == len(head) for row in general + special)
+    assert (rows("Prefill and decode nodes"), rows("Decode node")) == (general, special)
+
+
+def test_a_field_without_a_docstring_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"Silent\.one has no docstring"):
+        settings.effects(Silent)
+
+
+class TestEnvironment:
+    def test_what_the_processes_read_is_listed(self) -> None:
+        read = {name for path in self.sources() for name in variables_read(path.read_text(encoding="utf-8"))}
+        assert {"CORUN_SEED_KEY", "CORUN_TOKEN_FILE", "UCX_NET_DEVICES"} <= read
+        listed = [name for variable in settings.VARIABLES for name in variable.names]
+        assert {name for name in read if not any(fnmatchcase(name, known) for known in listed)} == set()
+
+    def test_what_is_pinned_is_listed_as_examples(self) -> None:
+        (pinned,) = (each.names for each in settings.VARIABLES if "VLLM_*" in each.names)
+        assert {name.removesuffix("*") for name in pinned} <= set(pin.WATCHED)
+
+    def sources(self) -> Iterator[Path]:
+        for package in ("corun", "router", "prefill_node", "decode_node"):
+            for path in sorted((ROOT / package).rglob("*.py")):
+                if not {"bench", "v1"} & set(path.parts):
+                    yield path
+
+    def test_the_reader_reads_all_of_them(self) -> None:
+        source = """
+A_VARIABLE = "A"
+os.environ.get(A_VARIABLE, "")
+os.environ["B"] = "1"
+if "C" not in os.environ: pass
+os.environ.setdefault("D", "1")
+os.getenv("E")
+os.environ.get(name)
+"""
+        assert variables_read(source) == {"A", "B", "C", "D", "E"}
+
+
+CONSTANTS = {"SEED_KEY_VARIABLE": "CORUN_SEED_KEY"}
+"""That are used outside the module that has them."""
+
+
+def variables_read(source: str) -> set[str]:
+    """Names of the environment's variables that a module reads or sets, where they are literals or constants."""
+    tree = ast.parse(source)
+    constants: dict[str, Any] = dict(CONSTANTS)
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                constants[name] = value
+    found: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {
+            "os.environ.get",
+            "os.environ.setdefault",
+            "os.environ.pop",
+            "os.getenv",
+        }:
+            found.append(node.args[0])
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            found.append(node.slice)
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+            found.append(node.left)
+    names = [constants.get(each.id) if isinstance(each, ast.Name) else getattr(each, "value", None) for each in found]
+    return {name for name in names if isinstance(name, str)}

@@ -1,0 +1,136 @@
+"""Routers are added to, and taken from, nodes that are running: DNS is all that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from corun.channel import channel
+from corun.node import routers as routers_module
+from corun.node.agent import NodeAgent
+from corun.params import SamplingParams
+from router.service import CLUSTER_SERVICE
+from tests.fakes import WAIT_S, FakeCluster, FakeNode, cluster, expected, generate, kill_router
+from tests.node.scripted_router import Names
+
+PARAMS = SamplingParams(max_tokens=60, logprobs=True)
+SLOTS = 3
+
+
+@pytest.fixture(autouse=True)
+def quick_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routers_module, "LOOKUP_S", 0.01)
+
+
+class Bookings:
+    """Looks at every lease that a decode node grants, and at who held the others at that moment."""
+
+    def __init__(self, node: FakeNode) -> None:
+        self.twice: list[int] = []
+        self.sharing = 0
+        """Most routers with leases at once."""
+        self._table = node.service._table
+        self._reserve = self._table.reserve
+        self._table.reserve = self.reserve
+
+    def reserve(self, router_id: str, *sizes: int) -> Any:
+        held = list(self._table._leases.values())
+        lease = self._reserve(router_id, *sizes)
+        self.twice += [other.slot for other in held if other.slot == lease.slot]
+        self.sharing = max(self.sharing, len({other.router_id for other in [*held, lease]}))
+        return lease
+
+
+@contextlib.asynccontextmanager
+async def routers(model: str, **config: Any) -> AsyncIterator[tuple[FakeCluster, FakeCluster, Names]]:
+    """Two routers, and a prefill and a decode node that look for them by a name, which leads to the first."""
+    async with cluster(model, prefills=0, decodes=0, **config) as one, cluster(model, prefills=0, decodes=0) as two:
+        names = Names(routers=[one.address])
+        nodes = await one.add_prefill(join=False), await one.add_decode(join=False, slots=SLOTS, lease_ttl_ms=300)
+        nodes[0].engine.kv_ttl_s = 0.3
+        nodes[1].engine.step_ms = 3
+        for node in nodes:
+            node.agent = NodeAgent(node.info, ["routers:50051"], node.service.load, resolve=names)
+            node.join()
+        await one.ready("p1", "d1")
+        yield one, two, names
+
+
+async def is_serving(fake: FakeCluster) -> bool:
+    async with channel(fake.address) as link:
+        request = health_pb2.HealthCheckRequest(service=CLUSTER_SERVICE)
+        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=WAIT_S)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def start(fake: FakeCluster, seed: int) -> asyncio.Task[None]:
+    """A request whose output is checked."""
+
+    async def run() -> None:
+        (output,) = await generate(fake, (seed, 4), PARAMS, seed=seed)
+        ids, logprobs, _ = expected((seed, 4), PARAMS, seed)
+        assert (output.token_ids, output.logprobs) == (ids, logprobs)
+
+    return asyncio.create_task(run())
+
+
+async def test_a_router_that_joins_busy_nodes_serves_by_their_registration_alone(model: str) -> None:
+    async with routers(model) as (one, two, names):
+        running = start(one, 99)
+        await one.until(lambda: one.nodes[1].used_slots == 1)
+        assert not await is_serving(two)
+        names.at["routers"] = [one.address, two.address]
+        await two.ready("p1", "d1")
+        assert await is_serving(two)
+        await asyncio.gather(running, start(two, 1))
+
+
+async def test_two_routers_never_hold_the_same_slot(model: str) -> None:
+    async with routers(model) as (one, two, names):
+        bookings = Bookings(one.nodes[1])
+        names.at["routers"] = [one.address, two.address]
+        await two.ready("p1", "d1")
+        runs = [start(one, 99)]  # Alone: a router that keeps all slots busy leaves none to the other.
+        await one.until(lambda: one.nodes[1].used_slots == 1)
+        runs += [start(two, seed) for seed in range(12)]
+        await one.until(lambda: one.nodes[1].used_slots == SLOTS)
+        runs += [start(one, seed) for seed in range(12, 24)]
+        await asyncio.gather(*runs)
+        assert (bookings.twice, bookings.sharing) == ([], 2)
+        assert one.nodes[1].engine.most_running == SLOTS
+
+
+async def test_a_router_in_its_drain_keeps_its_nodes_though_it_is_not_listed(model: str) -> None:
+    async with routers(model, heartbeat_timeout_ms=150) as (one, two, names):
+        runs = [start(one, seed) for seed in range(2 * SLOTS)]
+        await one.until(lambda: one.nodes[1].used_slots == SLOTS)
+        names.at["routers"] = [two.address]
+        await one.router.drain()
+        await asyncio.gather(*runs)
+        assert [one.detail("p1"), one.detail("d1")] == ["", ""]
+        await two.ready("p1", "d1")
+
+
+async def test_a_router_that_vanished_leaves_nothing_behind(model: str) -> None:
+    """Its leases and the KV that was computed for it end with their time to live; the other one gets all slots."""
+    async with routers(model) as (one, two, names):
+        names.at["routers"] = [one.address, two.address]
+        await two.ready("p1", "d1")
+        prefill, decode = one.nodes
+        runs = [start(one, seed) for seed in range(2 * SLOTS)]
+        await one.until(lambda: decode.used_slots == SLOTS)
+        await kill_router(one.router)
+        await asyncio.gather(*runs, return_exceptions=True)
+        names.at["routers"] = [two.address]
+        assert decode.used_slots == SLOTS
+        later = [start(two, seed) for seed in range(2 * SLOTS)]
+        await asyncio.gather(*later)
+        assert decode.engine.most_running == SLOTS
+        await one.until(lambda: not decode.used_slots and not one.kv.held)
+        for node in (prefill, decode):
+            await one.until(lambda node=node: set(node.agent._heard) == {two.address})  # type: ignore[misc]
