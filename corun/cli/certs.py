@@ -13,7 +13,7 @@ from corun.cli.up import needs_extra
 
 @dataclass(frozen=True, kw_only=True)
 class Certs:
-    """Make certificates, tokens and a seed key for a cluster of your own.
+    """Make certificates and tokens for a cluster of your own.
 
     Writes ca.pem, member.pem, client.pem with their keys, cluster.token, clients.tokens, client.token, and seed.key for
     the routers. Nothing that is there is overwritten.
