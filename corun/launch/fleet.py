@@ -181,7 +181,7 @@ class Fleet:
             for member, placed in asked.items():
                 if placed.question in answered:
                     placed.status, placed.question = _answer(member, placed.question), None
-                elif not placed.status.pid and placed.group is not None:
+                if placed.group is not None and _is_waiting(placed.status):
                     placed.status = replace(placed.status, detail=_why(placed.group))
         return {member: placed.status for member, placed in asked.items()}
 
@@ -189,6 +189,11 @@ class Fleet:
 def may_run(status: ProcessStatus) -> bool:
     """False for one that has not been placed, too: its process could start only once its actor runs."""
     return status.state is ProcessState.RUNNING or (status.state is ProcessState.WAITING and status.deaths > 0)
+
+
+def _is_waiting(status: ProcessStatus) -> bool:
+    """For a machine, and not for its next start."""
+    return status.state is ProcessState.WAITING and not status.deaths
 
 
 def _waiting(member: Member) -> ProcessStatus:
