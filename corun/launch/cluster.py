@@ -100,7 +100,8 @@ class Cluster:
 
     def _share_out(self) -> Shares:
         pools = self._spec.pools
-        own_cores = not self._is_spread and not any("threads" in {**p.common, **p.prefill, **p.decode} for p in pools)
+        has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
+        own_cores = not (self._is_spread or has_threads)
         return share_out(
             {pool.name: pool.count("prefill") + pool.count("decode") for pool in pools},
             {pool.name: pool.config("decode").tensor_parallel_size for pool in pools},

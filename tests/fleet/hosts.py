@@ -52,7 +52,7 @@ class Hosts:
         """All processes that were ever seen, of hosts and of launches."""
         self._scratch = tempfile.mkdtemp(prefix="corun-hosts-", dir="/tmp")  # A socket's path must be short.
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
-        self._number = 0
+        self._numbers: dict[str, int] = {}  # Last parts of addresses; a host that comes back has its old one.
         self.address = f"127.0.0.11:{_free_port()}"
         port = self.address.rpartition(":")[2]
         self._start("head", "--head", f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false")
@@ -77,9 +77,9 @@ class Hosts:
         wait_for(lambda: b"Ray runtime started" in log.read_bytes(), f"{name} is part of the Ray cluster")
 
     def _start(self, name: str, *flags: str) -> None:
-        self._number += 1
+        self._numbers.setdefault(name, 11 + len(self._numbers))
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
-        address = f"--node-ip-address=127.0.0.{10 + self._number}"
+        address = f"--node-ip-address=127.0.0.{self._numbers[name]}"
         gpus = () if any("gpus" in flag for flag in flags) else ("--num-gpus=0",)
         with (self.directory / f"{name}.log").open("wb") as log:
             self._hosts[name] = subprocess.Popen(

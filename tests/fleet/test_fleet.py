@@ -25,6 +25,7 @@ insecure = true
 model = "model"
 drain_grace_s = 1
 [pools.main.router]
+replicas = 2
 host = "0.0.0.0"
 port = 0
 max_attempts = 20
@@ -52,10 +53,10 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path) -
     write_tokenizer(model)
     (model / "config.json").write_text("{}")
     with hosts(tmp_path) as ray:
-        ray.add(a=2, b=1)
+        ray.add(r=0, a=2, b=1)
         with up(ray, TOML) as fleet:
             address = fleet.address
-            assert fleet.host("router") == "head"
+            assert (fleet.host("router-0"), fleet.host("router-1")) == ("head", "r")
             assert fleet.host("prefill-0") == fleet.host("decode-0") == "a"  # A pair.
             assert fleet.host("decode-1") == "b"
             with streaming(address, answer) as streams:
@@ -63,6 +64,7 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path) -
                 lose_a_host_and_add_one(ray, fleet, streams)
                 scale_up_and_down(fleet, streams)
                 kill_ray_alone(ray, fleet, streams)
+                lose_a_router(ray, fleet, streams)
             assert streams.failed == streams.wrong == []
             say_what_cannot_be(fleet)
             (model / WRONG).touch()
@@ -107,6 +109,16 @@ def kill_ray_alone(ray: Hosts, fleet: Up, streams: Streams) -> None:
     more(streams)
 
 
+def lose_a_router(ray: Hosts, fleet: Up, streams: Streams) -> None:
+    """Nodes and clients know its address, so it waits for its host."""
+    ray.lose("r")
+    fleet.wait_for(r"router-1: waiting: its machine, 127\.0\.0\.12, is gone$")
+    more(streams)
+    ray.add(r=0)
+    wait_for(lambda: fleet.host("router-1") == "r", "router-1 is back on its host")
+    more(streams)
+
+
 def say_what_cannot_be(fleet: Up) -> None:
     for words, message in (("other.decode=2", "pool = 'other': must be one of main"), ("router=2", "cannot change")):
         refused = fleet.scale(words)
@@ -115,4 +127,4 @@ def say_what_cannot_be(fleet: Up) -> None:
 
 
 def count_reruns(fleet: Up) -> int:
-    return (fleet.logs / "router.log").read_text().count("a run of sample")
+    return (fleet.logs / "router-0.log").read_text().count("a run of sample")
