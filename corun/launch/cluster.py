@@ -50,8 +50,8 @@ class _Pool:
     clients: tuple[Client, ...] = ()
     ready: bool = False
     """Once all of its nodes were."""
-    in_use: frozenset[str] = frozenset()
-    """Nodes that every router that answered last uses."""
+    in_use: tuple[set[str], ...] = ()
+    """The nodes that each router uses, of those that answered last."""
 
 
 class Cluster:
@@ -100,7 +100,8 @@ class Cluster:
 
     def _share_out(self) -> Shares:
         pools = self._spec.pools
-        own_cores = not self._is_spread and not any("threads" in {**p.common, **p.prefill, **p.decode} for p in pools)
+        has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
+        own_cores = not (self._is_spread or has_threads)
         return share_out(
             {pool.name: pool.count("prefill") + pool.count("decode") for pool in pools},
             {pool.name: pool.config("decode").tensor_parallel_size for pool in pools},
@@ -181,12 +182,12 @@ class Cluster:
         pool = self._pools[spec.name]
         answers = [status for client in pool.clients if (status := _status(client)) is not None]
         used = [{node.node.ref.node_id: node.node.slots for node in _ready(status)} for status in answers]
-        pool.in_use = frozenset(set.intersection(*(set(nodes) for nodes in used))) if used else frozenset()
+        pool.in_use = tuple(set(nodes) for nodes in used)
         if not answers:
             return
         self._tell_nodes(answers[0], is_ready=pool.ready)
         wanted = self._nodes(spec)
-        if not pool.ready and len(answers) == len(pool.clients) and pool.in_use >= wanted:
+        if not pool.ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
             pool.ready = True
             slots = sum(used[0][name] for name in wanted)
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
@@ -236,13 +237,18 @@ class Cluster:
             if failed:
                 detail = statuses[failed[0]].detail
                 outcome = Outcome(text=f"{text}: {failed[0].name} {detail}\nlogs in {self._logs}", failed=True)
-            elif settled and self._pools[pool.name].in_use >= self._nodes(pool):
+            elif settled and self._is_as_wanted(pool):
                 outcome = Outcome(text=text)
             else:
                 continue
             self._say(f"scaled {text}" if not failed else f"could not scale {text}")
             control.tell(request, outcome)
             self._changes.remove((request, text))
+
+    def _is_as_wanted(self, pool: PoolSpec) -> bool:
+        """Whether every router that answers uses the nodes that are wanted, and no other."""
+        in_use, wanted = self._pools[pool.name].in_use, self._nodes(pool)
+        return bool(in_use) and all(nodes == wanted for nodes in in_use)
 
     def stop(self, signals: StopSignals) -> None:
         """Ends the routers, which drain, then the nodes. A second stop signal kills what is still running."""

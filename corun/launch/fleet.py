@@ -89,6 +89,8 @@ class _Placed:
     group: _Group | None = None
     host: str = ""
     """Of a router: the machine that it keeps."""
+    is_lost: bool = False
+    """With that machine: Ray does not start it again."""
     question: Any = None
     """For the status, not yet answered. One at a time: they would pile up at an actor that waits for its machine."""
     gone_at: float | None = None
@@ -144,8 +146,7 @@ class Fleet:
             self._place(order, {"scheduling_strategy": place, "num_gpus": group.gpus}, group=group)
 
     def _place(self, order: Order, placement: Mapping[str, Any], **facts: Any) -> None:
-        restarts = 0 if order.member.is_router else -1  # A router's machine may be gone; whoever wants it starts it.
-        actor = runtime.api().remote(_Actor).options(num_cpus=0, max_restarts=restarts, **placement).remote(order)
+        actor = runtime.api().remote(_Actor).options(num_cpus=0, max_restarts=-1, **placement).remote(order)
         self._placed[order.member] = _Placed(actor, _waiting(order.member), **facts)
 
     def stop(self, members: Iterable[Member]) -> None:
@@ -156,7 +157,7 @@ class Fleet:
 
     def forget_ended(self) -> list[Member]:
         """Gives back what those held that were asked to end, and have; and routers whose machine is gone."""
-        ended = [member for member, placed in self._placed.items() if self._has_ended(member, placed)]
+        ended = [member for member, placed in self._placed.items() if self._has_ended(placed)]
         for member in ended:
             runtime.api().kill(self._placed.pop(member).actor)
         for group in [group for group in self._groups if not any(member in self._placed for member in group.members)]:
@@ -164,11 +165,10 @@ class Fleet:
             self._groups.remove(group)
         return ended
 
-    def _has_ended(self, member: Member, placed: _Placed) -> bool:
+    def _has_ended(self, placed: _Placed) -> bool:
         if placed.gone_at is not None:
             return not may_run(placed.status) or time.monotonic() > placed.gone_at
-        lost = member.is_router and placed.status.state is ProcessState.FAILED and not placed.status.deaths
-        return lost and placed.host not in runtime.hosts()
+        return placed.is_lost
 
     def statuses(self, members: Iterable[Member] | None = None) -> dict[Member, ProcessStatus]:
         """What the processes do now, or did when they last answered."""
@@ -181,7 +181,10 @@ class Fleet:
             for member, placed in asked.items():
                 if placed.question in answered:
                     placed.status, placed.question = _answer(member, placed.question), None
-                elif not placed.status.pid and placed.group is not None:
+                placed.is_lost = _is_dead(placed.status) and placed.host not in ("", *runtime.hosts())
+                if placed.is_lost:
+                    placed.status = replace(_waiting(member), detail=f"its machine, {placed.host}, is gone")
+                if placed.group is not None and _is_waiting(placed.status):
                     placed.status = replace(placed.status, detail=_why(placed.group))
         return {member: placed.status for member, placed in asked.items()}
 
@@ -189,6 +192,16 @@ class Fleet:
 def may_run(status: ProcessStatus) -> bool:
     """False for one that has not been placed, too: its process could start only once its actor runs."""
     return status.state is ProcessState.RUNNING or (status.state is ProcessState.WAITING and status.deaths > 0)
+
+
+def _is_waiting(status: ProcessStatus) -> bool:
+    """For a machine, and not for its next start."""
+    return status.state is ProcessState.WAITING and not status.deaths
+
+
+def _is_dead(status: ProcessStatus) -> bool:
+    """Its supervisor is, which has not given it up."""
+    return status.state is ProcessState.FAILED and not status.deaths
 
 
 def _waiting(member: Member) -> ProcessStatus:

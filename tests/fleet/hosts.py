@@ -30,6 +30,7 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "0" * 32,  # Else Ray keeps one in the user's home.
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_raylet_start_wait_time_s": "90",
     "RAY_worker_niceness": "0",
     "RAY_worker_oom_score_adjustment": "0",
 }
@@ -51,24 +52,34 @@ class Hosts:
         """All processes that were ever seen, of hosts and of launches."""
         self._scratch = tempfile.mkdtemp(prefix="corun-hosts-", dir="/tmp")  # A socket's path must be short.
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
-        self._number = 0
+        self._numbers: dict[str, int] = {}  # Last parts of addresses; a host that comes back has its old one.
         self.address = f"127.0.0.11:{_free_port()}"
         port = self.address.rpartition(":")[2]
         self._start("head", "--head", f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false")
-        wait_for(lambda: b"Ray runtime started" in (directory / "head.log").read_bytes(), "Ray runs")
+        self._wait("head")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._hosts)
 
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, **_ENVIRONMENT}
 
-    def add(self, name: str, *, gpus: int = 1) -> None:
-        """GPUs are a number here: nothing computes on them."""
-        self._start(name, f"--address={self.address}", f"--num-gpus={gpus}")
+    def add(self, **gpus: int) -> None:
+        """Hosts by name, each with so many GPUs; they are a number here: nothing computes on them."""
+        for name, number in gpus.items():  # One by one: those that start at once take each other's ports.
+            self._start(name, f"--address={self.address}", f"--num-gpus={number}")
+            self._wait(name)
+
+    def _wait(self, name: str) -> None:
+        log = self.directory / f"{name}.log"
+        wait_for(lambda: b"Ray runtime started" in log.read_bytes(), f"{name} is part of the Ray cluster")
 
     def _start(self, name: str, *flags: str) -> None:
-        self._number += 1
+        self._numbers.setdefault(name, 11 + len(self._numbers))
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
-        address = f"--node-ip-address=127.0.0.{10 + self._number}"
+        address = f"--node-ip-address=127.0.0.{self._numbers[name]}"
         gpus = () if any("gpus" in flag for flag in flags) else ("--num-gpus=0",)
         with (self.directory / f"{name}.log").open("wb") as log:
             self._hosts[name] = subprocess.Popen(
@@ -82,8 +93,8 @@ class Hosts:
         return found
 
     def of(self, pid: int) -> str:
-        """The host that a process is on."""
-        return next(name for name in self._hosts if pid in self.tree(name))
+        """The host that a process is on; empty if it does not run."""
+        return next((name for name in self._hosts if pid in self.tree(name)), "")
 
     def lose(self, name: str) -> None:
         """As if its power was cut: all that runs there ends at once."""
@@ -154,6 +165,8 @@ class Up:
         return int(re.findall(rf"\] {re.escape(name)}: process (\d+)", self.output)[-1])
 
     def host(self, name: str) -> str:
+        """The host that a process is on, once it has been told that it runs."""
+        wait_for(lambda: self._hosts.of(self.pid(name)), f"{name} runs")
         return self._hosts.of(self.pid(name))
 
     def scale(self, *counts: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -179,14 +192,15 @@ class Up:
         except CorunError:
             return False
 
-    def stop(self) -> list[int]:
-        """Ends it as Ctrl-C does; what of its processes was left."""
-        tree = {pid: at for name in list(self._hosts._hosts) for pid, at in self._hosts.tree(name).items()}
-        guarded = {pid: at for pid, at in tree.items() if b"guard.py" in _command(pid) or b"node" in _command(pid)}
+    def stop(self) -> None:
+        """Ends it as Ctrl-C does, and sees to it that nothing of it is left on any host."""
+        tree = {pid: at for name in self._hosts.names for pid, at in self._hosts.tree(name).items()}
+        ours = {pid: at for pid, at in tree.items() if b"guard.py" in _command(pid)}
+        ours |= {child: at for pid in ours for child, at in descendants(pid).items()}
+        assert len(ours) >= 6, "at least three processes, each under a guard"
         self.process.terminate()
-        assert self.process.wait(END_S + 60) == 0, self.output
-        wait_for(lambda: not living(guarded), "every process has ended", END_S)
-        return living(guarded)
+        assert self.process.wait(2 * END_S) == 0, self.output
+        wait_for(lambda: not living(ours), "every process has ended", END_S)
 
 
 def _command(pid: int) -> bytes:
