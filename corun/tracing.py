@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -190,9 +191,11 @@ def start(service: str, instance: str) -> None:
 async def stop() -> None:
     """Sends the last spans, or gives up on them."""
     while _running:
-        ending = asyncio.ensure_future(asyncio.to_thread(_running.pop().shutdown))
-        done, _ = await asyncio.wait((ending,), timeout=SHUTDOWN_TIMEOUT_S)
-        if not done:
+        # Not a thread of the loop's: its end would be waited for.
+        ending = threading.Thread(target=_running.pop().shutdown, name="last spans", daemon=True)
+        ending.start()
+        await asyncio.to_thread(ending.join, SHUTDOWN_TIMEOUT_S)
+        if ending.is_alive():
             log.warning("the last spans could not be sent within %g s", SHUTDOWN_TIMEOUT_S)
 
 

@@ -139,6 +139,16 @@ def test_one_file_imports_tokenizers() -> None:
     assert importers("tokenizers") == {"router/text.py"}
 
 
+def test_one_file_imports_opentelemetry() -> None:
+    assert importers("opentelemetry") == {"corun/tracing.py"}
+
+
+def test_metrics_are_made_where_their_name_says_so() -> None:
+    """`main` only knows their type."""
+    found = importers("prometheus_client")
+    assert {Path(name).name for name in found - {"corun/node/main.py"}} == {"metrics.py"}
+
+
 def test_vllm_is_touched_in_files_of_five_names() -> None:
     files = importers("vllm") - BENCH_ENGINE
     assert {"prefill_node/engine.py", "decode_node/engine.py"} <= files

@@ -18,22 +18,15 @@ from corun.errors import UnavailableError
 from corun.health import LIVE, STARTED
 from corun.observation import Observation, observed
 from corun.probes import HealthPort
+from tests.probing import probe
 
 WAIT_S = 10.0
 WATCHED = MemberConfig(metrics_port=0, health_port=0)
 
 
 def ask(observation: Observation, service: str) -> str:
-    """What the health port says of a service: the name of a status, or of the error."""
     assert observation.port is not None
-    with grpc.insecure_channel(f"127.0.0.1:{observation.port.port}") as link:
-        try:
-            answer = health_pb2_grpc.HealthStub(link).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S
-            )
-        except grpc.RpcError as error:
-            return str(error.code().name)
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    return probe(observation.port.port, service, WAIT_S)
 
 
 def while_the_loop_stands_still(call: Any, *args: Any) -> Any:
@@ -127,10 +120,10 @@ async def test_metrics_are_answered_while_the_loop_stands_still() -> None:
 async def test_checks_end_when_the_loop_is_closed() -> None:
     observation = Observation(WATCHED)
     await observation.start()
-    probe = HealthPort(observation.health, "127.0.0.1", 0)._probe
-    probe.loop = asyncio.new_event_loop()
-    probe.loop.close()
+    answering = HealthPort(observation.health, "127.0.0.1", 0)._probe
+    answering.loop = asyncio.new_event_loop()
+    answering.loop.close()
     began = time.monotonic()
-    assert probe.Check(health_pb2.HealthCheckRequest(service=LIVE), None).status == 2
+    assert answering.Check(health_pb2.HealthCheckRequest(service=LIVE), None).status == 2
     assert time.monotonic() - began < 1
     await observation.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from corun.config import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import agent as agent_module
 from corun.node import main as main_module
-from corun.node.main import Role, live, live_and_leave, node_info, node_ref
+from corun.node.main import Role, live, live_and_leave, node_info, node_ref, start_tracing
 from corun.observation import observed
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
@@ -306,6 +307,14 @@ async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pyte
     with pytest.raises(SystemExit) as caught:
         await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event(), None)  # type: ignore[arg-type]
     assert caught.value.code == code
+
+
+def test_an_engine_does_not_inherit_what_asks_for_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's processes would export spans of their own."""
+    for name, value in (("OTEL_TRACES_EXPORTER", "none"), ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://a:4317")):
+        monkeypatch.setenv(name, value)
+    start_tracing(INFO.ref, NodeRole.PREFILL)
+    assert [name for name in os.environ if name.startswith("OTEL_")] == []
 
 
 def test_a_node_is_reached_where_it_listens_or_where_it_says() -> None:
