@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from tests.k8s.manifests import Object, objects, of_kind, workloads
+from tests.k8s.manifests import Object, complete, objects, of_kind, tree, workloads
 from tests.k8s.netpol import Peer, allowed
 from tests.k8s.pods import Pod
-from tests.k8s.wiring import peer
+from tests.k8s.wiring import faults, peer
 
 PORTS = {
     "client": 50051,
@@ -100,3 +101,20 @@ def test_without_default_deny_the_table_is_another() -> None:
     for one in of_kind(found, "NetworkPolicy"):
         one["spec"]["policyTypes"] = ["Ingress"]
     assert ("router-main", "stranger", "client") in table(found)
+
+
+def test_traces_leave_for_the_collector_where_they_are_wanted(tmp_path: Path) -> None:
+    overlay = tree() / "k8s" / "overlays" / "traced"
+    overlay.mkdir(exist_ok=True)
+    lines = ("resources: [../gpu]", "components: [../../components/tracing]", "namespace: corun")
+    (overlay / "kustomization.yaml").write_text("\n".join(lines))
+    found = complete("traced")
+    assert faults(found, tmp_path) == []
+    for workload in workloads(found):
+        pod = Pod(workload, found, ip="10.0.0.1", name="any")
+        host, _, port = pod.environment()["OTEL_EXPORTER_OTLP_ENDPOINT"].removeprefix("http://").partition(":")
+        namespace = host.partition(".")[2]
+        labels = {"app.kubernetes.io/name": "opentelemetry-collector"}
+        collector = Peer(labels, namespace, {"kubernetes.io/metadata.name": namespace})
+        assert allowed(found, peer(pod), collector, int(port))
+        assert not allowed(objects("gpu"), peer(pod), collector, int(port))
