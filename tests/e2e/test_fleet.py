@@ -1,4 +1,4 @@
-"""A fleet over several Ray hosts with real engines: a host is lost under a stream, another one is added."""
+"""A fleet over several Ray hosts with real engines: a host is lost under its streams, another one is added and used."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_stream_survives_its_host(tmp_path: Path) -> None:
         ray.add(a=2, b=1)
         with up(ray, TOML, fake=False) as fleet:
             fleet.wait_for(r"^ready:", READY_S)
-            address, generation = fleet.address, fleet.ready()["decode-1"]
+            address = fleet.address
             assert (fleet.host("decode-0"), fleet.host("decode-1")) == ("a", "b")
             undisturbed = bits(stream_all(address))
 
@@ -80,10 +80,9 @@ def test_a_stream_survives_its_host(tmp_path: Path) -> None:
             assert bits(streams) == undisturbed
             assert "a run of sample" in (fleet.logs / "router.log").read_text()
 
-            ray.add(c=1)
-            wait_for(lambda: fleet.is_back("decode-1", generation), "decode-1 runs on the new host", READY_S)
             streams = stream_all(address)
-            wait_for(lambda: all(stream.tokens > 10 for stream in streams), "all streams run")
+            ray.add(c=1)
+            wait_for(lambda: fleet.host("decode-1") == "c", "decode-1 is started on the new host")
             done = fleet.scale("decode=1")
             assert done.stdout == "scaled decode 2 → 1\n", done.stderr
             assert fleet.ready().keys() == {"prefill-0", "decode-0"}

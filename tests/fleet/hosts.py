@@ -15,11 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from corun import Client, CorunError
+from corun import Client, CorunError, guard
 from corun.cluster import ClusterStatus, NodeState
 from corun.processes import descendants, end_tree, living
 
@@ -41,6 +41,11 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = STAR
     while not condition():
         assert time.monotonic() < deadline, f"not in {timeout_s:.0f} s: {what}"
         time.sleep(0.1)
+
+
+def guarded(argv: Sequence[str]) -> list[str]:
+    """A command that ends with this process, however that ends, and so does all that it started."""
+    return [sys.executable, "-I", guard.__file__, str(os.getpid()), str(END_S), *argv]
 
 
 class Hosts:
@@ -82,9 +87,8 @@ class Hosts:
         address = f"--node-ip-address=127.0.0.{self._numbers[name]}"
         gpus = () if any("gpus" in flag for flag in flags) else ("--num-gpus=0",)
         with (self.directory / f"{name}.log").open("wb") as log:
-            self._hosts[name] = subprocess.Popen(
-                [*ray, *flags, *gpus, address, *_SETTINGS], env=self.environment, stdout=log, stderr=log
-            )
+            argv = guarded([*ray, *flags, *gpus, address, *_SETTINGS])
+            self._hosts[name] = subprocess.Popen(argv, env=self.environment, stdout=log, stderr=log)
 
     def tree(self, name: str) -> dict[int, str]:
         """What runs on a host."""
@@ -135,9 +139,8 @@ class Up:
         self.runtime_dir.mkdir(mode=0o700)
         argv = [str(file), hosts.address, str(self.logs), "fake" if fake else "real"]
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fleet.up", *argv], env=self.environment, stdout=output, stderr=output
-            )
+            words = guarded([sys.executable, "-m", "tests.fleet.up", *argv])
+            self.process = subprocess.Popen(words, env=self.environment, stdout=output, stderr=output)
 
     @property
     def environment(self) -> dict[str, str]:
