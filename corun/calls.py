@@ -15,6 +15,7 @@ from corun.errors import InvalidArgumentError, OverloadedError, Shown
 from corun.generation import Assembler, Chunk, Prompt
 from corun.links import MIN_RETRY_S, Deadline
 from corun.params import SamplingParams
+from corun.trace_context import Metadata, of_caller
 from corun.v1 import cluster_service_pb2 as pb
 
 DEFAULT_ADDRESS = "localhost:50051"
@@ -35,6 +36,8 @@ class Job:
     n: int
     logprobs: bool
     """Whether the caller asked for log probabilities."""
+    metadata: Metadata = ()
+    """The caller's span, if there is one."""
 
     def resumed(self, points: Sequence[ResumePoint], fingerprint: str) -> Job:
         """The job of getting what is missing."""
@@ -61,7 +64,7 @@ def make_job(
         request_id=request_id or secrets.token_hex(16),
         priority=read_priority(priority),
     )
-    return Job(request=request, n=params.n, logprobs=params.logprobs)
+    return Job(request=request, n=params.n, logprobs=params.logprobs, metadata=of_caller())
 
 
 def make_jobs(

@@ -1,7 +1,7 @@
 """A small certificate authority: what TLS between the processes of one cluster needs, made on the spot.
 
-Owns the files that `make` writes. An organisation's own authority does better; this is for those without one. Must not
-know who uses the files.
+Owns the files that `make` writes, tokens and a seed key among them. An organisation's own authority does better; this
+is for those without one. Must not know who uses the files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from corun.errors import InvalidArgumentError
 
 VALID_DAYS = 825
 TOKEN_BYTES = 32
+SEED_KEY_BYTES = 32
 SERVER = ExtendedKeyUsageOID.SERVER_AUTH
 CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[Path]:
-    """Writes an authority, a certificate for the members, reached at `hosts`, one for clients, and a token for each.
+    """Writes an authority, a certificate for the members, reached at `hosts`, one for clients, a token for each, and
+    the routers' seed key.
 
     Keys and tokens are for their owner's eyes only. Raises InvalidArgumentError if a file is there already.
     """
@@ -44,6 +46,7 @@ def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[
     tokens = {"cluster.token": "", "clients.tokens": "client: "}
     for name, prefix in tokens.items():
         written.append(_new(directory / name, f"{prefix}{secrets.token_hex(TOKEN_BYTES)}\n".encode(), 0o600))
+    written.append(_new(directory / "seed.key", f"{secrets.token_hex(SEED_KEY_BYTES)}\n".encode(), 0o600))
     token = (directory / "clients.tokens").read_text().partition(" ")[2]
     return [*written, _new(directory / "client.token", token.encode(), 0o600)]
 

@@ -159,4 +159,5 @@ class _TokenMethod:
         return self._call(self._method.future, args, kwargs)
 
     def _call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return method(*args, metadata=self._metadata, **kwargs)
+        metadata = (*kwargs.pop("metadata", ()), *self._metadata)
+        return method(*args, metadata=metadata, **kwargs)

@@ -199,7 +199,8 @@ class Client:
         rest = Resumption(job, self._endpoint, deadline)
         while not rest.is_whole:
             link = self._link(rest.connect_s, calls)
-            with calls.hold(link.stub.Generate(rest.job().request, timeout=deadline.remaining_s)) as call:
+            asked = link.stub.Generate(rest.job().request, timeout=deadline.remaining_s, metadata=job.metadata)
+            with calls.hold(asked) as call:
                 try:
                     for response in call:
                         yield rest.take(read_chunk(response))
@@ -376,7 +377,7 @@ class AsyncClient:
         rest = Resumption(job, self._endpoint, deadline)
         while not rest.is_whole:
             link = await self._link(rest.connect_s)
-            call = link.stub.Generate(rest.job().request, timeout=deadline.remaining_s)
+            call = link.stub.Generate(rest.job().request, timeout=deadline.remaining_s, metadata=job.metadata)
             try:
                 async for response in call:
                     yield rest.take(read_chunk(response))

@@ -6,6 +6,8 @@ the environment, the engines or the services; `parse` turns a command line into 
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import ipaddress
 import os
 import sys
@@ -71,7 +73,8 @@ class TlsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberConfig:
-    """What every process of a cluster has for its links to the others: the paths of secrets, never a secret."""
+    """What every process of a cluster has: for its links to the others, the paths of secrets, never a secret; and the
+    ports on which it is watched."""
 
     tls_cert: str = ""
     """PEM file of this process's certificate, which it shows as a server and as a client."""
@@ -83,8 +86,19 @@ class MemberConfig:
     """Name that the members' certificates carry, where it is not the name or address that is configured."""
     cluster_token_file: str = ""
     """File of the token that the members of this cluster, and nobody else, have; empty: anyone may be a member."""
+    metrics_port: int | None = None
+    """Port of the metrics for Prometheus, over plain HTTP; 0 picks a free one, None has no metrics."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the metrics. Whoever reaches it may read them."""
+    health_port: int | None = None
+    """Port of gRPC health checks in plain text, for probes that know no TLS; it answers while the process starts, too.
+    0 picks a free one, None has no such port. The main port answers health checks in any case."""
+    health_host: str = "127.0.0.1"
+    """Address of the port of health checks. Whoever reaches it may ask."""
 
     def __post_init__(self) -> None:
+        _check_listen(self.metrics_host, self.metrics_port or 0, "metrics_")
+        _check_listen(self.health_host, self.health_port or 0, "health_")
         files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         if any(files.values()) and not all(files.values()):
             missing = next(name for name, path in files.items() if not path)
@@ -164,10 +178,6 @@ class RouterConfig(MemberConfig):
     audit_dir: str = ""
     """Directory for a file per difference that an audit finds, to run it again; empty: differences are only logged and
     counted. The files hold prompts of clients, so only their owner may read them; the newest 100 are kept."""
-    metrics_port: int | None = None
-    """Port of the metrics for Prometheus, over plain HTTP; 0 picks a free one, None has no metrics."""
-    metrics_host: str = "127.0.0.1"
-    """Address of the metrics. Whoever reaches it may read them."""
 
     def __post_init__(self) -> None:
         MemberConfig.__post_init__(self)
@@ -193,7 +203,6 @@ class RouterConfig(MemberConfig):
         _check_range("max_message_bytes", self.max_message_bytes, 1024, 2**29)
         _check_share("audit_fraction", self.audit_fraction)
         _check_directory("audit_dir", self.audit_dir)
-        _check_listen(self.metrics_host, self.metrics_port or 0, "metrics_")
 
     @property
     def seed_key_bytes(self) -> bytes:
@@ -323,12 +332,23 @@ class DecodeConfig(NodeConfig):
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None = None) -> C:
-    """A config from a command line (`sys.argv[1:]` if None); ends the process with 2 and a usage error if it is bad."""
+    """A config from a command line (`sys.argv[1:]` if None); ends the process with 2 and a usage error if it is bad.
+
+    `--config cluster.toml` and `--pool NAME` make that file's values for this kind of process the defaults.
+    """
     import tyro  # Not needed, and slow to import, where configs are made in code.  # noqa: PLC0415
 
+    arguments = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    arguments.add_argument("--config", default="")
+    arguments.add_argument("--pool", default="")
     try:
-        _refuse_secrets(cls, sys.argv[1:] if argv is None else argv)
-        return tyro.cli(cls, args=argv, prog=prog)
+        file, flags = arguments.parse_known_args(argv)
+        _refuse_secrets(cls, flags)
+        words: dict[str, Any] = {"args": flags, "prog": prog, "description": _description(cls)}
+        if file.config or file.pool:
+            words["default"] = _defaults(cls, file.config, file.pool)
+        found: C = tyro.cli(cls, **words)
+        return found
     except CorunError as error:
         print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -340,6 +360,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _defaults(cls: type[C], path: str, pool: str) -> C:
+    """What a cluster file says of such a process."""
+    from corun.spec import process_settings  # It makes configs, and so needs this module first.  # noqa: PLC0415
+
+    if not path:
+        raise InvalidArgumentError("pool", pool, "must come with --config, the file that has the pool")
+    return cls(**process_settings(path, pool, cls))
+
+
+def _description(cls: type[Any]) -> str:
+    return (
+        f"{inspect.getdoc(cls)}\n\n--config FILE [--pool NAME] takes the defaults of all options from a cluster.toml; "
+        "the pool may be left out where the file has only one."
+    )
 
 
 def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:

@@ -181,6 +181,11 @@ class InternalError(CorunError):
     code = grpc.StatusCode.INTERNAL
 
 
+def kind_of(error: CorunError) -> str:
+    """The name of an error's class in snake case, without its end: of OverloadedError, "overloaded"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
+
+
 def shown(value: object) -> str:
     """`value` as errors show it: its repr, abbreviated to 64 characters."""
     if isinstance(value, Shown):

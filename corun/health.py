@@ -2,6 +2,13 @@
 
 Open to anyone, so the number of watchers is bounded. grpcio's own servicer is not used: when one of several watchers
 of a service leaves, the others hear of no change any more. This module must not know any service of ours.
+
+| service name | SERVING means | NOT_SERVING means |
+|---|---|---|
+| `live` | the process is as it should be, whatever it does: loads, serves, drains, failed its self-test | restart it |
+| `started` | all has been loaded and the main port listens; to the end of the process | wait |
+| a service's full name | it takes work: readiness | send it none |
+| empty | the process takes new work, a router also while it has no nodes | send it none |
 """
 
 from __future__ import annotations
@@ -14,6 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.errors import NotFoundError, OverloadedError, shown
 
+LIVE = "live"
+"""Name under which health says whether the process has to be restarted."""
+STARTED = "started"
+"""Name under which health says whether the process has loaded all that it needs."""
 MAX_WATCHERS = 1024
 RETRY_S = 5.0
 """When a watcher that finds no room is told to come back, in seconds."""
@@ -37,13 +48,18 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It
             self._tell()
 
     def end(self) -> None:
-        """Says NOT_SERVING of everything, for good."""
+        """Says NOT_SERVING of every service, for good. The process itself still lives: it drains, and then it ends."""
         for service in self._statuses:
-            self.set(service, False)
+            if service not in (LIVE, STARTED):
+                self.set(service, False)
         self._has_ended = True
 
+    def status(self, service: str) -> Any:
+        """What is said of a service now; None if there is none of that name. Also for other threads."""
+        return self._statuses.get(service)
+
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        status = self._statuses.get(request.service)
+        status = self.status(request.service)
         if status is None:
             raise NotFoundError(f"there is no service {shown(request.service)} here")
         return _Response(status=status)

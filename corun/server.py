@@ -143,7 +143,8 @@ class GrpcServer:
     Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until told otherwise.
     tls: with it, and `mutual`, clients must show a certificate that its authorities signed. gate: who may call what;
     None: anyone, anything. client_timeout_s: longest that a client may take to send its request, or to take a message.
-    longest_call_s: when calls end at the latest; None: never. Reflection is never served.
+    longest_call_s: when calls end at the latest; None: never. health: what is said of the process; None: its own.
+    Reflection is never served.
     """
 
     def __init__(
@@ -157,12 +158,13 @@ class GrpcServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         longest_call_s: float | None = None,
+        health: HealthService | None = None,
     ) -> None:
         self.host = host
         self._port = port
         self._tls = tls
         self._mutual = mutual
-        self._health = HealthService()
+        self._health = health or HealthService()
         logging.getLogger(_GRPC_LOG).addFilter(_without_clients_faults)
         self._server = grpc.aio.server(
             interceptors=[_CallInterceptor(gate or Gate(), max_message_bytes, client_timeout_s)],

@@ -1,7 +1,7 @@
 """Keeps one process running: starts it under a guard, starts it again when it dies, gives up when that is no use.
 
 Owns the process, its log file and the count of its deaths. Must not know what it runs, nor who asks (a Ray actor, in
-`corun.launch`).
+`corun.launch.fleet`).
 """
 
 from __future__ import annotations

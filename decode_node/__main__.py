@@ -7,20 +7,24 @@ import asyncio
 from corun.cluster import NodeRole
 from corun.config import DecodeConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref
+from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
+from corun.observation import Observation, observed
 from corun.server import run as serve
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
+from decode_node.metrics import families
 from decode_node.service import SERVICE_NAME, DecodeService
 from decode_node.slots import SlotTable
 
 
-async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
+async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observation) -> None:
     ref = node_ref(config, NodeRole.DECODE)
+    start_tracing(ref, NodeRole.DECODE)
     engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
     facts = engine.facts
     table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
     service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
+    service.ladder = engine.ladder
     engine.on_step = service.on_step
     engine.on_kv_reads = service.on_kv_reads
 
@@ -32,15 +36,23 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
             service_name=SERVICE_NAME,
             register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
             info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
+            metrics=lambda: families(service, table),
         ),
         stop,
+        observation,
     )
+
+
+async def watched(config: DecodeConfig, stop: asyncio.Event) -> None:
+    """Can be watched from before its engine loads."""
+    async with observed(config) as observation:
+        await run(config, stop, observation)
 
 
 def main() -> None:
     config = parse(DecodeConfig, prog="decode_node")
     log_to_stderr()
-    serve(lambda stop: run(config, stop))
+    serve(lambda stop: watched(config, stop))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from corun.node import engine as base
 from corun.node.owners import OWNER_PARAM
 from corun.params import SamplingParams
 from corun.processes import living, started
-from decode_node.ladder import smaller_than
+from decode_node.ladder import Ladder, smaller_than
 from decode_node.service import DecodeRequest, StepRow
 
 CONNECT_TIMEOUT_S = 20.0
@@ -61,6 +61,8 @@ class VllmDecodeEngine:
         self.on_death: Callable[[], None] = lambda: None
         self.steps = 0
         """Since its start."""
+        self.ladder: Ladder
+        """The numbers of rows that steps may have; known once it was launched."""
         self._llm = llm
         self._has_started = False
         self._logged: dict[int, dict[str, float]] = {}  # by rank
@@ -75,8 +77,9 @@ class VllmDecodeEngine:
         llm = base.step_llm().from_engine_args(arguments(config, endpoint))
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
-        await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)
+        certified = await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)
         engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen))
+        engine.ladder = Ladder.of(config.slots, certified)
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
 
@@ -220,14 +223,19 @@ class VllmDecodeEngine:
         self.on_step([row for output in outputs for row in _rows(output)])
 
 
-async def certify_rows(llm: Any, *, wanted: bool) -> None:
-    """Lets the engine run steps with fewer rows than slots, where every rank finds that they give the same bits."""
+async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:
+    """Lets the engine run steps with fewer rows than slots, where every rank finds that they give the same bits.
+
+    Returns:
+        These numbers of rows, ascending.
+    """
     if not wanted:
-        return
+        return []
     ranks: list[list[int]] = await base.call_workers(llm, "certify_rows", timeout_s=base.CERTIFY_TIMEOUT_S)
     common = sorted(set.intersection(*map(set, ranks)))
     await base.call_workers(llm, "use_rows", common, timeout_s=base.OBSERVE_TIMEOUT_S)
     log.info("steps may have %s rows beside all slots", common or "no other number of")
+    return common
 
 
 def _rows(output: Any) -> list[StepRow]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,12 +16,15 @@ from typing import Protocol
 from corun import wire
 from corun.cluster import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
+from corun.figures import STEPS_S, Histogram
 from corun.handle import binding
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.server import Context
+from corun.tracing import OFF, Span, caller_of
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
+from decode_node.ladder import Ladder
 from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
 
 SERVICE_NAME = "corun.v1.DecodeService"
@@ -105,6 +109,37 @@ class StepStream:
                 yield message
 
 
+class Figures:
+    """What a decode node counts, since its start."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+        """Of samples that still held their lease."""
+        self.steps_by_rows: Counter[int] = Counter()
+        self.used_rows = 0
+        """Those that drew a token. On a GPU, the row of a sample that a stop has ended is computed once more."""
+        self.expired_leases = 0
+        self.step_s = Histogram(STEPS_S)
+        """From one step's tokens to the next one's, while samples run."""
+        self._last_step_at: float | None = None  # None: nothing has run since.
+
+    @property
+    def rows(self) -> int:
+        """That were computed."""
+        return sum(rows * steps for rows, steps in self.steps_by_rows.items())
+
+    def note_step(self, rows: int, used: int, now: float, *, goes_on: bool) -> None:
+        """A step has come, at a time on the loop's clock. goes_on: samples of it do."""
+        self.steps += 1
+        if used:
+            self.steps_by_rows[rows] += 1
+            self.used_rows += used
+        if self._last_step_at is not None:
+            self.step_s.observe(now - self._last_step_at)
+        self._last_step_at = now if goes_on else None
+
+
 class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     """Answers `corun.v1.DecodeService` for one generation of one node."""
 
@@ -119,40 +154,57 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._streams: dict[str, StepStream] = {}
         self._running: dict[str, Lease] = {}  # engine request id -> lease
         self._expiry: dict[int, asyncio.TimerHandle] = {}
+        self._handoffs: dict[str, Span] = {}  # Of requests without a row, by engine request id.
         self._aborts: set[asyncio.Task[None]] = set()
-        self._steps = 0
-        self._tokens = 0
-        self._kv_reads = KvReads()
+        self.ladder = Ladder(table.slots)
+        """The numbers of rows that the engine's steps have."""
+        self.figures = Figures()
+        self.kv_reads = KvReads()
+        """Of the engine; a few seconds old."""
+
+    @property
+    def running_samples(self) -> int:
+        """Now."""
+        return len(self._running)
 
     async def load(self) -> NodeLoad:
         return NodeLoad(
             used_slots=len(self._table),
             used_kv_blocks=self._table.used_kv_blocks,
-            steps=self._steps,
-            tokens=self._tokens,
+            steps=self.figures.steps,
+            tokens=self.figures.tokens,
             slots_in_use=tuple(self._table.slots_in_use()),
-            kv_reads=self._kv_reads,
+            kv_reads=self.kv_reads,
         )
 
     def on_kv_reads(self, reads: KvReads) -> None:
         """Takes what the engine has read so far."""
-        self._kv_reads = reads
+        self.kv_reads = reads
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
         """Takes one engine step: hands each row to its router's stream and frees the slots of what ended."""
+        if self._handoffs:
+            self._end_handoffs(rows)
         touched: dict[int, StepStream] = {}
+        used = tokens = 0
+        goes_on = False
         for row in rows:
+            used += row.token_id is not None
             lease = self._running.get(row.request_id)
             if lease is None:  # released a moment ago
                 continue
-            self._tokens += row.token_id is not None
-            if row.finish is not None:
+            tokens += row.token_id is not None
+            if row.finish is None:
+                goes_on = True
+            else:
                 self._end(lease)
             stream = self._streams.get(lease.router_id)
             if stream is not None:
                 stream.add(lease.lease_id, row)
                 touched[id(stream)] = stream
-        self._steps += 1
+        figures = self.figures
+        figures.tokens += tokens
+        figures.note_step(self.ladder.rows(used), used, asyncio.get_running_loop().time(), goes_on=goes_on)
         for stream in touched.values():
             stream.flush()
 
@@ -190,6 +242,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         decode = self._bind(lease, request)
         self._running[decode.request_id] = lease
         self._keep(lease)
+        if (caller := caller_of(context)) is not OFF:
+            self._handoffs[decode.request_id] = caller.child("handoff", {"corun.decode_node": str(self.ref)})
         try:
             await self._engine.start(decode)
         except BaseException:
@@ -284,6 +338,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def _expire(self, lease: Lease) -> None:
         log.warning("lease %d of router %s ended: not renewed in %.1f s", lease.lease_id, lease.router_id, self._ttl_s)
+        self.figures.expired_leases += 1
         self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:
@@ -297,9 +352,17 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def _end(self, lease: Lease) -> None:
         self._running.pop(_request_id(lease), None)
+        if span := self._handoffs.pop(_request_id(lease), None):
+            span.end(asyncio.CancelledError())
         self._table.release(lease.lease_id)
         if timer := self._expiry.pop(lease.lease_id, None):
             timer.cancel()
+
+    def _end_handoffs(self, rows: Sequence[StepRow]) -> None:
+        """A sample's first row says that its KV has been read, or could not be."""
+        for row in rows:
+            if span := self._handoffs.pop(row.request_id, None):
+                span.end(None if row.token_id is not None else UnavailableError(row.detail))
 
     def _check_open(self) -> None:
         if self.closed:

@@ -7,15 +7,18 @@ import asyncio
 from corun.cluster import NodeRole
 from corun.config import PrefillConfig, parse
 from corun.node.engine import nixl_endpoint
-from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref
+from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
+from corun.observation import Observation, observed
 from corun.server import run as serve
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.engine import VllmPrefillEngine
+from prefill_node.metrics import families
 from prefill_node.service import SERVICE_NAME, PrefillService
 
 
-async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
+async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observation) -> None:
     ref = node_ref(config, NodeRole.PREFILL)
+    start_tracing(ref, NodeRole.PREFILL)
     endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
     service = PrefillService(ref, engine)
@@ -28,15 +31,23 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
             service_name=SERVICE_NAME,
             register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
             info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
+            metrics=lambda: families(service, engine, kv_blocks=engine.facts.kv_blocks),
         ),
         stop,
+        observation,
     )
+
+
+async def watched(config: PrefillConfig, stop: asyncio.Event) -> None:
+    """Can be watched from before its engine loads."""
+    async with observed(config) as observation:
+        await run(config, stop, observation)
 
 
 def main() -> None:
     config = parse(PrefillConfig, prog="prefill_node")
     log_to_stderr()
-    serve(lambda stop: run(config, stop))
+    serve(lambda stop: watched(config, stop))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class VllmPrefillEngine:
         self.on_death: Callable[[], None] = lambda: None
         self.steps = 0
         """Always: a prompt's steps are not seen from outside, but the core answers between them."""
+        self.expired_claims = 0
+        """Prompts whose KV nobody read before its lease ended; as the worker last said."""
         self._llm = llm
         self._ref = ref
         self._check_fraction = check_fraction
@@ -131,6 +133,11 @@ class VllmPrefillEngine:
             return 0
         async with self._asking:  # Else the second of two would take what the first has yet to hear of for gone.
             await self._ask_held()
+        return self.known_kv_blocks
+
+    @property
+    def known_kv_blocks(self) -> int:
+        """KV blocks that are held, as far as is known without asking."""
         return sum(self._kept.values())
 
     async def _ask_held(self) -> None:
@@ -143,7 +150,8 @@ class VllmPrefillEngine:
             self._fresh |= fresh
             raise
         else:
-            known = fresh | self._fresh | {name for rank in held for name in rank}
+            known = fresh | self._fresh | {name for rank in held for name in rank["names"]}
+            self.expired_claims = held[0]["expired"]
             self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
 
     async def answer(self) -> None:

@@ -14,7 +14,9 @@ from typing import Protocol
 from corun import wire
 from corun.cluster import KvHandle, NodeLoad, NodeRef
 from corun.errors import CorunError, InvalidArgumentError, StaleGenerationError, UnavailableError
+from corun.figures import LATENCIES_S, Histogram, Rate
 from corun.server import Context
+from corun.tracing import Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 
 SERVICE_NAME = "corun.v1.PrefillService"
@@ -37,6 +39,36 @@ class PrefillEngine(Protocol):
         """KV blocks of finished prefills that are neither read, released nor expired."""
 
 
+class Figures:
+    """What a prefill node counts, since its start.
+
+    Prompts are computed one at a time, in the order in which they come: one is computed from when the one before it was
+    done, or from its arrival if that was later. Waiting for KV room is part of that time.
+    """
+
+    def __init__(self) -> None:
+        self.prompts = 0
+        self.prompt_tokens = 0
+        self.failed_prompts = 0
+        """Those that left without KV: cancelled, given up, or refused by the engine."""
+        self.queue_s = Histogram(LATENCIES_S)
+        self.compute_s = Histogram(LATENCIES_S)
+        self.rate = Rate()
+        """Of prompt tokens."""
+        self._done_at = 0.0
+
+    def note_prompt(self, num_tokens: int, arrived: float, now: float) -> tuple[float, float]:
+        """A prompt is done; times are on the loop's clock. Returns how long it waited, and was computed, in seconds."""
+        began = max(arrived, self._done_at)
+        self._done_at = now
+        self.prompts += 1
+        self.prompt_tokens += num_tokens
+        self.queue_s.observe(began - arrived)
+        self.compute_s.observe(now - began)
+        self.rate.note(num_tokens, now - began)
+        return began - arrived, now - began
+
+
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Answers `corun.v1.PrefillService` for one generation of one node."""
 
@@ -49,14 +81,24 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._in_flight: dict[str, int] = {}  # request id -> prompt tokens
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
-        self._computed_tokens = 0
+        self.figures = Figures()
         self._releases: set[asyncio.Task[None]] = set()
+
+    @property
+    def queued_prompts(self) -> int:
+        """In the node now, the one that is being computed included."""
+        return len(self._in_flight)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of these prompts."""
+        return sum(self._in_flight.values())
 
     async def load(self) -> NodeLoad:
         return NodeLoad(
             used_kv_blocks=await self._engine.held_kv_blocks(),
-            queued_prompt_tokens=sum(self._in_flight.values()),
-            tokens=self._computed_tokens,
+            queued_prompt_tokens=self.queued_tokens,
+            tokens=self.figures.prompt_tokens,
         )
 
     def give_up(self, reason: str) -> None:
@@ -71,9 +113,13 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._admit(request)
         prompt = list(request.prompt_token_ids)
         self._in_flight[request.request_id] = len(prompt)
+        arrived = asyncio.get_running_loop().time()
         try:
             handle = await self._run(request.request_id, prompt, wire.node_ref_from_proto(request.reader))
-        except asyncio.CancelledError:
+        except BaseException as error:
+            self.figures.failed_prompts += 1
+            if not isinstance(error, asyncio.CancelledError):
+                raise
             # The answer may have been on its way: whoever asked no longer knows the handle, so nobody else can free it.
             self._release_soon(request.request_id)
             if reason := self._given_up.get(request.request_id):
@@ -82,7 +128,11 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         finally:
             del self._in_flight[request.request_id]
             self._given_up.pop(request.request_id, None)
-        self._computed_tokens += len(prompt)
+        waited, computed = self.figures.note_prompt(len(prompt), arrived, asyncio.get_running_loop().time())
+        facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
+        began = arrived + waited
+        laps = [("queue", arrived, began), ("compute", began, began + computed)]
+        caller_of(context).laps(laps, facts)
         return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
 
     async def ReleaseKv(

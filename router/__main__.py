@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import uvloop
 
+from corun import tracing
 from corun.config import SEED_KEY_VARIABLE, RouterConfig, parse
 from corun.errors import InvalidArgumentError
 from corun.server import raise_file_limit, run
@@ -23,6 +24,7 @@ GC_THRESHOLDS = 50_000, 20, 20
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     """Starts, serves until `stop` is set, drains, stops."""
     router = Router(config)
+    tracing.start("corun-router", router.router_id)
     await router.start()
     _spare_collections()
     try:
@@ -30,6 +32,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         await router.drain()
     finally:
         await router.stop()
+        await tracing.stop()
 
 
 def _spare_collections() -> None:

@@ -9,9 +9,12 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 
+from corun import __version__
 from corun.auth import ClientToken, Gate
 from corun.channel import Access
 from corun.config import RouterConfig, is_loopback
+from corun.metrics import LoopCollector
+from corun.observation import Observation
 from corun.renewal import Renewed
 from corun.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
@@ -19,7 +22,7 @@ from router.admission import AdmissionQueue
 from router.audit import Auditor
 from router.failover import SampleRunner
 from router.generations import Generator
-from router.metrics import Figures, MetricsServer
+from router.metrics import Figures, families
 from router.registry import Registry
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
 from router.verify import Verifier
@@ -37,6 +40,8 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
+        self.observation = Observation(config)
+        self.observation.metrics.add(LoopCollector(lambda: families(self._figures())))
         access = Access.of_member(config)
         self.registry = Registry(config, self.router_id, access)
         self.queue = AdmissionQueue(
@@ -59,6 +64,7 @@ class Router:
             max_message_bytes=config.max_message_bytes,
             client_timeout_s=config.client_timeout_s,
             longest_call_s=LONGEST_CALL_S,
+            health=self.observation.health,
         )
         self.runner = SampleRunner(self.registry, self.queue, config, self.auditor.note)
         self.generator = Generator(
@@ -69,7 +75,6 @@ class Router:
             node_wait_s=config.node_wait_s,
             max_unsent_tokens=config.max_unsent_tokens,
         )
-        self.metrics = MetricsServer(self._figures)
         self._config = config
         self._activity = Activity()
         self._is_ready = False
@@ -77,13 +82,17 @@ class Router:
 
     async def start(self) -> None:
         """Listens for clients and nodes. Raises UnavailableError if the address cannot be had."""
-        await self.server.start()
-        if self._config.metrics_port is not None:
-            await self.metrics.start(self._config.metrics_host, self._config.metrics_port)
+        await self.observation.start()
+        try:
+            await self.server.start()
+        except BaseException:
+            await self.observation.stop()
+            raise
         for service in ("", REGISTRY_SERVICE):
             await self.server.set_serving(service, True)
         await self.server.set_serving(CLUSTER_SERVICE, False)
         self.registry.subscribe(self._tell_health)
+        self.observation.note_started()
         log.info("router %s listens on %s", self.router_id, self.server.address)
         config = self._config
         if not (is_loopback(config.host) or (config.tls_cert and config.client_tokens_file)):
@@ -106,14 +115,21 @@ class Router:
         await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
         await self.auditor.close()
         await self.registry.close()
-        await self.metrics.stop()
+        await self.observation.stop()
 
     def _figures(self) -> Figures:
         return Figures(
+            router_id=self.router_id,
+            version=__version__,
+            fingerprint=self.registry.contract.fingerprint,
+            tally=self.runner.tally,
             queued_samples=self.queue.waiting,
+            queued_tokens=self.queue.waiting_tokens,
             finished_samples=self.runner.finished,
             mismatches=self.registry.mismatches,
             audit=self.auditor.status(),
+            nodes=self.registry.statuses(),
+            has_pair=not self.registry.missing(),
         )
 
     def _tell_health(self) -> None:

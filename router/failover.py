@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from corun.auth import ANYONE, Caller
@@ -30,6 +30,7 @@ from corun.errors import (
 )
 from corun.params import SamplingParams
 from corun.receipt import Receipt, prompt_digest
+from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
 from router.members import Member, Seat
@@ -37,6 +38,7 @@ from router.nodes import Lease, Start
 from router.output import SampleOutput
 from router.placement import Need
 from router.registry import Registry
+from router.tally import Tally
 
 CLOCK_SLACK_S = 0.1
 SOURCE_CHECK_S = 0.5
@@ -60,6 +62,10 @@ class Sample:
     """What the client has of it from an earlier call."""
     caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
+    arrived: float | None = None
+    """When its request came, on the loop's clock; None: not a client's."""
+    span: Span = field(default=OFF, repr=False, compare=False)
+    """The request's."""
 
     @property
     def need(self) -> Need:
@@ -100,6 +106,8 @@ class History:
     """The runs of one sample so far, for whom to name when it cannot go on."""
 
     def __init__(self) -> None:
+        self.first_token_at: float | None = None
+        """On the loop's clock."""
         self._reached: list[tuple[int, Seat]] = []
         self._faults: list[NodeRef] = []
         self._losses = 0
@@ -144,6 +152,7 @@ class SampleRunner:
     ) -> None:
         self.finished = 0
         """Samples, since the router started."""
+        self.tally = Tally()
         self._registry = registry
         self._queue = queue
         self._config = config
@@ -167,6 +176,10 @@ class SampleRunner:
             output.restart()
             self._queue.again(ticket, ran=True)
         self.finished += 1
+        if sample.arrived is not None:
+            self.tally.note_sample(
+                sample.arrived, history.first_token_at, receipt.num_prompt_tokens, receipt.num_output_tokens
+            )
         output.deliver(receipt)
         self._on_finished(
             Finished(sample=sample, receipt=receipt, records=output.records, node_reason=output.node_reason)
@@ -182,13 +195,21 @@ class SampleRunner:
                 log.info("a run of %s ended: %s", sample, fault)
                 raise DeadlineError(f"the deadline passed in a run of {sample}") from fault
             log.warning("a run of %s failed: %s", sample, fault)
+            self.tally.retries["lost" if fault.is_loss else "fault"] += 1
             history.note_fault(fault)
             self._registry.note_fault(fault.member, fault.error)
             ticket.need = ticket.need.avoiding(fault.member.node_id)
             return None
 
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
-        run = await self._admit(sample, ticket, output)
+        with sample.span.child("attempt", _attempt_facts(sample, history)) as span:
+            receipt = await self._run(sample, ticket, output, history, span)
+            span.note(_receipt_facts(receipt))
+        return receipt
+
+    async def _run(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History, span: Span) -> Receipt:
+        run = await self._admit(sample, ticket, output, span)
+        before = _unreceived(sample, output)
         try:
             reason = output.end(await run.to_end())
         except DataLossError as error:
@@ -196,8 +217,16 @@ class SampleRunner:
             raise
         finally:
             history.note_run(output.num_tokens, run.seat)
+            self.tally.output_tokens += _unreceived(sample, output) - before
+            self._note_first_token(sample, run, history)
             run.close()
         return receipt_of(sample, self._registry.contract.fingerprint, output, run.seat, reason)
+
+    def _note_first_token(self, sample: Sample, run: Run, history: History) -> None:
+        if history.first_token_at is None and run.first_token_at is not None:
+            history.first_token_at = run.first_token_at
+            if sample.arrived is not None:
+                self.tally.first_token_s.observe(run.first_token_at - sample.arrived)
 
     def _note_mismatch(
         self, error: DataLossError, sample: Sample, seat: Seat, output: SampleOutput, history: History
@@ -210,11 +239,18 @@ class SampleRunner:
         assert source is not None  # What differs was there before.
         self._registry.quarantine((*source.refs, *seat.refs), str(sample))
 
-    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Run:
+    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput, span: Span) -> Run:
         """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
+        now = asyncio.get_running_loop().time
         while True:
-            seat = await self._queue.seat(ticket, sample.deadline)
-            run = Run(sample, seat, output, self._config)
+            began = now()
+            with span.child("queue"):
+                seat = await self._queue.seat(ticket, sample.deadline)
+            self.tally.queue_s.observe(now() - began)
+            span.note(
+                {"corun.prefill_node": str(seat.prefill.info.ref), "corun.decode_node": str(seat.decode.info.ref)}
+            )
+            run = Run(sample, seat, output, self._config, span)
             try:
                 await run.reserve()
             except OverloadedError as error:
@@ -248,38 +284,52 @@ class Output(Protocol):
 class Run:
     """One run of one sample on one pair of nodes, and what it holds there."""
 
-    def __init__(self, sample: Sample, seat: Seat, output: Output, config: RouterConfig) -> None:
+    def __init__(self, sample: Sample, seat: Seat, output: Output, config: RouterConfig, span: Span = OFF) -> None:
         self.seat = seat
+        self._span = span
         self._sample = sample
         self._output = output
         self._config = config
         self._lease = Lease(output.take)
         self._prefill_id = ""  # Set while the prefill node may hold KV for us.
 
+    @property
+    def first_token_at(self) -> float | None:
+        """On the loop's clock; None: there was none."""
+        return self._lease.first_row_at
+
     async def reserve(self) -> None:
         """Leases the slot. Raises OverloadedError if the node has no room now."""
-        with _faults_of(self.seat.decode, passing=OverloadedError):
+        with _faults_of(self.seat.decode, passing=OverloadedError), self._span.child("reserve"):
             await self.seat.decode.client.reserve(
                 self._lease,
                 num_prompt_tokens=len(self._sample.prompt_token_ids),
                 max_tokens=self._sample.params.max_tokens,
                 timeout_s=self._time(self._config.reserve_timeout_s),
             )
+        self._span.note({"corun.slot": self._lease.slot or 0})
 
     async def to_end(self) -> FinishReason:
         """Computes the whole sample, in a slot that is leased; tokens go to the output meanwhile."""
-        await self.start(await self.prefill())
-        return await self.stream()
+        handle = await self.prefill()
+        with self._span.child("decode") as span:
+            try:
+                await self.start(handle)
+                return await self.stream()
+            finally:
+                if self.first_token_at is not None:
+                    span.event("first_token", self.first_token_at)
 
     async def prefill(self) -> KvHandle:
         """Computes the prompt's KV."""
         self._prefill_id = secrets.token_hex(12)
-        with _faults_of(self.seat.prefill):
+        with _faults_of(self.seat.prefill), self._span.child("prefill") as span:
             handle = await self.seat.prefill.client.prefill(
                 self._prefill_id,
                 self._sample.prompt_token_ids,
                 self.seat.decode.info.ref,
                 self._time(self._config.prefill_timeout_s),
+                span.metadata,
             )
         self.seat.prefilled()
         return handle
@@ -289,7 +339,8 @@ class Run:
         sample = self._sample
         start = Start(handle=handle, prompt_token_ids=sample.prompt_token_ids, params=sample.params, seed=sample.seed)
         with _faults_of(self.seat.decode):
-            await self.seat.decode.client.start(self._lease, start, self._time(self._config.step_timeout_s))
+            timeout_s = self._time(self._config.step_timeout_s)
+            await self.seat.decode.client.start(self._lease, start, timeout_s, self._span.metadata)
 
     async def stream(self) -> FinishReason:
         """Waits for the last token; tokens go to the output meanwhile."""
@@ -324,6 +375,27 @@ class Run:
         if left <= 0:
             raise DeadlineError(f"the deadline passed in a run of {self._sample}")
         return min(left, longest_s)
+
+
+def _attempt_facts(sample: Sample, history: History) -> dict[str, Value]:
+    return {
+        "corun.sample_index": sample.index,
+        "corun.attempt": history.num_faults + 1,
+        "gen_ai.request.seed": sample.seed,
+        "gen_ai.usage.input_tokens": len(sample.prompt_token_ids),
+    }
+
+
+def _receipt_facts(receipt: Receipt) -> dict[str, Value]:
+    return {
+        "gen_ai.usage.output_tokens": receipt.num_output_tokens,
+        "gen_ai.response.finish_reasons": (receipt.finish_reason.value,),
+    }
+
+
+def _unreceived(sample: Sample, output: SampleOutput) -> int:
+    """Tokens that the client did not have before it came."""
+    return max(0, output.num_tokens - (sample.received.num_tokens if sample.received else 0))
 
 
 def _is_over(sample: Sample, fault: NodeFaultError) -> bool:

@@ -32,6 +32,7 @@ from corun.params import (
 )
 from corun.receipt import Receipt
 from corun.seeds import derive_seed, sample_seed
+from corun.tracing import OFF, Span
 from router.admission import AdmissionQueue
 from router.failover import Sample, SampleRunner
 from router.lanes import Ticket
@@ -61,6 +62,7 @@ class Request:
     """Of the contract that the earlier call ran under; empty: any."""
     caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
+    span: Span = OFF
 
 
 class Generation:
@@ -145,6 +147,7 @@ class Generator:
             return await self._accept(request, deadline)
 
     async def _accept(self, request: Request, deadline: float) -> list[Sample]:
+        arrived = asyncio.get_running_loop().time()
         if not request.prompt:
             raise InvalidArgumentError("prompt", request.prompt, "must not be empty")
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
@@ -165,6 +168,8 @@ class Generator:
                 received=received.get(index),
                 caller=request.caller,
                 priority=request.priority,
+                arrived=arrived,
+                span=request.span,
             )
             for index in range(request.params.n)
             if index not in received or not received[index].done

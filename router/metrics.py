@@ -1,85 +1,112 @@
-"""A router's figures for Prometheus, read when they are asked for.
-
-Owns the metrics' names and the HTTP endpoint, which has a thread of its own: it reads numbers that the event loop
-writes, and never writes. This module must not know where the figures come from.
-"""
+"""A router's metrics: their names, and what they mean to Prometheus. Must not know where the figures come from."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Metric, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import Metric
 
-from corun.cluster import AuditStatus
-from corun.errors import UnavailableError
+from corun.cluster import AuditStatus, NodeRole, NodeState, NodeStatus
+from corun.metrics import counter, counters, gauge, gauges, histogram, info
+from router.tally import Tally
+
+P = "corun_router_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """What is shown, since the router started."""
 
+    router_id: str
+    version: str
+    fingerprint: str
+    """Empty while it is not known."""
+    tally: Tally
     queued_samples: int
     """Now."""
+    queued_tokens: int
+    """Now: of their prompts."""
     finished_samples: int
     mismatches: int
     audit: AuditStatus
+    nodes: Sequence[NodeStatus]
+    has_pair: bool
+    """A certified pair of nodes takes work."""
 
 
-class RouterCollector(Collector):
-    """Makes metrics of a router's figures."""
-
-    def __init__(self, figures: Callable[[], Figures]) -> None:
-        self._figures = figures
-
-    def collect(self) -> Iterable[Metric]:
-        now = self._figures()
-        yield GaugeMetricFamily("corun_router_queued_samples", "Samples waiting for a slot", now.queued_samples)
-        yield CounterMetricFamily("corun_router_finished_samples", "Samples that ended well", now.finished_samples)
-        yield CounterMetricFamily(
-            "corun_router_mismatches", "Samples whose repeated run gave other bits, audits included", now.mismatches
-        )
-        audited = CounterMetricFamily(
-            "corun_router_audited_samples", "Samples that were run again, by what came of it", labels=["result"]
-        )
-        results = {"match": now.audit.matched, "mismatch": now.audit.mismatched, "error": now.audit.failed}
-        for result, value in results.items():
-            audited.add_metric([result], value)
-        yield audited
-        yield CounterMetricFamily(
-            "corun_router_audit_skipped", "Samples chosen for an audit that found no time or room", now.audit.skipped
-        )
+def families(now: Figures) -> Iterator[Metric]:
+    """All of a router's metrics."""
+    facts = {"router": now.router_id, "version": now.version, "fingerprint": now.fingerprint}
+    yield info(f"{P}info", "What this router is; always 1", facts)
+    yield from _requests(now)
+    yield from _samples(now)
+    yield from _audits(now)
+    yield from _nodes(now)
 
 
-class MetricsServer:
-    """Answers GET /metrics."""
+def _requests(now: Figures) -> Iterator[Metric]:
+    tally = now.tally
+    ended = {("finished", ""): 0, ("cancelled", ""): 0, ("refused", "overloaded"): 0, ("failed", "unavailable"): 0}
+    yield counters(
+        f"{P}requests",
+        "Requests that have ended: finished; cancelled by their client; refused, or failed, for a reason",
+        ("outcome", "reason"),
+        {**ended, **tally.requests},
+    )
+    yield counter(f"{P}resumed_requests", "Requests that came back for the rest of their output", tally.resumed)
 
-    def __init__(self, figures: Callable[[], Figures]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(RouterCollector(figures))
-        self._running: tuple[WSGIServer, Thread] | None = None
 
-    @property
-    def port(self) -> int:
-        """That it listens on; 0 if it does not."""
-        return self._running[0].server_port if self._running else 0
+def _samples(now: Figures) -> Iterator[Metric]:
+    tally = now.tally
+    yield gauge(f"{P}queued_samples", "Samples waiting for a slot", now.queued_samples)
+    yield gauge(f"{P}queued_prompt_tokens", "Prompt tokens of the samples that wait for a slot", now.queued_tokens)
+    yield counter(f"{P}finished_samples", "Samples that ended well", now.finished_samples)
+    yield counter(f"{P}prompt_tokens", "Prompt tokens of the samples that ended well", tally.prompt_tokens)
+    yield counter(f"{P}output_tokens", "Tokens delivered to clients, counted when a run ends", tally.output_tokens)
+    yield counters(
+        f"{P}sample_retries",
+        "Runs of samples that a node failed: it was lost in them, or answered with a fault",
+        ("reason",),
+        {("lost",): tally.retries["lost"], ("fault",): tally.retries["fault"]},
+    )
+    yield histogram(f"{P}queue_seconds", "Wait of a sample for a slot, once for every run", tally.queue_s)
+    yield histogram(
+        f"{P}time_to_first_token_seconds", "From a request's arrival to a sample's first token", tally.first_token_s
+    )
+    yield histogram(
+        f"{P}time_per_output_token_seconds",
+        "Mean over a sample's tokens after the first, of finished samples",
+        tally.token_s,
+    )
+    yield histogram(
+        f"{P}sample_seconds", "From a request's arrival to a sample's end, if it ended well", tally.finished_s
+    )
 
-    async def start(self, host: str, port: int) -> None:
-        """Listens; port 0 picks a free one. Raises UnavailableError if the address cannot be had."""
-        try:
-            self._running = await asyncio.to_thread(start_http_server, port, addr=host, registry=self._registry)
-        except OSError as error:
-            raise UnavailableError(f"metrics cannot listen on {host}:{port}: {error}") from error
 
-    async def stop(self) -> None:
-        if self._running is not None:
-            server, thread = self._running
-            self._running = None
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            await asyncio.to_thread(thread.join)
+def _audits(now: Figures) -> Iterator[Metric]:
+    audit = now.audit
+    yield counter(f"{P}mismatches", "Samples whose repeated run gave other bits, audits included", now.mismatches)
+    results = {("match",): audit.matched, ("mismatch",): audit.mismatched, ("error",): audit.failed}
+    text = "Samples that were run again, by what came of it"
+    yield counters(f"{P}audited_samples", text, ("result",), results)
+    text = "Samples chosen for an audit that found no time or room"
+    yield counter(f"{P}audit_skipped", text, audit.skipped)
+
+
+def _nodes(now: Figures) -> Iterator[Metric]:
+    found = Counter((status.node.role.value, status.state.value) for status in now.nodes)
+    states = {(role.value, state.value): 0 for role in NodeRole for state in NodeState}
+    yield gauges(f"{P}nodes", "Nodes that the router knows, by role and state", ("role", "state"), {**states, **found})
+    text = "Whether a certified prefill and decode node, connected to each other, take work"
+    yield gauge(f"{P}certified_pair", text, now.has_pair)
+    decodes = [
+        status
+        for status in now.nodes
+        if status.node.role is NodeRole.DECODE and status.state not in (NodeState.LOST, NodeState.REFUSED)
+    ]
+    total = {(status.node.ref.node_id,): status.node.slots for status in decodes}
+    used = {(status.node.ref.node_id,): status.load.used_slots for status in decodes}
+    yield gauges(f"{P}slots", "Slots of a decode node", ("node",), total)
+    yield gauges(f"{P}used_slots", "Slots of a decode node that are leased, by whatever router", ("node",), used)

@@ -29,6 +29,7 @@ from corun.errors import (
     from_rpc_error,
 )
 from corun.params import SamplingParams
+from corun.trace_context import Metadata
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
@@ -76,10 +77,12 @@ class NodeClient:
             await asyncio.wait(set(self._background), timeout=CLEANUP_TIMEOUT_S)
         await self._channel.close(None)
 
-    async def _call(self, method: Callable[..., Awaitable[Any]], request: object, timeout_s: float) -> Any:
+    async def _call(
+        self, method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata = ()
+    ) -> Any:
         if self._gone.done():
             raise self._gone_error()
-        answer = asyncio.ensure_future(_answer(method, request, timeout_s))
+        answer = asyncio.ensure_future(_answer(method, request, timeout_s, metadata))
         try:
             await asyncio.wait((answer, self._gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -109,7 +112,12 @@ class PrefillClient(NodeClient):
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def prefill(
-        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, timeout_s: float
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        reader: NodeRef,
+        timeout_s: float,
+        metadata: Metadata = (),
     ) -> KvHandle:
         """Computes a prompt's KV for one decode node; `request_id` must be unique to this attempt.
 
@@ -121,7 +129,7 @@ class PrefillClient(NodeClient):
             prompt_token_ids=prompt_token_ids,
             reader=wire.node_ref_to_proto(reader),
         )
-        response = await self._call(self._stub.Prefill, request, timeout_s)
+        response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
         return wire.kv_handle_from_proto(response.handle)
 
     def release_kv(self, request_id: str) -> None:
@@ -150,7 +158,7 @@ class Start:
 class Lease:
     """A slot of one decode node, from the router's side: asked for, held, ended. Its rows go to `take_token`."""
 
-    __slots__ = ("_take_token", "ended", "last_row_at", "lease_id", "reserving", "slot")
+    __slots__ = ("_take_later", "_take_token", "ended", "first_row_at", "last_row_at", "lease_id", "reserving", "slot")
 
     def __init__(self, take_token: TakeToken) -> None:
         loop = asyncio.get_running_loop()
@@ -160,7 +168,9 @@ class Lease:
         self.ended: asyncio.Future[FinishReason] = loop.create_future()
         self.ended.add_done_callback(_retrieve)
         self.last_row_at = loop.time()
-        self._take_token = take_token
+        self.first_row_at: float | None = None
+        self._take_token: TakeToken = self._take_first
+        self._take_later = take_token
 
     def row(self, token_id: int, logprob: float, now: float) -> None:
         if self.ended.done():
@@ -172,6 +182,12 @@ class Lease:
         except Exception:  # One sample's bug must not break the stream of all.
             log.exception("lease %s: a token could not be taken", self.lease_id)
             self.ended.set_exception(InternalError("a token could not be taken"))
+
+    def _take_first(self, token_id: int, logprob: float) -> bool:
+        """In its own place, so that the others cost nothing."""
+        self.first_row_at = self.last_row_at
+        self._take_token = self._take_later
+        return self._take_token(token_id, logprob)
 
     def end(self, reason: FinishReason, detail: str) -> None:
         if self.ended.done():
@@ -245,7 +261,7 @@ class DecodeClient(NodeClient):
         lease.reserving.add_done_callback(_retrieve)
         await asyncio.shield(lease.reserving)
 
-    async def start(self, lease: Lease, start: Start, timeout_s: float) -> None:
+    async def start(self, lease: Lease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
         """Starts decoding; rows follow on the stream."""
         request = decode_pb2.StartRequest(
             lease_id=lease.lease_id,
@@ -256,7 +272,7 @@ class DecodeClient(NodeClient):
             seed=start.seed,
         )
         lease.last_row_at = asyncio.get_running_loop().time()
-        await self._call(self._stub.Start, request, timeout_s)
+        await self._call(self._stub.Start, request, timeout_s, metadata)
 
     def release(self, lease: Lease, freed: Callable[[], None]) -> None:
         """Ends a lease, whatever its state, in the background; calls `freed` once when its slot is free again."""
@@ -326,9 +342,9 @@ class DecodeClient(NodeClient):
                 ended.end(wire.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR, end.detail)
 
 
-async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float) -> Any:
+async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata) -> Any:
     try:
-        return await method(request, timeout=max(timeout_s, 0))
+        return await method(request, timeout=max(timeout_s, 0), metadata=metadata)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
 

@@ -53,6 +53,11 @@ class Outbox:
         self._error: CorunError | None = None
         self._taking: asyncio.Future[None] | None = None  # Of the one who waits for output.
 
+    @property
+    def error(self) -> CorunError | None:
+        """What ended the request; None if nothing has."""
+        return self._error
+
     def piece(self, sample_index: int, seed: int) -> Piece:
         """The piece to add new output of a sample to; `added` is to be called then."""
         found = self._pending.get(sample_index)

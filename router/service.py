@@ -16,13 +16,15 @@ from corun.cluster import ClusterStatus, VerifyCase
 from corun.encoding import ResponseEncoder
 from corun.errors import DataLossError, UnavailableError
 from corun.pump import Source
+from corun.receipt import Receipt
 from corun.server import Context, caller
+from corun.tracing import Span, Value, of_call
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
 from router.admission import AdmissionQueue
 from router.audit import Auditor
-from router.failover import SampleRunner
+from router.failover import Sample, SampleRunner
 from router.generations import Generation, Generator, Request
 from router.output import Piece
 from router.registry import Registry
@@ -98,13 +100,19 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._max_queued_samples = max_queued_samples
 
     async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[bytes | Source]:
-        with self._activity.call():
-            samples = await self._generator.accept(_request(request), _deadline(context))
+        tally = self._runner.tally
+        with tally.request() as ending, of_call(context, "corun.request") as span, self._activity.call():
+            tally.resumed += bool(request.resume)
+            asked = _request(request, span)
+            samples = await self._generator.accept(asked, _deadline(context))
+            span.note({**_asked(asked, samples), "corun.router": self._router_id})
             generation = self._generator.start(samples)
             # Whoever sent text learns what was computed from, and can check the receipt or run it again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
             fingerprint = self._registry.contract.fingerprint
             responses = Responses(generation, samples[0].request_id, with_logprobs=samples[0].params.logprobs)
+            ending.has_finished = lambda: responses.has_ended
+            ending.error = lambda: generation.outbox.error
             try:
                 for piece in await generation.take():
                     yield responses.encode(piece, prompt, fingerprint)
@@ -112,6 +120,9 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                 if not responses.has_ended:
                     yield responses
             finally:
+                span.note(_given(responses.receipts))
+                if error := generation.outbox.error:  # It may have been raised where the output was taken.
+                    span.fail(error)
                 await generation.close()
 
     async def GetCluster(
@@ -189,7 +200,30 @@ def _deadline(context: Context) -> float:
     return asyncio.get_running_loop().time() + max(left - ANSWER_S, left / 2)
 
 
-def _request(message: cluster_pb2.GenerateRequest) -> Request:
+def _asked(request: Request, samples: Sequence[Sample]) -> dict[str, Value]:
+    """What a request's span says of it: nothing of its text."""
+    params = request.params
+    return {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.choice.count": params.n,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.usage.input_tokens": len(samples[0].prompt_token_ids),
+        "corun.request_id": samples[0].request_id,
+        "corun.priority": request.priority.value,
+        "corun.resumed": bool(request.resume),
+    }
+
+
+def _given(receipts: Sequence[Receipt]) -> dict[str, Value]:
+    return {
+        "gen_ai.usage.output_tokens": sum(receipt.num_output_tokens for receipt in receipts),
+        "gen_ai.response.finish_reasons": [receipt.finish_reason.value for receipt in receipts],
+    }
+
+
+def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
     text = message.WhichOneof("prompt") == "text"
     return Request(
         prompt=message.text if text else tuple(message.token_ids.ids),
@@ -200,6 +234,7 @@ def _request(message: cluster_pb2.GenerateRequest) -> Request:
         fingerprint=message.fingerprint,
         caller=caller(),
         priority=wire.priority_from_proto(message.priority),
+        span=span,
     )
 
 
@@ -212,6 +247,8 @@ class Responses(Source):
     """The responses of one request, as bytes: there is one for most tokens (`corun.encoding`)."""
 
     def __init__(self, generation: Generation, request_id: str, *, with_logprobs: bool) -> None:
+        self.receipts: list[Receipt] = []
+        """Those that have been sent."""
         self._outbox = generation.outbox
         self._request_id = request_id
         self._with_logprobs = with_logprobs
@@ -232,7 +269,9 @@ class Responses(Source):
         return self.encode(self._pieces.popleft()) if self._pieces else None
 
     def encode(self, piece: Piece, prompt: Sequence[int] = (), fingerprint: str = "") -> bytes:
-        self._running -= piece.receipt is not None
+        if piece.receipt is not None:
+            self._running -= 1
+            self.receipts.append(piece.receipt)
         encoder = self._encoders.get(piece.sample_index)
         if encoder is None:
             encoder = ResponseEncoder(self._request_id, piece.sample_index, piece.seed)

@@ -128,6 +128,7 @@ class FakePrefillEngine:
         self.hanging = False
         self.prefilled: list[tuple[int, ...]] = []
         self.released: list[str] = []
+        self.expired_claims = 0
         self._kv = kv
         self._turn = asyncio.Lock()
 
@@ -157,9 +158,13 @@ class FakePrefillEngine:
         )
         return bound(handle)
 
-    async def held_kv_blocks(self) -> int:
+    @property
+    def known_kv_blocks(self) -> int:
         held = [prompt for (engine, _), prompt in self._kv.held.items() if engine == self.endpoint.engine_id]
         return sum(-(-len(prompt) // BLOCK_SIZE) for prompt in held)
+
+    async def held_kv_blocks(self) -> int:
+        return self.known_kv_blocks
 
     async def release(self, request_id: str) -> None:
         self.released.append(request_id)
@@ -281,7 +286,7 @@ class FakeNode:
     @property
     def drawn_tokens(self) -> int:
         """Of a decode node, since its start."""
-        return int(self.service._tokens)
+        return int(self.service.figures.tokens)
 
     @property
     def queued_tokens(self) -> int:

@@ -17,10 +17,13 @@ from corun.channel import OPEN, Access
 from corun.cluster import KvHandle, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.config import DecodeConfig, NodeConfig, PrefillConfig
 from corun.node.main import Role, live
+from corun.observation import Observation
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
+from decode_node.metrics import families as decode_families
 from decode_node.service import SERVICE_NAME as DECODE_SERVICE
 from decode_node.service import DecodeService
 from decode_node.slots import SlotTable
+from prefill_node.metrics import families as prefill_families
 from prefill_node.service import SERVICE_NAME as PREFILL_SERVICE
 from prefill_node.service import PrefillService
 from tests.fakes import (
@@ -105,7 +108,15 @@ class LiveNode:
         self.engine: Any = role.engine
         self.service: Any = role.service
         self.stop = asyncio.Event()
-        self.life = asyncio.create_task(live(config, role, self.stop))
+        self.observation = Observation(config)
+        self.life = asyncio.create_task(self._live(config, role))
+
+    async def _live(self, config: NodeConfig, role: Role) -> None:
+        await self.observation.start()
+        try:
+            await live(config, role, self.stop, self.observation)
+        finally:
+            await self.observation.stop()
 
     async def end(self) -> None:
         """Returns when the process has ended with 0; raises what else ended it."""
@@ -129,12 +140,12 @@ def start_node(
     common |= settings
     if role is NodeRole.DECODE:
         config: NodeConfig = DecodeConfig(**{"slots": 8, "lease_ttl_ms": 20_000, **common})
-        return LiveNode(config, _decode_role(config, ref, kv), ref)
+        return LiveNode(config, decode_role(config, ref, kv), ref)
     config = PrefillConfig(**common)
-    return LiveNode(config, _prefill_role(config, ref, kv), ref)
+    return LiveNode(config, prefill_role(config, ref, kv), ref)
 
 
-def _decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
+def decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = DecodeEngine(kv)
     table = SlotTable(slots=config.slots, kv_blocks=KV_BLOCKS, block_size=BLOCK_SIZE)
     service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
@@ -145,17 +156,20 @@ def _decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
         service_name=DECODE_SERVICE,
         register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
         info=_info(config, ref, NodeRole.DECODE, slots=config.slots),
+        metrics=lambda: decode_families(service, table),
     )
 
 
-def _prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
+def prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = PrefillEngine(ref, kv)
+    service = PrefillService(ref, engine)
     return Role(
         engine=engine,
-        service=PrefillService(ref, engine),
+        service=service,
         service_name=PREFILL_SERVICE,
         register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
         info=_info(config, ref, NodeRole.PREFILL, nixl=engine.endpoint),
+        metrics=lambda: prefill_families(service, engine, kv_blocks=KV_BLOCKS),
     )
 
 

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("corun", "router", "prefill_node", "decode_node")
 ENGINE = ("torch", "vllm", "nixl", "transformers")
 """What only node processes load."""
+WATCH = ("prometheus_client", "opentelemetry")
+"""What only the processes of a cluster load."""
 GENERATED = "corun/v1/"
 BENCH = "corun/bench/"
 """An application over everything else."""
@@ -36,11 +38,12 @@ class Rule:
 
 
 NODES = ("prefill_node", "decode_node")
+PURE_LAUNCH = ("members", "placement", "reconcile")
 RULES = {
     "corun is for everybody": Rule(
-        ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch.py", BENCH)
+        ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch/", BENCH)
     ),
-    "the launcher starts processes by name": Rule(("corun/launch.py",), (*ENGINE, "tokenizers", "router", *NODES)),
+    "the launcher starts processes by name": Rule(("corun/launch/",), (*ENGINE, "tokenizers", "router", *NODES)),
     "the shared part of nodes knows no role": Rule(("corun/node/",), ("ray", "tokenizers", "router", *NODES)),
     "only node processes load the shared part of nodes": Rule(
         ("corun/", "router/"), ("corun.node",), ("corun/node/", BENCH)
@@ -64,6 +67,10 @@ RULES = {
             "router/pace.py",
         ),
         ("grpc", "asyncio", "corun.wire", "corun.v1", "vllm"),
+    ),
+    "what a cluster is and what it needs is known without running it": Rule(
+        ("corun/spec.py", "corun/models.py", *(f"corun/launch/{name}.py" for name in PURE_LAUNCH)),
+        ("ray", "grpc", "asyncio", "subprocess", "corun.launch.runtime", "corun.launch.fleet", "corun.client"),
     ),
     "values know neither wire nor network": Rule(
         tuple(f"corun/{name}.py" for name in ("cluster", "contract", "handle", "params", "receipt", "seeds")),
@@ -125,11 +132,21 @@ def test_rule(rule: Rule) -> None:
 
 
 def test_one_file_imports_ray() -> None:
-    assert importers("ray") == {"corun/launch.py"}
+    assert importers("ray") == {"corun/launch/runtime.py"}
 
 
 def test_one_file_imports_tokenizers() -> None:
     assert importers("tokenizers") == {"router/text.py"}
+
+
+def test_one_file_imports_opentelemetry() -> None:
+    assert importers("opentelemetry") == {"corun/tracing.py"}
+
+
+def test_metrics_are_made_where_their_name_says_so() -> None:
+    """`main` only knows their type."""
+    found = importers("prometheus_client")
+    assert {Path(name).name for name in found - {"corun/node/main.py"}} == {"metrics.py"}
 
 
 def test_vllm_is_touched_in_files_of_five_names() -> None:
@@ -170,8 +187,8 @@ def test_messages_stay_at_the_edges() -> None:
 
 
 LOADS = {
-    "corun": (*ENGINE, "ray", "tokenizers", "numpy", "tyro", "router", *NODES, "corun.server", "corun.node"),
-    "corun.cli": (*ENGINE, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
+    "corun": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "tyro", "router", *NODES, "corun.server", "corun.node"),
+    "corun.cli": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
     "corun.gateway.app": (*ENGINE, "ray", "tokenizers", "router", *NODES, "corun.node"),
     "router.app": (*ENGINE, "ray", *NODES, "corun.node"),
     # Settings are pinned before the engine's libraries are imported, so a node's own modules must not do it.

@@ -25,6 +25,7 @@ from corun.cli.fingerprint import Fingerprint
 from corun.cli.gateway import Gateway
 from corun.cli.generate import Generate
 from corun.cli.model import Model
+from corun.cli.scale import Scale
 from corun.cli.status import Status
 from corun.cli.up import Up
 from corun.cli.verify import Verify
@@ -73,6 +74,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, type[Any]] = {
     "up": Up,
+    "scale": Scale,
     "gateway": Gateway,
     "generate": Generate,
     "batch": Batch,

@@ -88,6 +88,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             for thread in _threads() - threads:
                 os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
         self.handoffs = Handoffs()
+        self.expired = 0
+        """Prefill: prompts whose KV nobody read or released before its lease ended, since start."""
         self._released: dict[str, float] = {}  # request id -> when to forget the release
         self._handshakes: dict[str, Future[Any]] = {}  # by engine id of the peer
         self._prefills = Prefills()
@@ -234,7 +236,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         if ended:
             # The expiry check reads from the front and stops at the first live lease.
             worker._reqs_to_send = dict.fromkeys(ended, 0.0) | {k: v for k, v in leases.items() if k not in ended}
+        known = worker.xfer_stats.data["num_kv_expired_reqs"]
+        before = len(known)
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
+        # To vLLM, what was released has expired as well.
+        self.expired += max(0, len(known) - before - sum(name in finished[0] for name in ended))
         for name in finished[1]:
             self._claims.pop(name, None)
         # A heartbeat read in this very step has renewed its lease: such a release is for the next step.

@@ -146,7 +146,7 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
         "disable_custom_all_reduce": config.tensor_parallel_size > 2,
         "generation_config": "auto",
         "seed": 0,
-        "disable_log_stats": True,
+        "disable_log_stats": config.metrics_port is None,  # it counts what has happened, and changes nothing
     }
     if current_platform.is_cpu():
         return {**arguments, "enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_gib * 1024**3}
@@ -210,6 +210,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 def step_llm() -> Any:
     """`AsyncLLM` whose output loop hands on whole steps: one step is one message, not one queue entry per request."""
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import IterationStats
 
     class StepLLM(AsyncLLM):  # type: ignore[misc]
         on_outputs: Callable[[list[Any]], None] = staticmethod(lambda outputs: None)
@@ -227,9 +228,18 @@ def step_llm() -> Any:
                     outputs = await self.engine_core.get_output_async()
                     if outputs.outputs:
                         self.on_outputs(outputs.outputs)
+                    if self.logger_manager is not None:
+                        self._count(outputs)
             except Exception:
                 log.exception("the engine's output loop ended")
                 self.on_dead()
+
+        def _count(self, outputs: Any) -> None:
+            """As vLLM's own loop does, for its metrics of steps; those of requests need its output processor."""
+            step = IterationStats() if outputs.outputs else None
+            if step is not None:
+                step.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
+            self.logger_manager.record(outputs.scheduler_stats, step, engine_idx=outputs.engine_index)
 
     return StepLLM
 

@@ -10,17 +10,23 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from prometheus_client import Metric
+
+from corun import tracing
 from corun.auth import Gate
 from corun.channel import Access
 from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
+from corun.metrics import LoopCollector
 from corun.node.agent import NodeAgent
+from corun.node.metrics import EngineCollector, node_metrics
 from corun.node.pulse import Pulse
+from corun.observation import Observation
 from corun.server import GrpcServer
 
 EXIT_DIED = 1
@@ -57,11 +63,20 @@ class Role:
     service_name: str
     register: Callable[[Any, Any], None]  # the generated add_XServicer_to_server
     info: Callable[[str], NodeInfo]  # from the server's address
+    metrics: Callable[[], Iterable[Metric]]  # of the role
 
 
 def log_to_stderr() -> None:
     """One line per event on stderr, vLLM's own log included in its own format."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def start_tracing(ref: NodeRef, role: NodeRole) -> None:
+    """Records spans if the environment asks for it. The engine's processes would inherit that and export spans of their
+    own (vllm/tracing/otel.py), so it is taken from them."""
+    tracing.start(f"corun-{role.value}", str(ref))
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        del os.environ[name]
 
 
 def node_ref(config: NodeConfig, role: NodeRole) -> NodeRef:
@@ -97,11 +112,13 @@ def node_info(
 class Life:
     """A node that listens, from its first registration to its last release."""
 
-    def __init__(self, config: NodeConfig, role: Role) -> None:
+    def __init__(self, config: NodeConfig, role: Role, observation: Observation) -> None:
         access = Access.of_member(config)
         self._role = role
         self._config = config
-        self._server = GrpcServer(config.host, config.port, tls=access.tls, gate=Gate(cluster=access.token))
+        self._observation = observation
+        gate = Gate(cluster=access.token)
+        self._server = GrpcServer(config.host, config.port, tls=access.tls, gate=gate, health=observation.health)
         self._server.add(role.register, role.service)
         self._access = access
         self._agent: NodeAgent
@@ -115,7 +132,8 @@ class Life:
         role, config = self._role, self._config
         role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
         await self._server.start()
-        self._agent = NodeAgent(role.info(self._server.address), config.router, role.service.load, self._access)
+        info = role.info(self._server.address)
+        self._agent = NodeAgent(info, config.router, role.service.load, self._access)
         self._agent.on_quarantine = self._note_quarantine
         pulse = Pulse(
             role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
@@ -126,11 +144,18 @@ class Life:
             watch.add_done_callback(self._note_end)
             self._watches.append(watch)
         await self._tell_health()
+        self._observation.metrics.add(LoopCollector(lambda: self._metrics(info)))
+        self._observation.metrics.add(EngineCollector(info.role))
+        self._observation.note_started()
         if finding := role.engine.facts.finding:
             # Routers are told, and refuse the node; it stays up so that whoever asks can read why.
             log.error("not serving on %s: the self-test failed: %s", self._server.address, finding)
         else:
             log.info("serving on %s", self._server.address)
+
+    def _metrics(self, info: NodeInfo) -> Iterable[Metric]:
+        yield from node_metrics(info, certified=not self._role.engine.facts.finding, serving=self._is_serving)
+        yield from self._role.metrics()
 
     async def until_over(self, stop: asyncio.Event) -> CorunError | None:
         """Why the process has to end; None if it was asked to."""
@@ -191,10 +216,13 @@ class Life:
         self._agent.tell()
 
     async def _tell_health(self) -> None:
-        service = self._role.service
-        serving = not (service.draining or service.closed or self._role.engine.facts.finding)
         for name in ("", self._role.service_name):
-            await self._server.set_serving(name, serving)
+            await self._server.set_serving(name, self._is_serving)
+
+    @property
+    def _is_serving(self) -> bool:
+        service = self._role.service
+        return not (service.draining or service.closed or self._role.engine.facts.finding)
 
     async def _is_busy(self) -> bool:
         if self._role.service.closed or self._ended.done():
@@ -220,9 +248,9 @@ class Life:
         self._end(error)
 
 
-async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
+async def live(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> None:
     """Serves until `stop` is set, then drains. Raises the error that ends the process before."""
-    life = Life(config, role)
+    life = Life(config, role, observation)
     await life.start()
     error = await life.until_over(stop)
     await life.refuse()
@@ -235,7 +263,7 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event) -> None:
         raise error
 
 
-async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) -> NoReturn:
+async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> NoReturn:
     """`live`, and the end of the process: with 0 after a drain, else with one of the codes above.
 
     At once, since everything of ours is closed by then: what vLLM's sockets and NIXL's threads still do when the
@@ -243,10 +271,11 @@ async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event) ->
     """
     code = 0
     try:
-        await live(config, role, stop)
+        await live(config, role, stop, observation)
     except CorunError as error:
         log.error("%s", error)
         code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED
+    await tracing.stop()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -116,9 +116,10 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         """Frees the KV of a finished prefill that no decode node will read."""
         get_kv_transfer_group().release(request_id)
 
-    def held_kv(self) -> list[str]:
-        """The finished prefills whose KV waits to be read."""
-        return list(get_kv_transfer_group().held())
+    def held_kv(self) -> dict[str, Any]:
+        """The finished prefills whose KV waits to be read, and how many waited in vain, since start."""
+        group = get_kv_transfer_group()
+        return {"names": list(group.held()), "expired": group.expired}
 
     def handoffs(self) -> dict[str, float]:
         """Count, bytes, seconds and failures of the KV reads since start."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import json
 import os
 import signal
@@ -18,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.cli import COMMANDS, main
+from corun.cli import COMMANDS, main, up
 from corun.cli.generate import for_terminal
+from corun.cli.up import Up
 from corun.cluster import AuditStatus, Condition, NodeRole, NodeState
 from corun.errors import (
     ContractMismatchError,
@@ -33,6 +33,7 @@ from corun.errors import (
 from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest
 from corun.rows import params_from_dict, params_to_dict, short_fp32
+from corun.spec import read
 from tests.corun.fake_cluster import FINGERPRINT, FakeCluster, contract
 
 PROMPT = "Once upon a time"
@@ -676,13 +677,75 @@ def test_fingerprint_diff_of_nodes(corun: Any, fake: FakeCluster, tmp_path: Path
 
 def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    launch = SimpleNamespace(up=lambda **options: calls.append(options) or 7)
+    launch = SimpleNamespace(run=lambda spec, **options: calls.append({"spec": spec, **options}) or 7)
     monkeypatch.setitem(sys.modules, "corun.launch", launch)  # type: ignore[arg-type]
-    assert main(["up", "--decode", "2", "--slots", "8", "--port", "0"]) == 7
-    assert {"model": "tiny", "prefill": 1, "decode": 2, "slots": 8, "port": 0}.items() <= calls[0].items()
-    source = ast.parse((Path(__file__).parents[2] / "corun" / "launch.py").read_text(encoding="utf-8"))
-    up = next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "up")
-    assert set(calls[0]) == {argument.arg for argument in (*up.args.args, *up.args.kwonlyargs)}
+    flags = ["--decode", "2", "--slots", "8", "--port", "0", "--tls-clients", "--audit-dir", "x", "--log-dir", "y"]
+    assert main(["up", *flags]) == 7
+    assert calls[0] == {"spec": calls[0]["spec"], "ray_address": None, "log_dir": "y"}
+    pool = calls[0]["spec"].pool()
+    assert (pool.model, pool.count("prefill"), pool.count("decode")) == ("tiny", 1, 2)
+    assert pool.settings("router") == {"port": 0, "tls_clients": True, "audit_dir": str(Path("x").resolve())}
+    assert pool.settings("decode") == {"model": "tiny", "slots": 8}
+
+
+def test_every_flag_of_up_reaches_a_process() -> None:
+    values: dict[str, Any] = {
+        name: object() for name in up._OF_SPEC if not name.startswith(("tls_", "client", "audit_"))
+    }
+    values |= dict.fromkeys(("cluster_token_file", "audit_dir", "client_tokens_file"), "/x")
+    pool = Up(**values).spec().pool()
+    given = [*pool.settings("router").values(), *pool.settings("prefill").values(), *pool.settings("decode").values()]
+    for name, value in values.items():
+        if name == "insecure":
+            assert pool.security.insecure is value
+        else:
+            assert value in (given if name not in {"prefill", "decode"} else [*pool.replicas.values()]), name
+
+
+class TestUpWithAFile:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        path = tmp_path / "cluster.toml"
+        path.write_text(
+            '[pools.a]\nmodel = "org/model"\ntensor_parallel_size = 2\n[pools.a.router]\nreplicas = 2\nport = 7001\n'
+            '[pools.b]\nmodel = "tiny"\n[pools.b.decode]\nslots = 9\nreplicas = 3\nport = 7101\n'
+        )
+        return path
+
+    def test_check_says_what_would_run(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["up", "--check", str(file)]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert lines == [
+            ["pool", "role", "replicas", "model", "slots", "TP", "ports"],
+            ["a", "router", "2", "7001-7002"],
+            ["a", "prefill", "1", "org/model", "2", "any"],
+            ["a", "decode", "1", "org/model", "256", "2", "any"],
+            ["b", "router", "1", "50051"],
+            ["b", "prefill", "1", "tiny", "1", "any"],
+            ["b", "decode", "3", "tiny", "9", "1", "7101-7103"],
+        ]
+
+    def test_check_says_what_is_wrong(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file.write_text(file.read_text().replace("slots", "slot"))
+        assert main(["up", "--check", str(file)]) == 2
+        assert f"{file}: [pools.b.decode] slot = 9: is not a key here; the nearest is slots" in capsys.readouterr().err
+        file.write_text('[pools.a]\nmodel = "./none"')
+        assert main(["up", "--check", str(file)]) == 2
+        assert f"{file}: [pools.a] model = " in capsys.readouterr().err
+
+    @pytest.mark.parametrize("flags", [["--slots", "256"], ["--port", "0"], ["--insecure"], ["--model", "tiny"]])
+    def test_a_file_and_its_flags_do_not_mix(
+        self, flags: list[str], file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["up", str(file), *flags]) == 2
+        assert f"must be left out: {file} says it" in capsys.readouterr().err
+
+    def test_the_spec_of_the_file_is_run(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[Any] = []
+        launch = SimpleNamespace(run=lambda *args, **options: calls.append((*args, options)) or 0)
+        monkeypatch.setitem(sys.modules, "corun.launch", launch)  # type: ignore[arg-type]
+        assert main(["up", str(file), "--ray-address", "auto"]) == 0
+        assert calls == [(read(file), {"ray_address": "auto", "log_dir": None})]
 
 
 @pytest.mark.parametrize(("command", "module"), [("up", "corun.launch"), ("model", "corun.tiny")])

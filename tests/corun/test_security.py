@@ -28,8 +28,9 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from corun.plan import Plan, Security, command
+from corun.launch.members import command, members
 from corun.server import MAX_CONNECTIONS, MAX_STREAMS, GrpcServer, server_options
+from corun.spec import ClusterSpec, PoolSpec, Security
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc, decode_service_pb2_grpc
 from corun.v1 import decode_service_pb2 as decode_pb
@@ -266,6 +267,10 @@ class TestSettings:
             assert "use seed_key_file" in shown
             assert "c0ffee" not in shown
 
+    def test_the_seed_key_that_comes_with_the_certificates(self, secrets: Secrets) -> None:
+        assert len(parse(RouterConfig, ["--seed-key-file", secrets.path("seed.key")]).seed_key_bytes) == 32
+        assert stat.S_IMODE(Path(secrets.path("seed.key")).stat().st_mode) == 0o600
+
     def test_a_seed_key_from_a_file(self, tmp_path: Path) -> None:
         path = tmp_path / "key"
         path.write_text("00ff" * 8 + "\n")
@@ -276,14 +281,20 @@ class TestSettings:
         assert "not-hex" not in str(caught.value)
 
     def test_what_up_starts_gets_paths_only(self, secrets: Secrets) -> None:
-        plan = Plan(model="m", host="0.0.0.0", security=Security(**secrets.settings, tls_clients=True))
-        router = command(plan, "router", router="", host="")
+        security = Security(**secrets.settings, tls_clients=True)
+        pool = PoolSpec(common={"model": "m"}, router={"host": "0.0.0.0"}, security=security)
+        first, *nodes = members(ClusterSpec(pools=(pool,)))
+        router = command(pool, first, host="")
         assert parse(RouterConfig, router[3:]) == RouterConfig(host="0.0.0.0", tls_clients=True, **secrets.settings)
-        for name in plan.nodes:
-            argv = command(plan, name, router="10.0.0.1:1", host="10.0.0.2")
+        for node in nodes:
+            argv = command(pool, node, routers=("10.0.0.1:1",), host="10.0.0.2")
             assert argv[argv.index("--cluster-token-file") + 1] == secrets.path("cluster.token")
             assert "--client-tokens-file" not in argv
             assert not [text for text in secrets.texts if text in " ".join(argv)]
+
+
+def public(security: Security) -> PoolSpec:
+    return PoolSpec(common={"model": "m"}, router={"host": "0.0.0.0"}, security=security)
 
 
 class TestUp:
@@ -299,10 +310,10 @@ class TestUp:
         for missing in ("tls_ca", "client_tokens_file", "cluster_token_file"):
             security = Security(**{**secrets.settings, missing: ""})
             with pytest.raises(InvalidArgumentError, match=f"needs --{missing.replace('_', '-')} as well"):
-                security.check("0.0.0.0")
-        Security(**secrets.settings).check("0.0.0.0")
-        Security(insecure=True).check("0.0.0.0")
-        Security().check("127.0.0.1")
+                public(security).check()
+        public(Security(**secrets.settings)).check()
+        public(Security(insecure=True)).check()
+        PoolSpec(common={"model": "m"}).check()
 
     def test_loopback(self) -> None:
         assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"))
@@ -331,7 +342,7 @@ class TestCommands:
         written = capsys.readouterr().out.split()
         assert sorted(written) == sorted(str(path) for path in directory.iterdir())
         secret = [path for path in directory.iterdir() if path.suffix in {".key", ".token", ".tokens"}]
-        assert len(secret) == 6
+        assert len(secret) == 7
         assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
         assert main(["certs", str(directory)]) == 2
         assert "must not hold ca.pem already" in capsys.readouterr().err

@@ -30,6 +30,7 @@ from corun.receipt import prompt_digest
 from corun.server import GrpcServer
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
+from decode_node.ladder import Ladder
 from decode_node.service import DecodeRequest, DecodeService, StepRow
 from decode_node.slots import SlotTable
 
@@ -570,6 +571,7 @@ async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) ->
     lost = node.engine.ids()[:2]
     steps.call.cancel()
     await until(lambda: sorted(node.engine.aborted) == sorted(lost))
+    assert node.service.figures.expired_leases == 2
     assert await node.slots_in_use() == (2,)
     assert await other.nothing_follows()
 
@@ -592,3 +594,20 @@ async def test_a_stream_that_came_late_takes_over_running_leases(node: Node) -> 
     steps = await node.steps()
     node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
     assert await steps.rows() == [(lease, 1, -1.0)]
+
+
+async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:
+    """Those of samples that were released a moment ago were computed, too; an end without a token was not."""
+    node.service.ladder = Ladder(SLOTS, (2,))
+    steps = await node.steps()
+    await node.started(3)
+    first, second, third = node.engine.ids()
+    node.service.on_step([StepRow(name, 1, -1.0) for name in (first, second, third)])
+    node.service.on_step([StepRow(first, 1, -1.0, FinishReason.LENGTH), StepRow(second, None, 0.0, FinishReason.ERROR)])
+    node.service.on_step([StepRow(first, 1, -1.0), StepRow(third, 1, -1.0, FinishReason.STOP)])
+    node.service.on_step([StepRow("gone", None, 0.0, FinishReason.ERROR)])
+    figures = node.service.figures
+    assert (figures.steps, dict(figures.steps_by_rows)) == (4, {SLOTS: 1, 2: 2})
+    assert (figures.rows, figures.used_rows, figures.tokens) == (SLOTS + 4, 6, 5)
+    assert figures.step_s.count == 1  # Nothing went on from the second step to the third.
+    steps.call.cancel()

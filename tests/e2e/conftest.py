@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from corun import Client, ClusterStatus, UnavailableError, tiny
 from corun.bench.children import Processes
 from corun.cluster import NodeRole, NodeState
+from tests.otlp import Collector, collecting, variables
+from tests.probing import probe
 
+LOADING = ("live", "started", "", "corun.v1.DecodeService")
 SLOTS = 8
 CHUNK = 128
 START_TIMEOUT_S = 240.0
@@ -22,10 +27,27 @@ ALL_CHECKED = ("--kv-check-fraction", "1.0")
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Where a cluster is watched, with everything that it can be watched by."""
+
+    metrics: Mapping[str, int]
+    """Ports, by the names of the processes."""
+    health: Mapping[str, int]
+    collector: Collector
+    """Of traces."""
+    while_loading: Mapping[str, str]
+    """What the decode node's health said before its engine had loaded."""
+
+    def flags(self, name: str) -> tuple[str, ...]:
+        return ("--metrics-port", str(self.metrics[name]), "--health-port", str(self.health[name]))
+
+
+@dataclass(frozen=True)
 class Cluster:
     address: str
     model: str
     processes: Processes
+    watch: Watch | None = None
 
     def client(self) -> Client:
         return Client(self.address)
@@ -54,25 +76,34 @@ def ready(cluster: Cluster) -> bool:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With two threads per engine."""
-    with started(tmp_path_factory.mktemp("cluster"), threads=2) as cluster:
-        yield cluster
+    """With two threads per engine, and watched: so every test of bits says that watching moves none."""
+    names = ("decode", "prefill", "router")
+    with collecting() as collector, mock.patch.dict(os.environ, variables(collector)):
+        watch = Watch({name: _free_port() for name in names}, {name: _free_port() for name in names}, collector, {})
+        with started(tmp_path_factory.mktemp("cluster"), threads=2, watch=watch) as cluster:
+            yield cluster
 
 
 @contextmanager
-def started(logs: Path, *, threads: int) -> Iterator[Cluster]:
+def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator[Cluster]:
     """A whole cluster, started in an order that nobody would choose: nodes first, router last."""
     model = str(tiny.ensure())
     port = _free_port()
     with Processes(logs) as processes:
-        cluster = Cluster(f"127.0.0.1:{port}", model, processes)
+        cluster = Cluster(f"127.0.0.1:{port}", model, processes, watch)
+        watched = watch.flags if watch else lambda name: ()
         node = ("--model", model, "--router", cluster.address, "--threads", str(threads))
-        processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS))
-        processes.start("prefill", "prefill_node", *node, "--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED)
+        processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS), *watched("decode"))
+        chunks = ("--chunk-size", str(CHUNK), *ALL_CHECKED)
+        processes.start("prefill", "prefill_node", *node, "--node-id", "p0", *chunks, *watched("prefill"))
         seed_key = logs / "seed.key"
         seed_key.write_text("c0ffee" * 4)
         flags = ("--port", str(port), "--seed-key-file", str(seed_key), "--audit-fraction", "0")  # Tests count.
-        processes.start("router", "router", *flags)
+        processes.start("router", "router", *flags, *watched("router"))
+        if watch:
+            wait_until(lambda: probe(watch.health["decode"], "live") == "SERVING", "the decode node is alive")
+            watch = replace(watch, while_loading={name: probe(watch.health["decode"], name) for name in LOADING})
+            cluster = replace(cluster, watch=watch)
         wait_until(lambda: ready(cluster) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}
         yield cluster

@@ -64,6 +64,7 @@ def connector(module: ModuleType) -> Any:
     made = object.__new__(module.CorunNixlConnector)
     made.connector_worker = worker
     made._released = {}
+    made.expired = 0
     made._handshakes = {}
     made._claims = {}
     made.handoffs = module.Handoffs()
@@ -155,6 +156,7 @@ def test_a_release_ends_its_own_leases_and_no_other(connector: Any, released: li
     assert sent(connector) == set(released)
     assert connector.held() == [name for name in "abc" if name not in released]
     assert sent(connector) == set()
+    assert connector.expired == 0
 
 
 def test_leases_still_expire_in_order(connector: Any) -> None:
@@ -164,6 +166,7 @@ def test_leases_still_expire_in_order(connector: Any) -> None:
     assert sent(connector) == {"a", "c"}
     time.sleep(0.06)
     assert sent(connector) == {"b"}
+    assert connector.expired == 2  # What was released has not waited in vain.
 
 
 def test_a_release_before_the_lease_begins_waits_for_it(connector: Any) -> None:
@@ -188,6 +191,7 @@ def test_a_read_and_a_release_in_one_step_free_once(connector: Any) -> None:
     assert sent(connector) == {"b"}
     assert connector.held() == ["a", "c"]
     assert connector.connector_worker._reqs_to_process == {"a", "c"}
+    assert connector.expired == 0
 
 
 def test_a_heartbeat_does_not_outlive_a_release(connector: Any) -> None:

@@ -13,6 +13,7 @@ from corun.config import PrefillConfig
 from corun.errors import UnavailableError
 from corun.node import pin
 from corun.node.engine import nixl_endpoint, refuse_changed_config, refuse_unfit
+from tests.loading import load
 
 FIT = {
     "platform": "cuda",
@@ -122,3 +123,33 @@ def test_settings_that_vllm_kept_are_fine(settings: dict[str, Any], seen: dict[s
 def test_settings_that_vllm_changed_are_refused(settings: dict[str, Any], seen: dict[str, str], reason: str) -> None:
     with pytest.raises(UnavailableError, match=reason):
         refuse_changed_config(config(**settings), seen)
+
+
+async def test_a_step_is_handed_on_whole_and_counted_where_vllm_counts() -> None:
+    """What vLLM's own output loop would have told its metrics of a step, and nothing when nobody asked for metrics."""
+    stats: list[tuple[Any, Any, int]] = []
+    taken: list[list[Any]] = []
+    output = SimpleNamespace(new_token_ids=[7])
+    steps = [SimpleNamespace(outputs=[output, output], scheduler_stats="s1", engine_index=0)]
+    steps.append(SimpleNamespace(outputs=[], scheduler_stats="s2", engine_index=0))
+
+    async def get_output_async() -> Any:
+        if not steps:
+            raise RuntimeError("the engine is dead")
+        return steps.pop(0)
+
+    def record(scheduler: Any, step: Any, *, engine_idx: int) -> None:
+        stats.append((scheduler, step and step.num_generation_tokens, engine_idx))
+
+    cls = load("corun.node.engine").step_llm()
+    llm = type("Llm", (cls,), {"__del__": lambda self: None, "__init__": lambda self: None})()
+    llm.engine_core = SimpleNamespace(get_output_async=get_output_async)
+    llm.on_outputs = taken.append
+    llm.logger_manager = SimpleNamespace(record=record)
+    await llm._pump()
+    assert taken == [[output, output]]
+    assert stats == [("s1", 2, 0), ("s2", None, 0)]
+    steps.append(SimpleNamespace(outputs=[output]))
+    llm.logger_manager = None
+    await llm._pump()
+    assert taken[1:] == [[output]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +20,8 @@ from corun.config import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import agent as agent_module
 from corun.node import main as main_module
-from corun.node.main import Role, live, live_and_leave, node_info, node_ref
+from corun.node.main import Role, live, live_and_leave, node_info, node_ref, start_tracing
+from corun.observation import observed
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
 SERVICE = "corun.v1.PrefillService"
@@ -80,18 +82,29 @@ class Life:
             service_name=SERVICE,
             register=lambda *_: None,
             info=lambda address: replace(INFO, address=address, finding=finding),
+            metrics=tuple,
         )
-        self.task = asyncio.create_task(live(config, role, self.stop))
+        self.task = asyncio.create_task(self._live(config, role))
+
+    async def _live(self, config: PrefillConfig, role: Role) -> None:
+        async with observed(config) as self.observation:
+            await live(config, role, self.stop, self.observation)
 
     @property
     def address(self) -> str:
         return self.router.registered[0].address
 
-    async def health(self, service: str = SERVICE) -> Any:
-        async with channel(self.address) as connection:
+    async def health(self, service: str = SERVICE, address: str = "") -> Any:
+        async with channel(address or self.address) as connection:
             stub = health_pb2_grpc.HealthStub(connection)
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    async def probes(self) -> dict[str, str]:
+        """What the health port says."""
+        port = self.observation.port
+        assert port is not None
+        return {name: await self.health(name, f"127.0.0.1:{port.port}") for name in ("live", "started", SERVICE)}
 
     async def end(self) -> None:
         """Returns when the node has; raises what it raised."""
@@ -144,6 +157,35 @@ async def test_a_node_drains_before_it_stops(life: Life) -> None:
     assert life.engine.stopped
     with pytest.raises(grpc.aio.AioRpcError):
         await life.health()
+
+
+PROBES = {"live": "SERVING", "started": "SERVING", SERVICE: "NOT_SERVING"}
+"""Of a node that takes no work, and of which nothing else is wrong."""
+
+
+async def test_probes_let_a_node_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with living(monkeypatch, health_port=0) as life:
+        assert await life.probes() == {**PROBES, SERVICE: "SERVING"}
+        life.service.busy = True
+        life.stop.set()
+        await until(lambda: life.router.beats[-1].draining)
+        assert await life.probes() == PROBES
+        life.service.busy = False
+        await life.end()
+
+
+async def test_probes_do_not_restart_a_node_that_failed_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fail again, and nobody could ask it why."""
+    async with living(monkeypatch, finding="the KV of layer 3 moved", health_port=0) as life:
+        assert await life.probes() == PROBES
+
+
+async def test_probes_do_not_restart_a_node_whose_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may go on; else the node ends by itself."""
+    async with living(monkeypatch, engine_timeout_s=0.05, health_port=0) as life:
+        life.engine.hanging = True
+        await until_health(life, "NOT_SERVING")
+        assert await life.probes() == PROBES
 
 
 async def test_a_dead_engine_ends_the_node(life: Life) -> None:
@@ -263,8 +305,16 @@ async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pyte
     monkeypatch.setattr(main_module.os, "_exit", leave)
     monkeypatch.setattr(main_module.logging, "shutdown", lambda: None)
     with pytest.raises(SystemExit) as caught:
-        await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event())  # type: ignore[arg-type]
+        await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event(), None)  # type: ignore[arg-type]
     assert caught.value.code == code
+
+
+def test_an_engine_does_not_inherit_what_asks_for_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's processes would export spans of their own."""
+    for name, value in (("OTEL_TRACES_EXPORTER", "none"), ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://a:4317")):
+        monkeypatch.setenv(name, value)
+    start_tracing(INFO.ref, NodeRole.PREFILL)
+    assert [name for name in os.environ if name.startswith("OTEL_")] == []
 
 
 def test_a_node_is_reached_where_it_listens_or_where_it_says() -> None:

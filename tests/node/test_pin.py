@@ -96,6 +96,7 @@ def test_free_variables_enter_the_contract_in_order() -> None:
     [
         *("VLLM_LOGGING_LEVEL", "VLLM_CACHE_ROOT", "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_VERSION"),
         *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "OMP_NUM_THREADS", "VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"),
+        *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER", "OTEL_SERVICE_NAME", "PROMETHEUS_MULTIPROC_DIR"),
     ],
 )
 def test_harmless_variables_and_paths_of_caches_do_not(name: str) -> None:

@@ -28,6 +28,7 @@ class Llm:
     def __init__(self) -> None:
         self.errored = False
         self.held: list[list[str]] | None = [[]]
+        self.expired = 0
         self.calls: list[tuple[Any, ...]] = []
 
     async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
@@ -35,7 +36,7 @@ class Llm:
         if self.held is None:
             await asyncio.sleep(60)
         assert self.held is not None
-        return list(self.held)
+        return [{"names": names, "expired": self.expired} for names in self.held]
 
 
 class Engine(VllmPrefillEngine):
@@ -109,8 +110,10 @@ async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: 
     assert await engine.held_kv_blocks() == 4
     llm.held = [[], ["b"]]
     assert await engine.held_kv_blocks() == 1
-    llm.held = [[], []]
+    assert engine.expired_claims == 0
+    llm.held, llm.expired = [[], []], 1
     assert await engine.held_kv_blocks() == 0
+    assert (engine.known_kv_blocks, engine.expired_claims) == (0, 1)
 
 
 async def test_a_busy_worker_leaves_the_last_known_number(engine: Engine, llm: Llm) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import stat
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from corun import Client
 from corun.cluster import AuditStatus, FinishReason, NodeRole, NodeState
 from corun.config import RouterConfig
-from corun.errors import UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.reproduction import Drawn, read_reproduction
@@ -26,7 +24,6 @@ from router import audit, reproductions
 from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
 from router.comparison import Comparison
 from router.failover import Finished
-from router.metrics import MetricsServer
 from router.output import RECORD
 from tests.chaos.fakes import CONFIG, Chaos
 from tests.chaos.fakes import add as add_to_chaos
@@ -500,34 +497,3 @@ async def test_no_fault_makes_an_audit_differ(model: str) -> None:
         assert status.mismatched == 0
         assert status.matched > 0
         assert fake.router.auditor._tokens == 0
-
-
-# Metrics
-
-
-def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
-
-
-async def test_metrics_are_what_the_router_counts(model: str) -> None:
-    async with cluster(model, metrics_port=0, **ALL) as fake:
-        await generate(fake, PROMPT, PARAMS, seed=8)
-        await audited(fake, 1)
-        assert await asyncio.to_thread(scrape, fake.router.metrics.port) == {
-            "corun_router_queued_samples": 0,
-            "corun_router_finished_samples_total": 1,
-            "corun_router_mismatches_total": 0,
-            'corun_router_audited_samples_total{result="match"}': 1,
-            'corun_router_audited_samples_total{result="mismatch"}': 0,
-            'corun_router_audited_samples_total{result="error"}': 0,
-            "corun_router_audit_skipped_total": 0,
-        }
-        with pytest.raises(UnavailableError, match="metrics cannot listen"):
-            await MetricsServer(fake.router._figures).start("127.0.0.1", fake.router.metrics.port)
-
-
-async def test_there_are_no_metrics_unless_asked_for(model: str) -> None:
-    async with cluster(model) as fake:
-        assert fake.router.metrics.port == 0

@@ -7,10 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.probing import probe
+from tests.scraping import families, values
 
 WAIT_S = 20.0
 
@@ -44,6 +48,31 @@ def test_serves_until_told_to_stop(number: signal.Signals) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_can_be_watched_from_outside() -> None:
+    health, metrics = free_port(), free_port()
+    process = start("--port", "0", "--health-port", str(health), "--metrics-port", str(metrics))
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while probe(health, "started") != "SERVING" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        asked = ("live", "started", "", "corun.v1.RegistryService", "corun.v1.ClusterService")
+        assert [probe(health, name) for name in asked] == ["SERVING"] * 4 + ["NOT_SERVING"]
+        found = values(families(metrics))
+        assert (found["corun_router_certified_pair"], found["corun_router_queued_samples"]) == (0, 0)
+        assert found["process_cpu_seconds_total"] > 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_traces_that_cannot_be_exported_as_asked_end_the_start() -> None:
+    process = start("--port", "0", OTEL_TRACES_EXPORTER="otlp", OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf")
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/protobuf': must be grpc" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_bad_setting_ends_with_2_and_names_the_limit() -> None:

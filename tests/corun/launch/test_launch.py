@@ -44,7 +44,12 @@ server.add_insecure_port("127.0.0.1:" + sys.argv[sys.argv.index("--port") + 1])
 server.start()
 server.wait_for_termination()
 """
-UP = "import sys; from corun.launch import up; sys.exit(up(sys.argv[1], port=0, slots=8, log_dir=sys.argv[2]))"
+UP = """
+import sys
+from corun.cli.up import Up
+from corun.launch import run
+sys.exit(run(Up(model=sys.argv[1], port=0, slots=8).spec(), log_dir=sys.argv[2]))
+"""
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 120) -> None:
@@ -66,7 +71,7 @@ class Launch:
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", UP, str(directory / "model"), str(self.logs)],
-                env={**os.environ, "PYTHONPATH": str(directory)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join((str(directory), os.environ.get("PYTHONPATH", "")))},
                 cwd=directory,
                 stdout=output,
                 stderr=subprocess.STDOUT,

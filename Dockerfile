@@ -1,0 +1,60 @@
+# syntax=docker/dockerfile:1
+# Images of one lock file each, for Linux on x86_64:
+#   docker build --build-arg TARGET=cpu -t corun-node:0.1.0-cpu .
+#   docker build --build-arg TARGET=gpu -t corun-node:0.1.0-gpu .
+#   docker build --build-arg TARGET=cpu --build-arg EXTRA=router -t corun-router:0.1.0 .
+# TARGET is the lock: locks/cpu.txt or locks/gpu.txt. EXTRA is what of it stays in the image; by default all of TARGET.
+ARG PYTHON=3.11.13-slim-bookworm
+
+FROM python:${PYTHON} AS build
+ARG TARGET=cpu
+ARG EXTRA=${TARGET}
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+RUN python -m venv /opt/corun
+WORKDIR /src
+# Before the sources, so that a change of those does not install a few GB again. The lock is complete, and has what no
+# resolver would accept (see [tool.uv] in pyproject.toml), so nothing is resolved.
+COPY locks/${TARGET}.txt locks/prune.py locks/
+RUN /opt/corun/bin/pip install --no-deps --require-hashes -r locks/${TARGET}.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY corun corun
+COPY router router
+COPY prefill_node prefill_node
+COPY decode_node decode_node
+RUN /opt/corun/bin/pip install --no-deps --no-build-isolation --no-index . \
+    && /opt/corun/bin/python locks/prune.py "corun[${EXTRA},tracing]" \
+    && /opt/corun/bin/python -m pip uninstall --quiet --yes pip
+
+FROM python:${PYTHON} AS image
+ARG TARGET=cpu
+ARG EXTRA=${TARGET}
+# libnuma is for vLLM on CPUs. On a GPU, Triton and torch's inductor compile small programs when kernels are first used,
+# against Python's headers, which the base image has: so that image keeps a compiler. On a CPU nothing is compiled
+# (TORCHDYNAMO_DISABLE is pinned), and a router runs no kernels.
+# hadolint ignore=DL3008,SC2086
+RUN packages="" \
+    && case "${EXTRA}" in cpu) packages="libnuma1 libgomp1" ;; gpu) packages="libnuma1 libgomp1 g++ libc6-dev" ;; esac \
+    && if [ -n "$packages" ]; then \
+        apt-get update \
+        && apt-get install -y --no-install-recommends $packages \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi \
+    && useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin corun
+COPY --from=build /opt/corun /opt/corun
+# USER is for torch, which names its cache after it also where the platform picks another user. The driver's libraries
+# are mounted by NVIDIA's container runtime, if there is one.
+ENV PATH=/opt/corun/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/home/corun \
+    USER=corun \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+LABEL org.opencontainers.image.title="corun" \
+    org.opencontainers.image.description="A deterministic prefill-decode LLM serving cluster" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    dev.corun.target="${TARGET}" \
+    dev.corun.extra="${EXTRA}"
+USER 10001:10001
+WORKDIR /home/corun
+CMD ["corun", "--help"]

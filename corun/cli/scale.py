@@ -1,0 +1,67 @@
+"""`corun scale`: more or fewer nodes of a cluster that runs. The work is `corun.launch`, which needs the serving
+packages."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from corun.cli.up import needs_extra
+from corun.errors import InvalidArgumentError
+from corun.spec import ROLES, check_replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Change how many nodes a running cluster has.
+
+    New nodes join as soon as there is room for them. Nodes that are too many drain: what they have ends there, or goes
+    on elsewhere with the same bits. Returns once the nodes are as wanted.
+
+    examples:
+      corun scale prefill=3
+      corun scale prefill=2 decode=4
+      corun scale big.decode=2                              of pool big, where there are several
+      corun scale decode=4 --ray-address 10.0.0.7:6379      of a corun up on another machine
+    """
+
+    counts: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[POOL.]ROLE=N")]]
+    """How many nodes there are to be: prefill=N or decode=N."""
+    ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """The Ray cluster that corun up runs on; by default that of the last corun up on this machine."""
+    timeout_s: float = 900.0
+    """Longest wait for it, in seconds."""
+
+    def run(self) -> int:
+        if not 0 < self.timeout_s <= 86_400:
+            raise InvalidArgumentError("timeout_s", self.timeout_s, "must be in (0, 86400] seconds")
+        pool, counts = parse_counts(self.counts)
+        with needs_extra("corun scale"):
+            control = importlib.import_module("corun.launch.control")
+            done: str = control.scale(pool, counts, ray_address=self.ray_address, timeout_s=self.timeout_s)
+        print(f"scaled {done}")
+        return 0
+
+
+def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
+    """The pool, empty if none is named, and the numbers of its processes by role.
+
+    Raises InvalidArgumentError for what is not [POOL.]ROLE=N, and for several pools at once.
+    """
+    if not words:
+        raise InvalidArgumentError("counts", (), "must name a role and a number, as in prefill=3")
+    pools, counts = set(), {}
+    for word in words:
+        name, _, number = word.partition("=")
+        pool, _, role = name.rpartition(".")
+        if role not in ROLES or not (number.isascii() and number.removeprefix("-").isdigit()):
+            raise InvalidArgumentError("counts", word, f"must be [POOL.]ROLE=N, with a role of {', '.join(ROLES)}")
+        check_replicas(name, int(number))
+        pools.add(pool)
+        counts[role] = int(number)
+    if len(pools) > 1:
+        raise InvalidArgumentError("counts", words, "must be of one pool at a time")
+    return pools.pop(), counts

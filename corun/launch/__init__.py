@@ -1,0 +1,73 @@
+"""`corun up`: the routers, prefill nodes and decode nodes of a cluster as supervised processes, placed by Ray.
+
+Owns the life of a cluster from its first process to its last: `run` starts what a spec says, keeps it running, makes
+more or fewer of it when asked, and ends all of it. Each process is a plain `python -m router|prefill_node|decode_node`.
+Only this package imports ray (`runtime`); it must not know what the processes do.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
+from corun.launch import control, runtime
+from corun.launch.cluster import Cluster
+from corun.launch.members import MODULES, with_free_ports
+from corun.launch.progress import Progress
+from corun.models import TINY, resolve_model
+from corun.signals import StopSignals
+from corun.spec import ClusterSpec
+
+scale = control.scale
+
+
+def run(
+    spec: ClusterSpec,
+    *,
+    ray_address: str | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    modules: Mapping[str, str] = MODULES,
+) -> int:
+    """Runs a cluster until SIGINT, SIGTERM or SIGHUP; returns 0 then, and 1 when the cluster cannot go on.
+
+    ray_address: a running Ray to join instead of a local one. log_dir: one log per process, on its machine; by default
+    a new directory. modules: what is run for each role. Without threads, nodes on one machine without GPUs get equal
+    shares of its cores. Call it in the main thread.
+
+    Raises:
+        InvalidArgumentError: a value is out of range, a port is taken, or a public host lacks TLS and tokens. Nothing
+            was started.
+        UnavailableError: Ray cannot be started or joined.
+    """
+    check(spec)
+    spec = with_free_ports(spec)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Else every lost connection is a line on the terminal.
+    logs = Path(log_dir or tempfile.mkdtemp(prefix="corun-logs-")).resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    say = Progress()
+    say(f"logs in {logs}")
+    with StopSignals() as signals, runtime.started(ray_address, signals):
+        cluster = Cluster(spec, logs, say, modules, joined=ray_address is not None)
+        try:
+            if not signals.count:
+                cluster.start()
+                cluster.watch(signals)
+            return 0
+        except (DeadlineError, UnavailableError) as error:
+            say(f"giving up: {error}")
+            return 1
+        finally:
+            cluster.stop(signals)
+
+
+def check(spec: ClusterSpec) -> None:
+    """Raises InvalidArgumentError unless all of a cluster can be started. Starts nothing."""
+    spec.check()
+    for pool in spec.pools:
+        try:
+            _ = pool.model == TINY or resolve_model(pool.model)  # The built-in one is made where it is needed.
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(pool.where("prefill", "model"), error.value, error.limit) from None

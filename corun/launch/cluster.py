@@ -1,0 +1,286 @@
+"""One running cluster: makes the processes that run those that are wanted, and tells its user what happens.
+
+Owns what is wanted, from the spec it began with to the last `corun scale`. Must not know how processes are placed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from corun.client import Client
+from corun.cluster import ClusterStatus, NodeState, NodeStatus
+from corun.config import SEED_KEY_VARIABLE, is_loopback
+from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
+from corun.launch import runtime
+from corun.launch.control import Control, Outcome, Request, noted
+from corun.launch.fleet import GRACE_S, STATUS_TIMEOUT_S, Fleet, Order, may_run
+from corun.launch.members import (
+    LOOPBACK,
+    MODULES,
+    ROUTER,
+    Member,
+    listens_anywhere,
+    members,
+    router_address,
+)
+from corun.launch.placement import Shares, share_out
+from corun.launch.progress import Progress
+from corun.launch.reconcile import failure, steps
+from corun.signals import StopSignals
+from corun.spec import ClusterSpec, PoolSpec
+from corun.supervisor import ProcessState, ProcessStatus
+
+_START_TIMEOUT_S = 3600.0  # Most of it may be the download of a model.
+_POLL_S = 0.5
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """What is known of a pool's routers."""
+
+    addresses: tuple[str, ...]
+    hosts: tuple[str, ...]
+    """Their machines, in the order of the addresses."""
+    clients: tuple[Client, ...] = ()
+    ready: bool = False
+    """Once all of its nodes were."""
+    in_use: tuple[set[str], ...] = ()
+    """The nodes that each router uses, of those that answered last."""
+
+
+class Cluster:
+    """The processes of one launch. joined: Ray was there before, and may have more machines, now or later."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        logs: Path,
+        say: Progress,
+        modules: Mapping[str, str] = MODULES,
+        *,
+        joined: bool = False,
+    ) -> None:
+        self._spec, self._logs, self._say, self._modules = spec, logs, say, modules
+        # Routers that only this machine reaches keep all nodes on it.
+        self._is_spread = joined and not any(is_loopback(pool.config(ROUTER).host) for pool in spec.pools)
+        self._fleet = Fleet()
+        self._pools: dict[str, _Pool] = {}
+        self._places: dict[Member, int] = {}
+        self._shares: Shares
+        self._changes: list[tuple[Request, str]] = []
+        # A router that is started again has to give the same seeds, so that clients can go on.
+        self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
+
+    def start(self) -> None:
+        """Places every process; they start as soon as there is room for them, in no order."""
+        machines = len([node for node in runtime.api().nodes() if node["Alive"]])
+        if machines > 1 and not self._is_spread:
+            pool = next(pool for pool in self._spec.pools if is_loopback(pool.config(ROUTER).host))
+            limit = "must be an address that the other machines reach"
+            raise InvalidArgumentError(pool.where(ROUTER, "host"), pool.config(ROUTER).host, limit)
+        self._fleet = Fleet("" if self._is_spread else runtime.own_host())
+        self._pools = {pool.name: self._routers(pool) for pool in self._spec.pools}
+        self._shares = self._share_out()
+        self._reconcile()
+
+    def _routers(self, pool: PoolSpec) -> _Pool:
+        """Routers that listen on all addresses are spread over the machines, this one first."""
+        own = runtime.own_host()
+        spread = [own, *sorted(runtime.hosts().keys() - {own})] if self._is_spread and listens_anywhere(pool) else [own]
+        hosts = tuple(spread[index % len(spread)] for index in range(pool.count(ROUTER)))
+        reached = [host if self._is_spread else LOOPBACK for host in hosts]
+        addresses = (router_address(pool, index, host) for index, host in enumerate(reached))
+        return _Pool(tuple(addresses), hosts)
+
+    def _share_out(self) -> Shares:
+        pools = self._spec.pools
+        has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
+        own_cores = not (self._is_spread or has_threads)
+        return share_out(
+            {pool.name: pool.count("prefill") + pool.count("decode") for pool in pools},
+            {pool.name: pool.config("decode").tensor_parallel_size for pool in pools},
+            gpus=runtime.api().cluster_resources().get("GPU", 0.0),
+            cores=sorted(os.sched_getaffinity(0)) if own_cores else (),
+        )
+
+    def watch(self, signals: StopSignals) -> None:
+        """Keeps running what is wanted until a stop signal, and tells what happens.
+
+        Raises UnavailableError when the cluster cannot work any more, and DeadlineError if it never could.
+        """
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        with ExitStack() as stack:
+            self._connect(stack)
+            control = Control()
+            stack.enter_context(noted(control.name))
+            while not signals.count:
+                if time.monotonic() > deadline and not all(pool.ready for pool in self._pools.values()):
+                    raise DeadlineError(f"the cluster was not ready in {_START_TIMEOUT_S:.0f} s")
+                self._accept(control)
+                self._reconcile()
+                statuses = self._fleet.statuses()
+                self._tell_processes(statuses)
+                for pool in self._spec.pools:
+                    self._ask(pool)
+                self._conclude(control, statuses)
+                time.sleep(_POLL_S)
+
+    def _connect(self, stack: ExitStack) -> None:
+        member = self._spec.security.member
+        for pool in self._pools.values():
+            clients = (Client(address, tls=member.tls, token=member.cluster_token()) for address in pool.addresses)
+            pool.clients = tuple(stack.enter_context(client) for client in clients)
+
+    def _reconcile(self) -> None:
+        """One round: what has ended is forgotten, what is missing is started, what is too much is asked to end."""
+        for member in self._fleet.forget_ended():
+            self._places.pop(member, None)
+            self._say.change(member.name, "ended")
+        todo = steps(members(self._spec), self._fleet.running, self._fleet.stopping)
+        self._fleet.stop(todo.stop)
+        for member in todo.stop:
+            self._say(f"stopping {member.name}")
+        hosts = {member: self._pools[member.pool].hosts[member.index] for member in todo.start if member.role == ROUTER}
+        self._fleet.start([self._order(member) for member in todo.start], hosts)
+        for member in (member for member in hosts if member not in self._fleet.running):
+            self._say.change(member.name, f"waiting: its machine, {hosts[member]}, is gone")
+
+    def _order(self, member: Member) -> Order:
+        if not member.is_router and member not in self._places:
+            taken = set(self._places.values())
+            self._places[member] = next(place for place in range(len(taken) + 1) if place not in taken)
+        return Order(
+            pool=self._spec.pool(member.pool),
+            member=member,
+            routers=self._pools[member.pool].addresses,
+            host="" if self._is_spread else LOOPBACK,
+            share=self._shares.of(member, self._places.get(member, 0)),
+            logs=self._logs,
+            environment={SEED_KEY_VARIABLE: self._seed_key} if member.is_router else {},
+            modules=self._modules,
+        )
+
+    def _tell_processes(self, statuses: Mapping[Member, ProcessStatus]) -> None:
+        for member, status in statuses.items():
+            if status.state is ProcessState.RUNNING:
+                again = f", start {status.deaths + 1}" if status.deaths else ""
+                self._say.change(member.name, f"process {status.pid}{again}")
+            else:
+                self._say.change(member.name, f"{status.state.value}: {status.detail or 'being placed'}")
+        ready = [name for name, pool in self._pools.items() if pool.ready]
+        if (failed := failure(members(self._spec), statuses, ready)) is not None:
+            raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
+
+    def _ask(self, spec: PoolSpec) -> None:
+        """What a pool's routers say of its nodes."""
+        pool = self._pools[spec.name]
+        answers = [status for client in pool.clients if (status := _status(client)) is not None]
+        used = [{node.node.ref.node_id: node.node.slots for node in _ready(status)} for status in answers]
+        pool.in_use = tuple(set(nodes) for nodes in used)
+        if not answers:
+            return
+        self._tell_nodes(answers[0], is_ready=pool.ready)
+        wanted = self._nodes(spec)
+        if not pool.ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
+            pool.ready = True
+            slots = sum(used[0][name] for name in wanted)
+            line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
+            with suppress(BrokenPipeError):
+                print(line if len(self._pools) == 1 else f"{line}, pool {spec.name}", flush=True)
+
+    def _tell_nodes(self, status: ClusterStatus, *, is_ready: bool) -> None:
+        running = {member.name for member in self._fleet.running}
+        for node in status.nodes:
+            name = node.node.ref.node_id
+            detail = f": {node.detail}" if node.detail else ""
+            if name in running:
+                self._say.change(f"{name} in cluster", f"{node.state.value}{detail}")
+            if node.state is NodeState.REFUSED and not is_ready:
+                raise UnavailableError(f"the router refused {name}: {node.detail}")
+
+    def _nodes(self, pool: PoolSpec) -> set[str]:
+        """The names of the nodes that are wanted."""
+        return {m.name for m in members(self._spec) if m.pool == pool.name and not m.is_router}
+
+    def _accept(self, control: Control) -> None:
+        """New requests of `corun scale`; bad ones are answered at once."""
+        for request in control.take():
+            try:
+                pool = self._spec.pool(request.pool)
+                if ROUTER in request.counts:
+                    limit = "cannot change while it serves: nodes and clients know the routers by their addresses"
+                    raise InvalidArgumentError(ROUTER, request.counts[ROUTER], limit)
+                spec = self._spec.scaled(pool.name, request.counts)
+            except InvalidArgumentError as error:
+                refused = (error.field, shown(error.value), error.limit)
+                control.tell(request, Outcome(text=str(error), refused=refused))
+                continue
+            changes = ", ".join(f"{role} {pool.count(role)} → {count}" for role, count in request.counts.items())
+            text = changes if len(self._pools) == 1 else f"pool {pool.name}: {changes}"
+            self._say(f"scaling {text}")
+            self._spec = spec
+            self._changes.append((request, text))
+
+    def _conclude(self, control: Control, statuses: Mapping[Member, ProcessStatus]) -> None:
+        """Answers the requests that are done, or cannot be."""
+        wanted = members(self._spec)
+        settled = not self._fleet.stopping and not steps(wanted, self._fleet.running, ())
+        for request, text in list(self._changes):
+            pool = self._spec.pool(request.pool)
+            failed = [m for m in wanted if m.pool == pool.name and _has_failed(statuses.get(m))]
+            if failed:
+                detail = statuses[failed[0]].detail
+                outcome = Outcome(text=f"{text}: {failed[0].name} {detail}\nlogs in {self._logs}", failed=True)
+            elif settled and self._is_as_wanted(pool):
+                outcome = Outcome(text=text)
+            else:
+                continue
+            self._say(f"scaled {text}" if not failed else f"could not scale {text}")
+            control.tell(request, outcome)
+            self._changes.remove((request, text))
+
+    def _is_as_wanted(self, pool: PoolSpec) -> bool:
+        """Whether every router that answers uses the nodes that are wanted, and no other."""
+        in_use, wanted = self._pools[pool.name].in_use, self._nodes(pool)
+        return bool(in_use) and all(nodes == wanted for nodes in in_use)
+
+    def stop(self, signals: StopSignals) -> None:
+        """Ends the routers, which drain, then the nodes. A second stop signal kills what is still running."""
+        for is_router in (True, False):
+            self._stop([member for member in self._fleet.running if member.is_router is is_router], signals)
+
+    def _stop(self, ending: Sequence[Member], signals: StopSignals) -> None:
+        asked = 0
+        deadline = time.monotonic() + GRACE_S + STATUS_TIMEOUT_S
+        while running := [member for member, status in self._fleet.statuses(ending).items() if may_run(status)]:
+            names = ", ".join(member.name for member in running)
+            if asked < 1 + (signals.count > 1):
+                asked += 1
+                self._say(f"{'stopping' if asked == 1 else 'killing'} {names}")
+                self._fleet.stop(running)
+            if time.monotonic() > deadline:
+                self._say(f"{names} did not end in time")
+                return
+            time.sleep(_POLL_S / 5)
+
+
+def _has_failed(status: ProcessStatus | None) -> bool:
+    return status is not None and status.state is ProcessState.FAILED
+
+
+def _ready(status: ClusterStatus) -> list[NodeStatus]:
+    return [node for node in status.nodes if node.state is NodeState.READY]
+
+
+def _status(client: Client) -> ClusterStatus | None:
+    """What a router says; None while there is none."""
+    try:
+        return client.get_cluster(timeout_s=STATUS_TIMEOUT_S)
+    except (UnavailableError, DeadlineError):
+        return None

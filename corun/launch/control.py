@@ -1,0 +1,200 @@
+"""How `corun scale` reaches a running `corun up`: requests go through a named Ray actor, to and fro.
+
+Owns that actor, the note of where it is, and the caller's wait. Must not know how a cluster is scaled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from corun.errors import DeadlineError, InvalidArgumentError, Shown, UnavailableError
+from corun.launch import runtime
+
+_POLL_S = 0.2
+_CALL_TIMEOUT_S = 10.0
+_PREFIX = "corun-up-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Other numbers of processes for one pool."""
+
+    number: int
+    pool: str
+    """Empty: the only one."""
+    counts: Mapping[str, int]
+    """By role."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of a request."""
+
+    text: str
+    refused: tuple[str, str, str] | None = None
+    """Field, value and limit of a request that cannot be; nothing was changed."""
+    failed: bool = False
+    """It was tried, and a process cannot start."""
+
+
+class _Mailbox:
+    """Requests and their outcomes. Lives as long as the `corun up` that made it."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._outcomes: dict[int, Outcome] = {}
+        self._number = 0
+
+    def ask(self, pool: str, counts: dict[str, int]) -> int:
+        self._number += 1
+        self._requests.append(Request(number=self._number, pool=pool, counts=counts))
+        return self._number
+
+    def take(self) -> list[Request]:
+        taken, self._requests = self._requests, []
+        return taken
+
+    def tell(self, number: int, outcome: Outcome) -> None:
+        self._outcomes[number] = outcome
+
+    def outcome(self, number: int) -> Outcome | None:
+        return self._outcomes.pop(number, None)
+
+
+class Control:
+    """The end of `corun up`."""
+
+    def __init__(self) -> None:
+        self.name = _PREFIX + secrets.token_hex(4)
+        self._mailbox = runtime.api().remote(_Mailbox).options(name=self.name, num_cpus=0, **runtime.here()).remote()
+        self._question: Any = None
+
+    def take(self) -> list[Request]:
+        """New requests. Never waits: a question that is not answered yet is answered next time."""
+        self._question = self._question or self._mailbox.take.remote()
+        answered, _ = runtime.api().wait([self._question], timeout=0)
+        if not answered:
+            return []
+        question, self._question = self._question, None
+        with contextlib.suppress(runtime.api().exceptions.RayActorError):
+            return list(runtime.api().get(question))
+        return []
+
+    def tell(self, request: Request, outcome: Outcome) -> None:
+        self._mailbox.tell.remote(request.number, outcome)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Where a running `corun up` is found."""
+
+    pid: int
+    name: str
+    """Of its actor."""
+    address: str
+    """Of Ray."""
+    host: str
+    """Of this machine in that Ray."""
+    auth_mode: str
+    """Of that Ray; its token is where Ray keeps it."""
+
+
+@contextmanager
+def noted(name: str) -> Iterator[None]:
+    """Lets `corun scale` on this machine find this process for as long as the block runs."""
+    address = runtime.api().get_runtime_context().gcs_address
+    auth_mode = os.environ.get(runtime.AUTH_MODE_VARIABLE, "")
+    note = Note(pid=os.getpid(), name=name, address=address, host=runtime.own_host(), auth_mode=auth_mode)
+    path = _directory() / f"{note.pid}.json"
+    path.write_text(json.dumps(asdict(note)))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _directory() -> Path:
+    """Of the notes; this user's alone, since whoever can write there says which Ray is talked to."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "corun" if base else Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise UnavailableError(f"{path} must be a directory that only you can write to")
+    return path
+
+
+def latest() -> Note | None:
+    """Of the `corun up` that was started last; notes of those that were killed are removed."""
+    living: list[tuple[float, Note]] = []
+    for path in _directory().glob("*.json"):
+        note = Note(**json.loads(path.read_text()))
+        if Path(f"/proc/{note.pid}").exists():
+            living.append((path.stat().st_mtime, note))
+        else:
+            path.unlink(missing_ok=True)
+    return max(living, key=lambda found: found[0])[1] if living else None
+
+
+def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, timeout_s: float) -> str:
+    """Asks a running `corun up` for other numbers of processes; says what happened once they are there.
+
+    ray_address: the Ray that it runs on; None: the last one that was started on this machine.
+
+    Raises:
+        InvalidArgumentError: there cannot be so many; nothing was changed.
+        UnavailableError: there is no `corun up`, or a process that was wanted cannot start.
+        DeadlineError: not done in time; it goes on all the same.
+    """
+    deadline = time.monotonic() + timeout_s
+    note = latest() if ray_address is None else None
+    if note is None and ray_address is None:
+        raise UnavailableError("no corun up runs on this machine; give --ray-address, if one runs elsewhere")
+    if note is not None and note.auth_mode:
+        os.environ.setdefault(runtime.AUTH_MODE_VARIABLE, note.auth_mode)
+    with runtime.joined(note.address if note else str(ray_address), note.host if note else ""):
+        mailbox = _mailbox(note.name if note else "")
+        number = _get(mailbox.ask.remote(pool, dict(counts)))
+        while (outcome := _get(mailbox.outcome.remote(number))) is None:
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"not done within {timeout_s:g} s; corun up goes on with it, and says how")
+            time.sleep(_POLL_S)
+    if outcome.refused is not None:
+        field, value, limit = outcome.refused
+        raise InvalidArgumentError(field, Shown(value), limit)
+    if outcome.failed:
+        raise UnavailableError(outcome.text)
+    return str(outcome.text)
+
+
+def _mailbox(name: str) -> Any:
+    """That of the only `corun up` there, if no name is given."""
+    listed = runtime.api().util.list_named_actors(all_namespaces=True)
+    names = [found["name"] for found in listed if found["namespace"] == runtime.NAMESPACE]
+    names = [found for found in names if (found == name if name else found.startswith(_PREFIX))]
+    if not names:
+        raise UnavailableError("no corun up runs on that Ray")
+    if len(names) > 1:
+        raise UnavailableError(
+            f"{len(names)} corun ups run on that Ray: use corun scale where the one meant was started"
+        )
+    return runtime.api().get_actor(names[0], namespace=runtime.NAMESPACE)
+
+
+def _get(question: Any) -> Any:
+    errors = runtime.api().exceptions
+    try:
+        return runtime.api().get(question, timeout=_CALL_TIMEOUT_S)
+    except (errors.RayActorError, errors.GetTimeoutError) as error:
+        raise UnavailableError("corun up has ended, or does not answer") from error

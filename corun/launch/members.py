@@ -1,0 +1,137 @@
+"""The processes of a cluster, by name, and the command line of each.
+
+Pure but for looking at ports. Must not know how the processes are started.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from corun.errors import InvalidArgumentError
+from corun.models import resolve_model
+from corun.spec import ROLES, ClusterSpec, PoolSpec
+
+LOOPBACK = "127.0.0.1"
+ROUTER = "router"
+MODULES: Mapping[str, str] = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+"""What is run for each role: `python -m MODULE`."""
+
+_ANY_HOST = ("0.0.0.0", "::")
+_TRIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a cluster, over all its lives."""
+
+    pool: str
+    role: str
+    index: int
+    """Among the processes of its role in its pool."""
+    name: str
+    """Of its log file; the id of a node, which it keeps when it is started again."""
+
+    @property
+    def is_router(self) -> bool:
+        return self.role == ROUTER
+
+
+def members(spec: ClusterSpec) -> tuple[Member, ...]:
+    """Of a whole cluster: per pool its routers, prefill and decode nodes."""
+    return tuple(
+        Member(pool.name, role, index, _name(spec, pool, role, index))
+        for pool in spec.pools
+        for role in ROLES
+        for index in range(pool.count(role))
+    )
+
+
+def _name(spec: ClusterSpec, pool: PoolSpec, role: str, index: int) -> str:
+    prefix = f"{pool.name}." if len(spec.pools) > 1 else ""
+    return prefix + (role if role == ROUTER and pool.count(role) == 1 else f"{role}-{index}")
+
+
+def command(
+    pool: PoolSpec,
+    member: Member,
+    *,
+    host: str,
+    routers: Sequence[str] = (),
+    gpu_share: float = 0.0,
+    modules: Mapping[str, str] = MODULES,
+) -> list[str]:
+    """The command line of one process. host: where a node is reached. routers: the host:port of each, for nodes."""
+    settings = {**pool.settings(member.role), **pool.ports(member.role, member.index)}
+    if not member.is_router:
+        settings |= {"model": resolve_model(pool.model), "router": tuple(routers)}
+        settings |= {"node_id": member.name, "host": host, "nixl_host": host}
+        if 0 < gpu_share < 1:
+            share = gpu_share * pool.config(member.role).gpu_memory_utilization
+            settings["gpu_memory_utilization"] = round(share, 3)
+    return [sys.executable, "-m", modules[member.role], *_words(settings)]
+
+
+def _words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as the flags of a command line."""
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple):
+            words += [f"--{flag}", *map(str, value)]
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def listens_anywhere(pool: PoolSpec) -> bool:
+    """Whether its routers may be on any machine, for they listen on all of its addresses."""
+    return pool.config(ROUTER).host in _ANY_HOST
+
+
+def router_address(pool: PoolSpec, index: int, own_host: str) -> str:
+    """host:port at which a router is reached. own_host: its machine, for one that listens anywhere."""
+    host = own_host if listens_anywhere(pool) else pool.config(ROUTER).host
+    return f"{f'[{host}]' if ':' in host else host}:{pool.ports(ROUTER, index)['port']}"
+
+
+def with_free_ports(spec: ClusterSpec) -> ClusterSpec:
+    """The same cluster with the ports of its routers: free ones where it says 0.
+
+    Raises InvalidArgumentError for one that cannot be listened on here.
+    """
+    return replace(spec, pools=tuple(_with_free_ports(pool) for pool in spec.pools))
+
+
+def _with_free_ports(pool: PoolSpec) -> PoolSpec:
+    config, where = pool.config(ROUTER), pool.where(ROUTER, "port")
+    port = free_ports(config.host, config.port, pool.count(ROUTER), where)
+    return replace(pool, router={**pool.router, "port": port})
+
+
+def free_ports(host: str, port: int, count: int = 1, where: str = "port") -> int:
+    """The first of `count` ports in a row that can be listened on: `port` itself, or any for 0."""
+    for tries_left in reversed(range(_TRIES if port == 0 else 1)):
+        try:
+            first = _probe(host, port)
+            for following in range(first + 1, first + count):
+                _probe(host, following)
+        except (OSError, OverflowError) as error:
+            if not tries_left:
+                limit = f"cannot be listened on at {host}: {error}"
+                raise InvalidArgumentError(where, port, limit) from error
+        else:
+            return first
+    raise AssertionError("a try returns or raises")
+
+
+def _probe(host: str, port: int) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])

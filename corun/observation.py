@@ -1,0 +1,70 @@
+"""What a process shows of itself from its first moment to its last: health, and metrics where they are configured.
+
+Owns: the ports for both, and what health says of the process as such. This module must not know what a process does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from corun.config import MemberConfig
+from corun.health import LIVE, STARTED, HealthService
+from corun.metrics import MetricsServer
+from corun.probes import HealthPort
+from corun.server import join_address
+
+log = logging.getLogger(__name__)
+
+
+class Observation:
+    """Start it before anything that takes long; stop it last. Lifecycle: `start` → `note_started` → `stop`."""
+
+    def __init__(self, config: MemberConfig) -> None:
+        self.health = HealthService()
+        """For the process's main port, too."""
+        self.metrics = MetricsServer()
+        self.port: HealthPort | None = None
+        """Of health checks in plain text; None if there is none."""
+        self._config = config
+
+    async def start(self) -> None:
+        """Listens. Raises UnavailableError if an address cannot be had."""
+        config = self._config
+        self.health.set(LIVE, True)
+        for service in ("", STARTED):
+            self.health.set(service, False)
+        if config.metrics_port is not None:
+            await self.metrics.start(config.metrics_host, config.metrics_port)
+            log.info("metrics on http://%s/metrics", join_address(config.metrics_host, self.metrics.port))
+        if config.health_port is not None:
+            self.port = HealthPort(self.health, config.health_host, config.health_port)
+            try:
+                self.port.start()
+            except BaseException:
+                await self.metrics.stop()
+                raise
+            log.info("health checks on %s", join_address(config.health_host, self.port.port))
+
+    def note_started(self) -> None:
+        """All has been loaded, and the main port listens: from now on the event loop has to answer."""
+        self.health.set(STARTED, True)
+        if self.port is not None:
+            self.port.watch_loop()
+
+    async def stop(self) -> None:
+        if self.port is not None:
+            await self.port.stop()
+        await self.metrics.stop()
+
+
+@asynccontextmanager
+async def observed(config: MemberConfig) -> AsyncIterator[Observation]:
+    """An observation that has started; stopped at the end."""
+    observation = Observation(config)
+    await observation.start()
+    try:
+        yield observation
+    finally:
+        await observation.stop()

@@ -1,0 +1,360 @@
+"""A whole cluster as one value: pools, their processes, what those are configured with; and `cluster.toml`, its file.
+
+    [security]               # for every process: tls_cert, tls_key, tls_ca, tls_name, cluster_token_file; for routers:
+                             # client_tokens_file, tls_clients; insecure = true starts on a public address without them
+    [pools.main]             # what prefill and decode nodes have in common
+    model = "Qwen/Qwen3-8B"
+    [pools.main.router]      # RouterConfig
+    port = 50051
+    [pools.main.prefill]     # PrefillConfig
+    replicas = 2
+    [pools.main.decode]      # DecodeConfig
+    slots = 256
+
+Keys are the fields of the config classes, which own every limit; `replicas` is how many processes of a role there are.
+Paths are relative to the file. Three rules of its own:
+
+- What names one process or one machine is not for a file, but for whoever starts processes: node_id, router_id,
+  advertise, nixl_host, and host and router of nodes.
+- A port that is not 0 is that of the first process of its role; the next ones of a pool count up from it.
+- What a pool's contract says of its model (model, dtype, max_model_len, tensor_parallel_size) is the pool's, not a
+  role's.
+
+Must not know how processes are started, nor where.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from corun.config import DecodeConfig, MemberConfig, NodeConfig, PrefillConfig, RouterConfig, is_loopback
+from corun.errors import InvalidArgumentError, Shown
+from corun.models import resolve_model
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIGS: dict[str, type[RouterConfig] | type[PrefillConfig] | type[DecodeConfig]] = {
+    "router": RouterConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+}
+ROLES = tuple(CONFIGS)
+MAX_REPLICAS = 1024
+
+_OF_MEMBERS = ("tls_cert", "tls_key", "tls_ca", "tls_name", "cluster_token_file")
+_OF_ROUTERS = ("client_tokens_file", "tls_clients")
+_OF_CONTRACT = ("model", "dtype", "max_model_len", "tensor_parallel_size")
+_OF_LAUNCHER = ("node_id", "router_id", "advertise", "nixl_host")
+_OF_LAUNCHER_FOR_NODES = (*_OF_LAUNCHER, "host", "router")
+PATHS = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file", "seed_key_file", "audit_dir")
+"""Settings that are paths, beside `model`, which need not be one."""
+_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "must be text"),
+    bool: ((bool,), "must be true or false"),
+    int: ((int,), "must be an integer"),
+    int | None: ((int,), "must be an integer"),
+    float: ((int, float), "must be a number"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Security:
+    """What the links of a cluster are protected with: paths of files, the same for all processes."""
+
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_name: str = ""
+    cluster_token_file: str = ""
+    tls_clients: bool = False
+    client_tokens_file: str = ""
+    insecure: bool = False
+    """Serves on a public address without protection."""
+
+    def missing(self, host: str) -> list[str]:
+        """What a router needs to listen on `host`, and has not."""
+        if self.insecure or is_loopback(host):
+            return []
+        needed = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file")
+        return [name for name in needed if not getattr(self, name)]
+
+    def settings(self, role: str) -> dict[str, Any]:
+        """Those of a process, without those that say nothing."""
+        names = (*_OF_MEMBERS, *_OF_ROUTERS) if role == "router" else _OF_MEMBERS
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
+    def member(self) -> MemberConfig:
+        return MemberConfig(**self.settings("member"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSpec:
+    """One contract, and the processes that share it: its routers and their nodes. Settings are those that were given,
+    by their names in the config classes."""
+
+    name: str = "main"
+    common: Mapping[str, Any]
+    """Of both node roles; has a model."""
+    router: Mapping[str, Any] = field(default_factory=dict)
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    """By role; one where nothing is said."""
+    security: Security = field(default_factory=Security)
+    source: str = ""
+    """The file that it is from; empty: a command line."""
+
+    @property
+    def model(self) -> str:
+        return str(self.common["model"])
+
+    def count(self, role: str) -> int:
+        """Processes of a role."""
+        return self.replicas.get(role, 1)
+
+    def settings(self, role: str) -> dict[str, Any]:
+        """All that was given for a process of a role."""
+        common = {} if role == "router" else self.common
+        return {**self.security.settings(role), **common, **getattr(self, role)}
+
+    def config(self, role: str, **own: Any) -> Any:
+        """The configuration of a process of a role. own: what only that process has.
+
+        Raises:
+            InvalidArgumentError: a value is outside its limit, or a file cannot be used; names where it was given.
+        """
+        try:
+            return CONFIGS[role](**{**self.settings(role), **own})
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(self.where(role, error.field), error.value, error.limit) from None
+
+    def ports(self, role: str, index: int) -> dict[str, int]:
+        """The fixed ports of the index-th process of a role."""
+        config = self.config(role)
+        names = (known.name for known in fields(config) if known.name == "port" or known.name.endswith("_port"))
+        return {name: port + index for name in names if (port := getattr(config, name))}
+
+    def scaled(self, counts: Mapping[str, int]) -> PoolSpec:
+        """The same pool with other numbers of processes, by role. Raises InvalidArgumentError for bad ones."""
+        for role, count in counts.items():
+            check_replicas(self.where(role, "replicas"), count)
+        return replace(self, replicas={**self.replicas, **counts})
+
+    def where(self, role: str, name: str) -> str:
+        """Where a setting stands, in words."""
+        if not self.source:
+            return role if name == "replicas" else name
+        table = f"pools.{self.name}.{role}"
+        if name in (*_OF_MEMBERS, *_OF_ROUTERS):
+            table = "security"
+        elif role != "router" and (name == "model" or (name in self.common and name not in getattr(self, role))):
+            table = f"pools.{self.name}"
+        return f"{self.source}: [{table}] {name}"
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError unless every process of the pool would take its configuration."""
+        host = self.router.get("host", RouterConfig().host)
+        if missing := self.security.missing(host):
+            raise InvalidArgumentError(
+                self.where("router", "host"), host, _unprotected(missing, is_file=bool(self.source))
+            )
+        for role in ROLES:
+            check_replicas(self.where(role, "replicas"), self.count(role))
+            self.config(role, **self.ports(role, self.count(role) - 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSpec:
+    """What to run."""
+
+    pools: tuple[PoolSpec, ...]
+
+    @property
+    def security(self) -> Security:
+        """The same for all pools."""
+        return self.pools[0].security
+
+    def pool(self, name: str = "") -> PoolSpec:
+        """The pool of that name; without one, the only pool. Raises InvalidArgumentError if there is none."""
+        found = [pool for pool in self.pools if name in ("", pool.name)]
+        if len(found) == 1:
+            return found[0]
+        limit = f"must be one of {', '.join(pool.name for pool in self.pools)}"
+        raise InvalidArgumentError("pool", name, limit)
+
+    def scaled(self, name: str, counts: Mapping[str, int]) -> ClusterSpec:
+        """With other numbers of processes in one pool. Raises InvalidArgumentError for bad ones."""
+        changed = self.pool(name).scaled(counts)
+        spec = ClusterSpec(pools=tuple(changed if pool.name == changed.name else pool for pool in self.pools))
+        spec.check()
+        return spec
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError unless all of it can be run together: every process takes its configuration, no
+        two want one port, and a public router is protected."""
+        taken: dict[int, str] = {}
+        for pool in self.pools:
+            pool.check()
+            for role in ROLES:
+                first = pool.ports(role, 0)
+                for port, name in ((first[name] + i, name) for i in range(pool.count(role)) for name in first):
+                    where = pool.where(role, name)
+                    if port in taken:
+                        raise InvalidArgumentError(where, first[name], f"must leave {port} to {taken[port]}, or be 0")
+                    taken[port] = where
+
+
+def read(path: str | Path) -> ClusterSpec:
+    """The cluster of a file: every key is known there and has the right type. `check` finds out whether it can be run.
+
+    Raises:
+        InvalidArgumentError: names file, table, key, value and limit.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgumentError("config", str(path), f"must be a readable TOML file: {reason}") from error
+    return _Reader(str(path)).cluster(content)
+
+
+def process_settings(path: str | Path, pool: str, config: type[Any]) -> dict[str, Any]:
+    """What a file gives for one process, by the class of its configuration.
+
+    Raises InvalidArgumentError as `read` does, and where this role's values are outside their limits. What only other
+    roles need, such as their secrets, need not be there.
+    """
+    found = read(path).pool(pool)
+    role = next(name for name, cls in CONFIGS.items() if cls is config)
+    found.config(role)
+    settings = found.settings(role)
+    return settings if role == "router" else {**settings, "model": resolve_model(found.model)}
+
+
+def check_replicas(where: str, count: object) -> None:
+    """Raises InvalidArgumentError unless there can be so many processes of a role."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_REPLICAS:
+        raise InvalidArgumentError(where, count, f"must be at least 1 and at most {MAX_REPLICAS}")
+
+
+class _Reader:
+    """Turns the content of one file into a spec."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._base = Path(path).resolve().parent
+
+    def cluster(self, content: Mapping[str, Any]) -> ClusterSpec:
+        self._check_keys("", content, ("security", "pools"))
+        security = Security(**self._values("security", self._table("security", content), _hints(Security), {}))
+        pools = self._table("pools", content)
+        if not pools:
+            raise InvalidArgumentError(f"{self._path}: [pools]", Shown("empty"), "must have a pool, as in [pools.main]")
+        return ClusterSpec(pools=tuple(self._pool(name, pools, security) for name in pools))
+
+    def _pool(self, name: str, pools: Mapping[str, Any], security: Security) -> PoolSpec:
+        if not 0 < len(name) <= 63 or not all(c.isascii() and (c.isalnum() or c in "-_") for c in name):
+            limit = "must be called with up to 63 letters, digits, '-' or '_'"
+            raise InvalidArgumentError(f"{self._path}: [pools]", name, limit)
+        path, table = f"pools.{name}", self._table(name, pools, "pools.")
+        roles = {role: self._table(role, table, f"{path}.") for role in ROLES}
+        own = {key: value for key, value in table.items() if key not in ROLES}
+        common = self._values(path, own, _common_types(), _elsewhere(name))
+        if "model" not in common:
+            raise InvalidArgumentError(f"{self._path}: [{path}] model", "", "must be given")
+        given: dict[str, dict[str, Any]] = {}
+        replicas: dict[str, int] = {}
+        for role, values in roles.items():
+            where = f"{path}.{role}"
+            if (count := values.pop("replicas", None)) is not None:
+                check_replicas(f"{self._path}: [{where}] replicas", count)
+                replicas[role] = count
+            given[role] = self._values(where, values, _types(role), _elsewhere(name, role))
+        return PoolSpec(name=name, common=common, **given, replicas=replicas, security=security, source=self._path)
+
+    def _table(self, name: str, parent: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+        table = parent.get(name, {})
+        if not isinstance(table, dict):
+            raise InvalidArgumentError(f"{self._path}: {path}{name}", table, f"must be a table: [{path}{name}]")
+        return dict(table)
+
+    def _values(
+        self, path: str, table: Mapping[str, Any], types: Mapping[str, Any], elsewhere: Mapping[str, str]
+    ) -> dict[str, Any]:
+        self._check_keys(path, table, types, elsewhere)
+        for key, value in table.items():
+            kinds, limit = _TYPES[types[key]]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise InvalidArgumentError(f"{self._path}: [{path}] {key}", value, limit)
+        return {key: self._absolute(key, value) for key, value in table.items()}
+
+    def _check_keys(
+        self, path: str, table: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
+    ) -> None:
+        """Raises InvalidArgumentError for the first key that is not known. elsewhere: what to say of some of them."""
+        for key in (key for key in table if key not in known):
+            limit = (elsewhere or {}).get(key, "")
+            if not limit:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                limit = f"is not a key here; the nearest is {near[0]}"
+            value = Shown("a secret") if key == "seed_key" else table[key]
+            where = f"{self._path}: [{path}] {key}" if path else f"{self._path}: {key}"
+            raise InvalidArgumentError(where, Shown("a table") if isinstance(value, dict) else value, limit)
+
+    def _absolute(self, key: str, value: Any) -> Any:
+        """A path, from the file's directory; a model is one if it begins like one, or is there."""
+        if key == "model":
+            is_path = value.startswith((".", "~")) or (self._base / value / "config.json").is_file()
+        else:
+            is_path = key in PATHS and value != ""
+        return str((self._base / Path(value).expanduser()).resolve()) if is_path else value
+
+
+def _elsewhere(pool: str, role: str = "") -> dict[str, str]:
+    """What to say of keys that exist, but not in the table of a pool or of one of its roles."""
+    found = dict.fromkeys((*_OF_MEMBERS, *_OF_ROUTERS), "belongs in [security]")
+    found |= dict.fromkeys(_OF_LAUNCHER_FOR_NODES, "is for whoever starts the process, and not for a file")
+    found["seed_key"] = "must not be in this file, which is no secret: use seed_key_file"
+    if role:
+        return found | dict.fromkeys(_OF_CONTRACT, f"belongs in [pools.{pool}]")
+    for other in ROLES:
+        own = (name for name in _types(other) if name not in _common_types())
+        found |= dict.fromkeys(own, f"belongs in [pools.{pool}.{other}]")
+    return found
+
+
+@functools.cache
+def _types(role: str) -> dict[str, Any]:
+    """The keys of a role's table but `replicas`, with their types."""
+    foreign = (*_OF_MEMBERS, *_OF_ROUTERS, *_OF_CONTRACT, "seed_key")
+    foreign = (*foreign, *(_OF_LAUNCHER if role == "router" else _OF_LAUNCHER_FOR_NODES))
+    return _hints(CONFIGS[role], foreign)
+
+
+@functools.cache
+def _common_types() -> dict[str, Any]:
+    """The keys of a pool's table but those of its roles, with their types."""
+    return _hints(NodeConfig, (*_OF_MEMBERS, *_OF_LAUNCHER_FOR_NODES))
+
+
+def _hints(cls: type[Any], without: Iterable[str] = ()) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {known.name: hints[known.name] for known in fields(cls) if known.name not in without}
+
+
+def _unprotected(missing: Sequence[str], *, is_file: bool) -> str:
+    if is_file:
+        return f"is a public address, so [security] needs {', '.join(missing)} as well; or insecure = true there"
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+    return f"is a public address, so it needs {flags} as well; or say --insecure"

@@ -1,0 +1,58 @@
+"""W3C trace context in the metadata of calls: which span a call belongs to.
+
+Plain text; nothing here loads OpenTelemetry. Whatever a stranger sends as a trace context is either well formed or not
+there. This module must not know spans.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TRACEPARENT = "traceparent"
+"""Metadata key, https://www.w3.org/TR/trace-context/."""
+
+_FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
+_SAMPLED = 1
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """One span of one trace."""
+
+    trace_id: int
+    """128 bits, not 0."""
+    span_id: int
+    """64 bits, not 0."""
+    sampled: bool
+    """Whether whoever made the span records it."""
+
+    def metadata(self) -> Metadata:
+        return ((TRACEPARENT, f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.sampled:02x}"),)
+
+
+def read(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+    """The context of a call; None if there is none, more than one, or one that is not well formed."""
+    values = [value for key, value in metadata if key == TRACEPARENT]
+    if len(values) != 1 or not isinstance(values[0], str) or (found := _FORM.fullmatch(values[0])) is None:
+        return None
+    trace_id, span_id, flags = (int(part, 16) for part in found.groups())
+    return TraceContext(trace_id, span_id, bool(flags & _SAMPLED)) if trace_id and span_id else None
+
+
+def of_caller() -> Metadata:
+    """The metadata that makes a call part of the active span of whoever calls this; none if there is no such span.
+
+    A program with an active span has loaded OpenTelemetry; if nobody has, there is nothing to ask.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ()
+    span = trace.get_current_span().get_span_context()
+    return (
+        TraceContext(span.trace_id, span.span_id, bool(span.trace_flags & _SAMPLED)).metadata() if span.is_valid else ()
+    )

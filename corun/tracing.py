@@ -1,0 +1,220 @@
+"""Spans of a process of the cluster, for OpenTelemetry, where the standard environment variables ask for them.
+
+Owns: whether there is tracing, and everything that touches OpenTelemetry, which is imported only if there is. A span
+never holds a prompt, an output or the text of an error. Parents are passed on by hand: a request's work is spread over
+tasks, and a context variable would be copied into each. This module must not know requests or nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from corun import __version__
+from corun.errors import CorunError, InvalidArgumentError, UnavailableError, kind_of
+from corun.trace_context import Metadata, TraceContext, read
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+EXPORTER = "OTEL_TRACES_EXPORTER"
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+DISABLED = "OTEL_SDK_DISABLED"
+SHUTDOWN_TIMEOUT_S = 5.0
+"""For the last spans to be sent."""
+
+Value = str | bool | int | float | Sequence[str]
+Lap = tuple[str, float, float]
+"""A name, a beginning and an end; times are on the running loop's clock."""
+
+log = logging.getLogger(__name__)
+
+
+class Span:
+    """A span that nobody records. Enter it, or `end` it, once."""
+
+    metadata: Metadata = ()
+    """That makes a call part of this span."""
+
+    def child(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
+        """A span within this one, which begins now."""
+        return self
+
+    def laps(self, laps: Sequence[Lap], attributes: Mapping[str, Value] | None = None) -> None:
+        """Spans within this one that are over."""
+
+    def note(self, attributes: Mapping[str, Value]) -> None:
+        """Adds what has become known."""
+
+    def event(self, name: str, at: float) -> None:
+        """Something happened, at a time on the running loop's clock."""
+
+    def fail(self, error: BaseException) -> None:
+        """What it is about has failed. Of the error, only the kind is kept; the first one counts."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends it now, well or with an error."""
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(error)
+
+
+OFF = Span()
+"""Where there is no tracing."""
+
+
+class Call(Protocol):
+    """What is needed of a gRPC call that is being answered."""
+
+    def invocation_metadata(self) -> Any: ...
+
+
+class _Recorded(Span):
+    """A span of OpenTelemetry's."""
+
+    def __init__(self, tracing: _Tracing, span: Any) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._has_failed = False
+        context = span.get_span_context()
+        self.metadata = TraceContext(context.trace_id, context.span_id, bool(context.trace_flags.sampled)).metadata()
+
+    def child(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
+        return _Recorded(self._tracing, self._tracing.start(name, self._span, attributes))
+
+    def laps(self, laps: Sequence[Lap], attributes: Mapping[str, Value] | None = None) -> None:
+        zero = _zero_ns()  # One for all: they meet.
+        for name, began, ended in laps:
+            span = self._tracing.start(name, self._span, attributes, at=zero + round(began * 1e9))
+            span.end(zero + round(ended * 1e9))
+
+    def note(self, attributes: Mapping[str, Value]) -> None:
+        self._span.set_attributes(attributes)
+
+    def event(self, name: str, at: float) -> None:
+        self._span.add_event(name, timestamp=_zero_ns() + round(at * 1e9))
+
+    def fail(self, error: BaseException) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):  # Nobody's fault.
+            self._span.set_attribute("error.type", "cancelled")
+            return
+        known = next((one for one in (error, error.__cause__) if isinstance(one, CorunError)), None)
+        self._span.set_attribute("error.type", kind_of(known) if known else "internal")
+        self._span.set_status(self._tracing.failed)
+
+    def end(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self.fail(error)
+        self._span.end()
+
+
+class _Tracing:
+    """OpenTelemetry, loaded."""
+
+    def __init__(self, service: str, instance: str) -> None:
+        try:
+            from opentelemetry import trace  # noqa: PLC0415
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource  # noqa: PLC0415
+            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+        except ImportError as error:
+            raise UnavailableError(f"traces need OpenTelemetry: install corun[tracing] ({error})") from error
+        own = {"service.name": service, "service.instance.id": instance, "service.version": __version__}
+        given = OTELResourceDetector().detect().attributes
+        resource = Resource.create({name: value for name, value in own.items() if name not in given})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("corun", __version__)
+        self._trace = trace
+        self.failed = trace.Status(trace.StatusCode.ERROR)
+
+    def start(self, name: str, parent: Any, attributes: Mapping[str, Value] | None, at: int | None = None) -> Any:
+        context = None if parent is None else self._trace.set_span_in_context(parent)
+        return self._tracer.start_span(name, context, attributes=attributes, start_time=at)
+
+    def remote(self, context: TraceContext) -> Any:
+        """A span of another process, as a parent."""
+        trace = self._trace
+        flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if context.sampled else trace.TraceFlags.DEFAULT)
+        return trace.NonRecordingSpan(trace.SpanContext(context.trace_id, context.span_id, True, flags))
+
+    def shutdown(self) -> None:
+        self._provider.shutdown()
+
+
+_running: list[_Tracing] = []
+"""The process's, if there is one."""
+
+
+def is_asked_for(environment: Mapping[str, str]) -> bool:
+    """Whether the standard variables ask for traces. Raises InvalidArgumentError for what is not supported."""
+    exporter = environment.get(EXPORTER, "")
+    if exporter not in ("", "otlp", "none"):
+        raise InvalidArgumentError(f"environment variable {EXPORTER}", exporter, "must be otlp or none")
+    named = exporter == "otlp" or any(environment.get(name) for name in ENDPOINTS)
+    if exporter == "none" or not named or environment.get(DISABLED, "").lower() == "true":
+        return False
+    for name in PROTOCOLS:
+        if environment.get(name, "grpc") not in ("", "grpc"):
+            raise InvalidArgumentError(f"environment variable {name}", environment[name], "must be grpc")
+    return True
+
+
+def start(service: str, instance: str) -> None:
+    """Begins to record this process's spans, if the environment asks for it; once, before anything else runs.
+
+    Args:
+        service: its `service.name`, instance: its `service.instance.id`, unless the environment gives others.
+
+    Raises:
+        InvalidArgumentError: the environment asks for something that is not supported.
+        UnavailableError: OpenTelemetry is not installed.
+    """
+    if is_asked_for(os.environ):
+        _running.append(_Tracing(service, instance))
+        log.info("traces are exported as %s", service)
+
+
+async def stop() -> None:
+    """Sends the last spans, or gives up on them."""
+    while _running:
+        # Not a thread of the loop's: its end would be waited for.
+        ending = threading.Thread(target=_running.pop().shutdown, name="last spans", daemon=True)
+        ending.start()
+        await asyncio.to_thread(ending.join, SHUTDOWN_TIMEOUT_S)
+        if ending.is_alive():
+            log.warning("the last spans could not be sent within %g s", SHUTDOWN_TIMEOUT_S)
+
+
+def of_call(call: Call, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
+    """A span for a call that is being answered, within the caller's span if it has one."""
+    if not _running:
+        return OFF
+    context = read(call.invocation_metadata() or ())
+    parent = None if context is None else _running[0].remote(context)
+    return _Recorded(_running[0], _running[0].start(name, parent, attributes))
+
+
+def caller_of(call: Call) -> Span:
+    """The caller's own span, to make spans within; OFF if it has none. It is not to be ended here."""
+    if not _running or (context := read(call.invocation_metadata() or ())) is None:
+        return OFF
+    return _Recorded(_running[0], _running[0].remote(context))
+
+
+def _zero_ns() -> int:
+    """When the running loop's clock was zero, in nanoseconds since 1970."""
+    return time.time_ns() - round(asyncio.get_running_loop().time() * 1e9)

@@ -1,0 +1,49 @@
+"""Takes out of an environment what a requirement does not need: `python locks/prune.py 'corun[router]'`.
+
+A lock file holds everything for development, too. The environment keeps what the requirement reaches through the
+metadata of what is installed, and pip. Runs in the environment itself; must not know what is in it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def needed(root: str) -> set[str]:
+    """Canonical names of the distributions that a requirement reaches, itself included."""
+    seen: set[tuple[str, str]] = set()
+    todo = [(canonicalize_name(Requirement(root).name), extra) for extra in ("", *Requirement(root).extras)]
+    while todo:
+        name, extra = found = todo.pop()
+        if found not in seen:
+            seen.add(found)
+            todo.extend(_requirements(name, extra))
+    return {name for name, _ in seen}
+
+
+def _requirements(name: str, extra: str) -> Iterator[tuple[str, str]]:
+    try:
+        texts = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return  # For another platform, or not in the lock on purpose.
+    for requirement in map(Requirement, texts):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            for further in ("", *requirement.extras):
+                yield canonicalize_name(requirement.name), further
+
+
+def main() -> None:
+    installed = {canonicalize_name(found.name) for found in metadata.distributions()}
+    unneeded = sorted(installed - needed(sys.argv[1]) - {"pip"})
+    if unneeded:
+        subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *unneeded], check=True)
+
+
+if __name__ == "__main__":
+    main()

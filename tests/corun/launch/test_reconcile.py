@@ -1,0 +1,55 @@
+"""What is done so that the processes that run become those that are wanted."""
+
+from __future__ import annotations
+
+from corun.launch.members import Member, members
+from corun.launch.reconcile import Steps, failure, steps
+from corun.spec import ClusterSpec, PoolSpec
+from corun.supervisor import ProcessState, ProcessStatus
+
+
+def wanted(prefill: int = 1, decode: int = 1) -> tuple[Member, ...]:
+    pool = PoolSpec(common={"model": "m"}, replicas={"prefill": prefill, "decode": decode})
+    return members(ClusterSpec(pools=(pool,)))
+
+
+def names(found: Steps) -> tuple[list[str], list[str]]:
+    return [member.name for member in found.start], [member.name for member in found.stop]
+
+
+def test_everything_is_started() -> None:
+    assert names(steps(wanted(), [], [])) == (["router", "prefill-0", "decode-0"], [])
+
+
+def test_nothing_is_to_do() -> None:
+    assert not steps(wanted(2, 3), wanted(2, 3), [])
+
+
+def test_up_and_down_at_once() -> None:
+    assert names(steps(wanted(3, 1), wanted(1, 3), [])) == (["prefill-1", "prefill-2"], ["decode-2", "decode-1"])
+
+
+def test_what_ends_is_not_asked_again_and_starts_again_only_once_it_has_ended() -> None:
+    ending = wanted(1, 2)[-1:]
+    assert not steps(wanted(1, 1), wanted(1, 2), ending)
+    assert not steps(wanted(1, 2), wanted(1, 2), ending)
+    assert names(steps(wanted(1, 2), wanted(1, 1), [])) == (["decode-1"], [])
+
+
+def test_what_a_cluster_does_not_survive() -> None:
+    everything = wanted(1, 2)
+
+    def found(*failed: str, ready: bool) -> str:
+        statuses = {
+            m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed else ProcessState.RUNNING)
+            for m in everything
+        }
+        member = failure(everything, statuses, ["main"] if ready else [])
+        return member.name if member else ""
+
+    assert found(ready=False) == ""
+    assert found("decode-1", ready=False) == "decode-1"
+    assert found("decode-1", ready=True) == ""
+    assert found("decode-0", "decode-1", ready=True) == "decode-0"
+    assert found("prefill-0", ready=True) == "prefill-0"
+    assert found("router", ready=True) == "router"

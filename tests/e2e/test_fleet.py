@@ -1,0 +1,90 @@
+"""A fleet over several Ray hosts with real engines: a host is lost under its streams, another one is added and used."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from corun import Client, SamplingParams
+from tests.fleet.hosts import hosts, up, wait_for
+from tests.fleet.streams import pack
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+READY_S = 400.0
+TOML = """
+[security]
+insecure = true
+[pools.main]
+model = "tiny"
+threads = 1
+[pools.main.router]
+host = "0.0.0.0"
+port = 0
+audit_fraction = 0
+[pools.main.prefill]
+chunk_size = 128
+kv_check_fraction = 1
+[pools.main.decode]
+slots = 8
+replicas = 2
+"""
+PROMPTS = ([5, 6, 7], [9] * 150, [3, 1, 4, 1, 5, 9, 2, 6], [11] * 40)
+PARAMS = SamplingParams(temperature=0.8, max_tokens=300, ignore_eos=True, logprobs=True)
+
+
+class Streaming(threading.Thread):
+    """One stream: its bits, and how many tokens it has so far."""
+
+    def __init__(self, address: str, number: int) -> None:
+        super().__init__()
+        self._address, self._number = address, number
+        self.tokens = 0
+        self.bits = b""
+        self.start()
+
+    def run(self) -> None:
+        with Client(self._address) as client:
+            for chunk in client.stream(PROMPTS[self._number], PARAMS, seed=self._number):
+                self.bits += pack(chunk.token_ids, chunk.logprobs)
+                self.tokens += len(chunk.token_ids)
+
+
+def stream_all(address: str) -> list[Streaming]:
+    return [Streaming(address, number) for number in range(len(PROMPTS))]
+
+
+def bits(streams: list[Streaming]) -> list[bytes]:
+    for stream in streams:
+        stream.join(READY_S)
+        assert stream.tokens == PARAMS.max_tokens
+    return [stream.bits for stream in streams]
+
+
+def test_a_stream_survives_its_host(tmp_path: Path) -> None:
+    with hosts(tmp_path) as ray:
+        ray.add(a=2, b=1)
+        with up(ray, TOML, fake=False) as fleet:
+            fleet.wait_for(r"^ready:", READY_S)
+            address = fleet.address
+            assert (fleet.host("decode-0"), fleet.host("decode-1")) == ("a", "b")
+            undisturbed = bits(stream_all(address))
+
+            streams = stream_all(address)
+            wait_for(lambda: all(stream.tokens > 10 for stream in streams), "all streams run")
+            used = {n.node.ref.node_id: n.load.used_slots for n in fleet.status().nodes}
+            ray.lose("b")
+            assert used["decode-1"] > 0
+            assert bits(streams) == undisturbed
+            assert "a run of sample" in (fleet.logs / "router.log").read_text()
+
+            streams = stream_all(address)
+            ray.add(c=1)
+            wait_for(lambda: fleet.host("decode-1") == "c", "decode-1 is started on the new host")
+            done = fleet.scale("decode=1")
+            assert done.stdout == "scaled decode 2 → 1\n", done.stderr
+            assert fleet.ready().keys() == {"prefill-0", "decode-0"}
+            assert bits(streams) == undisturbed
+            fleet.stop()

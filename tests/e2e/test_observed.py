@@ -1,0 +1,92 @@
+"""What real processes around real engines show: health while they load, metrics of theirs and of vLLM's, one trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from corun import SamplingParams
+from tests.e2e.conftest import SLOTS, Cluster, Watch, wait_until
+from tests.probing import probe
+from tests.scraping import families, values
+
+pytestmark = pytest.mark.e2e
+
+PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
+LABELS = '{engine="0",model_name='
+
+
+@pytest.fixture
+def watch(cluster: Cluster) -> Watch:
+    assert cluster.watch is not None
+    return cluster.watch
+
+
+def shown(watch: Watch, name: str) -> dict[str, float]:
+    """By name, vLLM's labels left out."""
+    return {key.partition(LABELS)[0]: value for key, value in values(families(watch.metrics[name])).items()}
+
+
+def test_a_node_is_alive_while_its_engine_loads(watch: Watch) -> None:
+    no = "NOT_SERVING"
+    assert watch.while_loading == {"live": "SERVING", "started": no, "": no, "corun.v1.DecodeService": "NOT_FOUND"}
+    services = {"decode": "DecodeService", "prefill": "PrefillService", "router": "ClusterService"}
+    for name, service in services.items():
+        asked = ("live", "started", "", f"corun.v1.{service}")
+        assert {probe(watch.health[name], one) for one in asked} == {"SERVING"}
+
+
+def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None:
+    before = {name: shown(watch, name) for name in watch.metrics}
+    with cluster.client() as client:
+        client.generate("Once upon a time", PARAMS, seed=1)
+
+    def grown(name: str, key: str) -> float:
+        return shown(watch, name)[key] - before[name].get(key, 0.0)
+
+    # The reads are known some seconds later.
+    wait_until(lambda: grown("decode", "corun_decode_kv_reads_total") == 1, "the KV read is counted")
+    assert grown("decode", "corun_decode_kv_read_bytes_total") > 0
+    assert grown("decode", "corun_decode_kv_read_seconds_total") > 0
+    assert grown("decode", "corun_decode_tokens_total") == grown("decode", "corun_decode_used_rows_total") == 30
+    assert grown("decode", f'corun_decode_steps_total{{rows="{SLOTS}"}}') == 30
+    assert grown("decode", "corun_decode_rows_total") == 30 * SLOTS
+    assert grown("decode", "vllm:generation_tokens_total") == 30
+    assert grown("decode", "vllm:iteration_tokens_total_count") >= 30
+    assert grown("decode", "vllm:nixl_xfer_time_seconds_count") == 1
+    assert shown(watch, "decode")["vllm:num_requests_running"] == 0
+    tokens = grown("prefill", "corun_prefill_prompt_tokens_total")
+    assert tokens > 0
+    assert grown("prefill", "corun_prefill_prompts_total") == 1
+    assert grown("prefill", "vllm:prompt_tokens_total") == tokens
+    assert grown("prefill", "vllm:request_queue_time_seconds_count") == 1
+    assert grown("router", "corun_router_finished_samples_total") == 1
+    for name in ("decode", "prefill"):
+        assert before[name]["corun_node_certified"] == before[name]["corun_node_serving"] == 1
+        unfed = [key for key, value in shown(watch, name).items() if key.endswith("_count") and not value]
+        assert [key for key in unfed if key.startswith("vllm:")] == []
+
+
+def test_a_request_is_one_trace_through_all_processes(cluster: Cluster, watch: Watch) -> None:
+    with cluster.client() as client:
+        done = client.generate("Once upon a time", PARAMS, seed=1, request_id="traced")
+    spans = watch.collector.spans
+
+    def of_request() -> list[str]:
+        traces = {span.trace for span in spans if span.attributes.get("corun.request_id") == "traced"}
+        return sorted(str(span) for span in spans if span.trace in traces)
+
+    expected = [
+        "corun-decode: handoff",
+        "corun-prefill: compute",
+        "corun-prefill: queue",
+        "corun-router: attempt",
+        "corun-router: corun.request",
+        "corun-router: decode",
+        "corun-router: prefill",
+        "corun-router: queue",
+        "corun-router: reserve",
+    ]
+    wait_until(lambda: len(of_request()) >= len(expected), "all spans have come")
+    assert of_request() == expected
+    assert {span.service for span in spans} == {"corun-router", "corun-prefill", "corun-decode"}  # None of vLLM's.
+    assert done.text.encode() not in watch.collector.raw

@@ -1,0 +1,10 @@
+"""`python -m tests.fleet.decode_node`: a decode node around a fake engine. Tests only."""
+
+from __future__ import annotations
+
+from corun.cluster import NodeRole
+from corun.config import DecodeConfig, parse
+from tests.fleet.nodes import main
+
+if __name__ == "__main__":
+    main(parse(DecodeConfig), NodeRole.DECODE)

@@ -1,0 +1,243 @@
+"""A Ray cluster of several hosts on this machine, each a `ray start` of its own with its own loopback address, and a
+`corun up` on it.
+
+Tests only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from corun import Client, CorunError, guard
+from corun.cluster import ClusterStatus, NodeState
+from corun.processes import descendants, end_tree, living
+
+START_S = 90.0
+END_S = 60.0
+_SETTINGS = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block")
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "0" * 32,  # Else Ray keeps one in the user's home.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_raylet_start_wait_time_s": "90",
+    "RAY_worker_niceness": "0",
+    "RAY_worker_oom_score_adjustment": "0",
+}
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = START_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {timeout_s:.0f} s: {what}"
+        time.sleep(0.1)
+
+
+def guarded(argv: Sequence[str]) -> list[str]:
+    """A command that ends with this process, however that ends, and so does all that it started."""
+    return [sys.executable, "-I", guard.__file__, str(os.getpid()), str(END_S), *argv]
+
+
+class Hosts:
+    """The hosts, by name; each has its number as the last part of its address, and an end for all that runs there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.everything: dict[int, str] = {}
+        """All processes that were ever seen, of hosts and of launches."""
+        self._scratch = tempfile.mkdtemp(prefix="corun-hosts-", dir="/tmp")  # A socket's path must be short.
+        self._hosts: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers: dict[str, int] = {}  # Last parts of addresses; a host that comes back has its old one.
+        self.address = f"127.0.0.11:{_free_port()}"
+        port = self.address.rpartition(":")[2]
+        self._start("head", "--head", f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false")
+        self._wait("head")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._hosts)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **_ENVIRONMENT}
+
+    def add(self, **gpus: int) -> None:
+        """Hosts by name, each with so many GPUs; they are a number here: nothing computes on them."""
+        for name, number in gpus.items():  # One by one: those that start at once take each other's ports.
+            self._start(name, f"--address={self.address}", f"--num-gpus={number}")
+            self._wait(name)
+
+    def _wait(self, name: str) -> None:
+        log = self.directory / f"{name}.log"
+        wait_for(lambda: b"Ray runtime started" in log.read_bytes(), f"{name} is part of the Ray cluster")
+
+    def _start(self, name: str, *flags: str) -> None:
+        self._numbers.setdefault(name, 11 + len(self._numbers))
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        address = f"--node-ip-address=127.0.0.{self._numbers[name]}"
+        gpus = () if any("gpus" in flag for flag in flags) else ("--num-gpus=0",)
+        with (self.directory / f"{name}.log").open("wb") as log:
+            argv = guarded([*ray, *flags, *gpus, address, *_SETTINGS])
+            self._hosts[name] = subprocess.Popen(argv, env=self.environment, stdout=log, stderr=log)
+
+    def tree(self, name: str) -> dict[int, str]:
+        """What runs on a host."""
+        found = descendants(self._hosts[name].pid)
+        self.everything |= found
+        return found
+
+    def of(self, pid: int) -> str:
+        """The host that a process is on; empty if it does not run."""
+        return next((name for name in self._hosts if pid in self.tree(name)), "")
+
+    def lose(self, name: str) -> None:
+        """As if its power was cut: all that runs there ends at once."""
+        tree = self.tree(name)
+        host = self._hosts.pop(name)
+        for pid in (host.pid, *tree):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        host.wait()
+
+    def kill_raylet(self, name: str) -> dict[int, str]:
+        """Ray dies there, and nothing else is killed; what ran there."""
+        tree = self.tree(name)
+        for pid in tree:
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].endswith(b"/raylet"):
+                    os.kill(pid, signal.SIGKILL)
+        return tree
+
+    def end(self) -> None:
+        for name, host in self._hosts.items():
+            self.tree(name)
+            host.kill()
+            host.wait()
+        end_tree(self.everything, 2.0)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class Up:
+    """A `corun up` on hosts, in a process of its own."""
+
+    def __init__(self, hosts: Hosts, toml: str, *, fake: bool = True) -> None:
+        self._hosts = hosts
+        self.logs, self._output = hosts.directory / "logs", hosts.directory / "up.log"
+        file = hosts.directory / "cluster.toml"
+        file.write_text(toml)
+        self.runtime_dir = hosts.directory / "run"
+        self.runtime_dir.mkdir(mode=0o700)
+        argv = [str(file), hosts.address, str(self.logs), "fake" if fake else "real"]
+        with self._output.open("wb") as output:
+            words = guarded([sys.executable, "-m", "tests.fleet.up", *argv])
+            self.process = subprocess.Popen(words, env=self.environment, stdout=output, stderr=output)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**self._hosts.environment, "XDG_RUNTIME_DIR": str(self.runtime_dir)}
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """Waits until `corun up` has said it."""
+        expression = re.compile(pattern, re.MULTILINE)
+        wait_for(lambda: expression.search(self.output) or self.process.poll() is not None, pattern, timeout_s)
+        found = expression.search(self.output)
+        assert found, self.output
+        return found
+
+    @property
+    def address(self) -> str:
+        """Of the routers, once the cluster is ready."""
+        return self.wait_for(r"^ready: (\S+), fingerprint")[1]
+
+    def pid(self, name: str) -> int:
+        """Of the guard of a process, in its last life that was told."""
+        return int(re.findall(rf"\] {re.escape(name)}: process (\d+)", self.output)[-1])
+
+    def host(self, name: str) -> str:
+        """The host that a process is on, once it has been told that it runs."""
+        wait_for(lambda: self._hosts.of(self.pid(name)), f"{name} runs")
+        return self._hosts.of(self.pid(name))
+
+    def scale(self, *counts: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """`corun scale`, as a user runs it."""
+        argv = [sys.executable, "-m", "corun", "scale", *counts, "--timeout-s", str(timeout_s)]
+        return subprocess.run(
+            argv, env=self.environment, capture_output=True, text=True, timeout=timeout_s + 60, check=False
+        )
+
+    def ready(self) -> dict[str, str]:
+        """Generations of the nodes that the first router uses."""
+        nodes = self.status().nodes
+        return {n.node.ref.node_id: n.node.ref.generation for n in nodes if n.state is NodeState.READY}
+
+    def status(self) -> ClusterStatus:
+        with Client(self.address.partition(",")[0]) as client:
+            return client.get_cluster()
+
+    def is_back(self, name: str, replaced: str) -> bool:
+        """Whether a node is in use, in another generation than `replaced`."""
+        try:
+            return self.ready().get(name, replaced) != replaced
+        except CorunError:
+            return False
+
+    def stop(self) -> None:
+        """Ends it as Ctrl-C does, and sees to it that nothing of it is left on any host."""
+        tree = {pid: at for name in self._hosts.names for pid, at in self._hosts.tree(name).items()}
+        ours = {pid: at for pid, at in tree.items() if b"guard.py" in _command(pid)}
+        ours |= {child: at for pid in ours for child, at in descendants(pid).items()}
+        assert len(ours) >= 6, "at least three processes, each under a guard"
+        self.process.terminate()
+        assert self.process.wait(2 * END_S) == 0, self.output
+        wait_for(lambda: not living(ours), "every process has ended", END_S)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def hosts(directory: Path) -> Iterator[Hosts]:
+    """A Ray cluster with one host, `head`; all of it ends with the block."""
+    directory.mkdir(exist_ok=True)
+    found = Hosts(directory)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+@contextmanager
+def up(ray: Hosts, toml: str, *, fake: bool = True) -> Iterator[Up]:
+    """A `corun up` there."""
+    started = Up(ray, toml, fake=fake)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            ray.everything |= descendants(started.process.pid)
+            started.process.kill()
+            started.process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,80 @@
+"""Whole node processes around fake engines: what `corun up` starts for a role in tests of the fleet.
+
+The processes share "KV" as files beside the model, where the fakes of one process share a table. Tests only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from corun.cluster import NodeRole
+from corun.config import NodeConfig
+from corun.node.main import Role, live_and_leave, log_to_stderr, node_ref
+from corun.server import run as serve
+from tests.fakes import FakeKv
+from tests.living import decode_role, prefill_role
+
+STEP_MS = 10.0
+WRONG = "wrong-bits"
+"""A file of this name beside the model makes the decode nodes that start then draw other bits."""
+
+
+class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
+    """Prompts by (engine id, request id), a file each."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        self._directory = directory
+
+    def __getitem__(self, key: tuple[str, str]) -> tuple[int, ...]:
+        try:
+            return tuple(json.loads(self._path(key).read_text()))
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: tuple[str, str], prompt: tuple[int, ...]) -> None:
+        self._path(key).write_text(json.dumps(prompt))
+
+    def __delitem__(self, key: tuple[str, str]) -> None:
+        try:
+            self._path(key).unlink()
+        except FileNotFoundError:
+            raise KeyError(key) from None
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        for path in self._directory.iterdir():
+            engine, request = (bytes.fromhex(part).decode() for part in path.name.split("-"))
+            yield engine, request
+
+    def __len__(self) -> int:
+        return len(list(self._directory.iterdir()))
+
+    def items(self) -> Any:
+        """Those that are there when they are looked at: other processes take some meanwhile."""
+        return [(key, prompt) for key in self if (prompt := self.get(key)) is not None]
+
+    def _path(self, key: tuple[str, str]) -> Path:
+        return self._directory / "-".join(part.encode().hex() for part in key)
+
+
+async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None:
+    kv, model = FakeKv(), Path(config.model)
+    kv.held = Files(model / "kv")  # type: ignore[assignment]
+    ref = node_ref(config, role)
+    made: Role
+    if role is NodeRole.DECODE:
+        made = decode_role(config, ref, kv)
+        made.engine.step_ms = STEP_MS
+        made.engine.corrupt = (model / WRONG).exists()
+    else:
+        made = prefill_role(config, ref, kv)
+    await live_and_leave(config, made, stop)
+
+
+def main(config: NodeConfig, role: NodeRole) -> None:
+    log_to_stderr()
+    serve(lambda stop: _live(config, role, stop))

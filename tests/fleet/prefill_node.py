@@ -1,0 +1,10 @@
+"""`python -m tests.fleet.prefill_node`: a prefill node around a fake engine. Tests only."""
+
+from __future__ import annotations
+
+from corun.cluster import NodeRole
+from corun.config import PrefillConfig, parse
+from tests.fleet.nodes import main
+
+if __name__ == "__main__":
+    main(parse(PrefillConfig), NodeRole.PREFILL)

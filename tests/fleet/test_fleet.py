@@ -1,0 +1,130 @@
+"""A fleet over several Ray hosts, with fake engines: hosts are lost and added, nodes become more and fewer, and every
+stream that runs meanwhile is bit for bit what it is undisturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from corun.params import SamplingParams
+from corun.processes import living
+from corun.seeds import sample_seed
+from tests.fakes import expected, write_tokenizer
+from tests.fleet.hosts import Hosts, Up, hosts, up, wait_for
+from tests.fleet.nodes import WRONG
+from tests.fleet.streams import Streams, pack, streaming
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+TOML = """
+[security]
+insecure = true
+[pools.main]
+model = "model"
+drain_grace_s = 1
+[pools.main.router]
+replicas = 2
+host = "0.0.0.0"
+port = 0
+max_attempts = 20
+audit_fraction = 0
+[pools.main.decode]
+slots = 8
+replicas = 2
+"""
+
+
+def answer(prompt: Sequence[int], params: SamplingParams, seed: int) -> bytes:
+    ids, logprobs, _ = expected(prompt, params, sample_seed(seed, 0))
+    return pack(ids, logprobs)
+
+
+def more(streams: Streams, count: int = 12) -> None:
+    """Waits for some streams to end."""
+    target = streams.completed + count
+    wait_for(lambda: streams.completed >= target, "streams go on")
+
+
+def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tokenizer(model)
+    (model / "config.json").write_text("{}")
+    with hosts(tmp_path) as ray:
+        ray.add(r=0, a=2, b=1)
+        with up(ray, TOML) as fleet:
+            address = fleet.address
+            assert (fleet.host("router-0"), fleet.host("router-1")) == ("head", "r")
+            assert fleet.host("prefill-0") == fleet.host("decode-0") == "a"  # A pair.
+            assert fleet.host("decode-1") == "b"
+            with streaming(address, answer) as streams:
+                more(streams)
+                lose_a_host_and_add_one(ray, fleet, streams)
+                scale_up_and_down(fleet, streams)
+                kill_ray_alone(ray, fleet, streams)
+                lose_a_router(ray, fleet, streams)
+            assert streams.failed == streams.wrong == []
+            say_what_cannot_be(fleet)
+            (model / WRONG).touch()
+            assert fleet.scale("decode=3").returncode == 0
+            with streaming(address, answer) as streams:
+                wait_for(lambda: streams.wrong, "other bits are seen to be others")
+            fleet.stop()
+
+
+def lose_a_host_and_add_one(ray: Hosts, fleet: Up, streams: Streams) -> None:
+    replaced, reruns = fleet.ready()["decode-1"], count_reruns(fleet)
+    ray.lose("b")
+    fleet.wait_for(r"decode-1: waiting: no machine has 1 free GPU$")
+    more(streams)
+    assert count_reruns(fleet) > reruns  # Some streams were there.
+    ray.add(c=3)
+    wait_for(lambda: fleet.is_back("decode-1", replaced), "decode-1 runs on the new host")
+    assert fleet.host("decode-1") == "c"
+    more(streams)
+
+
+def scale_up_and_down(fleet: Up, streams: Streams) -> None:
+    done = fleet.scale("prefill=2", "decode=3")
+    assert (done.returncode, done.stdout) == (0, "scaled prefill 1 → 2, decode 2 → 3\n"), done.stderr
+    assert fleet.ready().keys() == {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}
+    more(streams)
+    done = fleet.scale("prefill=1", "decode=1")
+    assert done.returncode == 0, done.stderr
+    assert fleet.ready().keys() == {"prefill-0", "decode-0"}
+    more(streams)
+    assert fleet.scale("decode=2").returncode == 0
+    more(streams)
+
+
+def kill_ray_alone(ray: Hosts, fleet: Up, streams: Streams) -> None:
+    """What its workers guarded ends without them, and is started elsewhere."""
+    host, generation = fleet.host("decode-1"), fleet.ready()["decode-1"]
+    orphans = ray.kill_raylet(host)
+    ray.add(e=2)
+    wait_for(lambda: fleet.is_back("decode-1", generation), "decode-1 runs on another host")
+    wait_for(lambda: not living(orphans), "nothing is left where Ray died")
+    more(streams)
+
+
+def lose_a_router(ray: Hosts, fleet: Up, streams: Streams) -> None:
+    """Nodes and clients know its address, so it waits for its host."""
+    ray.lose("r")
+    fleet.wait_for(r"router-1: waiting: its machine, 127\.0\.0\.12, is gone$")
+    more(streams)
+    ray.add(r=0)
+    wait_for(lambda: fleet.host("router-1") == "r", "router-1 is back on its host")
+    more(streams)
+
+
+def say_what_cannot_be(fleet: Up) -> None:
+    for words, message in (("other.decode=2", "pool = 'other': must be one of main"), ("router=2", "cannot change")):
+        refused = fleet.scale(words)
+        assert refused.returncode == 2, refused
+        assert message in refused.stderr
+
+
+def count_reruns(fleet: Up) -> int:
+    return (fleet.logs / "router-0.log").read_text().count("a run of sample")

@@ -1,0 +1,23 @@
+"""`python -m tests.fleet.up FILE RAY LOGS real|fake`: `corun up FILE --ray-address RAY`, over fake engines if wanted.
+
+Tests only: users name no modules.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from corun.launch import run
+from corun.launch.members import MODULES
+from corun.spec import read
+
+FAKES = {"prefill": "tests.fleet.prefill_node", "decode": "tests.fleet.decode_node"}
+
+
+def main(file: str, ray: str, logs: str, engines: str) -> int:
+    modules = {**MODULES, **(FAKES if engines == "fake" else {})}
+    return run(read(file), ray_address=ray, log_dir=logs, modules=modules)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

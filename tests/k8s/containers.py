@@ -1,0 +1,175 @@
+"""Containers of a manifest as processes of this machine, each in a file system of its own.
+
+As a container runtime makes them: a read-only root, the mounts of the manifest at their paths and no others that can be
+written to, the user, group and capabilities of the manifest (and the right to read, since sources under test may lie in
+somebody's home), the environment of image and manifest and nothing else. Pods share this machine's network: each has
+an address of 127.0.0.0/8. Needs root and Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from corun.processes import descendants, end_tree
+from tests.k8s.manifests import ROOT, Object
+from tests.k8s.pods import Pod
+
+_HIDDEN = {"proc", "sys", "dev", "etc", "tmp", "home", "opt", "run", "lost+found"}
+"""Of the root directory: not bound as they are."""
+_SCRIPT = """
+root={root}
+mount -t tmpfs tmpfs $root
+cp -a /etc $root/etc
+printf '%s\\n' {hosts} >> $root/etc/hosts
+cd /
+for entry in *; do
+    case " {hidden} " in *" $entry "*) continue ;; esac
+    if [ -L "$entry" ]; then cp -a "$entry" $root/
+    elif [ -d "$entry" ]; then
+        mkdir $root/$entry; mount --rbind /$entry $root/$entry; mount -o remount,bind,ro $root/$entry
+    fi
+done
+for entry in proc sys dev; do mkdir $root/$entry; mount --rbind /$entry $root/$entry; done
+mkdir -p $root/tmp $root/home $root/run $root/opt/corun
+mount --bind {prefix} $root/opt/corun
+mount -o remount,bind,ro $root/opt/corun
+{volumes}
+mount -o remount,ro $root
+exec chroot $root {user} {confined} env -C / -i {environment} {command}
+"""
+
+
+@dataclass
+class RunningPod:
+    """A pod whose containers are started here one after the other; all of them are gone after the block."""
+
+    pod: Pod
+    directory: Path
+    """Of its volumes and logs."""
+    hosts: Mapping[str, str]
+    """What DNS says: addresses by name."""
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def __enter__(self) -> RunningPod:
+        uid = self.pod.spec["securityContext"]["runAsUser"]
+        for volume in self.pod.spec["volumes"]:
+            path = self.directory / "volumes" / volume["name"]
+            path.mkdir(parents=True)
+            for source in volume.get("projected", {}).get("sources", []):
+                for name, content in self.pod.source(source):
+                    file = path / name
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(content)
+                    file.chmod(volume["projected"]["defaultMode"])
+                    os.chown(file, 0, uid)
+            os.chown(path, 0, uid)
+            path.chmod(0o2775)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process is not None:
+            tree = descendants(self.process.pid)
+            self.process.kill()
+            self.process.wait()
+            end_tree(tree, step_s=2.0)
+
+    def start(self) -> None:
+        """Init containers, each to its end, and then the container."""
+        for container in self.pod.spec.get("initContainers", []):
+            assert self._run(container).wait(60) == 0, self.log(container)
+        self.process = self._run(self.pod.container)
+
+    def log(self, container: Object | None = None) -> str:
+        return (self.directory / f"{(container or self.pod.container)['name']}.log").read_text(errors="replace")
+
+    def probe(self, name: str) -> bool:
+        """One startupProbe, readinessProbe or livenessProbe, as a kubelet makes it."""
+        probe = self.pod.container[name]
+        with grpc.insecure_channel(f"{self.pod.ip}:{probe['grpc']['port']}") as channel:
+            request = health_pb2.HealthCheckRequest(service=probe["grpc"]["service"])
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=probe["timeoutSeconds"])
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def terminate(self) -> tuple[int, float]:
+        """As when the pod is deleted: preStop, then SIGTERM, and at the end of the grace period SIGKILL.
+
+        Returns the exit code and how long it took, in seconds.
+        """
+        assert self.process is not None
+        began = time.monotonic()
+        if hook := self.pod.container.get("lifecycle", {}).get("preStop"):
+            subprocess.run(hook["exec"]["command"], timeout=self.pod.grace_s, check=True)
+        self.process.terminate()
+        try:
+            code = self.process.wait(self.pod.grace_s - (time.monotonic() - began))
+        except subprocess.TimeoutExpired:
+            code = -9
+        return code, time.monotonic() - began
+
+    def written(self) -> set[str]:
+        """Names of the volumes on disk that hold something besides what was mounted."""
+        mounted = {v["name"] for v in self.pod.spec["volumes"] if "projected" in v}
+        volumes = (self.directory / "volumes").iterdir()
+        return {path.name for path in volumes if path.name not in mounted and any(path.iterdir())}
+
+    def _run(self, container: Object) -> subprocess.Popen[bytes]:
+        root = self.directory / f"{container['name']}-root"
+        root.mkdir()
+        environment = self.pod.environment(container) | {"PYTHONPATH": str(ROOT)}  # Stands for the installed package.
+        script = _SCRIPT.format(
+            root=shlex.quote(str(root)),
+            hidden=" ".join(sorted(_HIDDEN)),
+            hosts=shlex.join(f"{address} {name}" for name, address in self.hosts.items()),
+            prefix=shlex.quote(sys.prefix),
+            volumes="\n".join(self._mounts(container)),
+            user=self._user(container),
+            confined=shlex.join([sys.executable, "-I", str(ROOT / "tests" / "k8s" / "seccomp.py")]),
+            environment=shlex.join(f"{name}={value}" for name, value in environment.items()),
+            command=shlex.join(self.pod.command(container)),
+        )
+        with (self.directory / f"{container['name']}.log").open("wb") as log:
+            return subprocess.Popen(
+                ["unshare", "--mount", "--propagation", "private", "bash", "-euc", script],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _mounts(self, container: Object) -> list[str]:
+        lines = []
+        volumes = {volume["name"]: volume for volume in self.pod.spec["volumes"]}
+        for mount in container["volumeMounts"]:
+            at = f"$root{mount['mountPath']}"
+            empty = volumes[mount["name"]].get("emptyDir", {})
+            lines.append(f"mkdir -p {at}")
+            if empty.get("medium") == "Memory":
+                lines.append(f"mount -t tmpfs -o mode=1777,size={empty['sizeLimit'].replace('i', '')} tmpfs {at}")
+            else:
+                lines.append(f"mount --bind {shlex.quote(str(self.directory / 'volumes' / mount['name']))} {at}")
+            if mount.get("readOnly"):
+                lines.append(f"mount -o remount,bind,ro {at}")
+        return lines
+
+    def _user(self, container: Object) -> str:
+        context = self.pod.spec["securityContext"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        read = "-all,+dac_read_search"
+        return (
+            f"setpriv --reuid={context['runAsUser']} --regid={context['runAsGroup']} --groups={context['fsGroup']}"
+            f" --no-new-privs --inh-caps={read} --ambient-caps={read} --bounding-set={read}"
+        )

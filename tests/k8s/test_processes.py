@@ -1,0 +1,130 @@
+"""The processes as the manifests start them: same command, environment, files, user, and a root that is read-only."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from corun import Client, Generation, SamplingParams, TlsConfig, UnauthenticatedError
+from tests.k8s.containers import RunningPod
+from tests.k8s.manifests import Object, complete, secrets_directory, workloads
+from tests.k8s.pods import Pod
+
+IPS = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
+HOSTS = {"corun-routers-main": IPS["router"]}
+START_S = 240.0
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 and "CI" not in os.environ, reason="needs root, to mount what a container runtime would"
+)
+
+
+def running(role: str, directory: Path, objects: list[Object] | None = None) -> RunningPod:
+    objects = objects or complete("cpu-demo")
+    workload = next(one for one in workloads(objects) if f"corun-{role}-" in one["metadata"]["name"])
+    pod = Pod(workload, objects, ip=IPS[role], name=f"{workload['metadata']['name']}-0")
+    return RunningPod(pod, directory / role, HOSTS)
+
+
+def until(check: Callable[[], bool], pod: RunningPod, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert pod.process is not None
+        assert pod.process.poll() is None, pod.log()[-3000:]
+        assert time.monotonic() < deadline, pod.log()[-3000:]
+        time.sleep(0.1)
+
+
+def client(token: str = "client.token", timeout_s: float = 120.0) -> Client:
+    """As the README tells users, but for the name: here the router is not behind a port-forward."""
+    secrets = secrets_directory()
+    tls = TlsConfig(ca=str(secrets / "ca.pem"), name="corun")
+    return Client(f"{IPS['router']}:50051", tls=tls, token=(secrets / token).read_text().strip(), timeout_s=timeout_s)
+
+
+def metrics(role: str) -> str:
+    with urllib.request.urlopen(f"http://{IPS[role]}:9100/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_router(tmp_path: Path) -> None:
+    with running("router", tmp_path) as router:
+        router.start()
+        until(lambda: router.probe("startupProbe"), router)
+        assert router.probe("livenessProbe")
+        assert not router.probe("readinessProbe"), "without nodes it would be sent clients"
+        with client() as known:
+            assert known.get_cluster().nodes == ()
+        with client("cluster.token") as member:
+            assert member.get_cluster().nodes == ()
+        wrong = TlsConfig(ca=str(secrets_directory() / "ca.pem"), name="corun")
+        with Client(f"{IPS['router']}:50051", tls=wrong) as stranger, pytest.raises(UnauthenticatedError):
+            stranger.get_cluster()
+        assert "corun_router_certified_pair 0.0" in metrics("router")
+        code, took_s = router.terminate()
+        assert code == 0, router.log()
+        assert took_s < router.pod.grace_s
+        assert router.written() <= {"model", "tmp"}
+
+
+def test_a_broken_secret_ends_the_router_with_words(tmp_path: Path) -> None:
+    objects = complete("cpu-demo")
+    for one in objects:
+        if one["kind"] == "Secret" and one["metadata"]["name"].startswith("corun-client-tokens"):
+            one["data"]["clients.tokens"] = ""
+    with running("router", tmp_path, objects) as router:
+        router.start()
+        assert router.process is not None
+        assert router.process.wait(30) == 2
+        assert "client_tokens_file = '/etc/corun/clients/clients.tokens': must hold at least one token" in router.log()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
+    """Real engines. A stream that runs when the router's pod is deleted gets all of its tokens."""
+    with ExitStack() as stack:
+        pods = {role: stack.enter_context(running(role, tmp_path)) for role in ("decode", "prefill", "router")}
+        for pod in pods.values():
+            pod.start()
+        until(lambda: pods["prefill"].probe("livenessProbe"), pods["prefill"])
+        assert not pods["prefill"].probe("startupProbe"), "it is still loading"
+        for role in ("prefill", "decode", "router"):
+            until(lambda role=role: pods[role].probe("readinessProbe"), pods[role], START_S)
+            assert pods[role].probe("startupProbe")
+            assert pods[role].probe("livenessProbe")
+        parameters = SamplingParams(max_tokens=256, ignore_eos=True, logprobs=True)
+        with client() as known:
+            alone = known.generate("Once upon a time", parameters, seed=42)
+            assert {f"corun-{role}-main-0" for role in ("prefill", "decode")} == {
+                alone.receipt.prefill_node.node_id,
+                alone.receipt.decode_node.node_id,
+            }
+        seen = {role: metrics(role) for role in pods}
+        (tmp_path / "metrics").mkdir()
+        for role, text in seen.items():
+            (tmp_path / "metrics" / role).write_text(text)
+        assert "corun_router_certified_pair 1.0" in seen["router"]
+        again: list[Generation] = []
+        with client() as known:
+            stream = Thread(target=lambda: again.append(known.generate("Once upon a time", parameters, seed=42)))
+            stream.start()
+            until(lambda: "corun_decode_running_samples 1.0" in metrics("decode"), pods["decode"])
+            code, took_s = pods["router"].terminate()
+            stream.join(30)
+        assert code == 0, pods["router"].log()[-3000:]
+        assert took_s < pods["router"].pod.grace_s
+        assert [(found.token_ids, found.receipt.output_digest) for found in again] == [
+            (alone.token_ids, alone.receipt.output_digest)
+        ]
+        for role in ("prefill", "decode"):
+            code, took_s = pods[role].terminate()
+            assert (code, took_s < pods[role].pod.grace_s) == (0, True), pods[role].log()[-3000:]
+            assert pods[role].written() <= {"model", "tmp", "home"}

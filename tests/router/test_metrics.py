@@ -1,0 +1,282 @@
+"""What a router and nodes show to Prometheus, over HTTP: whole processes' worth of them, around fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+
+from corun.client import AsyncClient
+from corun.cluster import NodeRole
+from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
+from corun.metrics import MetricsServer
+from corun.params import SamplingParams
+from router.app import Router
+from tests.fakes import WAIT_S, FakeCluster, FakeKv, cluster, generate, router_config, start_router
+from tests.living import LiveNode, ending, start_node
+from tests.scraping import families, scrape
+
+PARAMS = SamplingParams(max_tokens=20, logprobs=True)
+PROMPT = (5, 6, 7)
+R = "corun_router_"
+
+
+def port_of(router: Router) -> int:
+    return router.observation.metrics.port
+
+
+async def shown(fake: FakeCluster) -> dict[str, float]:
+    return await scrape(port_of(fake.router))
+
+
+async def test_metrics_are_what_the_router_counts(model: str) -> None:
+    async with cluster(model, metrics_port=0, audit_fraction=1.0, heartbeat_timeout_ms=30_000) as fake:
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        await fake.until(lambda: fake.router.auditor.status().matched == 1)
+        found = await shown(fake)
+        expected = {
+            "finished_samples_total": 1,
+            'requests_total{outcome="finished",reason=""}': 1,
+            'requests_total{outcome="cancelled",reason=""}': 0,
+            "prompt_tokens_total": 3,
+            "output_tokens_total": 20,
+            "queued_samples": 0,
+            "queued_prompt_tokens": 0,
+            "queue_seconds_count": 1,
+            "time_to_first_token_seconds_count": 1,
+            "time_per_output_token_seconds_count": 1,
+            "sample_seconds_count": 1,
+            "mismatches_total": 0,
+            'audited_samples_total{result="match"}': 1,
+            'audited_samples_total{result="mismatch"}': 0,
+            'audited_samples_total{result="error"}': 0,
+            "audit_skipped_total": 0,
+            "certified_pair": 1,
+            'nodes{role="prefill",state="ready"}': 1,
+            'nodes{role="decode",state="ready"}': 1,
+            'nodes{role="decode",state="lost"}': 0,
+            'slots{node="d1"}': 8,
+        }
+        assert {name: found[R + name] for name in expected} == expected
+        assert 0 < found[f"{R}time_to_first_token_seconds_sum"] < found[f"{R}sample_seconds_sum"] < WAIT_S
+        token_s = found[f"{R}time_per_output_token_seconds_sum"]
+        assert token_s == pytest.approx(
+            (found[f"{R}sample_seconds_sum"] - found[f"{R}time_to_first_token_seconds_sum"]) / 19, rel=0.2
+        )
+        with pytest.raises(UnavailableError, match="metrics cannot listen"):
+            await MetricsServer().start("127.0.0.1", port_of(fake.router))
+
+
+async def test_there_are_no_metrics_unless_asked_for(model: str) -> None:
+    async with cluster(model) as fake:
+        assert port_of(fake.router) == 0
+
+
+async def test_every_end_of_a_request_is_counted_once(model: str) -> None:
+    slow = SamplingParams(max_tokens=400)
+    async with (
+        cluster(model, slots=1, metrics_port=0, max_queued_samples=1) as fake,
+        AsyncClient(fake.address, timeout_s=WAIT_S) as client,
+    ):
+        with pytest.raises(InvalidArgumentError):
+            await generate(fake, PROMPT, SamplingParams(max_tokens=10_000))
+        fake.nodes[1].engine.hanging = True
+        calls = [asyncio.ensure_future(client.generate([n], slow, seed=n)) for n in (1, 2)]
+        await fake.until(lambda: fake.router.queue.waiting == 1)
+        with pytest.raises(OverloadedError):
+            await client.generate([3], slow)
+        fake.nodes[1].engine.hanging = False
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 0)
+        for call in calls:  # One waits, one runs.
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await fake.until(lambda: not fake.router._activity._running)
+        await generate(fake, PROMPT, PARAMS)
+        found = await shown(fake)
+        ended = {name: value for name, value in found.items() if name.startswith(f"{R}requests_total") and value}
+        assert ended == {
+            f'{R}requests_total{{outcome="finished",reason=""}}': 1,
+            f'{R}requests_total{{outcome="cancelled",reason=""}}': 2,
+            f'{R}requests_total{{outcome="refused",reason="overloaded"}}': 1,
+            f'{R}requests_total{{outcome="refused",reason="invalid_argument"}}': 1,
+        }
+
+
+async def test_runs_that_nodes_failed_are_counted_and_no_token_twice(model: str) -> None:
+    async with cluster(model, decodes=2, metrics_port=0) as fake:
+        fake.nodes[1].engine.fail_after = fake.nodes[2].engine.fail_after = 7
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        found = await shown(fake)
+        assert found[f'{R}sample_retries_total{{reason="fault"}}'] == 2
+        assert found[f'{R}sample_retries_total{{reason="lost"}}'] == 0
+        assert found[f"{R}output_tokens_total"] == 20
+        assert found[f"{R}queue_seconds_count"] == 3
+        assert found[f"{R}time_to_first_token_seconds_count"] == 1
+        fake.nodes[0].engine.errors = [RuntimeError("it fell over")] * 3
+        with pytest.raises(UnavailableError):
+            await generate(fake, PROMPT, PARAMS, seed=8)
+        assert (await shown(fake))[f'{R}requests_total{{outcome="failed",reason="unavailable"}}'] == 1
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not done():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(poll(), WAIT_S)
+
+
+class Live:
+    """A router and a whole node of each role, each with a port for metrics."""
+
+    def __init__(self, router: Router, nodes: list[LiveNode]) -> None:
+        self.router = router
+        self.prefill, self.decode = nodes
+
+    def ports(self) -> list[int]:
+        return [
+            port_of(self.router),
+            *(node.observation.metrics.port for node in (self.prefill, self.decode)),
+        ]
+
+
+@pytest.fixture
+async def live(model: str) -> Any:
+    nodes: list[LiveNode] = []
+    router = await start_router(router_config(metrics_port=0))
+    async with ending(nodes):
+        kv = FakeKv()
+        for role, node_id in ((NodeRole.PREFILL, "p1"), (NodeRole.DECODE, "d1")):
+            nodes.append(start_node(model, role, node_id, kv, [router.server.address], metrics_port=0))
+        await until(lambda: not router.registry.missing())
+        yield Live(router, nodes)
+    await router.stop()
+
+
+async def run(live: Live, **params: Any) -> None:
+    async with AsyncClient(live.router.server.address, timeout_s=WAIT_S) as client:
+        await client.generate(PROMPT, SamplingParams(**params), seed=8)
+
+
+async def test_nodes_show_what_they_do(live: Live) -> None:
+    await run(live, max_tokens=20)
+    _, prefill, decode = [await scrape(port) for port in live.ports()]
+    expected = {
+        "corun_prefill_prompts_total": 1,
+        "corun_prefill_prompt_tokens_total": 3,
+        "corun_prefill_failed_prompts_total": 0,
+        "corun_prefill_queued_prompts": 0,
+        "corun_prefill_queued_prompt_tokens": 0,
+        "corun_prefill_expected_wait_seconds": 0,
+        "corun_prefill_queue_seconds_count": 1,
+        "corun_prefill_compute_seconds_count": 1,
+        "corun_prefill_kv_blocks": 1000,
+        "corun_prefill_held_kv_blocks": 0,
+        "corun_node_certified": 1,
+        "corun_node_serving": 1,
+    }
+    assert {name: prefill[name] for name in expected} == expected
+    expected = {
+        'corun_decode_steps_total{rows="8"}': 20,
+        "corun_decode_rows_total": 160,
+        "corun_decode_used_rows_total": 20,
+        "corun_decode_tokens_total": 20,
+        "corun_decode_step_seconds_count": 19,
+        "corun_decode_slots": 8,
+        "corun_decode_leased_slots": 0,
+        "corun_decode_running_samples": 0,
+        "corun_decode_kv_blocks": 1000,
+        "corun_decode_reserved_kv_blocks": 0,
+        "corun_decode_expired_leases_total": 0,
+        "corun_decode_kv_reads_total": 0,
+        "corun_decode_failed_kv_reads_total": 0,
+        "corun_node_certified": 1,
+    }
+    assert {name: decode[name] for name in expected} == expected
+    assert 0.019 < decode["corun_decode_step_seconds_sum"] < WAIT_S
+    (name,) = (name for name in decode if name.startswith("corun_node_info"))
+    for label in (f'generation="{live.decode.ref.generation}"', 'node="d1"', 'role="decode"'):
+        assert label in name
+
+
+async def test_waits_at_a_prefill_node_are_foreseen_and_measured(live: Live) -> None:
+    live.prefill.engine.delay_s = 0.1
+    await run(live, max_tokens=1)
+    runs = [asyncio.ensure_future(run(live, max_tokens=1)) for _ in range(3)]
+    await until(lambda: live.prefill.service.queued_prompts == 3)
+    found = await scrape(live.ports()[1])
+    assert found["corun_prefill_queued_prompt_tokens"] == 9
+    assert found["corun_prefill_expected_wait_seconds"] == pytest.approx(0.3, rel=0.2)
+    await asyncio.gather(*runs)
+    found = await scrape(live.ports()[1])
+    assert found["corun_prefill_queue_seconds_sum"] == pytest.approx(0.1 + 0.2, rel=0.3)
+    assert found["corun_prefill_compute_seconds_sum"] == pytest.approx(0.4, rel=0.3)
+
+
+async def test_a_node_that_drains_says_so(live: Live) -> None:
+    live.decode.engine.step_ms = 5
+    running = asyncio.ensure_future(run(live, max_tokens=100))
+    await until(lambda: live.decode.service.running_samples == 1)
+    live.decode.stop.set()
+    await asyncio.sleep(0.02)
+    found = await scrape(live.ports()[2])
+    assert (found["corun_node_serving"], found["corun_node_certified"]) == (0, 1)
+    assert found["corun_decode_running_samples"] == found["corun_decode_leased_slots"] == 1
+    await running
+
+
+UNITS = ("_seconds", "_bytes")
+NO_UNITS = ("_milliseconds", "_ms", "_s", "_us", "_minutes", "_hours", "_kib", "_mib", "_gib", "_percent", "_kb", "_mb")
+NAME = re.compile(r"^(corun|process)_[a-z][a-z0-9_]*$")
+
+
+def lint(metric: Metric) -> list[str]:
+    """What Prometheus's rules for names have against a metric, as promtool says it."""
+    name, found = metric.name, []
+    if not NAME.match(name):
+        found.append("its name is not in snake case with a prefix")
+    if not metric.documentation.strip() or metric.documentation.endswith("."):
+        found.append("its help is missing, or ends with a full stop")
+    if metric.type == "counter" and not all(one.name.endswith(("_total", "_created")) for one in metric.samples):
+        found.append("a counter ends with _total")
+    if metric.type != "counter" and name.endswith(("_total", "_count", "_sum", "_bucket")):
+        found.append("only a counter ends with _total, and nothing with a histogram's suffixes")
+    if name.endswith(NO_UNITS):
+        found.append("it does not have a base unit")
+    if metric.type == "histogram" and not name.endswith(UNITS):
+        found.append("a histogram has a unit")
+    if metric.type == "unknown":
+        found.append("it has no type")
+    labels = {label for one in metric.samples for label in one.labels}
+    if metric.type != "histogram" and labels & {"le", "quantile"}:
+        found.append("le and quantile are not for it")
+    if any(not re.match(r"^[a-z][a-z_]*$", label) for label in labels):
+        found.append("its labels are not in snake case")
+    return [f"{name}: {what}" for what in found]
+
+
+async def test_all_names_follow_the_rules_of_prometheus(live: Live) -> None:
+    await run(live, max_tokens=4)
+    shown = [metric for port in live.ports() for metric in await asyncio.to_thread(families, port)]
+    assert len({metric.name for metric in shown if metric.name.startswith("corun_")}) > 45
+    ours = [metric for metric in shown if not metric.name.startswith("process_")]
+    assert [fault for metric in ours for fault in lint(metric)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("corun_wait_ms", "gauge", "Wait"),
+        ("corun_things_total", "gauge", "Things"),
+        ("corun_wait", "histogram", "Wait"),
+        ("corun_Wait_seconds", "gauge", "Wait"),
+        ("corun_wait_seconds", "gauge", ""),
+        ("things", "gauge", "Things"),
+    ],
+)
+def test_the_rules_find_what_breaks_them(name: str, kind: str, text: str) -> None:
+    assert len(lint(Metric(name, text, kind))) == 1

@@ -1,0 +1,298 @@
+"""One trace for a request, whatever becomes of it, as a collector of OpenTelemetry's receives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun import trace_context, tracing, wire
+from corun.channel import channel
+from corun.client import AsyncClient, Client
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.params import SamplingParams
+from corun.v1 import cluster_service_pb2_grpc
+from tests.fakes import WAIT_S, cluster, generate
+from tests.otlp import Collector, collecting, variables
+
+PROMPT = (5, 6, 7)
+PARAMS = SamplingParams(max_tokens=6, logprobs=True)
+ROOT = Path(__file__).parents[2]
+PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    with collecting() as collector:
+        for name, value in variables(collector).items():
+            monkeypatch.setenv(name, value)
+        yield collector
+
+
+@pytest.fixture
+async def traced(collector: Collector) -> AsyncIterator[Collector]:
+    """Router and nodes of one process, so they are one service."""
+    tracing.start("corun", "test")
+    yield collector
+    await tracing.stop()
+
+
+RUN = [
+    ["corun: queue"],
+    ["corun: reserve"],
+    ["corun: prefill", ["corun: queue"], ["corun: compute"]],
+    ["corun: decode"],
+    ["corun: handoff"],
+]
+"""The parts of a run that no node failed, in their order."""
+
+
+async def test_a_request_is_one_trace(model: str, traced: Collector) -> None:
+    async with cluster(model) as fake:
+        (done,) = await generate(fake, PROMPT, PARAMS, seed=8, request_id="r1")
+        await tracing.stop()
+        assert traced.tree() == {"corun.request": [["corun: attempt", *RUN]]}
+        assert len({span.trace for span in traced.spans}) == 1
+        assert not any(span.failed for span in traced.spans)
+        (request,), (attempt,), (decode,) = map(traced.named, ("corun.request", "attempt", "decode"))
+        expected = {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.choice.count": 1,
+            "gen_ai.request.max_tokens": 6,
+            "gen_ai.usage.input_tokens": 3,
+            "gen_ai.usage.output_tokens": 6,
+            "gen_ai.response.finish_reasons": ["length"],
+            "corun.request_id": "r1",
+            "corun.router": fake.router.router_id,
+            "corun.resumed": False,
+        }
+        assert {name: request.attributes[name] for name in expected} == expected
+        assert attempt.attributes == {
+            "corun.sample_index": 0,
+            "corun.attempt": 1,
+            "gen_ai.request.seed": done.seed,
+            "gen_ai.usage.input_tokens": 3,
+            "gen_ai.usage.output_tokens": 6,
+            "gen_ai.response.finish_reasons": ["length"],
+            "corun.prefill_node": str(fake.nodes[0].info.ref),
+            "corun.decode_node": str(fake.nodes[1].info.ref),
+            "corun.slot": 0,
+        }
+        assert decode.began < decode.events["first_token"] < decode.ended
+
+
+async def test_every_attempt_is_a_span_of_its_own(model: str, traced: Collector) -> None:
+    async with cluster(model, decodes=2) as fake:
+        fake.nodes[1].engine.fail_after = fake.nodes[2].engine.fail_after = 3
+        await generate(fake, PROMPT, PARAMS, seed=8)
+    await tracing.stop()
+    attempts = traced.named("attempt")
+    assert [span.attributes["corun.attempt"] for span in attempts] == [1, 2, 3]
+    assert [span.failed for span in attempts] == [True, True, False]
+    assert [span.attributes.get("error.type") for span in attempts] == ["internal", "internal", None]
+    assert traced.tree() == {"corun.request": [["corun: attempt", *RUN]] * 3}
+
+
+async def test_how_a_request_ends_is_in_its_span(model: str, traced: Collector) -> None:
+    async with cluster(model) as fake, AsyncClient(fake.address, timeout_s=WAIT_S) as client:
+        with pytest.raises(InvalidArgumentError):
+            await generate(fake, PROMPT, SamplingParams(max_tokens=10_000))
+        fake.nodes[0].engine.errors = [RuntimeError("no such luck")] * 3
+        with pytest.raises(UnavailableError):
+            await generate(fake, PROMPT, PARAMS)
+        call = asyncio.ensure_future(client.generate(PROMPT, SamplingParams(max_tokens=400)))
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 0)
+        call.cancel()
+        await fake.until(lambda: not fake.router._activity._running)
+    await tracing.stop()
+    ends = [(span.failed, span.attributes.get("error.type")) for span in traced.named("corun.request")]
+    assert ends == [(True, "invalid_argument"), (True, "unavailable"), (False, "cancelled")]
+    assert b"no such luck" not in traced.raw
+
+
+async def test_prompts_and_outputs_are_in_no_span(model: str, traced: Collector) -> None:
+    async with cluster(model) as fake:
+        (done,) = await generate(fake, "a prompt that is nobody's business", PARAMS, seed=8)
+        with pytest.raises(InvalidArgumentError):
+            await generate(fake, "nobody's", SamplingParams(stop=("nobody's",), max_tokens=10_000))
+    await tracing.stop()
+    assert traced.spans
+    assert b"nobody's" not in traced.raw
+    assert done.text.encode() not in traced.raw
+
+
+async def _send(address: str, metadata: Any) -> None:
+    async with channel(address) as link:
+        stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
+        request = wire.generate_request(PROMPT, SamplingParams(max_tokens=1), seed=1)
+        async for _ in stub.Generate(request, timeout=WAIT_S, metadata=metadata):
+            pass
+
+
+async def test_the_trace_of_the_caller_goes_on(model: str, traced: Collector) -> None:
+    async with cluster(model) as fake:
+        await _send(fake.address, (("traceparent", PARENT),))
+    await tracing.stop()
+    (request,) = traced.named("corun.request")
+    assert (request.trace, request.parent) == ("a" * 32, "b" * 16)
+    assert {span.trace for span in traced.spans} == {"a" * 32}
+
+
+async def test_a_trace_that_its_caller_does_not_record_is_not_recorded(model: str, traced: Collector) -> None:
+    async with cluster(model) as fake:
+        await _send(fake.address, (("traceparent", PARENT[:-2] + "00"),))
+    await tracing.stop()
+    assert traced.spans == []
+
+
+HOSTILE = [
+    "",
+    "00",
+    "x" * 40_000,
+    PARENT.upper().replace("00-", "00-", 1),
+    PARENT + "-00",
+    PARENT + "\n".strip() + " ",
+    "ff" + PARENT[2:],
+    "00-" + "0" * 32 + "-" + "b" * 16 + "-01",
+    "00-" + "a" * 32 + "-" + "0" * 16 + "-01",
+    "00-" + "g" * 32 + "-" + "b" * 16 + "-01",
+    "00-" + "-" * 32 + "-" + "b" * 16 + "-01",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=[repr(value[:24]) for value in HOSTILE])
+def test_a_context_that_is_not_well_formed_is_none(value: str) -> None:
+    assert trace_context.read([("traceparent", value)]) is None
+    assert trace_context.read([("traceparent", PARENT), ("traceparent", value)]) is None
+
+
+def test_contexts_are_read_as_they_are_written() -> None:
+    found = trace_context.read([("other", "x"), ("traceparent", PARENT)])
+    assert found is not None
+    assert found.metadata() == (("traceparent", PARENT),)
+    assert trace_context.read([("traceparent", PARENT.encode())]) is None
+    assert trace_context.read([]) is None
+
+
+async def test_hostile_contexts_begin_a_trace_of_their_own(model: str, traced: Collector) -> None:
+    values = [value for value in HOSTILE if value]
+    async with cluster(model) as fake:
+        for value in values:
+            await _send(fake.address, (("traceparent", value), ("tracestate", "x=" + "y" * 1000)))
+    await tracing.stop()
+    requests = traced.named("corun.request")
+    assert len(requests) == len(values)
+    assert {span.parent for span in requests} == {""}
+    assert len({span.trace for span in requests}) == len(values)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_client_passes_its_callers_span_on(model: str, traced: Collector, blocking: bool) -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    async with cluster(model) as fake:
+        with TracerProvider(shutdown_on_exit=False).get_tracer("caller").start_as_current_span("work") as span:
+            known = span.get_span_context()
+            if blocking:
+                with Client(fake.address, timeout_s=WAIT_S) as client:
+                    await asyncio.to_thread(client.generate_many, [PROMPT, PROMPT], PARAMS, progress=False)
+            else:
+                async with AsyncClient(fake.address, timeout_s=WAIT_S) as several:
+                    await several.generate_many([PROMPT, PROMPT], PARAMS, progress=False)
+        assert not trace.get_current_span().get_span_context().is_valid
+    await tracing.stop()
+    found = {(request.trace, request.parent) for request in traced.named("corun.request")}
+    assert found == {(f"{known.trace_id:032x}", f"{known.span_id:016x}")}
+    assert len(traced.named("corun.request")) == 2
+
+
+async def test_a_token_and_a_span_go_together(model: str, traced: Collector, tmp_path: Path) -> None:
+    """Between members, too: the router's calls to nodes carry both."""
+    (tmp_path / "token").write_text("m" * 16)
+    async with cluster(model, cluster_token_file=str(tmp_path / "token")) as fake:
+        await generate(fake, PROMPT, PARAMS)
+    await tracing.stop()
+    assert traced.tree() == {"corun.request": [["corun: attempt", *RUN]]}
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({}, False),
+        ({"OTEL_SERVICE_NAME": "x", "OTEL_METRICS_EXPORTER": "otlp"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a:4317"}, True),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, False),
+        ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, False),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, False),
+    ],
+)
+def test_only_the_environment_turns_traces_on(environment: dict[str, str], asked: bool) -> None:
+    assert tracing.is_asked_for(environment) is asked
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"OTEL_TRACES_EXPORTER": "zipkin"},
+        {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+        {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
+    ],
+)
+def test_what_is_not_supported_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgumentError, match="environment variable OTEL_"):
+        tracing.is_asked_for(environment)
+
+
+def test_a_collector_that_is_not_there_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        tracing.start("corun", "test")
+        with tracing._Recorded(tracing._running[0], tracing._running[0].start("x", None, None)):
+            pass
+        await tracing.stop()
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(tracing, "SHUTDOWN_TIMEOUT_S", 0.2)
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_nothing_is_imported_unless_it_is_asked_for(configured: bool) -> None:
+    script = """
+import asyncio, sys
+from router.app import Router
+from corun.config import RouterConfig
+from corun import tracing
+import prefill_node.__main__, decode_node.__main__
+async def main():
+    tracing.start("corun-router", "r")
+    router = Router(RouterConfig(port=0))
+    await router.start()
+    await router.stop()
+    await tracing.stop()
+asyncio.run(main())
+print(sorted(name for name in sys.modules if name.split(".")[0] == "opentelemetry")[:1])
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    if configured:
+        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:9"
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert child.stdout.strip() == ("['opentelemetry']" if configured else "[]")
