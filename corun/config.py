@@ -303,6 +303,8 @@ class PrefillConfig(NodeConfig):
     """Prompt tokens of one step; part of the contract."""
     kv_check_fraction: float = 0.01
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
+    share_kv: bool = True
+    """Equal prompts of one client, such as several samples of one, are computed once while their KV is there."""
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.

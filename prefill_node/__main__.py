@@ -21,7 +21,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observati
     start_tracing(ref, NodeRole.PREFILL)
     endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
-    service = PrefillService(ref, engine)
+    service = PrefillService(ref, engine, share_kv=config.share_kv)
 
     await live_and_leave(
         config,

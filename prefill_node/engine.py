@@ -121,6 +121,15 @@ class VllmPrefillEngine:
         )
         return bound(handle)
 
+    async def share(self, request_id: str, readers: int) -> bool:
+        """See `PrefillEngine.share`. Of several ranks all must hold it: one that has let go is read in vain."""
+        answers = await base.call_workers(self._llm, "share_kv", request_id, readers, timeout_s=RELEASE_TIMEOUT_S)
+        return all(answers)
+
+    def holds(self, request_id: str) -> bool:
+        """See `PrefillEngine.holds`."""
+        return request_id in self._kept
+
     async def release(self, request_id: str) -> None:
         """See `PrefillEngine.release`."""
         await base.call_workers(self._llm, "release_kv", request_id, timeout_s=RELEASE_TIMEOUT_S)

@@ -27,6 +27,8 @@ def families(service: PrefillService, engine: Engine, *, kv_blocks: int) -> Iter
     figures = service.figures
     yield counter(f"{P}prompts", "Prompts computed", figures.prompts)
     yield counter(f"{P}prompt_tokens", "Tokens of the prompts that were computed", figures.prompt_tokens)
+    text = "Prompts that got the KV of an equal one of the same client"
+    yield counter(f"{P}shared_prompts", text, service.sharing.shared)
     text = "Prompts that left without KV: cancelled, given up, or refused by the engine"
     yield counter(f"{P}failed_prompts", text, figures.failed_prompts)
     text = "Prompts in the node, the one that is being computed included"

@@ -18,6 +18,7 @@ from corun.figures import LATENCIES_S, Histogram, Rate
 from corun.server import Context
 from corun.tracing import Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+from prefill_node.sharing import Sharing
 
 SERVICE_NAME = "corun.v1.PrefillService"
 log = logging.getLogger(__name__)
@@ -32,8 +33,14 @@ class PrefillEngine(Protocol):
         Cancelling the call stops the work and keeps nothing.
         """
 
+    async def share(self, request_id: str, readers: int) -> bool:
+        """Keeps the KV of a finished prefill for so many readers more. False: it is not there any more."""
+
     async def release(self, request_id: str) -> None:
-        """Drops the KV of a finished prefill; unknown ids are ignored."""
+        """Takes a reader from a finished prefill, whose KV is dropped after the last; unknown ids are ignored."""
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a finished prefill's KV waits for a reader, as far as is known without asking."""
 
     async def held_kv_blocks(self) -> int:
         """KV blocks of finished prefills that are neither read, released nor expired."""
@@ -72,13 +79,15 @@ class Figures:
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Answers `corun.v1.PrefillService` for one generation of one node."""
 
-    def __init__(self, ref: NodeRef, engine: PrefillEngine) -> None:
+    def __init__(self, ref: NodeRef, engine: PrefillEngine, *, share_kv: bool = True) -> None:
         self.ref = ref
         self.draining = False
         self.closed = ""
         """Why nothing can be started here now; empty if it can."""
         self._engine = engine
-        self._in_flight: dict[str, int] = {}  # request id -> prompt tokens
+        self._share_kv = share_kv
+        self.sharing = Sharing(engine)
+        self._in_flight: dict[str, int] = {}  # request id -> prompt tokens that it waits for
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
         self.figures = Figures()
@@ -112,10 +121,12 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_service_pb2.PrefillResponse:
         self._admit(request)
         prompt = list(request.prompt_token_ids)
-        self._in_flight[request.request_id] = len(prompt)
+        reader = wire.node_ref_from_proto(request.reader)
+        scope = request.share_scope if self._share_kv else ""
+        self._in_flight[request.request_id] = 0 if self.sharing.has(scope, prompt, reader) else len(prompt)
         arrived = asyncio.get_running_loop().time()
         try:
-            handle = await self._run(request.request_id, prompt, wire.node_ref_from_proto(request.reader))
+            handle = await self._run(request.request_id, prompt, reader, scope)
         except BaseException as error:
             self.figures.failed_prompts += 1
             if not isinstance(error, asyncio.CancelledError):
@@ -128,6 +139,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         finally:
             del self._in_flight[request.request_id]
             self._given_up.pop(request.request_id, None)
+        if handle.request_id != request.request_id:  # Another one's, which has been noted.
+            return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
         waited, computed = self.figures.note_prompt(len(prompt), arrived, asyncio.get_running_loop().time())
         facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
         began = arrived + waited
@@ -140,12 +153,13 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_service_pb2.ReleaseKvResponse:
         # Another generation's KV died with it: there is nothing to release and nothing to complain about.
         if request.generation == self.ref.generation:
-            await self._engine.release(request.request_id)
+            await self.sharing.release(request.request_id)
         return prefill_service_pb2.ReleaseKvResponse()
 
-    async def _run(self, request_id: str, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def _run(self, request_id: str, prompt: Sequence[int], reader: NodeRef, scope: str) -> KvHandle:
         """In a task of its own, which `give_up` can end without the call."""
-        task = self._running[request_id] = asyncio.ensure_future(self._engine.prefill(request_id, prompt, reader))
+        prefill = self.sharing.prefill(request_id, prompt, reader, scope)
+        task = self._running[request_id] = asyncio.ensure_future(prefill)
         try:
             return await task
         finally:
@@ -172,6 +186,6 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def _release(self, request_id: str) -> None:
         try:
-            await self._engine.release(request_id)
+            await self.sharing.release(request_id)
         except CorunError as error:  # A stuck engine does it when it goes on.
             log.warning("KV of %s was not released yet: %s", request_id, error)

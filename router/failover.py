@@ -208,7 +208,7 @@ class SampleRunner:
         return receipt
 
     async def _run(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History, span: Span) -> Receipt:
-        run = await self._admit(sample, ticket, output, span)
+        run = await self._admit(sample, ticket, output, span, _share_scope(sample, history))
         before = _unreceived(sample, output)
         try:
             reason = output.end(await run.to_end())
@@ -239,7 +239,7 @@ class SampleRunner:
         assert source is not None  # What differs was there before.
         self._registry.quarantine((*source.refs, *seat.refs), str(sample))
 
-    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput, span: Span) -> Run:
+    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput, span: Span, share_scope: str) -> Run:
         """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
         now = asyncio.get_running_loop().time
         while True:
@@ -250,7 +250,7 @@ class SampleRunner:
             span.note(
                 {"corun.prefill_node": str(seat.prefill.info.ref), "corun.decode_node": str(seat.decode.info.ref)}
             )
-            run = Run(sample, seat, output, self._config, span)
+            run = Run(sample, seat, output, self._config, span, share_scope=share_scope)
             try:
                 await run.reserve()
             except OverloadedError as error:
@@ -284,8 +284,18 @@ class Output(Protocol):
 class Run:
     """One run of one sample on one pair of nodes, and what it holds there."""
 
-    def __init__(self, sample: Sample, seat: Seat, output: Output, config: RouterConfig, span: Span = OFF) -> None:
+    def __init__(
+        self,
+        sample: Sample,
+        seat: Seat,
+        output: Output,
+        config: RouterConfig,
+        span: Span = OFF,
+        *,
+        share_scope: str = "",
+    ) -> None:
         self.seat = seat
+        self._share_scope = share_scope
         self._span = span
         self._sample = sample
         self._output = output
@@ -330,6 +340,7 @@ class Run:
                 self.seat.decode.info.ref,
                 self._time(self._config.prefill_timeout_s),
                 span.metadata,
+                share_scope=self._share_scope,
             )
         self.seat.prefilled()
         return handle
@@ -375,6 +386,14 @@ class Run:
         if left <= 0:
             raise DeadlineError(f"the deadline passed in a run of {self._sample}")
         return min(left, longest_s)
+
+
+def _share_scope(sample: Sample, history: History) -> str:
+    """Whose prompts may get this one's KV: its client's. What repeats a run, to compare it or after a fault, shares
+    none: it must not inherit what was wrong with the first."""
+    if sample.arrived is None or history.num_faults:
+        return ""
+    return f"client {sample.caller.name}"
 
 
 def _attempt_facts(sample: Sample, history: History) -> dict[str, Value]:

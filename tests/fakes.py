@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,18 @@ def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> Fin
 
 
 class FakeKv:
-    """The KV that all prefill engines hold: prompts by (engine id, request id)."""
+    """The KV that all prefill engines hold: prompts by (engine id, request id), and how many readers more they have."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.more_readers: Counter[tuple[str, str]] = Counter()
+
+    def take(self, key: tuple[str, str]) -> bool:
+        """One reader fewer, and no KV after the last one. False: it was not there."""
+        if key in self.held and self.more_readers[key]:
+            self.more_readers[key] -= 1
+            return True
+        return self.held.pop(key, None) is not None
 
 
 class FakePrefillEngine:
@@ -168,7 +177,15 @@ class FakePrefillEngine:
 
     async def release(self, request_id: str) -> None:
         self.released.append(request_id)
-        self._kv.held.pop((self.endpoint.engine_id, request_id), None)
+        self._kv.take((self.endpoint.engine_id, request_id))
+
+    async def share(self, request_id: str, readers: int) -> bool:
+        key = self.endpoint.engine_id, request_id
+        self._kv.more_readers[key] += readers if key in self._kv.held else 0
+        return key in self._kv.held
+
+    def holds(self, request_id: str) -> bool:
+        return (self.endpoint.engine_id, request_id) in self._kv.held
 
 
 class FakeDecodeEngine:
@@ -215,7 +232,7 @@ class FakeDecodeEngine:
 
     def _step(self, request: DecodeRequest, drawn: int) -> StepRow:
         handle = request.handle
-        has_kv = drawn > 0 or self._kv.held.pop((handle.engine_id, handle.request_id), None) is not None
+        has_kv = drawn > 0 or self._kv.take((handle.engine_id, handle.request_id))
         if not has_kv or self.fail_after == drawn:
             self.fail_after = None if has_kv else self.fail_after
             del self._running[request.request_id]

@@ -40,6 +40,8 @@ from corun.node.stamps import StampTable, finish
 RELEASE_TTL_S = 60.0
 LOWEST_PRIORITY = 19
 WARM_TIMEOUT_S = 10.0
+HEARTBEAT = b"HB:"
+"""What vLLM's messages begin with that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
 TOKEN_FILE_KEY = "cluster_token_file"
 """In the connector's extra configuration: the path of the cluster's token."""
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.expired = 0
         """Prefill: prompts whose KV nobody read or released before its lease ended, since start."""
         self._released: dict[str, float] = {}  # request id -> when to forget the release
+        self._more_readers: dict[str, int] = {}  # request id -> how many beside the one that vLLM waits for
         self._handshakes: dict[str, Future[Any]] = {}  # by engine id of the peer
         self._prefills = Prefills()
         self._claims: dict[str, Claim] = {}  # reads under way, by request id
@@ -143,6 +146,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._pop_done = worker._pop_done_transfers
         worker._pop_done_transfers = self._pop_judged
         worker.nixl_wrapper.make_prepped_xfer = _silent(worker.nixl_wrapper.make_prepped_xfer)
+        self._get_notices = worker.nixl_wrapper.get_new_notifs
+        worker.nixl_wrapper.get_new_notifs = self._last_notices
 
     def bind(self, facts: Mapping[str, Any]) -> None:
         """Makes `facts`, which vLLM's own hash omits, a condition of every handshake with this worker."""
@@ -221,8 +226,37 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """The metadata of a step that moves no KV."""
         return HandoffMetadata()
 
+    def share(self, request_id: str, readers: int) -> bool:
+        """Keeps the KV of a prefill for so many readers more than there are. False: it has been freed, or will be."""
+        worker = self.connector_worker
+        is_there = request_id in worker._reqs_to_send or request_id in worker._reqs_to_process
+        if not is_there or request_id in self._released:
+            return False
+        self._more_readers[request_id] = self._more_readers.get(request_id, 0) + readers
+        return True
+
+    def _last_notices(self) -> dict[str, list[bytes]]:
+        """What peers have sent, but for the thanks of readers that are not the last one: vLLM waits for one."""
+        return {
+            agent: [notice for notice in notices if not self._is_one_of_many(notice)]
+            for agent, notices in self._get_notices().items()
+        }
+
+    def _is_one_of_many(self, notice: bytes) -> bool:
+        name = notice.rpartition(b":")[0].decode()
+        return not notice.startswith(HEARTBEAT) and self._one_reader_fewer(name)
+
+    def _one_reader_fewer(self, request_id: str) -> bool:
+        """False: there is but one left, or none."""
+        left = self._more_readers.pop(request_id, 0)
+        if left > 1:
+            self._more_readers[request_id] = left - 1
+        return left > 0
+
     def release(self, request_id: str) -> None:
-        """Ends the lease of `request_id`'s KV; it is freed in the next step."""
+        """Takes a reader from `request_id`'s KV. After the last one its lease ends: it is freed in the next step."""
+        if self._one_reader_fewer(request_id):
+            return
         self._released[request_id] = time.monotonic() + RELEASE_TTL_S
 
     def held(self) -> list[str]:
@@ -241,6 +275,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
         # To vLLM, what was released has expired as well.
         self.expired += max(0, len(known) - before - sum(name in finished[0] for name in ended))
+        for name in finished[0]:
+            self._more_readers.pop(name, None)
         for name in finished[1]:
             self._claims.pop(name, None)
         # A heartbeat read in this very step has renewed its lease: such a release is for the next step.

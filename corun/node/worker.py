@@ -112,8 +112,12 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         compilation = self.vllm_config.compilation_config
         return f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}"
 
+    def share_kv(self, request_id: str, readers: int) -> bool:
+        """Keeps the KV of a finished prefill for so many readers more; False: it has been freed."""
+        return bool(get_kv_transfer_group().share(request_id, readers))
+
     def release_kv(self, request_id: str) -> None:
-        """Frees the KV of a finished prefill that no decode node will read."""
+        """Takes a reader from the KV of a finished prefill; after the last one it is freed."""
         get_kv_transfer_group().release(request_id)
 
     def held_kv(self) -> dict[str, Any]:

@@ -59,7 +59,8 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseKv(self, request, context):
-        """Drops KV that no decode node will read. Unknown ids are ignored.
+        """Says that a prefill's KV will not be read for this request; it is dropped when nobody else will read it. Unknown
+        ids are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

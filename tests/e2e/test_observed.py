@@ -90,3 +90,18 @@ def test_a_request_is_one_trace_through_all_processes(cluster: Cluster, watch: W
     assert of_request() == expected
     assert {span.service for span in spans} == {"corun-router", "corun-prefill", "corun-decode"}  # None of vLLM's.
     assert done.text.encode() not in watch.collector.raw
+
+
+def test_samples_of_one_prompt_are_prefilled_once(cluster: Cluster, watch: Watch) -> None:
+    """That they have the bits of samples that were prefilled alone: `test_n_samples_are_n_seeds`."""
+    before = shown(watch, "prefill")
+    with cluster.client() as client:
+        samples = client.generate([7] * 400, SamplingParams(n=4, max_tokens=4), seed=3).samples
+    after = shown(watch, "prefill")
+    assert len(samples) == 4
+    grown = {
+        name: after[name] - before[name]
+        for name in ("corun_prefill_prompts_total", "corun_prefill_shared_prompts_total")
+    }
+    assert grown == {"corun_prefill_prompts_total": 1, "corun_prefill_shared_prompts_total": 3}
+    wait_until(lambda: shown(watch, "prefill")["corun_prefill_held_kv_blocks"] == 0, "all have read, and it is freed")

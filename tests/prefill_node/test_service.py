@@ -42,6 +42,7 @@ class Engine:
         self.computing: list[str] = []
         self.cancelled: list[str] = []
         self.released: list[str] = []
+        self.shared: list[tuple[str, int]] = []
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
         self.computing.append(request_id)
@@ -56,8 +57,15 @@ class Engine:
             raise self.error
         return handle(request_id, prompt_token_ids, reader)
 
+    async def share(self, request_id: str, readers: int) -> bool:
+        self.shared.append((request_id, readers))
+        return True
+
     async def release(self, request_id: str) -> None:
         self.released.append(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        return True
 
     async def held_kv_blocks(self) -> int:
         return 3

@@ -232,7 +232,8 @@ class TestOverTheWire:
                     assert message.sample_index == 1
                     rest.token_ids.extend(message.token_ids)
             assert rest.token_ids == wholes[1].token_ids[7:]
-            assert len(fake.nodes[0].engine.prefilled) == 4
+            prefill = fake.nodes[0].service
+            assert prefill.figures.prompts + prefill.sharing.shared == 4
 
     async def test_other_tokens_are_data_loss_and_no_nodes_fault(self, model: str) -> None:
         async with cluster(model) as fake:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -107,6 +108,31 @@ class TestRequests:
                 assert output.receipt.sample_index == index
             assert fake.nodes[1].engine.most_running == 4
             assert len({output.seed for output in outputs}) == 4
+
+    async def test_samples_of_one_prompt_share_its_prefill(self, model: str) -> None:
+        async with cluster(model) as fake:
+            fake.nodes[0].engine.delay_s = 0.05
+            outputs = await generate(fake, PROMPT, replace(PARAMS, n=4), seed=9)
+            for index, output in enumerate(outputs):
+                check(output, PROMPT, PARAMS, sample_seed(9, index))
+            assert fake.nodes[0].engine.prefilled == [PROMPT]
+
+    async def test_a_run_after_a_fault_has_a_prefill_of_its_own(self, model: str) -> None:
+        """Else it could get the very KV that the fault came from."""
+        async with cluster(model) as fake:
+            fake.nodes[0].engine.delay_s = 0.05
+            fake.nodes[1].engine.fail_after = 0
+            outputs = await generate(fake, PROMPT, replace(PARAMS, n=3), seed=9)
+            for index, output in enumerate(outputs):
+                check(output, PROMPT, PARAMS, sample_seed(9, index))
+            assert fake.nodes[0].engine.prefilled == [PROMPT, PROMPT]
+
+    async def test_what_verifies_a_run_shares_nothing(self, model: str) -> None:
+        async with cluster(model) as fake:
+            fake.nodes[0].engine.delay_s = 0.05
+            case = VerifyCase(prompt_token_ids=PROMPT, sampling_params=PARAMS, seed=5)
+            await verify(fake, [case, case], (Condition.SHUFFLED,))
+            assert fake.nodes[0].engine.prefilled == [PROMPT] * 2
 
     async def test_stop_tokens_and_stop_strings(self, model: str) -> None:
         async with cluster(model) as fake:

@@ -48,6 +48,12 @@ class FakePrefillEngine:
         )
         return bound(handle)
 
+    async def share(self, request_id: str, readers: int) -> bool:
+        return False
+
+    def holds(self, request_id: str) -> bool:
+        return False
+
     async def release(self, request_id: str) -> None:
         """There is nothing to drop."""
 
