@@ -172,7 +172,8 @@ class Cluster:
                 again = f", start {status.deaths + 1}" if status.deaths else ""
                 self._say.change(member.name, f"process {status.pid}{again}")
             else:
-                self._say.change(member.name, f"{status.state.value}: {status.detail or 'being placed'}")
+                why = status.detail or ("being placed" if status.state is ProcessState.WAITING else "as asked")
+                self._say.change(member.name, f"{status.state.value}: {why}")
         ready = [name for name, pool in self._pools.items() if pool.ready]
         if (failed := failure(members(self._spec), statuses, ready)) is not None:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")

@@ -100,7 +100,8 @@ def started(address: str | None, signals: StopSignals) -> Iterator[None]:
 @contextmanager
 def joined(address: str, host: str = "") -> Iterator[None]:
     """A running Ray. host: the address of this machine there; empty: Ray finds out."""
-    os.environ.update(_RAY_ENVIRONMENT)
+    # On loopback it was started by `started`: only with the same environment, Ray leaves that address as it is.
+    os.environ.update(_RAY_ENVIRONMENT | _LOCAL_RAY_ENVIRONMENT if host == LOOPBACK else _RAY_ENVIRONMENT)
     _init(address, {"_node_ip_address": host} if host else {})
     try:
         yield
