@@ -162,7 +162,7 @@ def decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
 
 def prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = PrefillEngine(ref, kv)
-    service = PrefillService(ref, engine)
+    service = PrefillService(ref, engine, share_kv=config.share_kv)
     return Role(
         engine=engine,
         service=service,

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from corun.client import Client
@@ -31,7 +31,7 @@ from corun.launch.members import (
 )
 from corun.launch.placement import Shares, share_out
 from corun.launch.progress import Progress
-from corun.launch.reconcile import failure, steps
+from corun.launch.reconcile import failure, in_turn, steps
 from corun.signals import StopSignals
 from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
@@ -52,6 +52,8 @@ class _Pool:
     """Once all of its nodes were."""
     in_use: tuple[set[str], ...] = ()
     """The nodes that each router uses, of those that answered last."""
+    known: set[str] = field(default_factory=set)
+    """The nodes that have loaded, and registered with a router."""
 
 
 class Cluster:
@@ -146,10 +148,26 @@ class Cluster:
         self._fleet.stop(todo.stop)
         for member in todo.stop:
             self._say(f"stopping {member.name}")
+        orders = [self._order(member) for member in todo.start]
+        later = self._later(orders)
         hosts = {member: self._pools[member.pool].hosts[member.index] for member in todo.start if member.role == ROUTER}
-        self._fleet.start([self._order(member) for member in todo.start], hosts)
+        self._fleet.start([order for order in orders if order.member not in later], hosts, later)
+        for member in later:
+            self._say.change(member.name, "waiting: engines that share a GPU start one after the other")
         for member in (member for member in hosts if member not in self._fleet.running):
             self._say.change(member.name, f"waiting: its machine, {hosts[member]}, is gone")
+
+    def _later(self, orders: Sequence[Order]) -> list[Member]:
+        """The nodes whose turn to load on a GPU that they share has not come."""
+        sharing = [order.member for order in orders if order.share.is_part_of_gpu]
+        known = set[str]().union(*(pool.known for pool in self._pools.values()))
+        loading = [
+            member
+            for member, status in self._fleet.last_statuses.items()
+            if not member.is_router and member.name not in known and not _has_failed(status)
+        ]
+        now = in_turn(sharing, loading)
+        return [member for member in sharing if member not in now]
 
     def _order(self, member: Member) -> Order:
         if not member.is_router and member not in self._places:
@@ -186,6 +204,8 @@ class Cluster:
         pool.in_use = tuple(set(nodes) for nodes in used)
         if not answers:
             return
+        statuses = [node for answer in answers for node in answer.nodes]
+        pool.known = {node.node.ref.node_id for node in statuses if node.state is not NodeState.LOST}
         self._tell_nodes(answers[0], is_ready=pool.ready)
         wanted = self._nodes(spec)
         if not pool.ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):

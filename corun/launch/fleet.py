@@ -112,12 +112,18 @@ class Fleet:
         return list(self._placed)
 
     @property
+    def last_statuses(self) -> dict[Member, ProcessStatus]:
+        """As they were when the processes last answered."""
+        return {member: placed.status for member, placed in self._placed.items()}
+
+    @property
     def stopping(self) -> list[Member]:
         return [member for member, placed in self._placed.items() if placed.gone_at is not None]
 
-    def start(self, orders: Sequence[Order], router_hosts: Mapping[Member, str]) -> None:
+    def start(self, orders: Sequence[Order], router_hosts: Mapping[Member, str], later: Sequence[Member] = ()) -> None:
         """Places processes; they start as soon as there is room, in no order. Nodes that start together are near each
-        other where they can. router_hosts: the address of each router's machine; without it a router is left out."""
+        other where they can. router_hosts: the address of each router's machine; without it a router is left out.
+        later: nodes that will start when these have, and are to be near them."""
         by_member = {order.member: order for order in orders}
         alive = runtime.hosts()
         for member, host in router_hosts.items():
@@ -127,12 +133,14 @@ class Fleet:
         placement = runtime.on(alive[self._only_host]) if self._only_host else {"scheduling_strategy": "SPREAD"}
         for order in (order for order in nodes if not order.share.gpus):
             self._place(order, placement)
-        self._place_on_gpus({order.member: order for order in nodes if order.share.gpus})
+        self._place_on_gpus({order.member: order for order in nodes if order.share.gpus}, later)
 
-    def _place_on_gpus(self, orders: Mapping[Member, Order]) -> None:
-        free = {member: group for group in self._groups for member in group.members if member in orders}
-        for near in groups([member for member in orders if member not in free]):
-            gpus = orders[near[0]].share.gpus
+    def _place_on_gpus(self, orders: Mapping[Member, Order], later: Sequence[Member]) -> None:
+        free = {member: group for group in self._groups for member in group.members}
+        for near in groups([member for member in (*orders, *later) if member not in free]):
+            if not (now := [member for member in near if member in orders]):
+                continue
+            gpus = orders[now[0]].share.gpus
             # Every machine has a resource of its address's name.
             bundle = {"GPU": gpus} | ({f"node:{self._only_host}": 0.001} if self._only_host else {})
             handle = runtime.api().util.placement_group([bundle for _ in near], strategy="PACK")

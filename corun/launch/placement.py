@@ -21,6 +21,10 @@ class Share:
     cores: tuple[int, ...] = ()
     """Empty: all."""
 
+    @property
+    def is_part_of_gpu(self) -> bool:
+        return 0 < self.gpus < 1
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:

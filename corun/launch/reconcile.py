@@ -31,6 +31,15 @@ def steps(wanted: Sequence[Member], running: Collection[Member], stopping: Colle
     return Steps(start=start, stop=tuple(sorted(excess, key=lambda m: (m.pool, m.role, -m.index))))
 
 
+def in_turn(starting: Sequence[Member], loading: Collection[Member]) -> tuple[Member, ...]:
+    """Which of the nodes that share a GPU may start now: one at a time, when no other one loads.
+
+    An engine takes its part of the memory that it finds free, and fails or takes another part if that changes while it
+    looks (vllm/v1/worker/gpu_worker.py: `determine_available_memory`).
+    """
+    return () if loading else tuple(starting[:1])
+
+
 def failure(
     wanted: Sequence[Member], statuses: Mapping[Member, ProcessStatus], ready: Collection[str]
 ) -> Member | None:

@@ -34,7 +34,7 @@ EXIT_DIED = 1
 EXIT_QUARANTINED = 3
 """A router said that this generation may have given wrong bits: only a new start, which tests itself, may be used."""
 NEWS_TIMEOUT_S = 0.5
-"""For routers to hear that a node's engine is stuck, before its streams end."""
+"""For routers to hear that a node's engine is stuck, before its streams end; or that it takes no new work."""
 TELL_TIMEOUT_S = 5.0
 """For all routers to hear that a quarantined node must not be used."""
 log = logging.getLogger(__name__)
@@ -181,6 +181,7 @@ class Life:
         self._role.service.draining = self._agent.draining = True
         self._agent.tell()
         await self._tell_health()
+        await self._agent.heard(NEWS_TIMEOUT_S)  # A node with nothing to do is gone right after this.
 
     async def close(self) -> None:
         for watch in self._watches:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from corun.cluster import NodeRole
 from corun.config import NodeConfig
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_ref
+from corun.observation import observed
 from corun.server import run as serve
 from tests.fakes import FakeKv
 from tests.living import decode_role, prefill_role
@@ -71,8 +73,9 @@ async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None
         made.engine.step_ms = STEP_MS
         made.engine.corrupt = (model / WRONG).exists()
     else:
-        made = prefill_role(config, ref, kv)
-    await live_and_leave(config, made, stop)
+        made = prefill_role(replace(config, share_kv=False), ref, kv)  # A file has one reader.
+    async with observed(config) as observation:
+        await live_and_leave(config, made, stop, observation)
 
 
 def main(config: NodeConfig, role: NodeRole) -> None:

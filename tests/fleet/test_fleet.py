@@ -3,6 +3,7 @@ stream that runs meanwhile is bit for bit what it is undisturbed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,6 +72,28 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path) -
             assert fleet.scale("decode=3").returncode == 0
             with streaming(address, answer) as streams:
                 wait_for(lambda: streams.wrong, "other bits are seen to be others")
+            fleet.stop()
+
+
+def test_nodes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path) -> None:
+    """Else each would take what is free of its memory while the other one loads."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tokenizer(model)
+    (model / "config.json").write_text("{}")
+    with hosts(tmp_path) as ray:
+        ray.add(a=1)
+        with up(ray, TOML) as fleet:
+            assert fleet.address
+            said = [
+                re.search(pattern, fleet.output, re.MULTILINE)
+                for name in ("prefill-0", "decode-0", "decode-1")
+                for pattern in (rf"\] {name}: process ", rf"\] {name} in cluster: ")
+            ]
+            times = [found.start() for found in said if found]
+            assert len(times) == 6
+            assert times == sorted(times)
+            assert {fleet.host(name) for name in ("prefill-0", "decode-0", "decode-1")} == {"a"}
             fleet.stop()
 
 

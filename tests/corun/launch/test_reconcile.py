@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corun.launch.members import Member, members
-from corun.launch.reconcile import Steps, failure, steps
+from corun.launch.reconcile import Steps, failure, in_turn, steps
 from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
 
@@ -53,3 +53,10 @@ def test_what_a_cluster_does_not_survive() -> None:
     assert found("decode-0", "decode-1", ready=True) == "decode-0"
     assert found("prefill-0", ready=True) == "prefill-0"
     assert found("router", ready=True) == "router"
+
+
+def test_nodes_on_one_gpu_start_one_after_the_other() -> None:
+    _, *nodes = wanted(2, 2)
+    assert in_turn(nodes, []) == (nodes[0],)
+    assert in_turn(nodes[1:], [nodes[0]]) == ()
+    assert in_turn([], []) == ()
