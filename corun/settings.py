@@ -98,6 +98,16 @@ VARIABLES = (
         effect="Directory under which the built-in tiny model is kept; if unset, `~/.cache`.",
     ),
     Variable(
+        names=("XDG_RUNTIME_DIR",),
+        readers="`corun up`, `corun scale`",
+        effect="Directory under which `corun up` notes where it is found; if unset, that for temporary files.",
+    ),
+    Variable(
+        names=("RAY_AUTH_MODE",),
+        readers="`corun up`, `corun scale`",
+        effect="Ray's own: `token` where the Ray of `--ray-address` has a token.",
+    ),
+    Variable(
         names=("GRPC_VERBOSITY",), readers="all", effect="gRPC's own log; if unset, `corun up` shows its errors only."
     ),
 )

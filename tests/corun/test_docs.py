@@ -1,0 +1,175 @@
+"""What pages tell users to run can be run: cluster files, commands, alerts, links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from corun import certs, cli, spec
+from corun.config import DecodeConfig, PrefillConfig, RouterConfig, parse
+from corun.errors import InvalidArgumentError
+
+ROOT = Path(__file__).parents[2]
+DEPLOY, README, K8S = "docs/deploy.md", "README.md", "k8s/README.md"
+ALERTS = ROOT / "k8s" / "components" / "monitoring" / "alerts.yaml"
+PROCESSES: dict[str, type[RouterConfig] | type[PrefillConfig] | type[DecodeConfig]] = {
+    "router": RouterConfig,
+    "prefill_node": PrefillConfig,
+    "decode_node": DecodeConfig,
+}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The contents of the fenced blocks of one language; empty: of those that name none."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [content for name, content in found if name == language]
+
+
+def cluster_files(text: str) -> list[str]:
+    return [block for block in blocks(text, "toml") if "[pools." in block]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command line of ours, without variables before it and comments after it."""
+    for line in "".join(blocks(text, "")).replace("\\\n", " ").splitlines():
+        if re.match(r"(\w+=\S+ )*(corun|python -m (router|prefill_node|decode_node))( |$)", line):
+            words = shlex.split(re.sub(r" [<>&].*", "", line), comments=True)
+            yield [word for index, word in enumerate(words) if not _is_variable(words[: index + 1])]
+
+
+def _is_variable(words: list[str]) -> bool:
+    """Whether the last word is one of the assignments that a line begins with."""
+    return all(re.match(r"[A-Z_]+=", word) for word in words)
+
+
+def take(words: list[str]) -> None:
+    """Parses a command line as the program does. Ends with SystemExit if it is wrong."""
+    if words[0] == "corun":
+        cli.parse(words[1:])
+    else:
+        parse(PROCESSES[words[2]], words[3:])
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that a reader is in who has done all that the page says: secrets, a model, the cluster file."""
+    certs.make(tmp_path / "secrets", ["corun"])
+    model = tmp_path / "models" / "Qwen3-8B"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (example,) = cluster_files(text_of(DEPLOY))
+    (tmp_path / "cluster.toml").write_text(example.replace('"/models/', f'"{tmp_path}/models/'))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check(directory: Path, text: str) -> None:
+    file = directory / "example.toml"
+    file.write_text(text)
+    spec.read(file).check()
+
+
+@pytest.mark.parametrize("page", [DEPLOY, README])
+def test_cluster_files_can_be_run(host: Path, page: str) -> None:
+    examples = cluster_files(text_of(page))
+    assert examples
+    for example in examples:
+        check(host, example)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("slots =", "slot =", r"\[pools.main.decode\] slot.*the nearest is slots"),
+        ("metrics_port = 9110", "metrics_port = 9101", "must leave 9101"),
+        ('client_tokens_file = "secrets/clients.tokens"', "", "needs client_tokens_file"),
+        ("secrets/member.pem", "secrets/other.pem", "tls_cert.*must be a readable file"),
+    ],
+)
+def test_a_wrong_cluster_file_is_seen(host: Path, old: str, new: str, message: str) -> None:
+    (example,) = cluster_files(text_of(DEPLOY))
+    assert old in example
+    with pytest.raises(InvalidArgumentError, match=message):
+        check(host, example.replace(old, new))
+
+
+@pytest.mark.parametrize(("page", "least"), [(DEPLOY, 25), (K8S, 3), (README, 9)])
+def test_commands_parse(host: Path, page: str, least: int) -> None:
+    found = list(commands(text_of(page)))
+    assert len(found) >= least
+    for words in found:
+        take(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "corun up --slot-count 3",
+        "corun status --router",
+        "python -m router --slots 3",
+        "A=1 B=2 python -m decode_node --model m --slots many  # comment",
+        "corun certs \\\n    --host here",
+    ],
+)
+def test_a_wrong_command_is_seen(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = commands(f"```\n{line}\n```\n")
+    with pytest.raises(SystemExit) as ended:
+        take(words)
+    assert ended.value.code == 2, capsys.readouterr()
+
+
+def test_what_is_a_command() -> None:
+    plain = "A=1 corun up --port 1 \\\n  --host h   # why\nkubectl get\ncorun/  a folder\ncorun a > b\n"
+    text = f"corun x\n```\n{plain}```\n```toml\ncorun c\n```\n"
+    assert list(commands(text)) == [["corun", "up", "--port", "1", "--host", "h"], ["corun", "a"]]
+
+
+def documented(text: str) -> dict[str, str]:
+    """Severity and delay of each alert that has a row."""
+    return dict(re.findall(r"^\| `(Corun\w+)` \| ([^|]+) \|", text, flags=re.MULTILINE))
+
+
+def test_every_alert_is_explained_and_no_other() -> None:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]["groups"]
+    rules = {rule["alert"]: rule for group in groups for rule in group["rules"]}
+    said = {name: f"{rule['labels']['severity']}, {rule.get('for', 'at once')}" for name, rule in rules.items()}
+    assert documented(text_of(DEPLOY)) == said
+    assert set(re.findall(r"\bCorun[A-Z]\w+", text_of(DEPLOY))) == rules.keys()
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    """Links to files or headings that are not there."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("page", [DEPLOY, README, K8S])
+def test_links_lead_somewhere(page: str) -> None:
+    assert broken_links(page, text_of(page)) == []
+
+
+def test_broken_links_are_seen() -> None:
+    text = "[a](settings.md) [b](gone.md) [c](#alerts) [d](#gone) [e](../k8s/README.md#gpus) [f](../README.md#gone)"
+    assert broken_links(DEPLOY, text) == ["gone.md", "#gone", "../README.md#gone"]
