@@ -117,6 +117,8 @@ class KvHandle:
     """The one generation of a decode node that may read it."""
     binding: str = ""
     """Over everything above that names the KV, its owner or its reader; 64 hex digits (`corun.handle.bound`)."""
+    claim: str = ""
+    """Of the prefill that got this handle: one of those that read this KV. Empty: there is no other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -304,7 +304,8 @@ class PrefillConfig(NodeConfig):
     kv_check_fraction: float = 0.01
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
     share_kv: bool = True
-    """Equal prompts of one client, such as several samples of one, are computed once while their KV is there."""
+    """Equal prompts of one client, such as several samples of one, are computed once while their KV is there. Clients
+    without tokens count as one."""
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.

@@ -179,6 +179,7 @@ def kv_handle_to_proto(handle: KvHandle) -> prefill_pb2.KvHandle:
         prompt_digest=handle.prompt_digest,
         reader=node_ref_to_proto(handle.reader),
         binding=handle.binding,
+        claim=handle.claim,
     )
 
 
@@ -195,6 +196,7 @@ def kv_handle_from_proto(message: prefill_pb2.KvHandle) -> KvHandle:
         prompt_digest=message.prompt_digest,
         reader=node_ref_from_proto(message.reader),
         binding=message.binding,
+        claim=message.claim,
     )
 
 

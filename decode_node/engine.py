@@ -18,7 +18,7 @@ from corun.contract import Contract
 from corun.errors import CorunError, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
-from corun.node.owners import OWNER_PARAM
+from corun.node.owners import CLAIM_PARAM, OWNER_PARAM
 from corun.params import SamplingParams
 from corun.processes import living, started
 from decode_node.ladder import Ladder, smaller_than
@@ -210,6 +210,7 @@ class VllmDecodeEngine:
                     "remote_port": handle.port,
                     "tp_size": handle.tp_size,
                     OWNER_PARAM: owner_of(handle),
+                    CLAIM_PARAM: handle.claim,
                 }
             },
         )

@@ -121,18 +121,21 @@ class VllmPrefillEngine:
         )
         return bound(handle)
 
-    async def share(self, request_id: str, readers: int) -> bool:
-        """See `PrefillEngine.share`. Of several ranks all must hold it: one that has let go is read in vain."""
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
+        """See `PrefillEngine.share`. Of several ranks all must hold it: one that has let go would be read in vain."""
         answers = await base.call_workers(self._llm, "share_kv", request_id, readers, timeout_s=RELEASE_TIMEOUT_S)
+        if any(answers) and not all(answers):
+            for reader in readers:
+                await self.release(request_id, reader)
         return all(answers)
 
     def holds(self, request_id: str) -> bool:
         """See `PrefillEngine.holds`."""
         return request_id in self._kept
 
-    async def release(self, request_id: str) -> None:
+    async def release(self, request_id: str, reader: str) -> None:
         """See `PrefillEngine.release`."""
-        await base.call_workers(self._llm, "release_kv", request_id, timeout_s=RELEASE_TIMEOUT_S)
+        await base.call_workers(self._llm, "release_kv", request_id, reader, timeout_s=RELEASE_TIMEOUT_S)
 
     async def held_kv_blocks(self) -> int:
         """See `PrefillEngine.held_kv_blocks`. While the engine is deep in a step, the last known number."""

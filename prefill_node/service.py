@@ -13,10 +13,10 @@ from typing import Protocol
 
 from corun import wire
 from corun.cluster import KvHandle, NodeLoad, NodeRef
-from corun.errors import CorunError, InvalidArgumentError, StaleGenerationError, UnavailableError
+from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.figures import LATENCIES_S, Histogram, Rate
 from corun.server import Context
-from corun.tracing import Value, caller_of
+from corun.tracing import Lap, Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from prefill_node.sharing import Sharing
 
@@ -33,11 +33,15 @@ class PrefillEngine(Protocol):
         Cancelling the call stops the work and keeps nothing.
         """
 
-    async def share(self, request_id: str, readers: int) -> bool:
-        """Keeps the KV of a finished prefill for so many readers more. False: it is not there any more."""
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
+        """Keeps the KV of a finished prefill for these readers, too. False: it is not there any more.
 
-    async def release(self, request_id: str) -> None:
-        """Takes a reader from a finished prefill, whose KV is dropped after the last; unknown ids are ignored."""
+        Readers have the names of the calls that got its handle; the first one has the prefill's own.
+        """
+
+    async def release(self, request_id: str, reader: str) -> None:
+        """Takes a reader that has not read yet from a finished prefill, whose KV is dropped after the last one; unknown
+        ids are ignored."""
 
     def holds(self, request_id: str) -> bool:
         """Whether a finished prefill's KV waits for a reader, as far as is known without asking."""
@@ -76,6 +80,31 @@ class Figures:
         return began - arrived, now - began
 
 
+class _Metered:
+    """An engine whose prefills are counted, once each, however many asked for one."""
+
+    def __init__(self, engine: PrefillEngine, figures: Figures) -> None:
+        self.computing: dict[str, int] = {}  # request id -> prompt tokens
+        self.laps: dict[str, list[Lap]] = {}  # of the requests that want to know, by id
+        self.share, self.release, self.holds = engine.share, engine.release, engine.holds
+        self._engine = engine
+        self._figures = figures
+
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+        now = asyncio.get_running_loop().time
+        arrived = now()
+        self.computing[request_id] = len(prompt_token_ids)
+        try:
+            handle = await self._engine.prefill(request_id, prompt_token_ids, reader)
+        finally:
+            del self.computing[request_id]
+        waited, computed = self._figures.note_prompt(len(prompt_token_ids), arrived, now())
+        began = arrived + waited
+        if request_id in self.laps:
+            self.laps[request_id] += [("queue", arrived, began), ("compute", began, began + computed)]
+        return handle
+
+
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Answers `corun.v1.PrefillService` for one generation of one node."""
 
@@ -86,12 +115,12 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         """Why nothing can be started here now; empty if it can."""
         self._engine = engine
         self._share_kv = share_kv
-        self.sharing = Sharing(engine)
-        self._in_flight: dict[str, int] = {}  # request id -> prompt tokens that it waits for
+        self.figures = Figures()
+        self._metered = _Metered(engine, self.figures)
+        self.sharing = Sharing(self._metered)
+        self._in_flight: set[str] = set()
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
-        self.figures = Figures()
-        self._releases: set[asyncio.Task[None]] = set()
 
     @property
     def queued_prompts(self) -> int:
@@ -100,8 +129,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     @property
     def queued_tokens(self) -> int:
-        """Of these prompts."""
-        return sum(self._in_flight.values())
+        """Of the prompts that are computed for them."""
+        return sum(self._metered.computing.values())
 
     async def load(self) -> NodeLoad:
         return NodeLoad(
@@ -123,8 +152,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         prompt = list(request.prompt_token_ids)
         reader = wire.node_ref_from_proto(request.reader)
         scope = request.share_scope if self._share_kv else ""
-        self._in_flight[request.request_id] = 0 if self.sharing.has(scope, prompt, reader) else len(prompt)
-        arrived = asyncio.get_running_loop().time()
+        self._in_flight.add(request.request_id)
+        laps = self._metered.laps[request.request_id] = []
         try:
             handle = await self._run(request.request_id, prompt, reader, scope)
         except BaseException as error:
@@ -132,19 +161,15 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             if not isinstance(error, asyncio.CancelledError):
                 raise
             # The answer may have been on its way: whoever asked no longer knows the handle, so nobody else can free it.
-            self._release_soon(request.request_id)
+            self.sharing.release_soon(request.request_id)
             if reason := self._given_up.get(request.request_id):
                 raise UnavailableError(f"prefill node {self.ref.node_id}: {reason}") from None
             raise
         finally:
-            del self._in_flight[request.request_id]
+            self._in_flight.discard(request.request_id)
+            del self._metered.laps[request.request_id]
             self._given_up.pop(request.request_id, None)
-        if handle.request_id != request.request_id:  # Another one's, which has been noted.
-            return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
-        waited, computed = self.figures.note_prompt(len(prompt), arrived, asyncio.get_running_loop().time())
         facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
-        began = arrived + waited
-        laps = [("queue", arrived, began), ("compute", began, began + computed)]
         caller_of(context).laps(laps, facts)
         return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
 
@@ -178,14 +203,3 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
         if not request.request_id or request.request_id in self._in_flight:
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
-
-    def _release_soon(self, request_id: str) -> None:
-        task = asyncio.ensure_future(self._release(request_id))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _release(self, request_id: str) -> None:
-        try:
-            await self.sharing.release(request_id)
-        except CorunError as error:  # A stuck engine does it when it goes on.
-            log.warning("KV of %s was not released yet: %s", request_id, error)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from corun.cluster import KvHandle, NodeRef
 from corun.errors import CorunError
@@ -26,11 +27,11 @@ class Engine(Protocol):
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle: ...
 
-    async def share(self, request_id: str, readers: int) -> bool:
-        """Keeps KV for so many readers more. False: it is not there any more."""
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
+        """Keeps KV for these readers, too. False: it is not there any more."""
 
-    async def release(self, request_id: str) -> None:
-        """One reader fewer; after the last one the KV is dropped."""
+    async def release(self, request_id: str, reader: str) -> None:
+        """One reader fewer, if it has not read yet; after the last one the KV is dropped."""
 
     def holds(self, request_id: str) -> bool:
         """Whether KV waits for a reader, as far as is known without asking."""
@@ -40,13 +41,13 @@ class _Computation:
     """Of one prompt's KV, for all who ask for it until it is done; it ends when none of them wants it any more."""
 
     def __init__(
-        self, engine: Engine, name: str, prompt: Sequence[int], reader: NodeRef, drop: Callable[[], None]
+        self, engine: Engine, name: str, prompt: Sequence[int], reader: NodeRef, drop: Callable[[set[str]], None]
     ) -> None:
         self.name = name
         """The engine's id of it: that of the first request."""
         self.waiting: set[str] = set()
         self.claims: set[str] = set()
-        """The requests that it has kept KV for."""
+        """The requests that its KV is kept for, or was until they had read it."""
         self.is_gone = False
         """There will be no KV, or no more of it."""
         self._engine = engine
@@ -72,21 +73,32 @@ class _Computation:
     async def _compute(self, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
         try:
             handle = await self._engine.prefill(self.name, prompt, reader)
-            # Before any of them hears of it: the first could have read it, and it be gone, before the next is counted.
-            readers = sorted(self.waiting, key=lambda name: name != self.name)
-            if len(readers) > 1 and not await self._engine.share(self.name, len(readers) - 1):
-                del readers[1:]
         except asyncio.CancelledError:
-            self._drop()  # It may be there already, and nobody will hear of it.
+            self._drop({self.name})  # It may be there already, and nobody will hear of it.
             raise
-        self.claims.update(readers)
+        try:
+            await self._count()
+        except BaseException:
+            self._drop({self.name, *self.claims})
+            raise
         return handle
+
+    async def _count(self) -> None:
+        """Tells the engine who waits. Before any of them hears of the KV: the first could have read it, and it be gone,
+        before the second is counted."""
+        readers = set(self.waiting)
+        self.claims |= readers  # First: who gives up meanwhile has something to give back.
+        others = sorted(readers - {self.name})
+        if others and not await self._engine.share(self.name, others):
+            self.claims -= set(others)
+        elif self.name not in readers:
+            await self._engine.release(self.name, self.name)
 
     async def _join(self, request_id: str) -> KvHandle | None:
         if self.has_failed:
             return None
-        self.claims.add(request_id)  # First: a request that is given up meanwhile has a reader to take back.
-        if await self._engine.share(self.name, 1):
+        self.claims.add(request_id)
+        if await self._engine.share(self.name, (request_id,)):
             return self.task.result()
         self.claims.discard(request_id)
         self.is_gone = True
@@ -106,11 +118,6 @@ class Sharing:
         self._engine = engine
         self._computations: dict[Key, _Computation] = {}
         self._releases: set[asyncio.Task[None]] = set()
-
-    def has(self, scope: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> bool:
-        """Whether such a prompt is being computed, or its KV waits for a reader."""
-        found = self._computations.get((scope, reader, prompt_digest(prompt_token_ids))) if scope else None
-        return found is not None and not found.is_gone and self._is_there(found)
 
     async def prefill(
         self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
@@ -132,32 +139,33 @@ class Sharing:
             try:
                 if (handle := await found.wait(request_id)) is not None:
                     self.shared += request_id != found.name
-                    return handle
+                    return replace(handle, claim=request_id)
             finally:
                 if (found.is_gone or found.has_failed) and self._computations.get(key) is found:
                     del self._computations[key]
 
     async def release(self, request_id: str) -> None:
-        """A request's reader will not read: one fewer. Ids that nobody shares are the engine's business."""
+        """A request's reader will not read, if it has not read yet. Unknown ids are the engine's business."""
         for made in self._computations.values():
             if request_id in made.claims:
-                made.claims.discard(request_id)
-                await self._engine.release(made.name)
+                await self._engine.release(made.name, request_id)
                 return
             if request_id == made.name:
                 return  # It was given up before it was counted; the KV is the others'.
-        await self._engine.release(request_id)
+        await self._engine.release(request_id, request_id)
 
-    def _release_soon(self, request_id: str) -> None:
-        task = asyncio.ensure_future(self._release(request_id))
+    def release_soon(self, request_id: str) -> None:
+        """`release`, in the background."""
+        self._spawn(self.release(request_id))
+
+    def _release_soon(self, name: str, readers: set[str]) -> None:
+        for reader in readers:
+            self._spawn(self._engine.release(name, reader))
+
+    def _spawn(self, release: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(_patient(release))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
-
-    async def _release(self, request_id: str) -> None:
-        try:
-            await self._engine.release(request_id)
-        except CorunError as error:  # A stuck engine does it when it goes on.
-            log.warning("KV of %s was not released yet: %s", request_id, error)
 
     def _prune(self) -> None:
         """Drops those whose KV is gone."""
@@ -167,6 +175,13 @@ class Sharing:
 
     def _is_there(self, made: _Computation) -> bool:
         return not made.task.done() or self._engine.holds(made.name)
+
+
+async def _patient(release: Coroutine[Any, Any, None]) -> None:
+    try:
+        await release
+    except CorunError as error:  # A stuck engine does it when it goes on.
+        log.warning("KV was not released yet: %s", error)
 
 
 def _heard(task: asyncio.Task[KvHandle]) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import hashlib
 import struct
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,18 +106,17 @@ def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> Fin
 
 
 class FakeKv:
-    """The KV that all prefill engines hold: prompts by (engine id, request id), and how many readers more they have."""
+    """The KV that all prefill engines hold: prompts by (engine id, request id), and the readers of what is shared."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, str], tuple[int, ...]] = {}
-        self.more_readers: Counter[tuple[str, str]] = Counter()
+        self.readers: dict[tuple[str, str], set[str]] = {}
 
-    def take(self, key: tuple[str, str]) -> bool:
+    def take(self, key: tuple[str, str], reader: str) -> bool:
         """One reader fewer, and no KV after the last one. False: it was not there."""
-        if key in self.held and self.more_readers[key]:
-            self.more_readers[key] -= 1
-            return True
-        return self.held.pop(key, None) is not None
+        readers = self.readers.get(key, {reader})
+        readers.discard(reader)
+        return key in self.held if readers else self.held.pop(key, None) is not None
 
 
 class FakePrefillEngine:
@@ -175,13 +173,14 @@ class FakePrefillEngine:
     async def held_kv_blocks(self) -> int:
         return self.known_kv_blocks
 
-    async def release(self, request_id: str) -> None:
-        self.released.append(request_id)
-        self._kv.take((self.endpoint.engine_id, request_id))
+    async def release(self, request_id: str, reader: str) -> None:
+        self.released.append(reader)
+        self._kv.take((self.endpoint.engine_id, request_id), reader)
 
-    async def share(self, request_id: str, readers: int) -> bool:
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         key = self.endpoint.engine_id, request_id
-        self._kv.more_readers[key] += readers if key in self._kv.held else 0
+        if key in self._kv.held:
+            self._kv.readers.setdefault(key, {request_id}).update(readers)
         return key in self._kv.held
 
     def holds(self, request_id: str) -> bool:
@@ -232,7 +231,7 @@ class FakeDecodeEngine:
 
     def _step(self, request: DecodeRequest, drawn: int) -> StepRow:
         handle = request.handle
-        has_kv = drawn > 0 or self._kv.take((handle.engine_id, handle.request_id))
+        has_kv = drawn > 0 or self._kv.take((handle.engine_id, handle.request_id), handle.claim)
         if not has_kv or self.fail_after == drawn:
             self.fail_after = None if has_kv else self.fail_after
             del self._running[request.request_id]
@@ -308,7 +307,7 @@ class FakeNode:
     @property
     def queued_tokens(self) -> int:
         """Of a prefill node."""
-        return sum(self.service._in_flight.values())
+        return int(self.service.queued_tokens)
 
     def join(self) -> None:
         self.membership = asyncio.ensure_future(self.agent.run())

@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 from corun.auth import read_token
 from corun.node import ipc_mappings
 from corun.node.digest import KvDigest, region_words
-from corun.node.owners import OWNER_PARAM, Owned, Prefills
+from corun.node.owners import CLAIM_PARAM, OWNER_PARAM, Owned, Prefills
 from corun.node.reads import Claim, ReadChecks, Verdict
 from corun.node.side_channel import sealed
 from corun.node.stamps import StampTable, finish
@@ -42,6 +42,8 @@ LOWEST_PRIORITY = 19
 WARM_TIMEOUT_S = 10.0
 HEARTBEAT = b"HB:"
 """What vLLM's messages begin with that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
+READER = "/"
+"""Between a prefill's name and a reader's, in a reader's thanks; no name has it."""
 TOKEN_FILE_KEY = "cluster_token_file"
 """In the connector's extra configuration: the path of the cluster's token."""
 log = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Prefill: blocks that get digests after the step."""
         self.owners: dict[str, int] = {}
         """Decode: the owner's name that each read must find, by request id."""
+        self.claims: dict[str, str] = {}
+        """Decode: which of the KV's readers each read is, by request id."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -93,7 +97,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.expired = 0
         """Prefill: prompts whose KV nobody read or released before its lease ended, since start."""
         self._released: dict[str, float] = {}  # request id -> when to forget the release
-        self._more_readers: dict[str, int] = {}  # request id -> how many beside the one that vLLM waits for
+        self._readers: dict[str, set[str]] = {}  # of KV that several read: request id -> those that have not yet
         self._handshakes: dict[str, Future[Any]] = {}  # by engine id of the peer
         self._prefills = Prefills()
         self._claims: dict[str, Claim] = {}  # reads under way, by request id
@@ -114,6 +118,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
         meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # It forgets what is to be read.
         meta.owners = {name: given[OWNER_PARAM] for name, given in params.items() if OWNER_PARAM in given}
+        meta.claims = {name: given[CLAIM_PARAM] for name, given in params.items() if CLAIM_PARAM in given}
         for name, groups, anew in yield_req_data(scheduler_output) if self._prefills else ():
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
                 meta.owned.append(owned)
@@ -162,7 +167,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.table.own(owned.blocks, owned.owner, owned.first)
         for name, read in meta.reqs_to_recv.items():
             if name in meta.owners and read.local_block_ids:  # Without blocks: aborted before it began.
-                self._claims[name] = _claim(meta.owners[name], read)
+                self._claims[name] = _claim(meta.owners[name], meta.claims.get(name, ""), read)
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
@@ -198,7 +203,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _thank(self, claim: Claim) -> None:
         """Tells the prefill node that its blocks are read, as the transfer itself would have (nixl/pull_worker.py)."""
         worker = self.connector_worker
-        notice = f"{claim.request_id}:{worker.world_size}".encode()
+        reader = f"{READER}{claim.name}" if claim.name else ""
+        notice = f"{claim.request_id}{reader}:{worker.world_size}".encode()
         try:
             worker.nixl_wrapper.send_notif(self._peer(claim.engine_id), notif_msg=notice)
         except Exception as error:  # NIXL's errors share no base. The peer's blocks are freed when their lease ends.
@@ -226,36 +232,46 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """The metadata of a step that moves no KV."""
         return HandoffMetadata()
 
-    def share(self, request_id: str, readers: int) -> bool:
-        """Keeps the KV of a prefill for so many readers more than there are. False: it has been freed, or will be."""
+    def share(self, request_id: str, readers: Iterable[str]) -> bool:
+        """Keeps the KV of a prefill for these readers, too; the first one has the prefill's own name. False: it has
+        been freed, or will be."""
         worker = self.connector_worker
         is_there = request_id in worker._reqs_to_send or request_id in worker._reqs_to_process
         if not is_there or request_id in self._released:
             return False
-        self._more_readers[request_id] = self._more_readers.get(request_id, 0) + readers
+        self._readers.setdefault(request_id, {request_id}).update(readers)
         return True
 
     def _last_notices(self) -> dict[str, list[bytes]]:
-        """What peers have sent, but for the thanks of readers that are not the last one: vLLM waits for one."""
+        """What peers have sent, in vLLM's words: thanks for a prefill once, when all readers have sent theirs."""
         return {
-            agent: [notice for notice in notices if not self._is_one_of_many(notice)]
+            agent: [passed for notice in notices if (passed := self._in_vllms_words(notice))]
             for agent, notices in self._get_notices().items()
         }
 
-    def _is_one_of_many(self, notice: bytes) -> bool:
-        name = notice.rpartition(b":")[0].decode()
-        return not notice.startswith(HEARTBEAT) and self._one_reader_fewer(name)
+    def _in_vllms_words(self, notice: bytes) -> bytes:
+        """Empty: there is nothing to tell it yet."""
+        if notice.startswith(HEARTBEAT):
+            return notice
+        name, _, rest = notice.decode().rpartition(":")
+        request_id, _, reader = name.partition(READER)
+        if request_id not in self._readers:
+            return f"{request_id}:{rest}".encode()
+        # Without a reader's name it is vLLM's own, of a read that was given up: his router will release him.
+        return f"{request_id}:{rest}".encode() if reader and self._was_last(request_id, reader) else b""
 
-    def _one_reader_fewer(self, request_id: str) -> bool:
-        """False: there is but one left, or none."""
-        left = self._more_readers.pop(request_id, 0)
-        if left > 1:
-            self._more_readers[request_id] = left - 1
-        return left > 0
+    def _was_last(self, request_id: str, reader: str) -> bool:
+        """Takes a reader from shared KV. True: nobody is left."""
+        readers = self._readers[request_id]
+        readers.discard(reader)
+        if not readers:
+            del self._readers[request_id]
+        return not readers
 
-    def release(self, request_id: str) -> None:
-        """Takes a reader from `request_id`'s KV. After the last one its lease ends: it is freed in the next step."""
-        if self._one_reader_fewer(request_id):
+    def release(self, request_id: str, reader: str = "") -> None:
+        """Takes a reader from `request_id`'s KV; one that has read it already is none. After the last one its lease
+        ends: it is freed in the next step. reader: empty where there is but one."""
+        if request_id in self._readers and not self._was_last(request_id, reader):
             return
         self._released[request_id] = time.monotonic() + RELEASE_TTL_S
 
@@ -276,7 +292,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         # To vLLM, what was released has expired as well.
         self.expired += max(0, len(known) - before - sum(name in finished[0] for name in ended))
         for name in finished[0]:
-            self._more_readers.pop(name, None)
+            self._readers.pop(name, None)
         for name in finished[1]:
             self._claims.pop(name, None)
         # A heartbeat read in this very step has renewed its lease: such a release is for the next step.
@@ -361,7 +377,7 @@ def _threads() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
-def _claim(owner: int, read: Any) -> Claim:
+def _claim(owner: int, reader: str, read: Any) -> Claim:
     """Of vLLM's `ReqMeta`, before the worker turns its block ids into those of its kernels."""
     (theirs,), (ours,) = read.remote.block_ids, read.local_block_ids
     return Claim(
@@ -370,6 +386,7 @@ def _claim(owner: int, read: Any) -> Claim:
         request_id=read.remote.request_id,
         theirs=tuple(theirs),
         ours=tuple(ours),
+        name=reader,
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 OWNER_PARAM = "corun_owner"
 """In `kv_transfer_params` of both sides: the name that the prompt's blocks carry, a uint64."""
+CLAIM_PARAM = "corun_claim"
+"""In `kv_transfer_params` of a decode: which of the KV's readers this is; empty where there is but one."""
 CHECK_PARAM = "corun_check"
 """In `kv_transfer_params` of a prefill: whether the blocks get digests."""
 

@@ -29,6 +29,8 @@ class Claim:
     theirs: tuple[int, ...]
     """The peer's block ids, in the prompt's order."""
     ours: tuple[int, ...]
+    name: str = ""
+    """Which of the KV's readers this is."""
 
 
 @dataclass(frozen=True, slots=True)

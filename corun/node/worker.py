@@ -112,13 +112,13 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         compilation = self.vllm_config.compilation_config
         return f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}"
 
-    def share_kv(self, request_id: str, readers: int) -> bool:
-        """Keeps the KV of a finished prefill for so many readers more; False: it has been freed."""
+    def share_kv(self, request_id: str, readers: Sequence[str]) -> bool:
+        """Keeps the KV of a finished prefill for these readers, too; False: it has been freed."""
         return bool(get_kv_transfer_group().share(request_id, readers))
 
-    def release_kv(self, request_id: str) -> None:
+    def release_kv(self, request_id: str, reader: str) -> None:
         """Takes a reader from the KV of a finished prefill; after the last one it is freed."""
-        get_kv_transfer_group().release(request_id)
+        get_kv_transfer_group().release(request_id, reader)
 
     def held_kv(self) -> dict[str, Any]:
         """The finished prefills whose KV waits to be read, and how many waited in vain, since start."""

@@ -14,7 +14,7 @@ class BlockIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("prefill_node", "engine_id", "request_id", "block_ids", "host", "port", "tp_size", "num_tokens", "prompt_digest", "reader", "binding")
+    __slots__ = ("prefill_node", "engine_id", "request_id", "block_ids", "host", "port", "tp_size", "num_tokens", "prompt_digest", "reader", "binding", "claim")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class KvHandle(_message.Message):
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     BINDING_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     prefill_node: _types_pb2.NodeRef
     engine_id: str
     request_id: str
@@ -37,7 +38,8 @@ class KvHandle(_message.Message):
     prompt_digest: str
     reader: _types_pb2.NodeRef
     binding: str
-    def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., binding: _Optional[str] = ...) -> None: ...
+    claim: str
+    def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., binding: _Optional[str] = ..., claim: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "generation", "prompt_token_ids", "reader", "share_scope")

@@ -64,7 +64,7 @@ def connector(module: ModuleType) -> Any:
     made = object.__new__(module.CorunNixlConnector)
     made.connector_worker = worker
     made._released = {}
-    made._more_readers = {}
+    made._readers = {}
     made.expired = 0
     made._handshakes = {}
     made._claims = {}
@@ -195,46 +195,57 @@ def test_a_read_and_a_release_in_one_step_free_once(connector: Any) -> None:
     assert connector.expired == 0
 
 
-def test_kv_with_more_readers_is_freed_after_the_last_one(connector: Any) -> None:
+def test_kv_with_several_readers_is_freed_after_the_last_one(connector: Any) -> None:
     worker = connector.connector_worker
-    assert connector.share("b", 2)
-    for _ in range(2):
-        worker.inbox.append(b"b:1")
+    assert connector.share("b", ["s", "t"])
+    for reader in (b"s", b"b"):
+        worker.inbox.append(b"b/" + reader + b":1")
         assert sent(connector) == set()
-    worker.inbox.append(b"b:1")
+    worker.inbox.append(b"b/t:1")
     assert sent(connector) == {"b"}
     assert connector.held() == ["a", "c"]
+    assert connector._readers == {}
 
 
 def test_thanks_that_come_in_one_step_count_one_by_one(connector: Any) -> None:
-    connector.share("b", 1)
-    connector.connector_worker.inbox += [b"b:1", b"HB:b,c", b"b:1", b"c:1"]
+    connector.share("b", ["s"])
+    connector.connector_worker.inbox += [b"b/b:1", b"HB:b,c", b"b/s:1", b"c/c:1"]
     assert sent(connector) == {"b", "c"}
 
 
-def test_a_release_of_many_readers_takes_one(connector: Any) -> None:
-    connector.share("b", 1)
-    connector.release("b")
+def test_a_release_of_one_reader_leaves_the_others(connector: Any) -> None:
+    connector.share("b", ["s"])
+    connector.release("b", "b")
     assert sent(connector) == set()
-    connector.connector_worker.inbox.append(b"b:1")
+    connector.connector_worker.inbox.append(b"b/s:1")
     assert sent(connector) == {"b"}
     assert connector.expired == 0
 
 
-def test_what_is_freed_or_will_be_has_no_more_readers(connector: Any) -> None:
+def test_a_reader_is_taken_once_whatever_is_said_of_him(connector: Any) -> None:
+    """His read is thanked for, or vLLM gives it up, and his router releases him as well."""
+    connector.share("b", ["s"])
+    connector.connector_worker.inbox += [b"b/s:1", b"b/s:1", b"b:1"]
+    connector.release("b", "s")
+    assert sent(connector) == set()
+    connector.release("b", "b")
+    assert sent(connector) == {"b"}
+
+
+def test_what_is_freed_or_will_be_is_not_shared(connector: Any) -> None:
     connector.release("b")
-    assert not connector.share("b", 1)
-    assert not connector.share("unknown", 1)
+    assert not connector.share("b", ["s"])
+    assert not connector.share("unknown", ["s"])
     connector.connector_worker.inbox.append(b"a:1")
     assert sent(connector) == {"a", "b"}
-    assert not connector.share("a", 1)
+    assert not connector.share("a", ["s"])
 
 
 def test_readers_that_never_come_are_forgotten_with_the_lease(connector: Any) -> None:
-    connector.share("a", 3)
+    connector.share("a", ["s", "t"])
     connector.connector_worker._reqs_to_send["a"] = 0.0
     assert sent(connector) == {"a"}
-    assert connector._more_readers == {}
+    assert connector._readers == {}
     assert connector.expired == 1
 
 

@@ -141,8 +141,8 @@ async def test_the_death_of_an_idle_engine_is_noticed(engine: Engine, llm: Llm) 
 
 
 async def test_releases_go_to_the_workers(engine: Engine, llm: Llm) -> None:
-    await engine.release("r")
-    assert llm.calls == [("release_kv", "r")]
+    await engine.release("r", "s")
+    assert llm.calls == [("release_kv", "r", "s")]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 100, 2048, 4096, 2**20])

@@ -42,7 +42,6 @@ class Engine:
         self.computing: list[str] = []
         self.cancelled: list[str] = []
         self.released: list[str] = []
-        self.shared: list[tuple[str, int]] = []
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
         self.computing.append(request_id)
@@ -57,12 +56,11 @@ class Engine:
             raise self.error
         return handle(request_id, prompt_token_ids, reader)
 
-    async def share(self, request_id: str, readers: int) -> bool:
-        self.shared.append((request_id, readers))
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         return True
 
-    async def release(self, request_id: str) -> None:
-        self.released.append(request_id)
+    async def release(self, request_id: str, reader: str) -> None:
+        self.released.append(reader)
 
     def holds(self, request_id: str) -> bool:
         return True
@@ -156,6 +154,23 @@ async def test_the_load_counts_prompts_in_flight(node: Node) -> None:
         await call
     load = await node.service.load()
     assert (load.queued_prompt_tokens, load.tokens) == (0, 15)
+
+
+async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> None:
+    node.engine.go.clear()
+    first = node.prefill("a", [1] * 10, share_scope="client")
+    await until(lambda: node.engine.computing == ["a"])
+    second = node.prefill("b", [1] * 10, share_scope="client")
+    await until(lambda: node.service.queued_prompts == 2)
+    first.cancel()
+    await until(lambda: node.service.queued_prompts == 1)
+    assert (await node.service.load()).queued_prompt_tokens == 10
+    node.engine.go.set()
+    answered = wire.kv_handle_from_proto((await second).handle)
+    assert (answered.request_id, answered.claim) == ("a", "b")
+    assert (await node.service.load()).tokens == 10
+    assert node.service.figures.prompts == 1
+    await until(lambda: node.engine.released == ["a"])
 
 
 async def test_another_generation_is_refused(node: Node) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from corun.cluster import KvHandle, NodeRef
-from corun.errors import InvalidArgumentError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.receipt import prompt_digest
 from prefill_node.sharing import Sharing
 
@@ -27,15 +27,16 @@ class Engine:
         self.sharing = asyncio.Event()
         self.sharing.set()
         self.error: Exception | None = None
+        self.share_error: Exception | None = None
         self.computed: list[str] = []
-        self.readers: dict[str, int] = {}
+        self.readers: dict[str, set[str]] = {}
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
         await self.go.wait()
         if self.error:
             raise self.error
         self.computed.append(request_id)
-        self.readers[request_id] = 1
+        self.readers[request_id] = {request_id}
         digest = prompt_digest(prompt_token_ids)
         return KvHandle(
             prefill_node=REF,
@@ -50,24 +51,27 @@ class Engine:
             reader=reader,
         )
 
-    async def share(self, request_id: str, readers: int) -> bool:
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         await self.sharing.wait()
+        if self.share_error:
+            raise self.share_error
         if request_id in self.readers:
-            self.readers[request_id] += readers
+            self.readers[request_id].update(readers)
         return request_id in self.readers
 
-    async def release(self, request_id: str) -> None:
-        self.read(request_id)
+    async def release(self, request_id: str, reader: str) -> None:
+        await self.sharing.wait()  # Calls to an engine are answered in turn.
+        self.read(request_id, reader)
 
     def holds(self, request_id: str) -> bool:
         return request_id in self.readers
 
-    def read(self, request_id: str) -> None:
+    def read(self, request_id: str, reader: str) -> None:
         """A reader is done."""
-        if request_id in self.readers:
-            self.readers[request_id] -= 1
-            if not self.readers[request_id]:
-                del self.readers[request_id]
+        readers = self.readers.get(request_id, set())
+        readers.discard(reader)
+        if not readers:
+            self.readers.pop(request_id, None)
 
 
 @pytest.fixture
@@ -97,18 +101,19 @@ async def test_prompts_that_come_together_are_computed_once_and_all_read(engine:
     engine.go.set()
     handles = await asyncio.gather(*asked)
     assert [handle.request_id for handle in handles] == ["r", "r", "r"]
-    assert (engine.computed, engine.readers, sharing.shared) == (["r"], {"r": 3}, 2)
+    assert [handle.claim for handle in handles] == ["r", "s", "t"]
+    assert (engine.computed, engine.readers, sharing.shared) == (["r"], {"r": {*"rst"}}, 2)
 
 
 async def test_one_that_comes_later_reads_what_is_still_there(engine: Engine, sharing: Sharing) -> None:
     await ask(sharing, "r")
     assert (await ask(sharing, "s")).request_id == "r"
-    assert engine.readers == {"r": 2}
+    assert engine.readers == {"r": {*"rs"}}
 
 
 async def test_one_that_comes_too_late_is_computed_anew(engine: Engine, sharing: Sharing) -> None:
     await ask(sharing, "r")
-    engine.read("r")
+    engine.read("r", "r")
     assert (await ask(sharing, "s")).request_id == "s"
     assert (await ask(sharing, "t")).request_id == "s"
     assert engine.computed == ["r", "s"]
@@ -127,7 +132,7 @@ async def test_without_a_scope_nothing_is_kept_of_it(engine: Engine, sharing: Sh
     await ask(sharing, "r", scope="")
     assert (await ask(sharing, "s")).request_id == "s"
     await sharing.release("r")
-    assert engine.readers == {"s": 1}
+    assert engine.readers == {"s": {"s"}}
 
 
 @pytest.mark.parametrize("gone", ["r", "s"])
@@ -140,23 +145,65 @@ async def test_one_that_gives_up_takes_nothing_from_the_others(engine: Engine, s
     await sharing.release(gone)
     engine.go.set()
     handles = await asyncio.gather(*(task for name, task in asked.items() if name != gone))
+    await settle()
     assert [handle.request_id for handle in handles] == ["r", "r"]
-    assert engine.readers == {"r": 2}
+    assert engine.readers == {"r": {*"rst"} - {gone}}
 
 
-async def test_one_that_gives_up_after_it_was_counted_gives_its_part_back(engine: Engine, sharing: Sharing) -> None:
+@pytest.mark.parametrize("gone", ["r", "s"])
+async def test_one_that_gives_up_while_readers_are_counted_gives_its_part_back(
+    engine: Engine, sharing: Sharing, gone: str
+) -> None:
     engine.go.clear()
     engine.sharing.clear()
     asked = {name: ask(sharing, name) for name in "rst"}
     await settle()
     engine.go.set()
     await settle()
-    asked["s"].cancel()  # While the engine is told of three readers.
+    asked.pop(gone).cancel()
+    await settle()
+    sharing.release_soon(gone)
     await settle()
     engine.sharing.set()
-    await asyncio.gather(asked["r"], asked["t"])
+    await asyncio.gather(*asked.values())
+    await settle()
+    assert engine.readers == {"r": {*"rst"} - {gone}}
+
+
+async def test_nothing_is_kept_when_all_give_up_while_they_are_counted(engine: Engine, sharing: Sharing) -> None:
+    engine.go.clear()
+    engine.sharing.clear()
+    asked = [ask(sharing, name) for name in "rst"]
+    await settle()
+    engine.go.set()
+    await settle()
+    for name, task in zip("rst", asked, strict=True):
+        task.cancel()
+        sharing.release_soon(name)
+    engine.sharing.set()
+    await settle()
+    await settle()
+    assert engine.readers == {}
+
+
+async def test_nothing_is_kept_when_the_engine_cannot_be_told(engine: Engine, sharing: Sharing) -> None:
+    engine.go.clear()
+    engine.share_error = UnavailableError("the engine did not answer")
+    asked = [ask(sharing, name) for name in "rs"]
+    await settle()
+    engine.go.set()
+    for result in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(result, UnavailableError)
+    await settle()
+    assert engine.readers == {}
+
+
+async def test_a_release_after_the_read_takes_nothing_from_the_others(engine: Engine, sharing: Sharing) -> None:
+    """A run that ends without a token has its KV released, whether it has been read or not."""
+    await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"))
+    engine.read("r", "s")
     await sharing.release("s")
-    assert engine.readers == {"r": 2}
+    assert engine.readers == {"r": {"r"}}
 
 
 async def test_what_nobody_wants_any_more_ends_and_is_not_joined(engine: Engine, sharing: Sharing) -> None:
@@ -172,20 +219,6 @@ async def test_what_nobody_wants_any_more_ends_and_is_not_joined(engine: Engine,
     assert engine.computed == ["t"]
 
 
-async def test_kv_that_was_computed_when_the_last_one_left_is_dropped(engine: Engine, sharing: Sharing) -> None:
-    engine.go.clear()
-    engine.sharing.clear()
-    asked = [ask(sharing, name) for name in "rs"]
-    await settle()
-    engine.go.set()
-    await settle()
-    assert engine.readers == {"r": 1}
-    for task in asked:
-        task.cancel()
-    await settle()
-    assert engine.readers == {}
-
-
 async def test_all_hear_of_an_error_and_the_next_one_is_tried_anew(engine: Engine, sharing: Sharing) -> None:
     engine.error = InvalidArgumentError("prompt_token_ids", 3, "must be fewer")
     for result in await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"), return_exceptions=True):
@@ -197,7 +230,7 @@ async def test_all_hear_of_an_error_and_the_next_one_is_tried_anew(engine: Engin
 async def test_a_release_is_one_reader_fewer_and_the_last_one_the_end(engine: Engine, sharing: Sharing) -> None:
     await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"))
     await sharing.release("s")
-    assert engine.readers == {"r": 1}
+    assert engine.readers == {"r": {"r"}}
     await sharing.release("r")
     assert engine.readers == {}
 
@@ -205,7 +238,6 @@ async def test_a_release_is_one_reader_fewer_and_the_last_one_the_end(engine: En
 async def test_what_is_gone_is_forgotten(engine: Engine, sharing: Sharing) -> None:
     for index in range(5):
         await ask(sharing, f"r{index}", prompt_token_ids=(index,))
-        engine.read(f"r{index}")
+        engine.read(f"r{index}", f"r{index}")
     await ask(sharing, "last", prompt_token_ids=(9,))
-    assert not any(sharing.has("client a", (index,), READER) for index in range(5))
-    assert sharing.has("client a", (9,), READER)
+    assert [made.name for made in sharing._computations.values()] == ["last"]

@@ -48,13 +48,13 @@ class FakePrefillEngine:
         )
         return bound(handle)
 
-    async def share(self, request_id: str, readers: int) -> bool:
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         return False
 
     def holds(self, request_id: str) -> bool:
         return False
 
-    async def release(self, request_id: str) -> None:
+    async def release(self, request_id: str, reader: str) -> None:
         """There is nothing to drop."""
 
     async def held_kv_blocks(self) -> int:
