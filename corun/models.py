@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from corun.errors import InvalidArgumentError
+from corun.errors import InvalidArgumentError, UnavailableError
 
+NOT_NEEDED = ["original/*", "*.gguf", "*.pth"]
+"""Files of a hub's repository that hold the weights once more."""
 TINY = "tiny"
 """The model name that stands for the built-in model."""
 
@@ -25,3 +27,21 @@ def resolve_model(model: str) -> str:
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise InvalidArgumentError("model", model, "must be 'tiny', a directory with a config.json, or a hub id")
     return model
+
+
+def downloaded(model: str) -> str:
+    """The directory of a model. Of a hub id, all of it is fetched into the hub's cache, if it is not there yet.
+
+    Raises:
+        UnavailableError: the hub does not have it, or cannot be reached.
+    """
+    if Path(model).is_dir():
+        return model
+    # Comes with the engine, which no client has.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return str(snapshot_download(model, ignore_patterns=NOT_NEEDED))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UnavailableError(f"model {model} could not be fetched from the hub: {error}") from error

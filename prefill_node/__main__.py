@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from corun.cluster import NodeRole
 from corun.config import PrefillConfig, parse
+from corun.models import downloaded
 from corun.node.engine import nixl_endpoint
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.observation import Observation, observed
@@ -17,6 +19,7 @@ from prefill_node.service import SERVICE_NAME, PrefillService
 
 
 async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observation) -> None:
+    config = replace(config, model=downloaded(config.model))
     ref = node_ref(config, NodeRole.PREFILL)
     start_tracing(ref, NodeRole.PREFILL)
     endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
