@@ -104,3 +104,17 @@ def test_scaling(overlay: str) -> None:
         decode = one(found, "StatefulSet", f"corun-decode-{pool}")["spec"]
         assert decode["podManagementPolicy"] == "Parallel"
         assert "replicas" not in decode, "every apply would take back what `kubectl scale` said"
+
+
+@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "rdma"])
+def test_prefill_and_decode_pods_differ_in_what_they_run_only(overlay: str) -> None:
+    """Their manifests are written out, each to be read alone, so nothing else keeps them the same."""
+    found = objects(overlay)
+    prefill, decode = (
+        json.dumps(one(found, kind, f"corun-{role}-main")["spec"]["template"], sort_keys=True)
+        for kind, role in (("Deployment", "prefill"), ("StatefulSet", "decode"))
+    )
+    for own, other in (("prefill", "decode"), ("Prefill", "Decode"), ("50061", "50071")):
+        assert own in prefill
+        prefill = prefill.replace(own, other)
+    assert prefill == decode
