@@ -118,3 +118,11 @@ def test_prefill_and_decode_pods_differ_in_what_they_run_only(overlay: str) -> N
         assert own in prefill
         prefill = prefill.replace(own, other)
     assert prefill == decode
+
+
+def test_the_readme_names_what_is_there() -> None:
+    readme = (ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(?:k8s/)?((?:overlays|components|base)/[\w./-]+)`", readme))
+    assert {f"overlays/{name}" for name in OVERLAYS} <= named
+    assert {name for name in named if not (ROOT / "k8s" / name).exists()} == set()
+    assert {path.name for path in (ROOT / "k8s" / "overlays").iterdir()} == set(OVERLAYS)
