@@ -51,8 +51,8 @@ $(STAMP): | $(TOOL)
 demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen prompts, verify every bit, stop
 	@$(PY) examples/demo.py $(ARGS)
 
-test: $(STAMP) ## Run the tests
-	@$(PY) -m pytest -m "not gpu" $(ARGS)
+test: $(STAMP) ## Run the tests; ARGS='-m slow' those that are left out
+	@$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
 
 chaos: $(STAMP) ## Kill, stop and break nodes under load; ARGS='--engines real --seed 1 --faults 30', or fake ones
 	@$(PY) -m tests.chaos $(ARGS)

@@ -11,7 +11,7 @@ from corun import Client, SamplingParams
 from tests.fleet.hosts import hosts, up, wait_for
 from tests.fleet.streams import pack
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 READY_S = 400.0
 TOML = """
@@ -83,8 +83,5 @@ def test_a_stream_survives_its_host(tmp_path: Path) -> None:
             streams = stream_all(address)
             ray.add(c=1)
             wait_for(lambda: fleet.host("decode-1") == "c", "decode-1 is started on the new host")
-            done = fleet.scale("decode=1")
-            assert done.stdout == "scaled decode 2 → 1\n", done.stderr
-            assert fleet.ready().keys() == {"prefill-0", "decode-0"}
             assert bits(streams) == undisturbed
             fleet.stop()

@@ -101,16 +101,28 @@ def test_scaling(overlay: str) -> None:
             if item["metadata"]["name"].endswith(f"-{pool}"):
                 assert budgets[item["metadata"]["name"]]["selector"] == item["spec"]["selector"]
         assert budgets[f"corun-router-{pool}"]["minAvailable"] == 1
-        assert one(found, "StatefulSet", f"corun-decode-{pool}")["spec"]["podManagementPolicy"] == "Parallel"
+        decode = one(found, "StatefulSet", f"corun-decode-{pool}")["spec"]
+        assert decode["podManagementPolicy"] == "Parallel"
+        assert "replicas" not in decode, "every apply would take back what `kubectl scale` said"
 
 
-def test_two_pools_differ_in_name_label_and_contract_only() -> None:
-    found = objects("pool-b")
-    for item in workloads(found):
-        name = item["metadata"]["name"]
-        if name.endswith("-main"):
-            other = one(found, item["kind"], name.replace("-main", "-b"))
-            text = json.dumps(item, sort_keys=True).replace("-main", "-b")
-            text = text.replace('"corun.dev/pool": "main"', '"corun.dev/pool": "b"')
-            assert text == json.dumps(other, sort_keys=True)
-    assert one(found, "Service", "corun")["spec"]["selector"]["corun.dev/pool"] == "main"
+@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "rdma"])
+def test_prefill_and_decode_pods_differ_in_what_they_run_only(overlay: str) -> None:
+    """Their manifests are written out, each to be read alone, so nothing else keeps them the same."""
+    found = objects(overlay)
+    prefill, decode = (
+        json.dumps(one(found, kind, f"corun-{role}-main")["spec"]["template"], sort_keys=True)
+        for kind, role in (("Deployment", "prefill"), ("StatefulSet", "decode"))
+    )
+    for own, other in (("prefill", "decode"), ("Prefill", "Decode"), ("50061", "50071")):
+        assert own in prefill
+        prefill = prefill.replace(own, other)
+    assert prefill == decode
+
+
+def test_the_readme_names_what_is_there() -> None:
+    readme = (ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(?:k8s/)?((?:overlays|components|base)/[\w./-]+)`", readme))
+    assert {f"overlays/{name}" for name in OVERLAYS} <= named
+    assert {name for name in named if not (ROOT / "k8s" / name).exists()} == set()
+    assert {path.name for path in (ROOT / "k8s" / "overlays").iterdir()} == set(OVERLAYS)

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 from corun.cli import main
-from corun.spec import read
+from corun.spec import ROLES, ClusterSpec, read
 from tests.k8s.manifests import Object, complete, of_kind, one, selects
 from tests.k8s.pods import Pod
+from tests.k8s.wiring import ENGINE_END_S, ROUTER_END_S
+
+RAY_END_S = 35
+"""At SIGTERM Ray drains by itself for up to 30 s (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S) and then ends."""
 
 
 def ray(found: list[Object]) -> Any:
@@ -75,6 +79,31 @@ def test_clients_reach_the_router_of_the_head() -> None:
     assert named[port["targetPort"]] == port["port"] == int(re.findall(r"^port = (\d+)$", text, re.MULTILINE)[0])
     policy = one(found, "NetworkPolicy", "clients-to-routers")["spec"]
     assert selects(policy["podSelector"], labels["head"])
+
+
+def early_ends(pod: Pod, spec: ClusterSpec) -> list[str]:
+    """What ends before `corun up` has drained all routers and after them all nodes."""
+    ends = {role: ROUTER_END_S if role == "router" else ENGINE_END_S for role in ROLES}
+    drains = {role: max(pool.config(role).drain_grace_s for pool in spec.pools) + ends[role] for role in ROLES}
+    needed = drains["router"] + max(drains["prefill"], drains["decode"])
+    sleep, waits = pod.container["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    found = [f"Ray ends after {waits} s of {needed:g}"] if float(waits) < needed else []
+    return found + (
+        [f"the pod ends after {pod.grace_s} s"] if pod.grace_s < max(needed, float(waits) + RAY_END_S) else []
+    )
+
+
+def test_ray_outlives_the_drain_on_every_machine(tmp_path: Path) -> None:
+    for name, pod in pods(complete("ray")).items():
+        file = below(tmp_path / name, pod)
+        assert early_ends(pod, read(file)) == []
+        for table in ("[pools.main.router]", "[pools.main.prefill]", "[pools.main.decode]"):
+            changed = file.with_name("longer.toml")
+            changed.write_text(file.read_text().replace(table, f"{table}\ndrain_grace_s = 80"))
+            assert len(early_ends(pod, read(changed))) == 2
+        pod.spec["terminationGracePeriodSeconds"] = int(pod.container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert len(early_ends(pod, read(file))) == 1
 
 
 def test_ray_is_the_one_that_is_installed() -> None:
