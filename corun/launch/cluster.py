@@ -20,7 +20,7 @@ from corun.config import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
 from corun.launch import runtime
 from corun.launch.control import Control, Outcome, Request, noted
-from corun.launch.fleet import GRACE_S, STATUS_TIMEOUT_S, Fleet, Order, may_run
+from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order, may_run
 from corun.launch.members import (
     LOOPBACK,
     MODULES,
@@ -277,7 +277,7 @@ class Cluster:
 
     def _stop(self, ending: Sequence[Member], signals: StopSignals) -> None:
         asked = 0
-        deadline = time.monotonic() + GRACE_S + STATUS_TIMEOUT_S
+        deadline = time.monotonic() + self._fleet.grace_s(ending) + STATUS_TIMEOUT_S
         while running := [member for member, status in self._fleet.statuses(ending).items() if may_run(status)]:
             names = ", ".join(member.name for member in running)
             if asked < 1 + (signals.count > 1):

@@ -6,8 +6,9 @@ Pure. Must not know Ray, nor how processes are started.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from corun.errors import InvalidArgumentError
 from corun.launch.members import Member
@@ -98,6 +99,30 @@ def _too_few(fixed: PoolSpec, pools: Sequence[PoolSpec], gpus: int) -> tuple[str
     value = fixed.nodes_per_gpu or fixed.tensor_parallel_size
     needs = ", ".join(f"{_nodes(pool)} nodes of pool {pool.name} need {_gpus_needed(pool)}" for pool in pools)
     return fixed.where("prefill", name), value, f"must suit the GPUs of this machine: {needs}, it has {gpus}"
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Bundles of GPUs, each never split over machines, for nodes that are near each other if they can be."""
+
+    handle: Any
+    """Of whoever keeps the bundles."""
+    members: list[Member]
+    """Whom each bundle is for, or was for last."""
+    gpus: float
+    """Of each bundle."""
+
+
+def reuse(kept: Sequence[Group], starting: Mapping[Member, float], occupying: Collection[Member]) -> None:
+    """Gives bundles that nobody has to nodes that have none, in place. starting: with the GPUs that each needs.
+    occupying: those that have started or are about to, but for these."""
+    known = {member for group in kept for member in group.members}
+    for member in (member for member in starting if member not in known):
+        for group in (group for group in kept if group.gpus == starting[member]):
+            free = [i for i, last in enumerate(group.members) if last not in occupying and last not in starting]
+            if free:
+                group.members[free[0]] = member
+                break
 
 
 def groups(starting: Sequence[Member]) -> list[tuple[Member, ...]]:
