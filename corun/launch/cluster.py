@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from corun.cluster import ClusterStatus, NodeState, NodeStatus
 from corun.config import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
 from corun.launch import runtime
-from corun.launch.control import Control, Outcome, Request, noted
+from corun.launch.changes import Changes
+from corun.launch.control import Control, Outcome, noted
 from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order, may_run
 from corun.launch.members import (
     LOOPBACK,
@@ -76,7 +77,7 @@ class Cluster:
         self._pools: dict[str, _Pool] = {}
         self._places: dict[Member, int] = {}
         self._shares: Shares
-        self._changes: list[tuple[Request, str]] = []
+        self._changes = Changes()
         # A router that is started again has to give the same seeds, so that clients can go on.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
 
@@ -244,31 +245,23 @@ class Cluster:
             changes = ", ".join(f"{role} {pool.count(role)} → {count}" for role, count in request.counts.items())
             text = changes if len(self._pools) == 1 else f"pool {pool.name}: {changes}"
             self._say(f"scaling {text}")
+            superseded = self._changes.add(request, pool.name, text, members(self._spec), members(spec))
+            for earlier, outcome in superseded:
+                control.tell(earlier, outcome)
             self._spec = spec
-            self._changes.append((request, text))
 
     def _conclude(self, control: Control, statuses: Mapping[Member, ProcessStatus]) -> None:
         """Answers the requests that are done, or cannot be."""
-        wanted = members(self._spec)
-        settled = not self._fleet.stopping and not steps(wanted, self._fleet.running, ())
-        for request, text in list(self._changes):
-            pool = self._spec.pool(request.pool)
-            failed = [m for m in wanted if m.pool == pool.name and _has_failed(statuses.get(m))]
-            if failed:
-                detail = statuses[failed[0]].detail
-                outcome = Outcome(text=f"{text}: {failed[0].name} {detail}\nlogs in {self._logs}", failed=True)
-            elif settled and self._is_as_wanted(pool):
-                outcome = Outcome(text=text)
-            else:
+        wanted, running, stopping = set(members(self._spec)), set(self._fleet.running), set(self._fleet.stopping)
+        for change in self._changes:
+            outcome = change.outcome(wanted, running, stopping, statuses, self._pools[change.pool].in_use)
+            if outcome is None:
                 continue
-            self._say(f"scaled {text}" if not failed else f"could not scale {text}")
-            control.tell(request, outcome)
-            self._changes.remove((request, text))
-
-    def _is_as_wanted(self, pool: PoolSpec) -> bool:
-        """Whether every router that answers uses the nodes that are wanted, and no other."""
-        in_use, wanted = self._pools[pool.name].in_use, self._nodes(pool)
-        return bool(in_use) and all(nodes == wanted for nodes in in_use)
+            if outcome.failed:
+                outcome = replace(outcome, text=f"{outcome.text}\nlogs in {self._logs}")
+            self._say(f"{'could not scale' if outcome.failed else 'scaled'} {change.text}")
+            control.tell(change.request, outcome)
+            self._changes.remove(change)
 
     def stop(self, signals: StopSignals) -> None:
         """Ends the routers, which drain, then the nodes. A second stop signal kills what is still running."""

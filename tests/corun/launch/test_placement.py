@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun.launch.members import members
-from corun.launch.placement import Share, Shares, groups, on_joined, on_own
+from corun.launch.members import Member, members
+from corun.launch.placement import Group, Share, Shares, groups, on_joined, on_own, reuse
 from corun.spec import ClusterSpec, PoolSpec
 
 
@@ -106,3 +106,17 @@ def test_pairs_are_near_each_other() -> None:
     assert [[member.name for member in group] for group in found] == [
         [f"{pool}.{name}" for name in group] for pool, group in itertools.product("ab", expected)
     ]
+
+
+def test_a_bundle_that_nobody_has_is_used_again() -> None:
+    """Two pairs, then `scale prefill=3 decode=1`: all GPUs are in bundles, and one of them is free."""
+    pair = members(ClusterSpec(pools=(pool(4),)))  # A router, prefill-0, 1 and 2, decode-0.
+    prefill, decode = pair[1:4], [Member("main", "decode", index, f"decode-{index}") for index in range(2)]
+    kept = [Group(None, [prefill[index], decode[index]], 1.0) for index in range(2)]
+    running = {prefill[0], prefill[1], decode[0]}
+    reuse(kept, {prefill[2]: 0.5}, running)  # Not of that size.
+    reuse(kept, {prefill[2]: 1.0}, {*running, decode[1]})  # Not free.
+    reuse(kept, {decode[1]: 1.0}, running)  # Has one.
+    assert [group.members for group in kept] == [[prefill[0], decode[0]], [prefill[1], decode[1]]]
+    reuse(kept, {prefill[2]: 1.0}, running)
+    assert [group.members for group in kept] == [[prefill[0], decode[0]], [prefill[1], prefill[2]]]
