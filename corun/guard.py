@@ -2,9 +2,10 @@
 
     python -I guard.py PARENT_PID GRACE_S COMMAND...
 
-Owns the command's whole process tree. The first SIGTERM, or the parent's death, asks the command to end and gives it
-GRACE_S seconds; a second SIGTERM ends it at once. When the command has ended, whatever it left behind is killed, also
-children whose own parent died without them. Exits as the command did, or with 128 + the signal that killed it.
+Owns the command's whole process tree. The first SIGTERM asks the command to end and gives it GRACE_S seconds; a second
+one, or the parent's death, ends it at once: whoever starts it again needs its ports and its GPU. When the command has
+ended, whatever it left behind is killed, also children whose own parent died without them. Exits as the command did, or
+with 128 + the signal that killed it.
 A script of the standard library alone: it starts in milliseconds and must not know what it runs.
 """
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     guard = os.getpid()
     # preexec_fn is safe in a process without threads.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _die_with(guard))  # noqa: PLW1509
-    code = _wait(child.pid, grace_s)
+    code = _wait(child.pid, parent, grace_s)
     child.returncode = code
     end_children(guard)
     return code if code >= 0 else 128 - code
@@ -73,7 +74,7 @@ def end_children(pid: int, timeout_s: float = _KILL_TIMEOUT_S) -> None:
         time.sleep(0.01)
 
 
-def _wait(child: int, grace_s: float) -> int:
+def _wait(child: int, parent: int, grace_s: float) -> int:
     """The command's exit code; negative for a signal."""
     kill_at: float | None = None
     while (code := _reap().get(child)) is None:
@@ -83,7 +84,8 @@ def _wait(child: int, grace_s: float) -> int:
             if kill_at is None:
                 os.kill(child, signal.SIGTERM)
             kill_at = time.monotonic() + (grace_s if kill_at is None else 0.0)
-        if kill_at is not None and time.monotonic() >= kill_at:
+        # A thread of the parent may end without it, which sends the same signal: what tells is who the parent is.
+        if os.getppid() != parent or (kill_at is not None and time.monotonic() >= kill_at):
             os.kill(child, signal.SIGKILL)
             kill_at = time.monotonic() + _KILL_TIMEOUT_S
     return code

@@ -38,7 +38,8 @@ Written by `make docs` from the config classes (`corun/config.py`): do not edit.
 
 Each is a flag of `python -m router`, `python -m prefill_node` or `python -m decode_node`, and a key of `cluster.toml`:
 TLS and tokens in `[security]`; what both kinds of nodes have in common in `[pools.NAME]`; all others in the table of
-their process, `[pools.NAME.router]`, `[pools.NAME.prefill]` or `[pools.NAME.decode]`. What names one process or one
+their process, `[pools.NAME.router]`, `[pools.NAME.prefill]` or `[pools.NAME.decode]`. Two keys are for `corun up`
+alone: `replicas` in the table of a process, and `nodes_per_gpu` in `[pools.NAME]`. What names one process or one
 machine is refused in a file. A setting that is marked *contract* decides bits: nodes that differ in it do not serve
 together.
 """

@@ -11,8 +11,9 @@
     [pools.main.decode]      # DecodeConfig
     slots = 256
 
-Keys are the fields of the config classes, which own every limit; `replicas` is how many processes of a role there are.
-Paths are relative to the file. Three rules of its own:
+Keys are the fields of the config classes, which own every limit, and two more: `replicas`, how many processes of a role
+there are, and in a pool's table `nodes_per_gpu`, how many of its nodes share a GPU. Paths are relative to the file.
+Three rules of its own:
 
 - What names one process or one machine is not for a file, but for whoever starts processes: node_id, router_id,
   advertise, nixl_host, and host and router of nodes.
@@ -50,10 +51,12 @@ CONFIGS: dict[str, type[RouterConfig] | type[PrefillConfig] | type[DecodeConfig]
 }
 ROLES = tuple(CONFIGS)
 MAX_REPLICAS = 1024
+MAX_NODES_PER_GPU = 32
 
 _OF_MEMBERS = ("tls_cert", "tls_key", "tls_ca", "tls_name", "cluster_token_file")
 _OF_ROUTERS = ("client_tokens_file", "tls_clients")
 _OF_CONTRACT = ("model", "dtype", "max_model_len", "tensor_parallel_size")
+_OF_POOL = ("nodes_per_gpu", *_OF_CONTRACT)
 _OF_LAUNCHER = ("node_id", "router_id", "advertise", "nixl_host")
 _OF_LAUNCHER_FOR_NODES = (*_OF_LAUNCHER, "host", "router")
 PATHS = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file", "seed_key_file", "audit_dir")
@@ -111,6 +114,8 @@ class PoolSpec:
     decode: Mapping[str, Any] = field(default_factory=dict)
     replicas: Mapping[str, int] = field(default_factory=dict)
     """By role; one where nothing is said."""
+    nodes_per_gpu: int | None = None
+    """How many nodes share a GPU; None: whoever starts them decides."""
     security: Security = field(default_factory=Security)
     source: str = ""
     """The file that it is from; empty: a command line."""
@@ -151,6 +156,11 @@ class PoolSpec:
             check_replicas(self.where(role, "replicas"), count)
         return replace(self, replicas={**self.replicas, **counts})
 
+    @property
+    def tensor_parallel_size(self) -> int:
+        """GPUs that each node shares the model over."""
+        return int(self.config("decode").tensor_parallel_size)
+
     def where(self, role: str, name: str) -> str:
         """Where a setting stands, in words."""
         if not self.source:
@@ -158,7 +168,7 @@ class PoolSpec:
         table = f"pools.{self.name}.{role}"
         if name in (*_OF_MEMBERS, *_OF_ROUTERS):
             table = "security"
-        elif role != "router" and (name == "model" or (name in self.common and name not in getattr(self, role))):
+        elif role != "router" and (name in _OF_POOL or (name in self.common and name not in getattr(self, role))):
             table = f"pools.{self.name}"
         return f"{self.source}: [{table}] {name}"
 
@@ -172,6 +182,10 @@ class PoolSpec:
         for role in ROLES:
             check_replicas(self.where(role, "replicas"), self.count(role))
             self.config(role, **self.ports(role, self.count(role) - 1))
+        check_nodes_per_gpu(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu)
+        if self.nodes_per_gpu is not None and self.tensor_parallel_size > 1:
+            limit = f"must be left out: each node needs {self.tensor_parallel_size} GPUs (tensor_parallel_size)"
+            raise InvalidArgumentError(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu, limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +262,15 @@ def check_replicas(where: str, count: object) -> None:
         raise InvalidArgumentError(where, count, f"must be at least 1 and at most {MAX_REPLICAS}")
 
 
+def check_nodes_per_gpu(where: str, count: object) -> None:
+    """Raises InvalidArgumentError unless so many nodes can share a GPU; None says nothing."""
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_NODES_PER_GPU:
+        limit = f"must be an integer of at least 1 and at most {MAX_NODES_PER_GPU}"
+        raise InvalidArgumentError(where, count, limit)
+
+
 class _Reader:
     """Turns the content of one file into a spec."""
 
@@ -270,6 +293,8 @@ class _Reader:
         path, table = f"pools.{name}", self._table(name, pools, "pools.")
         roles = {role: self._table(role, table, f"{path}.") for role in ROLES}
         own = {key: value for key, value in table.items() if key not in ROLES}
+        nodes_per_gpu = own.pop("nodes_per_gpu", None)
+        check_nodes_per_gpu(f"{self._path}: [{path}] nodes_per_gpu", nodes_per_gpu)
         common = self._values(path, own, _common_types(), _elsewhere(name))
         if "model" not in common:
             raise InvalidArgumentError(f"{self._path}: [{path}] model", "", "must be given")
@@ -281,7 +306,15 @@ class _Reader:
                 check_replicas(f"{self._path}: [{where}] replicas", count)
                 replicas[role] = count
             given[role] = self._values(where, values, _types(role), _elsewhere(name, role))
-        return PoolSpec(name=name, common=common, **given, replicas=replicas, security=security, source=self._path)
+        return PoolSpec(
+            name=name,
+            common=common,
+            **given,
+            replicas=replicas,
+            nodes_per_gpu=nodes_per_gpu,
+            security=security,
+            source=self._path,
+        )
 
     def _table(self, name: str, parent: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         table = parent.get(name, {})
@@ -327,7 +360,7 @@ def _elsewhere(pool: str, role: str = "") -> dict[str, str]:
     found |= dict.fromkeys(_OF_LAUNCHER_FOR_NODES, "is for whoever starts the process, and not for a file")
     found["seed_key"] = "must not be in this file, which is no secret: use seed_key_file"
     if role:
-        return found | dict.fromkeys(_OF_CONTRACT, f"belongs in [pools.{pool}]")
+        return found | dict.fromkeys(_OF_POOL, f"belongs in [pools.{pool}]")
     for other in ROLES:
         own = (name for name in _types(other) if name not in _common_types())
         found |= dict.fromkeys(own, f"belongs in [pools.{pool}.{other}]")

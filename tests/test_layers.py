@@ -38,7 +38,7 @@ class Rule:
 
 
 NODES = ("prefill_node", "decode_node")
-PURE_LAUNCH = ("members", "placement", "reconcile")
+PURE_LAUNCH = ("changes", "members", "placement", "reconcile")
 RULES = {
     "corun is for everybody": Rule(
         ("corun/",), (*ENGINE, "ray", "tokenizers", "router", *NODES), ("corun/node/", "corun/launch/", BENCH)

@@ -25,13 +25,14 @@ class Scale:
       corun scale prefill=3
       corun scale prefill=2 decode=4
       corun scale big.decode=2                              of pool big, where there are several
-      corun scale decode=4 --ray-address 10.0.0.7:6379      of a corun up on another machine
+      corun scale decode=4 --ray-address 10.0.0.7:6379      of a corun up on another machine of that Ray
     """
 
     counts: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[POOL.]ROLE=N")]]
     """How many nodes there are to be: prefill=N or decode=N."""
     ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """The Ray cluster that corun up runs on; by default that of the last corun up on this machine."""
+    """The Ray cluster that corun up runs on, which this machine must be a host of; by default that of the last corun up
+    on this machine."""
     timeout_s: float = 900.0
     """Longest wait for it, in seconds."""
 

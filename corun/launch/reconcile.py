@@ -35,7 +35,8 @@ def in_turn(starting: Sequence[Member], loading: Collection[Member]) -> tuple[Me
     """Which of the nodes that share a GPU may start now: one at a time, when no other one loads.
 
     An engine takes its part of the memory that it finds free, and fails or takes another part if that changes while it
-    looks (vllm/v1/worker/gpu_worker.py: `determine_available_memory`).
+    looks (vllm/v1/worker/gpu_worker.py: `determine_available_memory`). A node that is started again after it died takes
+    no turn: its supervisor starts it at once, whatever else loads.
     """
     return () if loading else tuple(starting[:1])
 

@@ -49,6 +49,11 @@ def own_host() -> str:
     return str(api().util.get_node_ip_address())
 
 
+def living() -> set[str]:
+    """Ray's ids of the machines that live; one that comes back has another, at the same address too."""
+    return {node["NodeID"] for node in api().nodes() if node["Alive"]}
+
+
 def hosts() -> dict[str, str]:
     """Ray's ids of the machines that live, by address."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in reversed(api().nodes()) if node["Alive"]}
@@ -112,7 +117,8 @@ def joined(address: str, host: str = "") -> Iterator[None]:
 def _init(address: str | None, options: dict[str, Any]) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        api().init(address, namespace=NAMESPACE, **quiet, **options)
+        # Without an address Ray would take the one in RAY_ADDRESS.
+        api().init(address or "local", namespace=NAMESPACE, **quiet, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         is_told = address is None or AUTH_MODE_VARIABLE in os.environ
         hint = "" if is_told else f"; if it has a token, set {AUTH_MODE_VARIABLE}=token"

@@ -708,7 +708,7 @@ class TestUpWithAFile:
         path = tmp_path / "cluster.toml"
         path.write_text(
             '[pools.a]\nmodel = "org/model"\ntensor_parallel_size = 2\n[pools.a.router]\nreplicas = 2\nport = 7001\n'
-            '[pools.b]\nmodel = "tiny"\n[pools.b.decode]\nslots = 9\nreplicas = 3\nport = 7101\n'
+            '[pools.b]\nmodel = "tiny"\nnodes_per_gpu = 4\n[pools.b.decode]\nslots = 9\nreplicas = 3\nport = 7101\n'
         )
         return path
 
@@ -716,13 +716,13 @@ class TestUpWithAFile:
         assert main(["up", "--check", str(file)]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert lines == [
-            ["pool", "role", "replicas", "model", "slots", "TP", "ports"],
+            ["pool", "role", "replicas", "model", "slots", "TP", "nodes/GPU", "ports"],
             ["a", "router", "2", "7001-7002"],
             ["a", "prefill", "1", "org/model", "2", "any"],
             ["a", "decode", "1", "org/model", "256", "2", "any"],
             ["b", "router", "1", "50051"],
-            ["b", "prefill", "1", "tiny", "1", "any"],
-            ["b", "decode", "3", "tiny", "9", "1", "7101-7103"],
+            ["b", "prefill", "1", "tiny", "1", "4", "any"],
+            ["b", "decode", "3", "tiny", "9", "1", "4", "7101-7103"],
         ]
 
     def test_check_says_what_is_wrong(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,23 @@ def test_two_pools_share_no_port(file: Path) -> None:
         found.pool("c")
 
 
+def test_nodes_per_gpu(file: Path) -> None:
+    def of(words: str) -> PoolSpec:
+        found = spec(file, f'[pools.main]\nmodel = "m"\n{words}').pool()
+        found.check()
+        return found
+
+    assert of("").nodes_per_gpu is None
+    assert of("nodes_per_gpu = 3").nodes_per_gpu == 3
+    for value in ("0", "33", "true", "1.0", '"2"'):
+        with pytest.raises(InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = .* at least 1 and at most 32"):
+            of(f"nodes_per_gpu = {value}")
+    with pytest.raises(InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = 2: must be left out: .* 4 GPUs"):
+        of("nodes_per_gpu = 2\ntensor_parallel_size = 4")
+    with pytest.raises(InvalidArgumentError, match=r"\[pools.main.decode\] nodes_per_gpu = 2: belongs in"):
+        of("[pools.main.decode]\nnodes_per_gpu = 2")
+
+
 def test_ports_count_up(file: Path) -> None:
     pool = spec(file, WHOLE).pool()
     assert [pool.ports("prefill", index) for index in range(2)] == [{"port": 7101}, {"port": 7102}]

@@ -150,6 +150,33 @@ def test_nothing_outlives_a_killed_supervisor(log: Path) -> None:
     wait_for(lambda: not any(map(alive, tree)), "all ended")
 
 
+@pytest.mark.parametrize("is_asked", [False, True], ids=["running", "draining"])
+def test_a_killed_supervisor_leaves_its_port_at_once(log: Path, is_asked: bool) -> None:
+    """Nobody waits for the process to drain, and the next one needs its port."""
+    code = (
+        "import sys, time; from pathlib import Path; from corun.supervisor import Supervisor;"
+        "made = Supervisor('node', sys.argv[2:], Path(sys.argv[1]), grace_s=60);"
+        "sys.stdin.readline() and made.stop(); print('stopped', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen(
+        [*python(code), str(log), *python(IGNORES_TERM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    wait_for(lambda: "up" in written(log), "started")
+    (of_guard,) = guard.children(owner.pid)
+    tree = [of_guard, *guard.children(of_guard)]
+    assert len(tree) == 2
+    if is_asked:
+        owner.stdin.write("stop\n")
+        owner.stdin.flush()
+        assert owner.stdout.readline() == "stopped\n"
+        assert all(map(alive, tree))
+    owner.kill()
+    owner.communicate(timeout=10)
+    wait_for(lambda: not any(map(alive, tree)), "all ended", timeout_s=3)
+
+
 def test_nothing_outlives_a_killed_guard(log: Path) -> None:
     code = f"import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); {SLEEP}"
     supervisor = Supervisor("node", python(code), log, policy=RestartPolicy(first_delay_s=60))

@@ -83,7 +83,7 @@ def test_nodes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path) -> Non
     (model / "config.json").write_text("{}")
     with hosts(tmp_path) as ray:
         ray.add(a=1)
-        with up(ray, TOML) as fleet:
+        with up(ray, TOML.replace("drain_grace_s", "nodes_per_gpu = 3\ndrain_grace_s")) as fleet:
             assert fleet.address
             said = [
                 re.search(pattern, fleet.output, re.MULTILINE)

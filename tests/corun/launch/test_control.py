@@ -51,6 +51,15 @@ def test_there_may_be_none(notes: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "no corun up runs on this machine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "address": "a", "new": true}'])
+def test_notes_that_are_not_understood_are_passed_over(notes: Path, content: str) -> None:
+    write(notes, os.getpid(), at=1)
+    other = notes / f"{os.getppid()}.json"
+    other.write_text(content)
+    assert latest() == note(os.getpid())
+    assert other.exists()  # Another version's, perhaps.
+
+
 def test_notes_that_others_can_write_are_not_believed(notes: Path) -> None:
     write(notes, os.getpid(), at=1)
     notes.chmod(0o777)

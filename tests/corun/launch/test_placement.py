@@ -6,29 +6,74 @@ import itertools
 
 import pytest
 
-from corun.launch.members import members
-from corun.launch.placement import Share, Shares, groups, share_out
+from corun.errors import InvalidArgumentError
+from corun.launch.members import Member, members
+from corun.launch.placement import Group, Share, Shares, groups, on_joined, on_own, reuse
 from corun.spec import ClusterSpec, PoolSpec
 
 
-def shares(gpus: float, nodes: int, *, size: int = 1, cores: int = 0) -> Shares:
-    return share_out({"main": nodes}, {"main": size}, gpus=gpus, cores=range(cores))
+def pool(nodes: int, name: str = "main", *, size: int = 1, per_gpu: int | None = None) -> PoolSpec:
+    common = {"model": "m", "tensor_parallel_size": size}
+    return PoolSpec(name=name, common=common, replicas={"prefill": nodes - 1}, nodes_per_gpu=per_gpu)
+
+
+def shares(gpus: int, nodes: int, *, cores: int = 0) -> Shares:
+    return on_own([pool(nodes)], gpus=gpus, cores=range(cores), needs_gpus=False)
+
+
+def own(gpus: int, *pools: PoolSpec, needs_gpus: bool = True) -> list[float]:
+    found = on_own(pools, gpus=gpus, cores=(), needs_gpus=needs_gpus).gpus
+    return [found[one.name] for one in pools]
+
+
+def joined(*pools: PoolSpec, has_gpus: bool = True) -> list[float]:
+    return [*on_joined(pools, has_gpus=has_gpus, cores=()).gpus.values()]
 
 
 @pytest.mark.parametrize(
     ("gpus", "nodes", "share"),
     [(0, 2, 0.0), (1, 2, 0.5), (1, 3, 0.333), (2, 2, 1.0), (8, 2, 1.0), (2, 3, 0.5), (3, 4, 0.5)],
 )
-def test_share_of_gpu(gpus: float, nodes: int, share: float) -> None:
+def test_share_of_gpu(gpus: int, nodes: int, share: float) -> None:
     found = shares(gpus, nodes).gpus["main"]
     assert found == share
     assert not gpus or nodes <= gpus * int(1 / found)  # So all of them find room.
 
 
 def test_a_node_of_several_gpus_shares_none() -> None:
-    assert shares(1, 2, size=2).gpus == {"main": 2.0}
-    two = share_out({"a": 2, "b": 2}, {"a": 1, "b": 4}, gpus=2, cores=())
-    assert two.gpus == {"a": 1.0, "b": 4.0}
+    assert own(4, pool(2, size=2)) == [2.0]
+    assert own(9, pool(2, "a"), pool(2, "b", size=4)) == [0.5, 4.0]
+
+
+def test_a_joined_ray_gives_whole_gpus_however_few_it_has_now() -> None:
+    assert joined(pool(8), pool(2, "b", size=4)) == [1.0, 4.0]
+    assert joined(pool(8), has_gpus=False) == [0.0]
+
+
+def test_a_pool_may_say_how_many_nodes_share_a_gpu() -> None:
+    for shared in (joined(pool(3, per_gpu=3)), joined(pool(3, per_gpu=3), has_gpus=False), own(4, pool(3, per_gpu=3))):
+        assert shared == [0.333]
+    assert own(2, pool(2, per_gpu=1)) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "pools", "message"),
+    [
+        (3, [pool(2, size=2)], "tensor_parallel_size = 2: must suit .*: 2 nodes of pool main need 4, it has 3"),
+        (0, [pool(2, size=2)], "tensor_parallel_size = 2: .* it has 0"),
+        (1, [pool(3, per_gpu=2)], "nodes_per_gpu = 2: .*: 3 nodes of pool main need 2, it has 1"),
+        (0, [pool(2, per_gpu=2)], "nodes_per_gpu = 2"),
+        (4, [pool(2, "a"), pool(2, "b", size=2)], "2 nodes of pool a need 2, 2 nodes of pool b need 4, it has 4"),
+    ],
+)
+def test_too_few_gpus_are_an_error_at_once(gpus: int, pools: list[PoolSpec], message: str) -> None:
+    """On this machine alone no more will come."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        own(gpus, *pools)
+
+
+def test_an_engine_for_cpus_shares_the_model_over_processes() -> None:
+    assert own(0, pool(2, size=2), needs_gpus=False) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -61,3 +106,17 @@ def test_pairs_are_near_each_other() -> None:
     assert [[member.name for member in group] for group in found] == [
         [f"{pool}.{name}" for name in group] for pool, group in itertools.product("ab", expected)
     ]
+
+
+def test_a_bundle_that_nobody_has_is_used_again() -> None:
+    """Two pairs, then `scale prefill=3 decode=1`: all GPUs are in bundles, and one of them is free."""
+    pair = members(ClusterSpec(pools=(pool(4),)))  # A router, prefill-0, 1 and 2, decode-0.
+    prefill, decode = pair[1:4], [Member("main", "decode", index, f"decode-{index}") for index in range(2)]
+    kept = [Group(None, [prefill[index], decode[index]], 1.0) for index in range(2)]
+    running = {prefill[0], prefill[1], decode[0]}
+    reuse(kept, {prefill[2]: 0.5}, running)  # Not of that size.
+    reuse(kept, {prefill[2]: 1.0}, {*running, decode[1]})  # Not free.
+    reuse(kept, {decode[1]: 1.0}, running)  # Has one.
+    assert [group.members for group in kept] == [[prefill[0], decode[0]], [prefill[1], decode[1]]]
+    reuse(kept, {prefill[2]: 1.0}, running)
+    assert [group.members for group in kept] == [[prefill[0], decode[0]], [prefill[1], prefill[2]]]

@@ -1,0 +1,74 @@
+"""Requests of `corun scale` that are not done yet, and what becomes of each.
+
+Pure. Must not know how processes are started and stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from corun.launch.control import Outcome, Request
+from corun.launch.members import Member
+from corun.supervisor import ProcessState, ProcessStatus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A request that was accepted."""
+
+    request: Request
+    pool: str
+    text: str
+    touched: tuple[Member, ...]
+    """The nodes that it adds or removes: no other one decides what becomes of it."""
+
+    def superseded(self, other: Change) -> bool:
+        """Whether a later change says something else of the same nodes."""
+        return self.pool == other.pool and not self.request.counts.keys().isdisjoint(other.request.counts)
+
+    def outcome(
+        self,
+        wanted: Collection[Member],
+        running: Collection[Member],
+        stopping: Collection[Member],
+        statuses: Mapping[Member, ProcessStatus],
+        in_use: Sequence[Collection[str]],
+    ) -> Outcome | None:
+        """None while it is not done. in_use: the names of the nodes that each router uses, of those that answer."""
+        for member in (m for m in self.touched if m in wanted and m not in stopping):
+            status = statuses.get(member)
+            if status is not None and status.state is ProcessState.FAILED:
+                return Outcome(text=f"{self.text}: {member.name} {status.detail}", failed=True)
+        settled = all((m in running) == (m in wanted) and m not in stopping for m in self.touched)
+        seen = bool(in_use) and all((m.name in used) == (m in wanted) for used in in_use for m in self.touched)
+        return Outcome(text=self.text) if settled and seen else None
+
+
+class Changes:
+    """Those that are not done yet."""
+
+    def __init__(self) -> None:
+        self._open: list[Change] = []
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(list(self._open))
+
+    def add(
+        self, request: Request, pool: str, text: str, before: Sequence[Member], after: Sequence[Member]
+    ) -> list[tuple[Request, Outcome]]:
+        """Answers to the requests that this one supersedes; what they began with the same roles is its own now.
+        before, after: all members of the cluster."""
+        differ = dict.fromkeys(m for m in (*before, *after) if (m in before) != (m in after))
+        new = Change(request=request, pool=pool, text=text, touched=tuple(differ))
+        old = [change for change in self._open if change.superseded(new)]
+        begun = dict.fromkeys(m for change in old for m in change.touched if m.role in request.counts)
+        self._open = [change for change in self._open if change not in old]
+        self._open.append(replace(new, touched=tuple(differ | begun)))
+        return [
+            (change.request, Outcome(text=f"{change.text}: superseded by a later request, {text}", failed=True))
+            for change in old
+        ]
+
+    def remove(self, change: Change) -> None:
+        self._open.remove(change)
