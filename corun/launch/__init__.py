@@ -38,8 +38,8 @@ def run(
     shares of its cores. Call it in the main thread.
 
     Raises:
-        InvalidArgumentError: a value is out of range, a port is taken, or a public host lacks TLS and tokens. Nothing
-            was started.
+        InvalidArgumentError: a value is out of range, a port is taken, a public host lacks TLS and tokens, or this
+            machine has fewer GPUs than a pool says it needs. Nothing was started.
         UnavailableError: Ray cannot be started or joined.
     """
     check(spec)

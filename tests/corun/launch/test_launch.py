@@ -133,6 +133,7 @@ def test_starts_restarts_and_stops(launch: Callable[..., Launch]) -> None:
 def test_nothing_outlives_a_killed_launch(launch: Callable[..., Launch]) -> None:
     cluster = launch()
     guards = cluster.guards()
+    wait_for(lambda: all(descendants(guard) for guard in guards), "every guard has started its process")
     everything = descendants(cluster.process.pid)
     ours = {pid: everything[pid] for guard in guards for pid in (guard, *descendants(guard))}
     assert len(ours) == 6
