@@ -65,9 +65,10 @@ def test_another_claim_has_another_owner(change: dict[str, Any]) -> None:
     assert owner_of(replace(HANDLE, **change)) != owner_of(HANDLE)
 
 
-def test_every_field_is_bound_or_only_says_where() -> None:
+def test_every_field_is_bound_or_only_says_where_and_for_which_reader() -> None:
+    """A reader's name decides when KV is freed, not whose it is: that is what the blocks' owner is looked at for."""
     changed = {name for change in (*OTHERS.values(), *SAME_OWNER.values()) for name in change}
-    assert {field.name for field in fields(KvHandle)} - changed == {"host", "port", "tp_size", "binding"}
+    assert {field.name for field in fields(KvHandle)} - changed == {"host", "port", "tp_size", "binding", "claim"}
 
 
 @given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
