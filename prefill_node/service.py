@@ -1,13 +1,12 @@
 """The gRPC face of a prefill node.
 
 Owns: which calls are accepted, what is dropped when a caller goes away, the node's load figures.
-Must not know: vLLM. The engine is anything with the two methods of `PrefillEngine`.
+Must not know: vLLM. The engine is anything with the methods of `PrefillEngine`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,33 +17,13 @@ from corun.figures import LATENCIES_S, Histogram, Rate
 from corun.server import Context
 from corun.tracing import Lap, Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
-from prefill_node.sharing import Sharing
+from prefill_node.sharing import Engine, Sharing
 
 SERVICE_NAME = "corun.v1.PrefillService"
-log = logging.getLogger(__name__)
 
 
-class PrefillEngine(Protocol):
+class PrefillEngine(Engine, Protocol):
     """What a prefill node needs of its engine."""
-
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
-        """Computes the prompt's KV and keeps it for `reader` until it is read, released or its lease ends.
-
-        Cancelling the call stops the work and keeps nothing.
-        """
-
-    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
-        """Keeps the KV of a finished prefill for these readers, too. False: it is not there any more.
-
-        Readers have the names of the calls that got its handle; the first one has the prefill's own.
-        """
-
-    async def release(self, request_id: str, reader: str) -> None:
-        """Takes a reader that has not read yet from a finished prefill, whose KV is dropped after the last one; unknown
-        ids are ignored."""
-
-    def holds(self, request_id: str) -> bool:
-        """Whether a finished prefill's KV waits for a reader, as far as is known without asking."""
 
     async def held_kv_blocks(self) -> int:
         """KV blocks of finished prefills that are neither read, released nor expired."""
@@ -118,14 +97,13 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.figures = Figures()
         self._metered = _Metered(engine, self.figures)
         self.sharing = Sharing(self._metered)
-        self._in_flight: set[str] = set()
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
 
     @property
     def queued_prompts(self) -> int:
         """In the node now, the one that is being computed included."""
-        return len(self._in_flight)
+        return len(self._running)
 
     @property
     def queued_tokens(self) -> int:
@@ -152,7 +130,6 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         prompt = list(request.prompt_token_ids)
         reader = wire.node_ref_from_proto(request.reader)
         scope = request.share_scope if self._share_kv else ""
-        self._in_flight.add(request.request_id)
         laps = self._metered.laps[request.request_id] = []
         try:
             handle = await self._run(request.request_id, prompt, reader, scope)
@@ -166,7 +143,6 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
                 raise UnavailableError(f"prefill node {self.ref.node_id}: {reason}") from None
             raise
         finally:
-            self._in_flight.discard(request.request_id)
             del self._metered.laps[request.request_id]
             self._given_up.pop(request.request_id, None)
         facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
@@ -201,5 +177,5 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("reader", str(wire.node_ref_from_proto(request.reader)), "must be a decode node")
         if not request.prompt_token_ids:
             raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
-        if not request.request_id or request.request_id in self._in_flight:
+        if not request.request_id or request.request_id in self._running:
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")

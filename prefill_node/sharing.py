@@ -8,7 +8,6 @@ prompt takes would tell whether somebody else has just sent it. Must not know: v
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -25,23 +24,31 @@ Key = tuple[str, NodeRef, str]
 class Engine(Protocol):
     """What computes and keeps KV."""
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle: ...
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+        """Computes the prompt's KV and keeps it for `reader` until it is read, released or its lease ends.
+
+        Cancelling the call stops the work and keeps nothing.
+        """
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
-        """Keeps KV for these readers, too. False: it is not there any more."""
+        """Keeps the KV of a finished prefill for these readers, too. False: it is not there any more.
+
+        Readers have the names of the calls that got its handle; the first one has the prefill's own.
+        """
 
     async def release(self, request_id: str, reader: str) -> None:
-        """One reader fewer, if it has not read yet; after the last one the KV is dropped."""
+        """Takes a reader that has not read yet from a finished prefill, whose KV is dropped after the last one; unknown
+        ids are ignored."""
 
     def holds(self, request_id: str) -> bool:
-        """Whether KV waits for a reader, as far as is known without asking."""
+        """Whether a finished prefill's KV waits for a reader, as far as is known without asking."""
 
 
 class _Computation:
     """Of one prompt's KV, for all who ask for it until it is done; it ends when none of them wants it any more."""
 
     def __init__(
-        self, engine: Engine, name: str, prompt: Sequence[int], reader: NodeRef, drop: Callable[[set[str]], None]
+        self, engine: Engine, name: str, prompt: Sequence[int], reader: NodeRef, drop: Callable[[str, set[str]], None]
     ) -> None:
         self.name = name
         """The engine's id of it: that of the first request."""
@@ -73,13 +80,11 @@ class _Computation:
     async def _compute(self, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
         try:
             handle = await self._engine.prefill(self.name, prompt, reader)
-        except asyncio.CancelledError:
-            self._drop({self.name})  # It may be there already, and nobody will hear of it.
-            raise
-        try:
             await self._count()
-        except BaseException:
-            self._drop({self.name, *self.claims})
+        except BaseException as error:
+            self.is_gone = True
+            if self.claims or isinstance(error, asyncio.CancelledError):
+                self._drop(self.name, {self.name, *self.claims})  # It may be there, and nobody will hear of it.
             raise
         return handle
 
@@ -95,7 +100,7 @@ class _Computation:
             await self._engine.release(self.name, self.name)
 
     async def _join(self, request_id: str) -> KvHandle | None:
-        if self.has_failed:
+        if self.is_gone:
             return None
         self.claims.add(request_id)
         if await self._engine.share(self.name, (request_id,)):
@@ -103,10 +108,6 @@ class _Computation:
         self.claims.discard(request_id)
         self.is_gone = True
         return None
-
-    @property
-    def has_failed(self) -> bool:
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 class Sharing:
@@ -133,15 +134,14 @@ class Sharing:
             found = self._computations.get(key)
             if found is None or found.is_gone:
                 self._prune()
-                drop = functools.partial(self._release_soon, request_id)
-                found = _Computation(self._engine, request_id, prompt_token_ids, reader, drop)
+                found = _Computation(self._engine, request_id, prompt_token_ids, reader, self._release_soon)
                 self._computations[key] = found
             try:
                 if (handle := await found.wait(request_id)) is not None:
                     self.shared += request_id != found.name
                     return replace(handle, claim=request_id)
             finally:
-                if (found.is_gone or found.has_failed) and self._computations.get(key) is found:
+                if found.is_gone and self._computations.get(key) is found:
                     del self._computations[key]
 
     async def release(self, request_id: str) -> None:

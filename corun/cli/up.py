@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from corun.errors import CorunError, InvalidArgumentError
-from corun.spec import ROLES, ClusterSpec, PoolSpec, Security, read
+from corun.models import TINY
+from corun.spec import PATHS, ROLES, ClusterSpec, PoolSpec, Security, read
 
 _Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 _Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
@@ -117,7 +118,7 @@ _OF_SPEC = tuple(known.name for known in fields(Up) if known.name not in ("file"
 
 def _of_flags(**given: Any) -> ClusterSpec:
     """A cluster of one pool."""
-    for name in ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file", "audit_dir"):
+    for name in PATHS:
         if given.get(name):
             given[name] = str(Path(given[name]).resolve())
 
@@ -125,7 +126,7 @@ def _of_flags(**given: Any) -> ClusterSpec:
         return {name: given[name] for name in names if name in given}
 
     pool = PoolSpec(
-        common={"model": "tiny", **of("model", "dtype", "threads")},
+        common={"model": TINY, **of("model", "dtype", "threads")},
         router=of("host", "port", "audit_fraction", "audit_dir", "metrics_port"),
         prefill=of("chunk_size"),
         decode=of("slots"),

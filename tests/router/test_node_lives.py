@@ -312,7 +312,7 @@ class TestDrain:
             p1 = nodes.nodes[0]
             p1.engine.delay_s = 0.3
             run = asyncio.ensure_future(generate(nodes.fake, PROMPT, PARAMS, seed=8, timeout_s=60))
-            await nodes.fake.until(lambda: bool(p1.service._in_flight))
+            await nodes.fake.until(lambda: p1.service.queued_prompts)
             p1.stop.set()
             assert right(await run, 8)
             await p1.end()
