@@ -48,11 +48,17 @@ def more(streams: Streams, count: int = 12) -> None:
     wait_for(lambda: streams.completed >= target, "streams go on")
 
 
-def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    write_tokenizer(model)
-    (model / "config.json").write_text("{}")
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """That of TOML."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_tokenizer(directory)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path, model: Path) -> None:
     with hosts(tmp_path) as ray:
         ray.add(r=0, a=2, b=1)
         with up(ray, TOML) as fleet:
@@ -75,12 +81,9 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path) -
             fleet.stop()
 
 
+@pytest.mark.usefixtures("model")
 def test_nodes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path) -> None:
     """Else each would take what is free of its memory while the other one loads."""
-    model = tmp_path / "model"
-    model.mkdir()
-    write_tokenizer(model)
-    (model / "config.json").write_text("{}")
     with hosts(tmp_path) as ray:
         ray.add(a=1)
         with up(ray, TOML.replace("drain_grace_s", "nodes_per_gpu = 3\ndrain_grace_s")) as fleet:

@@ -12,6 +12,7 @@ import grpc
 from corun import wire
 from corun.cluster import NixlEndpoint, NodeInfo, NodeRef, NodeRole
 from corun.errors import CorunError
+from corun.node.agent import NodeAgent
 from corun.server import GrpcServer
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc as pb_grpc
@@ -110,3 +111,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
     await asyncio.wait_for(poll(), DEADLINE_S)
+
+
+@contextlib.asynccontextmanager
+async def kept_running(agent: NodeAgent) -> AsyncIterator[NodeAgent]:
+    """An agent at work, which must not give up."""
+    task = asyncio.create_task(agent.run())
+    try:
+        yield agent
+        assert not task.done(), "the agent gave up"
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))

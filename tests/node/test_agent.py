@@ -16,7 +16,7 @@ from corun.cluster import NodeLoad
 from corun.errors import ContractMismatchError, CorunError, NotFoundError, UnavailableError
 from corun.node import agent as agent_module
 from corun.node.agent import NodeAgent
-from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
+from tests.node.scripted_router import DEADLINE_S, INFO, Router, kept_running, serving, until
 
 
 @contextlib.asynccontextmanager
@@ -24,14 +24,8 @@ async def running(*routers: str, load: Callable[[], NodeLoad] = NodeLoad) -> Asy
     async def current() -> NodeLoad:
         return load()
 
-    agent = NodeAgent(INFO, routers, current)
-    task = asyncio.create_task(agent.run())
-    try:
+    async with kept_running(NodeAgent(INFO, routers, current)) as agent:
         yield agent
-        assert not task.done(), "the agent gave up"
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
 
 
 @pytest.fixture(autouse=True)

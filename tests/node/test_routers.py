@@ -20,7 +20,7 @@ from corun.node import agent as agent_module
 from corun.node import routers as routers_module
 from corun.node.agent import NodeAgent
 from corun.node.routers import RouterAddress, Routers, resolve
-from tests.node.scripted_router import INFO, Names, Router, serving, until
+from tests.node.scripted_router import INFO, Names, Router, kept_running, serving, until
 from tests.secrets import Secrets
 
 
@@ -68,14 +68,8 @@ async def running(names: Names, *entries: str, access: Access = OPEN) -> AsyncIt
     async def load() -> NodeLoad:
         return NodeLoad()
 
-    agent = NodeAgent(INFO, entries, load, access, names)
-    task = asyncio.create_task(agent.run())
-    try:
+    async with kept_running(NodeAgent(INFO, entries, load, access, names)) as agent:
         yield agent
-        assert not task.done(), "the agent gave up"
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
 
 
 class TestNames:
