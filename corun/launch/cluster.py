@@ -125,10 +125,11 @@ class Cluster:
                     raise DeadlineError(f"the cluster was not ready in {_START_TIMEOUT_S:.0f} s")
                 self._accept(control)
                 self._reconcile()
-                statuses = self._fleet.statuses()
+                answers = [(pool, self._ask(pool)) for pool in self._spec.pools]
+                statuses = self._fleet.statuses()  # After the routers: a node that they know of is seen to run.
                 self._tell_processes(statuses)
-                for pool in self._spec.pools:
-                    self._ask(pool)
+                for pool, heard in answers:
+                    self._hear(pool, heard)
                 self._conclude(control, statuses)
                 time.sleep(_POLL_S)
 
@@ -195,10 +196,12 @@ class Cluster:
         if (failed := failure(members(self._spec), statuses, ready)) is not None:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
 
-    def _ask(self, spec: PoolSpec) -> None:
-        """What a pool's routers say of its nodes."""
+    def _ask(self, spec: PoolSpec) -> list[ClusterStatus]:
+        """What a pool's routers say of its nodes, as far as they answer."""
+        return [status for client in self._pools[spec.name].clients if (status := _status(client)) is not None]
+
+    def _hear(self, spec: PoolSpec, answers: Sequence[ClusterStatus]) -> None:
         pool = self._pools[spec.name]
-        answers = [status for client in pool.clients if (status := _status(client)) is not None]
         used = [{node.node.ref.node_id: node.node.slots for node in _ready(status)} for status in answers]
         pool.in_use = tuple(set(nodes) for nodes in used)
         if not answers:

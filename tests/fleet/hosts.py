@@ -165,7 +165,9 @@ class Up:
 
     def pid(self, name: str) -> int:
         """Of the guard of a process, in its last life that was told."""
-        return int(re.findall(rf"\] {re.escape(name)}: process (\d+)", self.output)[-1])
+        pattern = rf"\] {re.escape(name)}: process (\d+)"
+        self.wait_for(pattern)
+        return int(re.findall(pattern, self.output)[-1])
 
     def host(self, name: str) -> str:
         """The host that a process is on, once it has been told that it runs."""

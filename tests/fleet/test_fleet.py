@@ -3,7 +3,6 @@ stream that runs meanwhile is bit for bit what it is undisturbed."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,15 +87,11 @@ def test_nodes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path) -> Non
         ray.add(a=1)
         with up(ray, TOML.replace("drain_grace_s", "nodes_per_gpu = 3\ndrain_grace_s")) as fleet:
             assert fleet.address
-            said = [
-                re.search(pattern, fleet.output, re.MULTILINE)
-                for name in ("prefill-0", "decode-0", "decode-1")
-                for pattern in (rf"\] {name}: process ", rf"\] {name} in cluster: ")
-            ]
-            times = [found.start() for found in said if found]
-            assert len(times) == 6
-            assert times == sorted(times)
-            assert {fleet.host(name) for name in ("prefill-0", "decode-0", "decode-1")} == {"a"}
+            names = ("prefill-0", "decode-0", "decode-1")
+            runs = [fleet.wait_for(rf"\] {name}: process ").start() for name in names]
+            has_loaded = [fleet.wait_for(rf"\] {name} in cluster: ").start() for name in names]
+            assert all(before < start for before, start in zip(has_loaded[:-1], runs[1:], strict=True))
+            assert {fleet.host(name) for name in names} == {"a"}
             fleet.stop()
 
 
