@@ -32,15 +32,18 @@ def binding(handle: KvHandle) -> str:
     return hashlib.sha256(_bytes(_BINDING_TAG, *names, *nodes, handle.block_ids)).hexdigest()
 
 
-def owner(request_id: str, prefill_node: NodeRef, reader: NodeRef, prompt_digest: str) -> int:
-    """The name that a prompt's KV blocks carry, as a uint64: block i of the prompt is stamped `owner + i` mod 2^64."""
-    text = _bytes(_OWNER_TAG, request_id, _words(prefill_node), _words(reader), prompt_digest)
+def owner(request_id: str, prefill_node: NodeRef, prompt_digest: str) -> int:
+    """The name that a prompt's KV blocks carry, as a uint64: block i of the prompt is stamped `owner + i` mod 2^64.
+
+    It says whose KV they hold, not who reads it: several decode nodes may (`prefill_node.sharing`).
+    """
+    text = _bytes(_OWNER_TAG, request_id, _words(prefill_node), prompt_digest)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def owner_of(handle: KvHandle) -> int:
     """`owner` of the KV that a handle claims."""
-    return owner(handle.request_id, handle.prefill_node, handle.reader, handle.prompt_digest)
+    return owner(handle.request_id, handle.prefill_node, handle.prompt_digest)
 
 
 def is_checked(request_id: str, fraction: float) -> bool:

@@ -104,7 +104,7 @@ class VllmPrefillEngine:
         if request_id in self._kept:  # vLLM's scheduler dies of an id that it still knows.
             raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
         digest = prompt_digest(prompt_token_ids)
-        params = await self._run(request_id, prompt_token_ids, owner(request_id, self._ref, reader, digest))
+        params = await self._run(request_id, prompt_token_ids, owner(request_id, self._ref, digest))
         self._kept[request_id] = sum(len(group) for group in params["remote_block_ids"])
         self._fresh.add(request_id)
         handle = KvHandle(

@@ -15,17 +15,18 @@ from typing import Any, Protocol
 
 from corun.cluster import KvHandle, NodeRef
 from corun.errors import CorunError
+from corun.handle import bound
 from corun.receipt import prompt_digest
 
 log = logging.getLogger(__name__)
-Key = tuple[str, NodeRef, str]
+Key = tuple[str, str]
 
 
 class Engine(Protocol):
     """What computes and keeps KV."""
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
-        """Computes the prompt's KV and keeps it for `reader` until it is read, released or its lease ends.
+        """Computes the prompt's KV and keeps it until it is read, released or its lease ends; its handle is `reader`'s.
 
         Cancelling the call stops the work and keeps nothing.
         """
@@ -129,7 +130,7 @@ class Sharing:
         """
         if not scope:
             return await self._engine.prefill(request_id, prompt_token_ids, reader)
-        key = scope, reader, prompt_digest(prompt_token_ids)
+        key = scope, prompt_digest(prompt_token_ids)
         while True:
             found = self._computations.get(key)
             if found is None or found.is_gone:
@@ -139,7 +140,7 @@ class Sharing:
             try:
                 if (handle := await found.wait(request_id)) is not None:
                     self.shared += request_id != found.name
-                    return replace(handle, claim=request_id)
+                    return bound(replace(handle, reader=reader, claim=request_id))
             finally:
                 if found.is_gone and self._computations.get(key) is found:
                     del self._computations[key]

@@ -115,7 +115,7 @@ class Auditor:
         if self._rng.random() >= self._config.audit_fraction:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
-        audit = Audit(finished=finished, need=replace(finished.sample.need, avoid=frozenset(nodes)))
+        audit = Audit(finished=finished, need=finished.sample.need.again(*nodes))
         full = len(self._waiting) + len(self._running) >= MAX_WAITING
         if self._closed or full or self._tokens + audit.num_tokens > MAX_WAITING_TOKENS:
             self._skipped += 1

@@ -29,7 +29,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.params import SamplingParams
-from corun.receipt import Receipt, prompt_digest
+from corun.receipt import Receipt
 from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
@@ -54,6 +54,8 @@ class Sample:
     request_id: str
     index: int
     prompt_token_ids: tuple[int, ...]
+    prompt_digest: str
+    """Over the prompt's token ids (`corun.receipt.prompt_digest`)."""
     params: SamplingParams
     seed: int
     deadline: float
@@ -68,8 +70,15 @@ class Sample:
     """The request's."""
 
     @property
+    def share_scope(self) -> str:
+        """Whose prompts may get this one's KV: its client's; empty: nobody's, if it is no client's."""
+        return "" if self.arrived is None else f"client {self.caller.name}"
+
+    @property
     def need(self) -> Need:
-        return Need(num_prompt=len(self.prompt_token_ids), max_tokens=self.params.max_tokens)
+        """Of its first run."""
+        kv_key = self.share_scope and f"{self.prompt_digest} {self.share_scope}"
+        return Need(num_prompt=len(self.prompt_token_ids), max_tokens=self.params.max_tokens, kv_key=kv_key)
 
     def __str__(self) -> str:
         return f"sample {self.index} of request {self.request_id!r}"
@@ -198,7 +207,7 @@ class SampleRunner:
             self.tally.retries["lost" if fault.is_loss else "fault"] += 1
             history.note_fault(fault)
             self._registry.note_fault(fault.member, fault.error)
-            ticket.need = ticket.need.avoiding(fault.member.node_id)
+            ticket.need = ticket.need.again(fault.member.node_id)
             return None
 
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
@@ -208,7 +217,7 @@ class SampleRunner:
         return receipt
 
     async def _run(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History, span: Span) -> Receipt:
-        run = await self._admit(sample, ticket, output, span, _share_scope(sample, history))
+        run = await self._admit(sample, ticket, output, span)
         before = _unreceived(sample, output)
         try:
             reason = output.end(await run.to_end())
@@ -239,7 +248,7 @@ class SampleRunner:
         assert source is not None  # What differs was there before.
         self._registry.quarantine((*source.refs, *seat.refs), str(sample))
 
-    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput, span: Span, share_scope: str) -> Run:
+    async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput, span: Span) -> Run:
         """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
         now = asyncio.get_running_loop().time
         while True:
@@ -250,6 +259,7 @@ class SampleRunner:
             span.note(
                 {"corun.prefill_node": str(seat.prefill.info.ref), "corun.decode_node": str(seat.decode.info.ref)}
             )
+            share_scope = sample.share_scope if ticket.need.kv_key else ""
             run = Run(sample, seat, output, self._config, span, share_scope=share_scope)
             try:
                 await run.reserve()
@@ -388,14 +398,6 @@ class Run:
         return min(left, longest_s)
 
 
-def _share_scope(sample: Sample, history: History) -> str:
-    """Whose prompts may get this one's KV: its client's. What repeats a run, to compare it or after a fault, shares
-    none: it must not inherit what was wrong with the first."""
-    if sample.arrived is None or history.num_faults:
-        return ""
-    return f"client {sample.caller.name}"
-
-
 def _attempt_facts(sample: Sample, history: History) -> dict[str, Value]:
     return {
         "corun.sample_index": sample.index,
@@ -444,7 +446,7 @@ def receipt_of(sample: Sample, fingerprint: str, output: Output, seat: Seat, rea
         request_id=sample.request_id,
         sample_index=sample.index,
         seed=sample.seed,
-        prompt_digest=prompt_digest(sample.prompt_token_ids),
+        prompt_digest=sample.prompt_digest,
         params_digest=sample.params.digest(),
         output_digest=output.hexdigest(),
         num_prompt_tokens=len(sample.prompt_token_ids),

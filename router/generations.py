@@ -30,7 +30,7 @@ from corun.params import (
     check_token_ids,
     check_vocabulary,
 )
-from corun.receipt import Receipt
+from corun.receipt import Receipt, prompt_digest
 from corun.seeds import derive_seed, sample_seed
 from corun.tracing import OFF, Span
 from router.admission import AdmissionQueue
@@ -157,11 +157,13 @@ class Generator:
         self._check_fingerprint(request.fingerprint)
         prompt = await self._token_ids(request.prompt, model)
         self.check(prompt, request.params, model)
+        digest = prompt_digest(prompt)
         return [
             Sample(
                 request_id=request_id,
                 index=index,
                 prompt_token_ids=prompt,
+                prompt_digest=digest,
                 params=request.params,
                 seed=sample_seed(seed, index),
                 deadline=deadline,

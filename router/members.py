@@ -124,7 +124,7 @@ class Seat:
         self._holds_slot = True
         self._holds_turn = True
         decode.room.take(need.total)
-        prefill.room.take(need.num_prompt)
+        prefill.room.take(need.num_prompt, need.kv_key)
 
     @property
     def refs(self) -> tuple[NodeRef, NodeRef]:
@@ -161,5 +161,5 @@ class Seat:
     def _end_turn(self) -> bool:
         held, self._holds_turn = self._holds_turn, False
         if held:
-            self.prefill.room.give(self._need.num_prompt)
+            self.prefill.room.give(self._need.num_prompt, self._need.kv_key)
         return held

@@ -28,13 +28,16 @@ class Need:
     max_tokens: int
     avoid: frozenset[str] = frozenset()
     """Node ids where this sample has failed before; taken only if there is no other."""
+    kv_key: str = ""
+    """Samples with the same one may get KV that is computed once. Empty: this one shares none."""
 
     @property
     def total(self) -> int:
         return self.num_prompt + self.max_tokens
 
-    def avoiding(self, node_id: str) -> Need:
-        return replace(self, avoid=self.avoid | {node_id})
+    def again(self, *avoid: str) -> Need:
+        """For another run, away from these nodes; it shares no KV, which may be what was wrong with the first."""
+        return replace(self, avoid=self.avoid.union(avoid), kv_key="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,12 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """The ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: fewest queued prompt tokens.
+    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: one that computes the same KV
+    already, then fewest queued prompt tokens.
     """
-    free = [node for node in prefills if node.room.has_room()]
-    free.sort(key=lambda node: (node.node_id in need.avoid, node.room.queued_tokens, node.node_id))
+    key = need.kv_key
+    free = [node for node in prefills if node.room.has_room(key)]
+    free.sort(key=lambda n: (n.node_id in need.avoid, not n.room.computes(key), n.room.queued_tokens, n.node_id))
     for decode in _by_room(need, decodes):
         for prefill in free:
             if is_warm(decode.node_id, prefill.node_id):

@@ -99,12 +99,13 @@ class DecodeRoom:
 
 
 class PrefillRoom:
-    """The backlog of one prefill node."""
+    """The backlog of one prefill node. Samples that get the KV of one computation count once."""
 
     def __init__(self, *, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
         self._in_flight = 0
         self._tokens = SharedCount()
+        self._samples: dict[str, int] = {}  # that wait for one computation, by the key of the KV
 
     @property
     def queued_tokens(self) -> int:
@@ -114,14 +115,27 @@ class PrefillRoom:
     def is_idle(self) -> bool:
         return not self._in_flight and not self.queued_tokens
 
-    def has_room(self) -> bool:
-        return self._in_flight < self._max_in_flight
+    def computes(self, kv_key: str) -> bool:
+        """Whether KV that such a sample would get, too, is being computed."""
+        return kv_key in self._samples
 
-    def take(self, num_tokens: int) -> None:
+    def has_room(self, kv_key: str = "") -> bool:
+        return self._in_flight < self._max_in_flight or self.computes(kv_key)
+
+    def take(self, num_tokens: int, kv_key: str = "") -> None:
+        if kv_key:
+            self._samples[kv_key] = self._samples.get(kv_key, 0) + 1
+            if self._samples[kv_key] > 1:
+                return
         self._in_flight += 1
         self._tokens.take(num_tokens)
 
-    def give(self, num_tokens: int) -> None:
+    def give(self, num_tokens: int, kv_key: str = "") -> None:
+        if kv_key:
+            self._samples[kv_key] -= 1
+            if self._samples[kv_key]:
+                return
+            del self._samples[kv_key]
         self._in_flight -= 1
         self._tokens.give(num_tokens)
 

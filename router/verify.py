@@ -17,7 +17,7 @@ from corun.auth import Caller
 from corun.cluster import Condition, NodeInfo, VerifyCase, VerifyResult
 from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.params import SamplingParams, check_seed
-from corun.receipt import Receipt
+from corun.receipt import Receipt, prompt_digest
 from corun.seeds import MAX_SEED
 from router.failover import Sample
 from router.generations import Generation, Generator
@@ -104,10 +104,12 @@ class Fillers:
             max_tokens=longest if endless else rng.randint(max(1, longest // 2), longest),
             ignore_eos=True,
         )
+        prompt = tuple(rng.randrange(self._model.vocab_size) for _ in range(num_prompt))
         return Sample(
             request_id=f"filler-{rng.getrandbits(64):016x}",
             index=0,
-            prompt_token_ids=tuple(rng.randrange(self._model.vocab_size) for _ in range(num_prompt)),
+            prompt_token_ids=prompt,
+            prompt_digest=prompt_digest(prompt),
             params=params,
             seed=rng.randint(0, MAX_SEED),
             deadline=self._deadline,
@@ -268,6 +270,7 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
         request_id=f"verify-{index}",
         index=0,
         prompt_token_ids=case.prompt_token_ids,
+        prompt_digest=prompt_digest(case.prompt_token_ids),
         params=case.sampling_params,
         seed=case.seed,
         deadline=deadline,

@@ -29,17 +29,17 @@ HANDLE = bound(
     )
 )
 BINDING = "af23c1476a30fecaf030d8e65a650cec0c89a836f4295e25fcc7a7e68d47c038"
-OWNER = 0x41C12DBCCFD36E04
+OWNER = 0x219A4D75BED22DF9
 OTHERS: dict[str, dict[str, Any]] = {
     "another request": {"request_id": "s"},
     "another prefill node": {"prefill_node": replace(P0, node_id="p1")},
     "another generation of the prefill node": {"prefill_node": replace(P0, generation="f" * 16)},
-    "another reader": {"reader": replace(D0, node_id="d1")},
-    "another generation of the reader": {"reader": replace(D0, generation="f" * 16)},
     "roles swapped": {"prefill_node": D0, "reader": P0},
     "another prompt": {"prompt_digest": "d" * 64},
 }
 SAME_OWNER: dict[str, dict[str, Any]] = {
+    "another reader": {"reader": replace(D0, node_id="d1")},
+    "another generation of the reader": {"reader": replace(D0, generation="f" * 16)},
     "another engine": {"engine_id": "p1-engine"},
     "another length": {"num_tokens": 41},
     "another block": {"block_ids": ((4, 5, 7),)},

@@ -9,6 +9,7 @@ import pytest
 
 from corun.cluster import KvHandle, NodeRef
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.handle import binding, owner_of
 from corun.receipt import prompt_digest
 from prefill_node.sharing import Sharing
 
@@ -111,6 +112,18 @@ async def test_one_that_comes_later_reads_what_is_still_there(engine: Engine, sh
     assert engine.readers == {"r": {*"rs"}}
 
 
+async def test_all_decode_nodes_read_it_by_handles_of_their_own(engine: Engine, sharing: Sharing) -> None:
+    engine.go.clear()
+    asked = [ask(sharing, "r"), ask(sharing, "s", reader=OTHER)]
+    await settle()
+    engine.go.set()
+    handles = await asyncio.gather(*asked)
+    assert [handle.request_id for handle in handles] == ["r", "r"]
+    assert [handle.reader for handle in handles] == [READER, OTHER]
+    assert all(handle.binding == binding(handle) for handle in handles)
+    assert owner_of(handles[0]) == owner_of(handles[1])
+
+
 async def test_one_that_comes_too_late_is_computed_anew(engine: Engine, sharing: Sharing) -> None:
     await ask(sharing, "r")
     engine.read("r", "r")
@@ -119,9 +132,7 @@ async def test_one_that_comes_too_late_is_computed_anew(engine: Engine, sharing:
     assert engine.computed == ["r", "s"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"scope": ""}, {"scope": "client b"}, {"reader": OTHER}, {"prompt_token_ids": (1, 2)}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"scope": ""}, {"scope": "client b"}, {"prompt_token_ids": (1, 2)}], ids=str)
 async def test_what_is_not_the_same_is_not_shared(engine: Engine, sharing: Sharing, changes: dict[str, object]) -> None:
     await ask(sharing, "r")
     assert (await ask(sharing, "s", **changes)).request_id == "s"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.slots import DecodeRoom, PrefillRoom
@@ -39,6 +40,15 @@ def test_fewest_queued_prompt_tokens_then_id() -> None:
     assert choose_pair(NEED, [decode("d")], prefills, always) == ("d", "b")
 
 
+def test_a_node_that_computes_the_same_kv_comes_first_even_if_it_takes_no_other_prompt() -> None:
+    busy, idle = prefill("p", max_in_flight=1), prefill("q")
+    busy.room.take(16, "k")
+    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [busy, idle], always) == ("d", "p")
+    assert choose_pair(replace(NEED, kv_key="l"), [decode("d")], [busy, idle], always) == ("d", "q")
+    assert choose_pair(replace(NEED, kv_key="k").again(), [decode("d")], [busy, idle], always) == ("d", "q")
+    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [busy, idle], only(("d", "q"))) == ("d", "q")
+
+
 def test_the_order_of_the_nodes_does_not_matter() -> None:
     decodes = [decode("a"), decode("b", slots=2), decode("c")]
     prefills = [prefill("p"), prefill("q", queued=3)]
@@ -66,14 +76,14 @@ def test_a_sample_waits_for_slots_kv_and_a_prefill_turn() -> None:
 
 def test_nodes_that_failed_the_sample_come_last_but_are_taken() -> None:
     decodes, prefills = [decode("a", slots=8), decode("b")], [prefill("p"), prefill("q", queued=5)]
-    again = NEED.avoiding("a").avoiding("p")
+    again = NEED.again("a", "p")
     assert choose_pair(again, decodes, prefills, always) == ("b", "q")
     assert choose_pair(again, decodes[:1], prefills[:1], always) == ("a", "p")
 
 
 def test_idle_pairs_are_other_nodes_with_slots_to_spare_and_nothing_to_prefill() -> None:
     decodes, prefills = [decode("a", slots=8), decode("b"), decode("c")], [prefill("p"), prefill("q"), prefill("r")]
-    known = NEED.avoiding("a").avoiding("p")
+    known = NEED.again("a", "p")
     assert choose_idle_pair(known, decodes, prefills, always, 2) == ("b", "q")
     assert choose_idle_pair(known, decodes, prefills, only(("c", "r"), ("a", "p")), 2) == ("c", "r")
     assert choose_idle_pair(known, decodes, [prefill("p"), prefill("q", queued=1)], always, 2) is None
@@ -81,7 +91,7 @@ def test_idle_pairs_are_other_nodes_with_slots_to_spare_and_nothing_to_prefill()
 
 
 def test_a_node_of_the_first_run_is_taken_only_where_no_other_could_ever_do() -> None:
-    known = NEED.avoiding("a").avoiding("p")
+    known = NEED.again("a", "p")
     small = decode("b", kv_blocks=1)
     assert choose_idle_pair(known, [decode("a"), small], [prefill("p")], always, 0) == ("a", "p")
     busy = decode("b")

@@ -117,6 +117,17 @@ class TestRequests:
                 check(output, PROMPT, PARAMS, sample_seed(9, index))
             assert fake.nodes[0].engine.prefilled == [PROMPT]
 
+    async def test_samples_on_all_decode_nodes_share_one_prefill(self, model: str) -> None:
+        """Whichever prefill node has it: more samples than a router has prompts at one of them."""
+        async with cluster(model, prefills=2, decodes=2) as fake:
+            for node in fake.nodes[:2]:
+                node.engine.delay_s = 0.05
+            outputs = await generate(fake, PROMPT, replace(PARAMS, n=8), seed=9)
+            for index, output in enumerate(outputs):
+                check(output, PROMPT, PARAMS, sample_seed(9, index))
+            assert [node.engine.prefilled for node in fake.nodes[:2]] == [[PROMPT], []]
+            assert {output.receipt.decode_node.node_id for output in outputs} == {"d1", "d2"}
+
     async def test_a_run_after_a_fault_has_a_prefill_of_its_own(self, model: str) -> None:
         """Else it could get the very KV that the fault came from."""
         async with cluster(model) as fake:

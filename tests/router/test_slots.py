@@ -104,6 +104,25 @@ def test_spare_slots_are_all_but_one_where_there_are_fewer() -> None:
     assert not single.has_idle_room(16, 4)
 
 
+def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:
+    prefill = PrefillRoom(max_in_flight=1)
+    for _ in range(3):
+        assert prefill.has_room("a")
+        prefill.take(100, "a")
+    assert prefill.queued_tokens == 100
+    assert not prefill.has_room("b")
+    assert not prefill.has_room()
+    for _ in range(2):
+        prefill.give(100, "a")
+    assert prefill.computes("a")
+    assert prefill.queued_tokens == 100
+    prefill.give(100, "a")
+    assert not prefill.computes("a")
+    assert prefill.is_idle
+    prefill.take(100)
+    assert not prefill.computes("")
+
+
 def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
     prefill = PrefillRoom(max_in_flight=2)
     prefill.take(100)
