@@ -304,8 +304,9 @@ class PrefillConfig(NodeConfig):
     kv_check_fraction: float = 0.01
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
     share_kv: bool = True
-    """Equal prompts of one client, such as several samples of one, are computed once while their KV is there. Clients
-    without tokens count as one."""
+    """Equal prompts of one client, such as several samples of one, are computed once while their KV is there. It is
+    kept for those that wait for slots, up to 2 s after the last one that came and in up to a quarter of the KV room.
+    Clients without tokens count as one."""
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.

@@ -24,7 +24,8 @@ async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observati
     start_tracing(ref, NodeRole.PREFILL)
     endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
-    service = PrefillService(ref, engine, share_kv=config.share_kv)
+    kv_tokens = engine.facts.kv_blocks * engine.facts.block_size
+    service = PrefillService(ref, engine, kv_tokens=kv_tokens, share_kv=config.share_kv)
 
     await live_and_leave(
         config,

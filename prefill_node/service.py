@@ -87,7 +87,8 @@ class _Metered:
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Answers `corun.v1.PrefillService` for one generation of one node."""
 
-    def __init__(self, ref: NodeRef, engine: PrefillEngine, *, share_kv: bool = True) -> None:
+    def __init__(self, ref: NodeRef, engine: PrefillEngine, *, kv_tokens: int, share_kv: bool = True) -> None:
+        """kv_tokens: how many tokens the engine has KV room for."""
         self.ref = ref
         self.draining = False
         self.closed = ""
@@ -96,7 +97,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._share_kv = share_kv
         self.figures = Figures()
         self._metered = _Metered(engine, self.figures)
-        self.sharing = Sharing(self._metered)
+        self.sharing = Sharing(self._metered, kv_tokens)
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
 
@@ -111,6 +112,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         return sum(self._metered.computing.values())
 
     async def load(self) -> NodeLoad:
+        if self.draining:
+            self.sharing.let_go()
         return NodeLoad(
             used_kv_blocks=await self._engine.held_kv_blocks(),
             queued_prompt_tokens=self.queued_tokens,
@@ -132,7 +135,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         scope = request.share_scope if self._share_kv else ""
         laps = self._metered.laps[request.request_id] = []
         try:
-            handle = await self._run(request.request_id, prompt, reader, scope)
+            handle = await self._run(request.request_id, prompt, reader, scope, more_follow=request.more_follow)
         except BaseException as error:
             self.figures.failed_prompts += 1
             if not isinstance(error, asyncio.CancelledError):
@@ -157,9 +160,11 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             await self.sharing.release(request.request_id)
         return prefill_service_pb2.ReleaseKvResponse()
 
-    async def _run(self, request_id: str, prompt: Sequence[int], reader: NodeRef, scope: str) -> KvHandle:
+    async def _run(
+        self, request_id: str, prompt: Sequence[int], reader: NodeRef, scope: str, *, more_follow: bool
+    ) -> KvHandle:
         """In a task of its own, which `give_up` can end without the call."""
-        prefill = self.sharing.prefill(request_id, prompt, reader, scope)
+        prefill = self.sharing.prefill(request_id, prompt, reader, scope, more_follow=more_follow)
         task = self._running[request_id] = asyncio.ensure_future(prefill)
         try:
             return await task

@@ -1,8 +1,9 @@
 """Equal prompts are computed once, while their KV is there: who waits for it, and for whom it is kept.
 
 Isolated prefill gives a prompt the same KV whenever it computes it, so KV that is read twice moves no bit, and eight
-samples of a prompt cost one prefill. Only prompts of one scope share, which is one client's: else the time that a
-prompt takes would tell whether somebody else has just sent it. Must not know: vLLM, gRPC, what a scope is.
+samples of a prompt cost one prefill. Where some of them still wait for slots, it is kept for them for a while. Only
+prompts of one scope share, which is one client's: else the time that a prompt takes would tell whether somebody else
+has just sent it. Must not know: vLLM, gRPC, what a scope is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ from corun.receipt import prompt_digest
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
+
+KEPT_S = 2.0
+"""How long KV is kept for those who wait for slots, from the last of them that came. Far below the lease of KV that
+nobody reads (30 s)."""
+KEEPER = "kept"
+"""The reader that KV is kept for meanwhile; no request has such an id."""
+KEPT_PART = 0.25
+"""Of the KV room: what may be kept so. The rest is for prompts that are computed, and KV that is about to be read."""
 
 
 class Engine(Protocol):
@@ -53,6 +62,9 @@ class _Computation:
     ) -> None:
         self.name = name
         """The engine's id of it: that of the first request."""
+        self.num_tokens = len(prompt)
+        self.is_wanted = False
+        """More requests will ask for it, once they have slots."""
         self.waiting: set[str] = set()
         self.claims: set[str] = set()
         """The requests that its KV is kept for, or was until they had read it."""
@@ -60,6 +72,7 @@ class _Computation:
         """There will be no KV, or no more of it."""
         self._engine = engine
         self._drop = drop
+        self._letting_go: asyncio.TimerHandle | None = None
         self.task = asyncio.ensure_future(self._compute(prompt, reader))
         self.task.add_done_callback(_heard)
 
@@ -78,6 +91,15 @@ class _Computation:
         # Who came between the count of readers and the end has to be counted as well.
         return handle if request_id in self.claims else await self._join(request_id)
 
+    def let_go(self) -> None:
+        """Keeps it no longer than those who have asked need it."""
+        self.is_wanted = False
+        if self._letting_go is not None:
+            self._letting_go.cancel()
+        if KEEPER in self.claims:
+            self.claims.discard(KEEPER)
+            self._drop(self.name, {KEEPER})
+
     async def _compute(self, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
         try:
             handle = await self._engine.prefill(self.name, prompt, reader)
@@ -92,8 +114,7 @@ class _Computation:
     async def _count(self) -> None:
         """Tells the engine who waits. Before any of them hears of the KV: the first could have read it, and it be gone,
         before the second is counted."""
-        readers = set(self.waiting)
-        self.claims |= readers  # First: who gives up meanwhile has something to give back.
+        readers = self._claim(self.waiting)
         others = sorted(readers - {self.name})
         if others and not await self._engine.share(self.name, others):
             self.claims -= set(others)
@@ -103,28 +124,52 @@ class _Computation:
     async def _join(self, request_id: str) -> KvHandle | None:
         if self.is_gone:
             return None
-        self.claims.add(request_id)
-        if await self._engine.share(self.name, (request_id,)):
+        readers = self._claim({request_id})
+        if await self._engine.share(self.name, sorted(readers)):
             return self.task.result()
-        self.claims.discard(request_id)
+        self.claims -= readers
         self.is_gone = True
         return None
 
+    def _claim(self, requests: set[str]) -> set[str]:
+        """Whom the engine has to be told of. Before it is told: who gives up meanwhile has something to give back."""
+        readers = set(requests)
+        if self.is_wanted:
+            if self._letting_go is not None:
+                self._letting_go.cancel()
+            self._letting_go = asyncio.get_running_loop().call_later(KEPT_S, self.let_go)
+            if KEEPER not in self.claims:
+                readers.add(KEEPER)
+        self.claims |= readers
+        return readers
+
 
 class Sharing:
-    """Prefills of one node. Every request that gets a handle is one reader, until it has read or is released."""
+    """Prefills of one node. Every request that gets a handle is one reader, until it has read or is released.
 
-    def __init__(self, engine: Engine) -> None:
+    kv_tokens: how many tokens there is KV room for.
+    """
+
+    def __init__(self, engine: Engine, kv_tokens: int) -> None:
         self.shared = 0
         """Prompts that got KV which another one's prefill has computed."""
         self._engine = engine
+        self._max_kept = int(KEPT_PART * kv_tokens)
         self._computations: dict[Key, _Computation] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
     async def prefill(
-        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        reader: NodeRef,
+        scope: str = "",
+        *,
+        more_follow: bool = False,
     ) -> KvHandle:
         """The KV of a prompt, for one reader. Without a scope it is computed for this request alone.
+
+        more_follow: requests with this prompt and scope wait for slots. The last word on it counts.
 
         Cancelling the call keeps nothing once `release` has been called as well. Raises what the engine raises.
         """
@@ -137,13 +182,32 @@ class Sharing:
                 self._prune()
                 found = _Computation(self._engine, request_id, prompt_token_ids, reader, self._release_soon)
                 self._computations[key] = found
+            found.is_wanted = more_follow and self._makes_room(found)
             try:
                 if (handle := await found.wait(request_id)) is not None:
+                    if not found.is_wanted:
+                        found.let_go()
                     self.shared += request_id != found.name
                     return bound(replace(handle, reader=reader, claim=request_id))
             finally:
                 if found.is_gone and self._computations.get(key) is found:
                     del self._computations[key]
+
+    def let_go(self) -> None:
+        """Nobody will ask any more: keeps nothing that is not to be read by somebody who has asked."""
+        for made in self._computations.values():
+            made.let_go()
+
+    def _makes_room(self, made: _Computation) -> bool:
+        """Whether it may be kept; then the oldest of the others are kept no longer, as far as necessary."""
+        others = [other for other in self._computations.values() if other.is_wanted and other is not made]
+        left = self._max_kept - made.num_tokens - sum(other.num_tokens for other in others)
+        for oldest in others if made.num_tokens <= self._max_kept else ():
+            if left >= 0:
+                break
+            oldest.let_go()
+            left += oldest.num_tokens
+        return made.num_tokens <= self._max_kept
 
     async def release(self, request_id: str) -> None:
         """A request's reader will not read, if it has not read yet. Unknown ids are the engine's business."""

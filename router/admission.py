@@ -78,6 +78,10 @@ class AdmissionQueue:
         """Their prompt tokens."""
         return self._lanes.waiting_tokens
 
+    def more_follow(self, kv_key: str) -> bool:
+        """Whether somebody waits who may get this KV, too."""
+        return bool(kv_key) and kv_key in self._lanes.waiting_for
+
     @contextmanager
     def arriving(
         self, samples: int, tokens: int, deadline: float, *, caller: Caller, priority: Priority

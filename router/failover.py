@@ -34,7 +34,7 @@ from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
 from router.members import Member, Seat
-from router.nodes import Lease, Start
+from router.nodes import ALONE, Lease, Share, Start
 from router.output import SampleOutput
 from router.placement import Need
 from router.registry import Registry
@@ -259,8 +259,9 @@ class SampleRunner:
             span.note(
                 {"corun.prefill_node": str(seat.prefill.info.ref), "corun.decode_node": str(seat.decode.info.ref)}
             )
-            share_scope = sample.share_scope if ticket.need.kv_key else ""
-            run = Run(sample, seat, output, self._config, span, share_scope=share_scope)
+            kv_key = ticket.need.kv_key
+            share = Share(sample.share_scope, self._queue.more_follow(kv_key)) if kv_key else ALONE
+            run = Run(sample, seat, output, self._config, span, share)
             try:
                 await run.reserve()
             except OverloadedError as error:
@@ -301,11 +302,10 @@ class Run:
         output: Output,
         config: RouterConfig,
         span: Span = OFF,
-        *,
-        share_scope: str = "",
+        share: Share = ALONE,
     ) -> None:
         self.seat = seat
-        self._share_scope = share_scope
+        self._share = share
         self._span = span
         self._sample = sample
         self._output = output
@@ -350,7 +350,7 @@ class Run:
                 self.seat.decode.info.ref,
                 self._time(self._config.prefill_timeout_s),
                 span.metadata,
-                share_scope=self._share_scope,
+                share=self._share,
             )
         self.seat.prefilled()
         return handle

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,8 @@ class Lanes:
         """Samples."""
         self.waiting_tokens = 0
         """Their prompt tokens."""
+        self.waiting_for: Counter[str] = Counter()
+        """How many of them may get the same KV, by its key."""
         self._front = Returned()
         self._lanes = {priority: Lane() for priority in Priority}
 
@@ -110,6 +113,7 @@ class Lanes:
         ticket.is_waiting = True
         self.waiting += 1
         self.waiting_tokens += ticket.need.num_prompt
+        self.waiting_for[ticket.need.kv_key] += 1
         self._place(ticket).add(ticket)
 
     def serve(self, ticket: Ticket) -> None:
@@ -158,6 +162,9 @@ class Lanes:
         ticket.is_waiting = False
         self.waiting -= 1
         self.waiting_tokens -= ticket.need.num_prompt
+        self.waiting_for[ticket.need.kv_key] -= 1
+        if not self.waiting_for[ticket.need.kv_key]:
+            del self.waiting_for[ticket.need.kv_key]
 
     def _place(self, ticket: Ticket) -> FairQueue[Ticket] | Returned:
         if ticket.ran:

@@ -104,6 +104,19 @@ class NodeClient:
         return task
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """With whom a prompt may share its KV."""
+
+    scope: str = ""
+    """Whose equal prompts may get the same; empty: it is computed for this call alone."""
+    more_follow: bool = False
+    """Some of them wait for slots."""
+
+
+ALONE = Share()
+
+
 class PrefillClient(NodeClient):
     """Calls of one prefill node."""
 
@@ -118,20 +131,18 @@ class PrefillClient(NodeClient):
         reader: NodeRef,
         timeout_s: float,
         metadata: Metadata = (),
-        *,
-        share_scope: str = "",
+        share: Share = ALONE,
     ) -> KvHandle:
-        """Computes a prompt's KV for one decode node; `request_id` must be unique to this attempt.
-
-        share_scope: whose equal prompts may get the same KV; empty: it is computed for this call alone. Cancelling
-        drops the work.
+        """Computes a prompt's KV for one decode node; `request_id` must be unique to this attempt. Cancelling drops the
+        work.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=request_id,
             generation=self.ref.generation,
             prompt_token_ids=prompt_token_ids,
             reader=wire.node_ref_to_proto(reader),
-            share_scope=share_scope,
+            share_scope=share.scope,
+            more_follow=share.more_follow,
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
         return wire.kv_handle_from_proto(response.handle)

@@ -60,12 +60,12 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """The ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: one that computes the same KV
+    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: one that may have the same KV
     already, then fewest queued prompt tokens.
     """
     key = need.kv_key
     free = [node for node in prefills if node.room.has_room(key)]
-    free.sort(key=lambda n: (n.node_id in need.avoid, not n.room.computes(key), n.room.queued_tokens, n.node_id))
+    free.sort(key=lambda n: (n.node_id in need.avoid, not n.room.may_have(key), n.room.queued_tokens, n.node_id))
     for decode in _by_room(need, decodes):
         for prefill in free:
             if is_warm(decode.node_id, prefill.node_id):

@@ -58,6 +58,7 @@ VOCAB_SIZE = 256
 EOS = 0
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
+KV_BLOCKS = 1000
 STEP_MS = 1.0
 WAIT_S = 10.0
 """Longest wait of any test for anything."""
@@ -350,9 +351,9 @@ class FakeCluster:
     async def add_prefill(self, node_id: str = "p1", *, join: bool = True, **changes: Any) -> FakeNode:
         ref = NodeRef(node_id=node_id, generation=new_generation())
         engine = FakePrefillEngine(ref, self.kv)
-        service = PrefillService(ref, engine)
+        service = PrefillService(ref, engine, kv_tokens=KV_BLOCKS * BLOCK_SIZE)
         register = prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server
-        facts = {"role": NodeRole.PREFILL, "nixl": engine.endpoint, "kv_blocks": 1000}
+        facts = {"role": NodeRole.PREFILL, "nixl": engine.endpoint, "kv_blocks": KV_BLOCKS}
         return await self._add(ref, engine, service, register, facts, join=join, changes=changes)
 
     async def add_decode(

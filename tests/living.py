@@ -28,6 +28,7 @@ from prefill_node.service import SERVICE_NAME as PREFILL_SERVICE
 from prefill_node.service import PrefillService
 from tests.fakes import (
     BLOCK_SIZE,
+    KV_BLOCKS,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     WAIT_S,
@@ -36,8 +37,6 @@ from tests.fakes import (
     FakePrefillEngine,
     contract,
 )
-
-KV_BLOCKS = 1000
 
 
 class Stoppable:
@@ -162,7 +161,7 @@ def decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
 
 def prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = PrefillEngine(ref, kv)
-    service = PrefillService(ref, engine, share_kv=config.share_kv)
+    service = PrefillService(ref, engine, kv_tokens=KV_BLOCKS * BLOCK_SIZE, share_kv=config.share_kv)
     return Role(
         engine=engine,
         service=service,

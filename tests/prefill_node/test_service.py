@@ -112,7 +112,7 @@ class Node:
 @pytest.fixture
 async def node() -> AsyncIterator[Node]:
     engine = Engine()
-    service = PrefillService(REF, engine)
+    service = PrefillService(REF, engine, kv_tokens=4000)
     server = GrpcServer()
     server.add(pb_grpc.add_PrefillServiceServicer_to_server, service)
     await server.start()

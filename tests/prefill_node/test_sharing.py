@@ -11,7 +11,8 @@ from corun.cluster import KvHandle, NodeRef
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.handle import binding, owner_of
 from corun.receipt import prompt_digest
-from prefill_node.sharing import Sharing
+from prefill_node import sharing as module
+from prefill_node.sharing import KEEPER, Sharing
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
@@ -82,7 +83,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def sharing(engine: Engine) -> Sharing:
-    return Sharing(engine)
+    return Sharing(engine, kv_tokens=0)
 
 
 def ask(sharing: Sharing, name: str, **changes: object) -> asyncio.Task[KvHandle]:
@@ -144,6 +145,88 @@ async def test_without_a_scope_nothing_is_kept_of_it(engine: Engine, sharing: Sh
     assert (await ask(sharing, "s")).request_id == "s"
     await sharing.release("r")
     assert engine.readers == {"s": {"s"}}
+
+
+FOLLOWED = {"more_follow": True}
+
+
+@pytest.fixture
+def keeping(engine: Engine) -> Sharing:
+    return Sharing(engine, kv_tokens=20)
+
+
+async def test_kv_is_kept_for_those_who_wait_for_slots_until_the_last_of_them_asks(
+    engine: Engine, keeping: Sharing
+) -> None:
+    for name, changes in (("r", FOLLOWED), ("s", FOLLOWED), ("t", {})):
+        assert (await ask(keeping, name, **changes)).request_id == "r"
+        engine.read("r", name)
+        await settle()
+    assert (engine.computed, engine.readers, keeping.shared) == (["r"], {}, 2)
+
+
+async def test_of_those_who_come_together_the_last_word_counts(engine: Engine, keeping: Sharing) -> None:
+    engine.go.clear()
+    asked = [ask(keeping, "r", **FOLLOWED), ask(keeping, "s")]
+    await settle()
+    engine.go.set()
+    await asyncio.gather(*asked)
+    await settle()
+    assert engine.readers == {"r": {"r", "s"}}
+    asked = [ask(keeping, "t"), ask(keeping, "u", **FOLLOWED)]
+    await asyncio.gather(*asked)
+    await settle()
+    assert engine.readers == {"r": {*"rstu", KEEPER}}
+
+
+async def test_kv_that_nobody_comes_for_is_not_kept_for_long(
+    engine: Engine, keeping: Sharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT_S", 0.05)
+    await ask(keeping, "r", **FOLLOWED)
+    engine.read("r", "r")
+    assert engine.readers == {"r": {KEEPER}}
+    await asyncio.sleep(0.03)
+    await ask(keeping, "s", **FOLLOWED)
+    engine.read("r", "s")
+    await asyncio.sleep(0.03)
+    assert engine.readers == {"r": {KEEPER}}  # For a while after each of them.
+    await asyncio.sleep(0.05)
+    assert engine.readers == {}
+
+
+async def test_the_oldest_go_when_too_much_is_kept(engine: Engine, keeping: Sharing) -> None:
+    await ask(keeping, "long", prompt_token_ids=(1,) * 6, **FOLLOWED)
+    for name, prompt in (("a", (1, 2)), ("b", (3, 4, 5)), ("c", (6,))):
+        await ask(keeping, name, prompt_token_ids=prompt, **FOLLOWED)
+    await settle()
+    kept = {name for name, readers in engine.readers.items() if KEEPER in readers}
+    assert kept == {"b", "c"}
+
+
+@pytest.mark.parametrize("gone", ["computed", "joined"])
+async def test_nothing_is_kept_for_good_when_who_asked_gives_up(
+    engine: Engine, keeping: Sharing, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    monkeypatch.setattr(module, "KEPT_S", 0.05)
+    if gone == "joined":
+        await ask(keeping, "r")
+    engine.sharing.clear()
+    asked = ask(keeping, "s", **FOLLOWED)
+    await settle()
+    asked.cancel()
+    keeping.release_soon("s")
+    engine.sharing.set()
+    await asyncio.sleep(0.1)
+    assert engine.readers == ({"r": {"r"}} if gone == "joined" else {})
+
+
+async def test_a_node_that_drains_keeps_nothing(engine: Engine, keeping: Sharing) -> None:
+    await ask(keeping, "r", **FOLLOWED)
+    engine.read("r", "r")
+    keeping.let_go()
+    await settle()
+    assert engine.readers == {}
 
 
 @pytest.mark.parametrize("gone", ["r", "s"])

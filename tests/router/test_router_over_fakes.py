@@ -128,6 +128,14 @@ class TestRequests:
             assert [node.engine.prefilled for node in fake.nodes[:2]] == [[PROMPT], []]
             assert {output.receipt.decode_node.node_id for output in outputs} == {"d1", "d2"}
 
+    async def test_samples_that_have_to_wait_for_slots_share_it_too(self, model: str) -> None:
+        async with cluster(model, slots=2) as fake:
+            samples = await asyncio.gather(*(generate(fake, (i,), replace(PARAMS, n=5), seed=i) for i in range(3)))
+            for i, outputs in enumerate(samples):
+                for index, output in enumerate(outputs):
+                    check(output, (i,), PARAMS, sample_seed(i, index))
+            assert sorted(fake.nodes[0].engine.prefilled) == [(0,), (1,), (2,)]
+
     async def test_a_run_after_a_fault_has_a_prefill_of_its_own(self, model: str) -> None:
         """Else it could get the very KV that the fault came from."""
         async with cluster(model) as fake:

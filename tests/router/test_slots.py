@@ -114,13 +114,13 @@ def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:
     assert not prefill.has_room()
     for _ in range(2):
         prefill.give(100, "a")
-    assert prefill.computes("a")
     assert prefill.queued_tokens == 100
     prefill.give(100, "a")
-    assert not prefill.computes("a")
     assert prefill.is_idle
+    assert prefill.may_have("a")
     prefill.take(100)
-    assert not prefill.computes("")
+    assert not prefill.may_have("")
+    assert not prefill.has_room("a")
 
 
 def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:

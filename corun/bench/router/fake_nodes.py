@@ -219,7 +219,8 @@ class FakeNode:
         if self._role is NodeRole.PREFILL:
             engine = FakePrefillEngine(self._ref)
             register = prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server
-            return register, PrefillService(self._ref, engine), {"nixl": engine.endpoint, "kv_blocks": kv_blocks}
+            prefill = PrefillService(self._ref, engine, kv_tokens=kv_blocks * BLOCK_SIZE)
+            return register, prefill, {"nixl": engine.endpoint, "kv_blocks": kv_blocks}
         table = SlotTable(slots=slots, kv_blocks=kv_blocks, block_size=BLOCK_SIZE)
         service = DecodeService(self._ref, self._engine, table, lease_ttl_ms=60_000)
         self._engine.on_step = service.on_step
