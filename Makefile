@@ -44,7 +44,8 @@ $(TOOL):
 $(STAMP): | $(TOOL)
 	@rm -f $(VENV)/.corun-*
 	@echo "==> packages of $(LOCK) (a few GB the first time)"
-	@$(UV) pip sync --python $(PY) --require-hashes $(LOCK)
+	@# Compiled now: where bytecode is not written later, every start of an engine would compile torch and vLLM again.
+	@$(UV) pip sync --python $(PY) --require-hashes --compile-bytecode $(LOCK)
 	@$(UV) pip install --python $(PY) --quiet --offline --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -114,7 +114,7 @@ class KvHandle:
     prompt_digest: str
     """Over the prompt's token ids; 64 hex digits (`corun.receipt.prompt_digest`)."""
     reader: NodeRef
-    """The one generation of a decode node that may read it."""
+    """The one generation of a decode node that may read it by this handle."""
     binding: str = ""
     """Over everything above that names the KV, its owner or its reader; 64 hex digits (`corun.handle.bound`)."""
     claim: str = ""

@@ -172,6 +172,10 @@ class RouterConfig(MemberConfig):
     request ends with RESOURCE_EXHAUSTED."""
     drain_grace_s: float = 30.0
     """Time for running samples to end when the router is told to stop, in seconds."""
+    share_kv: bool = True
+    """Equal prompts of one client, such as several samples of one, are computed once while their KV is there. It is
+    kept for those that wait for slots, up to 2 s after the last one that came and in up to a quarter of a prefill
+    node's KV room. Clients without tokens are told apart by their hosts."""
     audit_fraction: float = 0.001
     """Share of the finished samples that is run again on other nodes, in idle slots, and compared by bits, in [0, 1];
     0: none."""
@@ -303,10 +307,6 @@ class PrefillConfig(NodeConfig):
     """Prompt tokens of one step; part of the contract."""
     kv_check_fraction: float = 0.01
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
-    share_kv: bool = True
-    """Equal prompts of one client, such as several samples of one, are computed once while their KV is there. It is
-    kept for those that wait for slots, up to 2 s after the last one that came and in up to a quarter of the KV room.
-    Clients without tokens count as one."""
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.

@@ -18,7 +18,7 @@ from corun.contract import Contract
 from corun.errors import CorunError, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
-from corun.node.owners import CLAIM_PARAM, OWNER_PARAM
+from corun.node.owners import OWNER_PARAM, read_id
 from corun.params import SamplingParams
 from corun.processes import living, started
 from decode_node.ladder import Ladder, smaller_than
@@ -204,13 +204,12 @@ class VllmDecodeEngine:
                     "do_remote_prefill": True,
                     "do_remote_decode": False,
                     "remote_engine_id": handle.engine_id,
-                    "remote_request_id": handle.request_id,
+                    "remote_request_id": read_id(handle.request_id, handle.claim),
                     "remote_block_ids": [list(group) for group in handle.block_ids],
                     "remote_host": handle.host,
                     "remote_port": handle.port,
                     "tp_size": handle.tp_size,
                     OWNER_PARAM: owner_of(handle),
-                    CLAIM_PARAM: handle.claim,
                 }
             },
         )

@@ -25,7 +25,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observati
     endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
     kv_tokens = engine.facts.kv_blocks * engine.facts.block_size
-    service = PrefillService(ref, engine, kv_tokens=kv_tokens, share_kv=config.share_kv)
+    service = PrefillService(ref, engine, kv_tokens=kv_tokens)
 
     await live_and_leave(
         config,

@@ -20,6 +20,8 @@ from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from prefill_node.sharing import Engine, Sharing
 
 SERVICE_NAME = "corun.v1.PrefillService"
+SEPARATORS = frozenset("/:,")
+"""Between names in what decode nodes say to prefill nodes (`corun.node.owners`, nixl/pull_worker.py)."""
 
 
 class PrefillEngine(Engine, Protocol):
@@ -87,14 +89,13 @@ class _Metered:
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Answers `corun.v1.PrefillService` for one generation of one node."""
 
-    def __init__(self, ref: NodeRef, engine: PrefillEngine, *, kv_tokens: int, share_kv: bool = True) -> None:
+    def __init__(self, ref: NodeRef, engine: PrefillEngine, *, kv_tokens: int) -> None:
         """kv_tokens: how many tokens the engine has KV room for."""
         self.ref = ref
         self.draining = False
         self.closed = ""
         """Why nothing can be started here now; empty if it can."""
         self._engine = engine
-        self._share_kv = share_kv
         self.figures = Figures()
         self._metered = _Metered(engine, self.figures)
         self.sharing = Sharing(self._metered, kv_tokens)
@@ -112,6 +113,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         return sum(self._metered.computing.values())
 
     async def load(self) -> NodeLoad:
+        """In a drain, which it is asked for to see the end of, KV is no longer kept for those who have yet to ask."""
         if self.draining:
             self.sharing.let_go()
         return NodeLoad(
@@ -132,10 +134,9 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._admit(request)
         prompt = list(request.prompt_token_ids)
         reader = wire.node_ref_from_proto(request.reader)
-        scope = request.share_scope if self._share_kv else ""
         laps = self._metered.laps[request.request_id] = []
         try:
-            handle = await self._run(request.request_id, prompt, reader, scope, more_follow=request.more_follow)
+            handle = await self._run(request, prompt, reader)
         except BaseException as error:
             self.figures.failed_prompts += 1
             if not isinstance(error, asyncio.CancelledError):
@@ -161,15 +162,16 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         return prefill_service_pb2.ReleaseKvResponse()
 
     async def _run(
-        self, request_id: str, prompt: Sequence[int], reader: NodeRef, scope: str, *, more_follow: bool
+        self, request: prefill_service_pb2.PrefillRequest, prompt: Sequence[int], reader: NodeRef
     ) -> KvHandle:
         """In a task of its own, which `give_up` can end without the call."""
-        prefill = self.sharing.prefill(request_id, prompt, reader, scope, more_follow=more_follow)
-        task = self._running[request_id] = asyncio.ensure_future(prefill)
+        name, scope = request.request_id, request.share_scope
+        prefill = self.sharing.prefill(name, prompt, reader, scope, more_follow=request.more_follow)
+        task = self._running[name] = asyncio.ensure_future(prefill)
         try:
             return await task
         finally:
-            del self._running[request_id]
+            del self._running[name]
 
     def _admit(self, request: prefill_service_pb2.PrefillRequest) -> None:
         if request.generation != self.ref.generation:
@@ -184,3 +186,5 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
         if not request.request_id or request.request_id in self._running:
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
+        if not SEPARATORS.isdisjoint(request.request_id):
+            raise InvalidArgumentError("request_id", request.request_id, f"must hold none of {''.join(SEPARATORS)}")

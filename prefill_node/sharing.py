@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 Key = tuple[str, str]
 
 KEPT_S = 2.0
-"""How long KV is kept for those who wait for slots, from the last of them that came. Far below the lease of KV that
-nobody reads (30 s)."""
-KEEPER = "kept"
+"""How long KV is kept for those who wait for slots, from the last one that came, while its lease lasts."""
+KEEPER = "/kept"
 """The reader that KV is kept for meanwhile; no request has such an id."""
 KEPT_PART = 0.25
 """Of the KV room: what may be kept so. The rest is for prompts that are computed, and KV that is about to be read."""
@@ -43,7 +42,7 @@ class Engine(Protocol):
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         """Keeps the KV of a finished prefill for these readers, too. False: it is not there any more.
 
-        Readers have the names of the calls that got its handle; the first one has the prefill's own.
+        Readers have the names of the calls that got its handle, or `KEEPER`'s; the first one has the prefill's own.
         """
 
     async def release(self, request_id: str, reader: str) -> None:
@@ -63,11 +62,11 @@ class _Computation:
         self.name = name
         """The engine's id of it: that of the first request."""
         self.num_tokens = len(prompt)
-        self.is_wanted = False
-        """More requests will ask for it, once they have slots."""
+        self.is_kept = False
+        """For requests that will ask for it, too, once they have slots; from when it is there."""
         self.waiting: set[str] = set()
         self.claims: set[str] = set()
-        """The requests that its KV is kept for, or was until they had read it."""
+        """The readers that its KV is kept for, or was until they had read it."""
         self.is_gone = False
         """There will be no KV, or no more of it."""
         self._engine = engine
@@ -93,7 +92,7 @@ class _Computation:
 
     def let_go(self) -> None:
         """Keeps it no longer than those who have asked need it."""
-        self.is_wanted = False
+        self.is_kept = False
         if self._letting_go is not None:
             self._letting_go.cancel()
         if KEEPER in self.claims:
@@ -118,7 +117,7 @@ class _Computation:
         others = sorted(readers - {self.name})
         if others and not await self._engine.share(self.name, others):
             self.claims -= set(others)
-        elif self.name not in readers:
+        if self.name not in readers:
             await self._engine.release(self.name, self.name)
 
     async def _join(self, request_id: str) -> KvHandle | None:
@@ -134,7 +133,7 @@ class _Computation:
     def _claim(self, requests: set[str]) -> set[str]:
         """Whom the engine has to be told of. Before it is told: who gives up meanwhile has something to give back."""
         readers = set(requests)
-        if self.is_wanted:
+        if self.is_kept:
             if self._letting_go is not None:
                 self._letting_go.cancel()
             self._letting_go = asyncio.get_running_loop().call_later(KEPT_S, self.let_go)
@@ -155,6 +154,7 @@ class Sharing:
         """Prompts that got KV which another one's prefill has computed."""
         self._engine = engine
         self._max_kept = int(KEPT_PART * kv_tokens)
+        self._room_beside = kv_tokens - self._max_kept
         self._computations: dict[Key, _Computation] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -169,10 +169,12 @@ class Sharing:
     ) -> KvHandle:
         """The KV of a prompt, for one reader. Without a scope it is computed for this request alone.
 
-        more_follow: requests with this prompt and scope wait for slots. The last word on it counts.
+        more_follow: requests with this prompt and scope wait for slots.
 
         Cancelling the call keeps nothing once `release` has been called as well. Raises what the engine raises.
         """
+        if len(prompt_token_ids) > self._room_beside:
+            self.let_go()
         if not scope:
             return await self._engine.prefill(request_id, prompt_token_ids, reader)
         key = scope, prompt_digest(prompt_token_ids)
@@ -181,12 +183,11 @@ class Sharing:
             if found is None or found.is_gone:
                 self._prune()
                 found = _Computation(self._engine, request_id, prompt_token_ids, reader, self._release_soon)
-                self._computations[key] = found
-            found.is_wanted = more_follow and self._makes_room(found)
+            self._computations.pop(key, None)
+            self._computations[key] = found  # Last: it was asked for last.
+            found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
             try:
                 if (handle := await found.wait(request_id)) is not None:
-                    if not found.is_wanted:
-                        found.let_go()
                     self.shared += request_id != found.name
                     return bound(replace(handle, reader=reader, claim=request_id))
             finally:
@@ -199,14 +200,14 @@ class Sharing:
             made.let_go()
 
     def _makes_room(self, made: _Computation) -> bool:
-        """Whether it may be kept; then the oldest of the others are kept no longer, as far as necessary."""
-        others = [other for other in self._computations.values() if other.is_wanted and other is not made]
+        """Whether it may be kept; those that nobody has asked for longest are not any more, if necessary."""
+        others = [other for other in self._computations.values() if other.is_kept and other is not made]
         left = self._max_kept - made.num_tokens - sum(other.num_tokens for other in others)
-        for oldest in others if made.num_tokens <= self._max_kept else ():
+        for other in others if made.num_tokens <= self._max_kept else ():
             if left >= 0:
                 break
-            oldest.let_go()
-            left += oldest.num_tokens
+            other.let_go()
+            left += other.num_tokens
         return made.num_tokens <= self._max_kept
 
     async def release(self, request_id: str) -> None:

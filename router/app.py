@@ -74,6 +74,7 @@ class Router:
             seed_key=config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES),
             node_wait_s=config.node_wait_s,
             max_unsent_tokens=config.max_unsent_tokens,
+            share_kv=config.share_kv,
         )
         self._config = config
         self._activity = Activity()

@@ -33,7 +33,7 @@ from corun.receipt import Receipt
 from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
-from router.members import Member, Seat
+from router.members import Member, PrefillMember, Seat
 from router.nodes import ALONE, Lease, Share, Start
 from router.output import SampleOutput
 from router.placement import Need
@@ -66,13 +66,10 @@ class Sample:
     priority: Priority = Priority.NORMAL
     arrived: float | None = None
     """When its request came, on the loop's clock; None: not a client's."""
+    share_scope: str = ""
+    """Whose equal prompts may get the same KV; empty: nobody's."""
     span: Span = field(default=OFF, repr=False, compare=False)
     """The request's."""
-
-    @property
-    def share_scope(self) -> str:
-        """Whose prompts may get this one's KV: its client's; empty: nobody's, if it is no client's."""
-        return "" if self.arrived is None else f"client {self.caller.name}"
 
     @property
     def need(self) -> Need:
@@ -207,7 +204,9 @@ class SampleRunner:
             self.tally.retries["lost" if fault.is_loss else "fault"] += 1
             history.note_fault(fault)
             self._registry.note_fault(fault.member, fault.error)
-            ticket.need = ticket.need.again(fault.member.node_id)
+            # Who was still waiting for his KV has nothing that he could inherit.
+            shares = isinstance(fault.member, PrefillMember)
+            ticket.need = ticket.need.again(fault.member.node_id, kv_key=ticket.need.kv_key if shares else "")
             return None
 
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
@@ -385,7 +384,7 @@ class Run:
 
     def close(self) -> None:
         """Gives back all that the run holds. Never waits: what needs a call happens in the background."""
-        self.seat.prefilled()
+        self.seat.leave()
         if self._prefill_id and self._output.position == 0:  # With the first token, the KV has been read.
             self.seat.prefill.client.release_kv(self._prefill_id)
         self.seat.decode.client.release(self._lease, self.seat.free)

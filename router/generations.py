@@ -123,6 +123,7 @@ class Generator:
         seed_key: bytes,
         node_wait_s: float,
         max_unsent_tokens: int,
+        share_kv: bool,
     ) -> None:
         self._registry = registry
         self._queue = queue
@@ -130,6 +131,7 @@ class Generator:
         self._seed_key = seed_key
         self._node_wait_s = node_wait_s
         self._max_unsent_tokens = max_unsent_tokens
+        self._share_kv = share_kv
 
     async def accept(self, request: Request, deadline: float) -> list[Sample]:
         """The samples of a request that are to run; nothing is reserved for them yet.
@@ -171,6 +173,8 @@ class Generator:
                 caller=request.caller,
                 priority=request.priority,
                 arrived=arrived,
+                # What is resumed is compared with what the client has: it must not inherit what was wrong with that.
+                share_scope=f"client {request.caller.name}" if self._share_kv and index not in received else "",
                 span=request.span,
             )
             for index in range(request.params.n)

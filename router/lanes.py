@@ -100,7 +100,7 @@ class Lanes:
         self.waiting_tokens = 0
         """Their prompt tokens."""
         self.waiting_for: Counter[str] = Counter()
-        """How many of them may get the same KV, by its key."""
+        """How many of them may get the same KV, by its key; empty: none."""
         self._front = Returned()
         self._lanes = {priority: Lane() for priority in Priority}
 

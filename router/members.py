@@ -135,7 +135,12 @@ class Seat:
         return self._holds_turn
 
     def prefilled(self) -> None:
-        """The prefill node is done with this sample."""
+        """The prefill node has computed the KV."""
+        if self._end_turn(is_computed=True):
+            self._changed()
+
+    def leave(self) -> None:
+        """The prefill node is done with this sample, whatever came of it."""
         if self._end_turn():
             self._changed()
 
@@ -155,11 +160,11 @@ class Seat:
 
     def close(self) -> None:
         """Gives up the whole claim."""
-        self.prefilled()
+        self.leave()
         self.free()
 
-    def _end_turn(self) -> bool:
+    def _end_turn(self, *, is_computed: bool = False) -> bool:
         held, self._holds_turn = self._holds_turn, False
         if held:
-            self.prefill.room.give(self._need.num_prompt, self._need.kv_key)
+            self.prefill.room.give(self._need.num_prompt, self._need.kv_key, is_computed=is_computed)
         return held

@@ -35,9 +35,10 @@ class Need:
     def total(self) -> int:
         return self.num_prompt + self.max_tokens
 
-    def again(self, *avoid: str) -> Need:
-        """For another run, away from these nodes; it shares no KV, which may be what was wrong with the first."""
-        return replace(self, avoid=self.avoid.union(avoid), kv_key="")
+    def again(self, *avoid: str, kv_key: str = "") -> Need:
+        """For another run, away from these nodes. It shares no KV, which may be what was wrong with the first, unless
+        it is told to."""
+        return replace(self, avoid=self.avoid.union(avoid), kv_key=kv_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,11 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """The ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: one that may have the same KV
-    already, then fewest queued prompt tokens.
+    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: one that computes the same KV
+    already, then fewest queued prompt tokens, this prompt's included where its KV may not be.
     """
-    key = need.kv_key
-    free = [node for node in prefills if node.room.has_room(key)]
-    free.sort(key=lambda n: (n.node_id in need.avoid, not n.room.may_have(key), n.room.queued_tokens, n.node_id))
+    free = [node for node in prefills if node.room.has_room(need.kv_key)]
+    free.sort(key=lambda node: (node.node_id in need.avoid, *_delay(need, node.room), node.node_id))
     for decode in _by_room(need, decodes):
         for prefill in free:
             if is_warm(decode.node_id, prefill.node_id):
@@ -94,6 +94,12 @@ def choose_idle_pair(
         if number == min(known) and prefill.room.is_idle and decode.room.has_idle_room(need.total, spare_slots)
     ]
     return min(idle)[2:] if idle else None
+
+
+def _delay(need: Need, room: PrefillRoom) -> tuple[bool, int]:
+    if room.computes(need.kv_key):
+        return False, 0
+    return True, room.queued_tokens + (0 if room.may_have(need.kv_key) else need.num_prompt)
 
 
 def _by_room(need: Need, decodes: Iterable[DecodeCandidate]) -> list[DecodeCandidate]:

@@ -111,7 +111,7 @@ class PrefillRoom:
         self._in_flight = 0
         self._tokens = SharedCount()
         self._samples: dict[str, int] = {}  # that wait for one computation, by the key of the KV
-        self._lately: deque[str] = deque(maxlen=LATELY)  # what was computed here for us
+        self._lately: deque[str] = deque(maxlen=LATELY)  # keys of KV that we got from here
 
     @property
     def queued_tokens(self) -> int:
@@ -121,12 +121,16 @@ class PrefillRoom:
     def is_idle(self) -> bool:
         return not self._in_flight and not self.queued_tokens
 
+    def computes(self, kv_key: str) -> bool:
+        """Whether KV that such a sample would get, too, is being computed."""
+        return kv_key in self._samples
+
     def may_have(self, kv_key: str) -> bool:
-        """Whether KV that such a sample would get, too, is being computed, or may still be there."""
-        return kv_key in self._samples or kv_key in self._lately
+        """Whether such KV was there lately, and may still be."""
+        return kv_key in self._lately
 
     def has_room(self, kv_key: str = "") -> bool:
-        return self._in_flight < self._max_in_flight or kv_key in self._samples
+        return self._in_flight < self._max_in_flight or self.computes(kv_key)
 
     def take(self, num_tokens: int, kv_key: str = "") -> None:
         if kv_key:
@@ -136,14 +140,14 @@ class PrefillRoom:
         self._in_flight += 1
         self._tokens.take(num_tokens)
 
-    def give(self, num_tokens: int, kv_key: str = "") -> None:
+    def give(self, num_tokens: int, kv_key: str = "", *, is_computed: bool = False) -> None:
         if kv_key:
+            if is_computed and kv_key not in self._lately:
+                self._lately.append(kv_key)
             self._samples[kv_key] -= 1
             if self._samples[kv_key]:
                 return
             del self._samples[kv_key]
-            if kv_key not in self._lately:
-                self._lately.append(kv_key)
         self._in_flight -= 1
         self._tokens.give(num_tokens)
 

@@ -161,7 +161,7 @@ def decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
 
 def prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = PrefillEngine(ref, kv)
-    service = PrefillService(ref, engine, kv_tokens=KV_BLOCKS * BLOCK_SIZE, share_kv=config.share_kv)
+    service = PrefillService(ref, engine, kv_tokens=KV_BLOCKS * BLOCK_SIZE)
     return Role(
         engine=engine,
         service=service,

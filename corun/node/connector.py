@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from vllm.platforms import current_platform
 from corun.auth import read_token
 from corun.node import ipc_mappings
 from corun.node.digest import KvDigest, region_words
-from corun.node.owners import CLAIM_PARAM, OWNER_PARAM, Owned, Prefills
+from corun.node.owners import OWNER_PARAM, READER, Owned, Prefills
 from corun.node.reads import Claim, ReadChecks, Verdict
 from corun.node.side_channel import sealed
 from corun.node.stamps import StampTable, finish
@@ -42,8 +43,8 @@ LOWEST_PRIORITY = 19
 WARM_TIMEOUT_S = 10.0
 HEARTBEAT = b"HB:"
 """What vLLM's messages begin with that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
-READER = "/"
-"""Between a prefill's name and a reader's, in a reader's thanks; no name has it."""
+SHARED_LEASE_S = 5.0
+"""The least that the lease of KV must last when another reader comes: he has yet to begin, and to renew it."""
 TOKEN_FILE_KEY = "cluster_token_file"
 """In the connector's extra configuration: the path of the cluster's token."""
 log = logging.getLogger(__name__)
@@ -78,8 +79,6 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Prefill: blocks that get digests after the step."""
         self.owners: dict[str, int] = {}
         """Decode: the owner's name that each read must find, by request id."""
-        self.claims: dict[str, str] = {}
-        """Decode: which of the KV's readers each read is, by request id."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -118,7 +117,6 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
         meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # It forgets what is to be read.
         meta.owners = {name: given[OWNER_PARAM] for name, given in params.items() if OWNER_PARAM in given}
-        meta.claims = {name: given[CLAIM_PARAM] for name, given in params.items() if CLAIM_PARAM in given}
         for name, groups, anew in yield_req_data(scheduler_output) if self._prefills else ():
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
                 meta.owned.append(owned)
@@ -167,7 +165,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.table.own(owned.blocks, owned.owner, owned.first)
         for name, read in meta.reqs_to_recv.items():
             if name in meta.owners and read.local_block_ids:  # Without blocks: aborted before it began.
-                self._claims[name] = _claim(meta.owners[name], meta.claims.get(name, ""), read)
+                self._claims[name] = _claim(meta.owners[name], read)
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
@@ -203,8 +201,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _thank(self, claim: Claim) -> None:
         """Tells the prefill node that its blocks are read, as the transfer itself would have (nixl/pull_worker.py)."""
         worker = self.connector_worker
-        reader = f"{READER}{claim.name}" if claim.name else ""
-        notice = f"{claim.request_id}{reader}:{worker.world_size}".encode()
+        notice = f"{claim.request_id}:{worker.world_size}".encode()
         try:
             worker.nixl_wrapper.send_notif(self._peer(claim.engine_id), notif_msg=notice)
         except Exception as error:  # NIXL's errors share no base. The peer's blocks are freed when their lease ends.
@@ -234,16 +231,17 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def share(self, request_id: str, readers: Iterable[str]) -> bool:
         """Keeps the KV of a prefill for these readers, too; the first one has the prefill's own name. False: it has
-        been freed, or will be."""
+        been freed, or will be soon."""
         worker = self.connector_worker
         is_there = request_id in worker._reqs_to_send or request_id in worker._reqs_to_process
-        if not is_there or request_id in self._released:
+        left_s = worker._reqs_to_send.get(request_id, math.inf) - time.perf_counter()
+        if not is_there or request_id in self._released or left_s < SHARED_LEASE_S:
             return False
         self._readers.setdefault(request_id, {request_id}).update(readers)
         return True
 
     def _last_notices(self) -> dict[str, list[bytes]]:
-        """What peers have sent, in vLLM's words: thanks for a prefill once, when all readers have sent theirs."""
+        """What peers have sent, in vLLM's words, which have no readers: one thanks for a prefill, after the last."""
         return {
             agent: [passed for notice in notices if (passed := self._in_vllms_words(notice))]
             for agent, notices in self._get_notices().items()
@@ -252,28 +250,25 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _in_vllms_words(self, notice: bytes) -> bytes:
         """Empty: there is nothing to tell it yet."""
         if notice.startswith(HEARTBEAT):
-            return notice
+            ids = notice.removeprefix(HEARTBEAT).decode().split(",")
+            return HEARTBEAT + ",".join(name.partition(READER)[0] for name in ids).encode()
         name, _, rest = notice.decode().rpartition(":")
         request_id, _, reader = name.partition(READER)
-        if request_id not in self._readers:
-            return f"{request_id}:{rest}".encode()
-        # Without a reader's name it is vLLM's own, of a read that was given up: his router will release him.
-        return f"{request_id}:{rest}".encode() if reader and self._was_last(request_id, reader) else b""
+        return f"{request_id}:{rest}".encode() if self._was_last(request_id, reader or request_id) else b""
 
     def _was_last(self, request_id: str, reader: str) -> bool:
-        """Takes a reader from shared KV. True: nobody is left."""
-        readers = self._readers[request_id]
+        """Takes a reader from KV; one that has read it already is none. True: nobody is left."""
+        readers = self._readers.get(request_id, {request_id})
+        was_one = reader in readers
         readers.discard(reader)
         if not readers:
-            del self._readers[request_id]
-        return not readers
+            self._readers.pop(request_id, None)
+        return was_one and not readers
 
-    def release(self, request_id: str, reader: str = "") -> None:
-        """Takes a reader from `request_id`'s KV; one that has read it already is none. After the last one its lease
-        ends: it is freed in the next step. reader: empty where there is but one."""
-        if request_id in self._readers and not self._was_last(request_id, reader):
-            return
-        self._released[request_id] = time.monotonic() + RELEASE_TTL_S
+    def release(self, request_id: str, reader: str) -> None:
+        """Takes a reader from `request_id`'s KV. After the last one its lease ends: it is freed in the next step."""
+        if self._was_last(request_id, reader):
+            self._released[request_id] = time.monotonic() + RELEASE_TTL_S
 
     def held(self) -> list[str]:
         """The requests whose KV waits to be read, soonest expiry first."""
@@ -377,7 +372,7 @@ def _threads() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
-def _claim(owner: int, reader: str, read: Any) -> Claim:
+def _claim(owner: int, read: Any) -> Claim:
     """Of vLLM's `ReqMeta`, before the worker turns its block ids into those of its kernels."""
     (theirs,), (ours,) = read.remote.block_ids, read.local_block_ids
     return Claim(
@@ -386,7 +381,6 @@ def _claim(owner: int, reader: str, read: Any) -> Claim:
         request_id=read.remote.request_id,
         theirs=tuple(theirs),
         ours=tuple(ours),
-        name=reader,
     )
 
 

@@ -6,6 +6,7 @@ Must not know: gRPC, routers.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import logging
 import os
@@ -80,9 +81,6 @@ def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
     return NixlEndpoint(engine_id=engine_id, host=config.nixl_host, port=port, tp_size=config.tensor_parallel_size)
 
 
-_reserved: list[socket.socket] = []
-
-
 def _reserve(host: str, port: int) -> int:
     """The port, or a free one for 0, bound until this process ends.
 
@@ -97,7 +95,7 @@ def _reserve(host: str, port: int) -> int:
     except OSError as error:
         held.close()
         raise UnavailableError(f"NIXL handshakes cannot be answered at {host}:{port}: {error.strerror}") from error
-    _reserved.append(held)
+    atexit.register(held.close)  # Which keeps it until then.
     reserved: int = held.getsockname()[1]
     return reserved
 

@@ -12,10 +12,18 @@ from typing import Any
 
 OWNER_PARAM = "corun_owner"
 """In `kv_transfer_params` of both sides: the name that the prompt's blocks carry, a uint64."""
-CLAIM_PARAM = "corun_claim"
-"""In `kv_transfer_params` of a decode: which of the KV's readers this is; empty where there is but one."""
 CHECK_PARAM = "corun_check"
 """In `kv_transfer_params` of a prefill: whether the blocks get digests."""
+
+
+READER = "/"
+"""Between a prefill's id and a reader's, in what decode nodes say to prefill nodes; no id has it."""
+
+
+def read_id(request_id: str, claim: str) -> str:
+    """A reader's own id of a prefill's KV: vLLM keeps the lease of what is being read alive by such ids, a set of them
+    for each peer (nixl/base_scheduler.py), so those of two readers must differ. claim: empty where there is but one."""
+    return f"{request_id}{READER}{claim}" if claim else request_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,10 @@ class Claim:
     """The name that the peer's blocks must carry (`corun.handle.owner`)."""
     engine_id: str
     request_id: str
-    """The peer's."""
+    """The peer's, with the reader's (`corun.node.owners.read_id`)."""
     theirs: tuple[int, ...]
     """The peer's block ids, in the prompt's order."""
     ours: tuple[int, ...]
-    name: str = ""
-    """Which of the KV's readers this is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,73 @@
-"""Bits under every condition with one thread per engine: other kernels, another contract.
+"""One thread per engine: other kernels, another contract. Router, prefill and decode node are on machines of their own
+where network namespaces can be made, so that KV goes over TCP.
 
 Comes first by its name, so that its cluster has the machine for itself.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from tests.e2e.conftest import started
+from corun import Client, CorunError, SamplingParams, tiny
+from corun.cluster import NodeRole, NodeState
+from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, started, wait_until
+from tests.e2e.namespaces import HOSTS, PORTS, received, spread, why_not
 from tests.e2e.test_determinism import make_cases, verify_all
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-@pytest.mark.timeout(400)
-def test_verify_under_every_condition(tmp_path: Path) -> None:
-    with started(tmp_path, threads=1) as cluster:
-        verify_all(cluster, make_cases(10))
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Of the cluster, once it is ready."""
+    logs = tmp_path_factory.mktemp("one-thread")
+    with ExitStack() as stack:
+        if why_not():
+            yield stack.enter_context(stack.enter_context(started(logs, threads=1)).client())
+            return
+        node = ("--model", str(tiny.ensure()), "--threads", "1")
+        chunks = ("--chunk-size", str(CHUNK), *ALL_CHECKED)
+        router = stack.enter_context(spread(logs, *node, decode=("--slots", str(SLOTS)), prefill=chunks))
+        client = stack.enter_context(Client(router))
+        wait_until(lambda: is_ready(client), "the cluster is ready", START_TIMEOUT_S)
+        yield client
+
+
+def test_verify_under_every_condition(client: Client) -> None:
+    verify_all(client, make_cases(10))
+
+
+def test_nodes_are_reached_by_their_addresses_and_so_is_kv(client: Client) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    nodes = {node.node.role: node.node for node in client.get_cluster().nodes}
+    assert nodes[NodeRole.PREFILL].address == f"{HOSTS['prefill']}:{PORTS['prefill']}"
+    assert nodes[NodeRole.DECODE].address == f"{HOSTS['decode']}:{PORTS['decode']}"
+    assert nodes[NodeRole.PREFILL].nixl is not None
+    assert nodes[NodeRole.PREFILL].nixl.host == HOSTS["prefill"]
+
+    params = SamplingParams(max_tokens=8, logprobs=True, ignore_eos=True)
+    before = received()
+    short = client.generate([5] * 16, params, seed=1)
+    middle = received()
+    again = client.generate([5] * 1024, params, seed=1)
+    assert len(short.token_ids) == len(again.token_ids) == 8
+    # The KV of a thousand more tokens came over the wire: it is far larger than their ids.
+    assert received() - middle > 1008 * tiny_kv_bytes() > 2 * (middle - before)
+
+
+def tiny_kv_bytes() -> int:
+    """Of one token, in the least that a type of KV takes."""
+    config = json.loads((tiny.ensure() / "config.json").read_text())
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2)
+
+
+def is_ready(client: Client) -> bool:
+    try:
+        return sum(node.state is NodeState.READY for node in client.get_cluster().nodes) == 2
+    except CorunError:
+        return False

@@ -86,16 +86,16 @@ def test_shuffled_arrival(cluster: Cluster, cases: list[Case], alone: list[Gener
 
 
 def test_verify_under_every_condition(cluster: Cluster, cases: list[Case]) -> None:
-    verify_all(cluster, cases[:10])
+    with cluster.client() as client:
+        verify_all(client, cases[:10])
 
 
-def verify_all(cluster: Cluster, cases: list[Case]) -> None:
+def verify_all(client: Client, cases: list[Case]) -> None:
     """The router's own check: alone, crowded, behind samples that hold the first slots, shuffled."""
     from corun.cluster import VerifyCase
 
     checked = [VerifyCase(prompt_token_ids=tuple(p), sampling_params=q, seed=s) for p, q, s in cases]
-    with cluster.client() as client:
-        results = list(client.verify(checked))
+    results = list(client.verify(checked))
     assert len(results) == len(checked) * len(Condition)
     assert [result for result in results if not result.match] == []
 

@@ -93,15 +93,16 @@ def test_a_request_is_one_trace_through_all_processes(cluster: Cluster, watch: W
 
 
 def test_samples_of_one_prompt_are_prefilled_once(cluster: Cluster, watch: Watch) -> None:
-    """That they have the bits of samples that were prefilled alone: `test_n_samples_are_n_seeds`."""
+    """Also those that wait for slots. That they have the bits of samples that were prefilled alone:
+    `test_n_samples_are_n_seeds`."""
     before = shown(watch, "prefill")
     with cluster.client() as client:
-        samples = client.generate([7] * 400, SamplingParams(n=4, max_tokens=4), seed=3).samples
+        samples = client.generate([7] * 400, SamplingParams(n=SLOTS + 4, max_tokens=2), seed=3).samples
     after = shown(watch, "prefill")
-    assert len(samples) == 4
+    assert len(samples) == SLOTS + 4
     grown = {
         name: after[name] - before[name]
         for name in ("corun_prefill_prompts_total", "corun_prefill_shared_prompts_total")
     }
-    assert grown == {"corun_prefill_prompts_total": 1, "corun_prefill_shared_prompts_total": 3}
+    assert grown == {"corun_prefill_prompts_total": 1, "corun_prefill_shared_prompts_total": SLOTS + 3}
     wait_until(lambda: shown(watch, "prefill")["corun_prefill_held_kv_blocks"] == 0, "all have read, and it is freed")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, MutableMapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None
         made.engine.step_ms = STEP_MS
         made.engine.corrupt = (model / WRONG).exists()
     else:
-        made = prefill_role(replace(config, share_kv=False), ref, kv)  # A file has one reader.
+        made = prefill_role(config, ref, kv)
     async with observed(config) as observation:
         await live_and_leave(config, made, stop, observation)
 

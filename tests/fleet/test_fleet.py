@@ -29,6 +29,7 @@ replicas = 2
 host = "0.0.0.0"
 port = 0
 max_attempts = 20
+share_kv = false  # The fakes keep KV as a file, which has one reader.
 audit_fraction = 0
 [pools.main.decode]
 slots = 8

@@ -153,7 +153,7 @@ def test_nothing_ends_by_itself(connector: Any) -> None:
 def test_a_release_ends_its_own_leases_and_no_other(connector: Any, released: list[str]) -> None:
     """Whatever their place: vLLM stops looking at the first live lease."""
     for name in released:
-        connector.release(name)
+        connector.release(name, name)
     assert sent(connector) == set(released)
     assert connector.held() == [name for name in "abc" if name not in released]
     assert sent(connector) == set()
@@ -163,7 +163,7 @@ def test_a_release_ends_its_own_leases_and_no_other(connector: Any, released: li
 def test_leases_still_expire_in_order(connector: Any) -> None:
     worker = connector.connector_worker
     worker._reqs_to_send = {"a": 0.0, "b": time.perf_counter() + 0.05, "c": FOREVER}
-    connector.release("c")
+    connector.release("c", "c")
     assert sent(connector) == {"a", "c"}
     time.sleep(0.06)
     assert sent(connector) == {"b"}
@@ -172,7 +172,7 @@ def test_leases_still_expire_in_order(connector: Any) -> None:
 
 def test_a_release_before_the_lease_begins_waits_for_it(connector: Any) -> None:
     """The release overtakes the step in which the prefill ends."""
-    connector.release("late")
+    connector.release("late", "late")
     assert sent(connector) == set()
     connector.connector_worker._reqs_to_process.add("late")
     connector.connector_worker._reqs_to_send["late"] = FOREVER
@@ -181,13 +181,13 @@ def test_a_release_before_the_lease_begins_waits_for_it(connector: Any) -> None:
 
 def test_a_release_of_what_was_read_is_forgotten(connector: Any, module: ModuleType, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "RELEASE_TTL_S", 0.0)
-    connector.release("read long ago")
+    connector.release("read long ago", "read long ago")
     assert sent(connector) == set()
     assert connector._released == {}
 
 
 def test_a_read_and_a_release_in_one_step_free_once(connector: Any) -> None:
-    connector.release("b")
+    connector.release("b", "b")
     connector.connector_worker.inbox.append(b"b:1")
     assert sent(connector) == {"b"}
     assert connector.held() == ["a", "c"]
@@ -225,7 +225,7 @@ def test_a_release_of_one_reader_leaves_the_others(connector: Any) -> None:
 def test_a_reader_is_taken_once_whatever_is_said_of_him(connector: Any) -> None:
     """His read is thanked for, or vLLM gives it up, and his router releases him as well."""
     connector.share("b", ["s"])
-    connector.connector_worker.inbox += [b"b/s:1", b"b/s:1", b"b:1"]
+    connector.connector_worker.inbox += [b"b/s:1", b"b/s:1"]
     connector.release("b", "s")
     assert sent(connector) == set()
     connector.release("b", "b")
@@ -233,12 +233,33 @@ def test_a_reader_is_taken_once_whatever_is_said_of_him(connector: Any) -> None:
 
 
 def test_what_is_freed_or_will_be_is_not_shared(connector: Any) -> None:
-    connector.release("b")
+    connector.release("b", "b")
     assert not connector.share("b", ["s"])
     assert not connector.share("unknown", ["s"])
     connector.connector_worker.inbox.append(b"a:1")
     assert sent(connector) == {"a", "b"}
     assert not connector.share("a", ["s"])
+
+
+def test_what_another_reader_could_not_read_in_time_is_not_shared(connector: Any) -> None:
+    connector.connector_worker._reqs_to_send["b"] = time.perf_counter() + 4.0
+    assert not connector.share("b", ["s"])
+    connector.connector_worker.inbox.append(b"HB:b/b")  # Its reader renews it.
+    sent(connector)
+    assert connector.share("b", ["s"])
+
+
+def test_a_reader_that_is_none_frees_nothing(connector: Any) -> None:
+    connector.release("b", "s")
+    assert sent(connector) == set()
+    assert connector.held() == ["a", "b", "c"]
+
+
+def test_heartbeats_of_readers_renew_the_lease(connector: Any) -> None:
+    worker = connector.connector_worker
+    worker._reqs_to_send = dict.fromkeys("abc", 0.0)
+    worker.inbox.append(b"HB:b/s,b/t,c,a/a")
+    assert sent(connector) == set()
 
 
 def test_readers_that_never_come_are_forgotten_with_the_lease(connector: Any) -> None:
@@ -251,7 +272,7 @@ def test_readers_that_never_come_are_forgotten_with_the_lease(connector: Any) ->
 
 def test_a_heartbeat_does_not_outlive_a_release(connector: Any) -> None:
     """Sent by a decode node that had not heard of the end yet, and read in the very step of the release."""
-    connector.release("b")
+    connector.release("b", "b")
     connector.connector_worker.inbox.append(b"HB:b,c")
     freed = sent(connector) | sent(connector)
     assert freed == {"b"}

@@ -155,28 +155,21 @@ def keeping(engine: Engine) -> Sharing:
     return Sharing(engine, kv_tokens=20)
 
 
-async def test_kv_is_kept_for_those_who_wait_for_slots_until_the_last_of_them_asks(
-    engine: Engine, keeping: Sharing
-) -> None:
-    for name, changes in (("r", FOLLOWED), ("s", FOLLOWED), ("t", {})):
+async def test_kv_is_kept_for_those_who_wait_for_slots(engine: Engine, keeping: Sharing) -> None:
+    for name, changes in (("r", FOLLOWED), ("s", FOLLOWED), ("t", {}), ("u", {})):
         assert (await ask(keeping, name, **changes)).request_id == "r"
         engine.read("r", name)
         await settle()
-    assert (engine.computed, engine.readers, keeping.shared) == (["r"], {}, 2)
+    assert (engine.computed, engine.readers, keeping.shared) == (["r"], {"r": {KEEPER}}, 3)
 
 
-async def test_of_those_who_come_together_the_last_word_counts(engine: Engine, keeping: Sharing) -> None:
+async def test_it_is_kept_if_one_of_those_who_come_together_says_so(engine: Engine, keeping: Sharing) -> None:
     engine.go.clear()
     asked = [ask(keeping, "r", **FOLLOWED), ask(keeping, "s")]
     await settle()
     engine.go.set()
     await asyncio.gather(*asked)
-    await settle()
-    assert engine.readers == {"r": {"r", "s"}}
-    asked = [ask(keeping, "t"), ask(keeping, "u", **FOLLOWED)]
-    await asyncio.gather(*asked)
-    await settle()
-    assert engine.readers == {"r": {*"rstu", KEEPER}}
+    assert engine.readers == {"r": {"r", "s", KEEPER}}
 
 
 async def test_kv_that_nobody_comes_for_is_not_kept_for_long(
@@ -195,13 +188,26 @@ async def test_kv_that_nobody_comes_for_is_not_kept_for_long(
     assert engine.readers == {}
 
 
-async def test_the_oldest_go_when_too_much_is_kept(engine: Engine, keeping: Sharing) -> None:
+async def test_what_was_not_asked_for_longest_goes_when_too_much_is_kept(engine: Engine, keeping: Sharing) -> None:
     await ask(keeping, "long", prompt_token_ids=(1,) * 6, **FOLLOWED)
-    for name, prompt in (("a", (1, 2)), ("b", (3, 4, 5)), ("c", (6,))):
+    for name, prompt in (("a", (1, 2)), ("b", (3, 4)), ("a again", (1, 2)), ("c", (5,)), ("d", (6,))):
         await ask(keeping, name, prompt_token_ids=prompt, **FOLLOWED)
     await settle()
-    kept = {name for name, readers in engine.readers.items() if KEEPER in readers}
-    assert kept == {"b", "c"}
+    assert kept(engine) == {"a", "c", "d"}
+
+
+async def test_a_prompt_that_needs_the_room_gets_it(engine: Engine, keeping: Sharing) -> None:
+    await ask(keeping, "a", **FOLLOWED)
+    await ask(keeping, "b", prompt_token_ids=(1,) * 15)
+    await settle()
+    assert kept(engine) == {"a"}
+    await ask(keeping, "c", prompt_token_ids=(1,) * 16, scope="")
+    await settle()
+    assert kept(engine) == set()
+
+
+def kept(engine: Engine) -> set[str]:
+    return {name for name, readers in engine.readers.items() if KEEPER in readers}
 
 
 @pytest.mark.parametrize("gone", ["computed", "joined"])

@@ -270,10 +270,10 @@ class TestTwoRouters:
 
                 runs = [asyncio.ensure_future(run(moving if i % 2 else staying, i)) for i in range(40)]
                 await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
+                decodes = [node.service for node in fake.nodes if node.info.slots]
+                await fake.until(lambda: [node._table.slots_in_use() for node in decodes] == [[0, 1, 2, 3]] * 2)
                 assert fake.router.queue.waiting
                 assert other.router.queue.waiting
-                held = [node.service._table.slots_in_use() for node in fake.nodes if node.info.slots]
-                assert held == [[0, 1, 2, 3]] * 2
                 await kill_router(fake.router)
                 for number, done in enumerate(await asyncio.gather(*runs)):
                     ids, logprobs, _ = expected([number, 8], params, number)

@@ -47,6 +47,19 @@ def test_a_node_that_computes_the_same_kv_comes_first_even_if_it_takes_no_other_
     assert choose_pair(replace(NEED, kv_key="l"), [decode("d")], [busy, idle], always) == ("d", "q")
     assert choose_pair(replace(NEED, kv_key="k").again(), [decode("d")], [busy, idle], always) == ("d", "q")
     assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [busy, idle], only(("d", "q"))) == ("d", "q")
+    lately = prefill("q")
+    lately.room.take(16, "k")
+    lately.room.give(16, "k", is_computed=True)
+    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [busy, lately], always) == ("d", "p")
+
+
+def test_a_node_that_may_still_have_the_kv_saves_its_own_prompt() -> None:
+    had, other = prefill("q", queued=10), prefill("p")
+    had.room.take(16, "k")
+    had.room.give(16, "k", is_computed=True)
+    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [had, other], always) == ("d", "q")
+    had.room.take(10)
+    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [had, other], always) == ("d", "p")
 
 
 def test_the_order_of_the_nodes_does_not_matter() -> None:

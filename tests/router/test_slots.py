@@ -115,9 +115,11 @@ def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:
     for _ in range(2):
         prefill.give(100, "a")
     assert prefill.queued_tokens == 100
-    prefill.give(100, "a")
+    assert not prefill.may_have("a")
+    prefill.give(100, "a", is_computed=True)
     assert prefill.is_idle
     assert prefill.may_have("a")
+    assert not prefill.computes("a")
     prefill.take(100)
     assert not prefill.may_have("")
     assert not prefill.has_room("a")

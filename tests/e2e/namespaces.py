@@ -1,5 +1,5 @@
 """Router, prefill and decode node in network namespaces of their own: three machines with an address each, as far as
-addresses are concerned, joined by a bridge. KV goes over TCP from one to another."""
+addresses are concerned, joined by a bridge. KV goes over TCP from one to another. Tests only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
-from corun import Client, SamplingParams, tiny
-from corun.cluster import NodeRole, NodeState
 from corun.processes import descendants, end_tree
-from tests.e2e.conftest import START_TIMEOUT_S, wait_until
-
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NET = f"10.77.{os.getpid() % 250}"
 TAG = f"c{os.getpid() % 100_000}"
@@ -44,11 +37,9 @@ def why_not() -> str:
     return ""
 
 
-@pytest.fixture
+@contextmanager
 def machines() -> Iterator[None]:
     """A namespace for each process, and a bridge whose own address is that of clients."""
-    if reason := why_not():
-        pytest.skip(reason)
     bridge = f"{TAG}-br"
     with ExitStack() as stack:
         ip("link", "add", bridge, "type", "bridge")
@@ -92,41 +83,14 @@ def received() -> int:
     return int(links[0]["stats64"]["rx"]["bytes"])
 
 
-def test_the_cluster_works_over_addresses(machines: None, tmp_path: Path) -> None:
+@contextmanager
+def spread(logs: Path, *node: str, decode: Sequence[str], prefill: Sequence[str]) -> Iterator[str]:
+    """The address of the router of a cluster over three machines; flags of both nodes and of each."""
     router = f"{HOSTS['router']}:{PORTS['router']}"
-    common = ("--model", str(tiny.ensure()), "--threads", "1", "--router", router)
-    with ExitStack() as stack, Client(router) as client:
-        stack.enter_context(running("router", tmp_path, "--audit-fraction", "0"))
-        for name, flags in (("prefill", ("--kv-check-fraction", "1")), ("decode", ("--slots", "8"))):
-            own = ("--nixl-host", HOSTS[name], "--node-id", name)
-            stack.enter_context(running(name, tmp_path, *common, *own, *flags))
-        wait_until(lambda: is_ready(client), "the cluster is ready", START_TIMEOUT_S)
-
-        nodes = {node.node.role: node.node for node in client.get_cluster().nodes}
-        assert nodes[NodeRole.PREFILL].address == f"{HOSTS['prefill']}:{PORTS['prefill']}"
-        assert nodes[NodeRole.DECODE].address == f"{HOSTS['decode']}:{PORTS['decode']}"
-        assert nodes[NodeRole.PREFILL].nixl is not None
-        assert nodes[NodeRole.PREFILL].nixl.host == HOSTS["prefill"]
-
-        params = SamplingParams(max_tokens=8, logprobs=True, ignore_eos=True)
-        short, before = client.generate([5] * 16, params, seed=1), received()
-        again, middle = client.generate([5] * 16, params, seed=1), received()
-        client.generate([5] * 1024, params, seed=1)
-        assert (short.token_ids, short.logprobs) == (again.token_ids, again.logprobs)
-        # The KV of a thousand more tokens came over the wire: it is far larger than their ids.
-        assert received() - middle > 1008 * tiny_kv_bytes() > 2 * (middle - before)
-
-
-def tiny_kv_bytes() -> int:
-    """Of one token, in the least that a type of KV takes."""
-    config = json.loads((tiny.ensure() / "config.json").read_text())
-    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2)
-
-
-def is_ready(client: Client) -> bool:
-    from corun import CorunError
-
-    try:
-        return sum(node.state is NodeState.READY for node in client.get_cluster().nodes) == 2
-    except CorunError:
-        return False
+    with ExitStack() as stack:
+        stack.enter_context(machines())
+        stack.enter_context(running("router", logs, "--audit-fraction", "0"))
+        for name, flags in (("prefill", prefill), ("decode", decode)):
+            own = ("--router", router, "--nixl-host", HOSTS[name], "--node-id", name)
+            stack.enter_context(running(name, logs, *node, *own, *flags))
+        yield router
