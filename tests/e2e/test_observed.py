@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from corun import SamplingParams
+from decode_node.engine import REPORT_S
 from tests.e2e.conftest import SLOTS, Cluster, Watch, wait_until
 from tests.probing import probe
 from tests.scraping import families, values
@@ -36,6 +39,7 @@ def test_a_node_is_alive_while_its_engine_loads(watch: Watch) -> None:
 
 
 def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None:
+    time.sleep(REPORT_S + 1)  # Until the reads of earlier tests are known.
     before = {name: shown(watch, name) for name in watch.metrics}
     with cluster.client() as client:
         client.generate("Once upon a time", PARAMS, seed=1)
