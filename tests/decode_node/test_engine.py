@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +144,13 @@ def test_the_handle_becomes_a_read(engine: VllmDecodeEngine) -> None:
         7000,
     )
     assert transfer["corun_owner"] == owner_of(HANDLE)
+
+
+def test_each_reader_of_shared_kv_has_an_id_of_its_own(engine: VllmDecodeEngine) -> None:
+    """vLLM renews the lease of what is read by a set of ids: with one id, the end of one read would end it for all."""
+    handle = replace(HANDLE, claim="prefill-2")
+    transfer = engine._sampling(DecodeRequest("lease-1", handle, (1, 2, 3), SamplingParams(), seed=1)).extra_args
+    assert transfer["kv_transfer_params"]["remote_request_id"] == "prefill-1/prefill-2"
 
 
 async def test_the_memory_of_a_prefill_node_that_died_is_let_go(

@@ -185,6 +185,7 @@ async def test_another_generation_is_refused(node: Node) -> None:
     [
         ({"prompt": ()}, "prompt_token_ids"),
         ({"request_id": ""}, "request_id"),
+        ({"request_id": "a/b"}, "request_id"),
         ({"reader": None}, "reader"),
         ({"reader": {"node_id": "d0"}}, "reader"),
     ],

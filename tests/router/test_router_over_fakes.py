@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun import wire
 from corun.channel import channel
-from corun.cluster import Condition, FinishReason, NodeState, VerifyCase
+from corun.cluster import Condition, FinishReason, NodeState, ResumePoint, VerifyCase
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -135,6 +135,34 @@ class TestRequests:
                 for index, output in enumerate(outputs):
                     check(output, (i,), PARAMS, sample_seed(i, index))
             assert sorted(fake.nodes[0].engine.prefilled) == [(0,), (1,), (2,)]
+
+    async def test_routers_that_share_nothing_spread_equal_prompts(self, model: str) -> None:
+        async with cluster(model, prefills=2, share_kv=False) as fake:
+            for node in fake.nodes[:2]:
+                node.engine.delay_s = 0.02
+            await generate(fake, PROMPT, replace(PARAMS, n=8), seed=9)
+            assert [len(node.engine.prefilled) for node in fake.nodes[:2]] == [4, 4]
+
+    async def test_a_prefill_that_fails_is_computed_once_more_and_not_for_each_sample(self, model: str) -> None:
+        async with cluster(model, prefills=2) as fake:
+            fake.nodes[0].engine.errors = [InternalError("broken")]
+            for node in fake.nodes[:2]:
+                node.engine.delay_s = 0.05
+            outputs = await generate(fake, PROMPT, replace(PARAMS, n=6), seed=9)
+            for index, output in enumerate(outputs):
+                check(output, PROMPT, PARAMS, sample_seed(9, index))
+            assert [node.engine.prefilled for node in fake.nodes[:2]] == [[], [PROMPT]]
+
+    async def test_a_sample_that_is_resumed_shares_nothing(self, model: str) -> None:
+        """Its tokens are compared with those that its client has."""
+        async with cluster(model) as fake:
+            point = ResumePoint(
+                sample_index=0, seed=sample_seed(5, 0), num_tokens=3, output_digest="0" * 64, text_bytes=0
+            )
+            request = Request(prompt=PROMPT, params=replace(PARAMS, n=2), request_id="r", seed=5, resume=(point,))
+            deadline = asyncio.get_running_loop().time() + WAIT_S
+            samples = await fake.router.generator.accept(request, deadline)
+            assert [bool(sample.need.kv_key) for sample in samples] == [False, True]
 
     async def test_a_run_after_a_fault_has_a_prefill_of_its_own(self, model: str) -> None:
         """Else it could get the very KV that the fault came from."""
