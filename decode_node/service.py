@@ -26,6 +26,7 @@ from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder
 from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
+from decode_node.wishes import Wishes
 
 SERVICE_NAME = "corun.v1.DecodeService"
 log = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._engine = engine
         self._table = table
         self._ttl_s = lease_ttl_ms / 1000
+        self._wishes = Wishes()
         self._streams: dict[str, StepStream] = {}
         self._running: dict[str, Lease] = {}  # engine request id -> lease
         self._expiry: dict[int, asyncio.TimerHandle] = {}
@@ -226,12 +228,22 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             value = (request.num_prompt_tokens, request.max_tokens)
             raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")
         check_name("router_id", request.router_id)
-        try:
-            lease = self._table.reserve(request.router_id, request.num_prompt_tokens, request.max_tokens)
-        except NoRoomError as error:
-            raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
+        lease = self._reserve(request)
         self._expire_later(lease)
         return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
+
+    def _reserve(self, request: pb.ReserveRequest) -> Lease:
+        """Raises OverloadedError if there is no room, or none for this router."""
+        router_id, tokens, now = request.router_id, request.num_prompt_tokens, asyncio.get_running_loop().time()
+        kept = self._wishes.kept_from(router_id, self._table.held, now)
+        try:
+            lease = self._table.reserve(router_id, tokens, request.max_tokens, kept)
+        except NoRoomError as error:
+            need = self._table.blocks_for(tokens, request.max_tokens)
+            self._wishes.refused(router_id, max(1, request.waiting), need, now)
+            raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
+        self._wishes.granted(router_id, now)
+        return lease
 
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_generation(request.generation)

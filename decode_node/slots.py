@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -43,24 +44,35 @@ class SlotTable:
         self.used_kv_blocks = 0
         self._free = list(range(slots))  # a heap: the lowest slot is given first
         self._leases: dict[int, Lease] = {}
+        self.held: Counter[str] = Counter()
+        """Slots, by router."""
         self._ids = itertools.count(1)
 
-    def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int) -> Lease:
-        """Leases the lowest free slot.
+    def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: tuple[int, int] = (0, 0)) -> Lease:
+        """Leases the lowest free slot. kept: free slots and KV blocks that are not for this router.
 
         Raises:
             NoRoomError: every slot is held, or fewer KV blocks are free than the whole sequence may need.
         """
-        need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
+        need = self.blocks_for(num_prompt_tokens, max_tokens)
+        kept_slots, kept_blocks = kept
         if not self._free:
             raise NoRoomError(f"all {self.slots} slots are held")
-        if need > self.kv_blocks - self.used_kv_blocks:
-            free = self.kv_blocks - self.used_kv_blocks
-            raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
+        if len(self._free) <= kept_slots:
+            raise NoRoomError(f"{len(self._free)} slots are free, for routers that hold fewer")
+        free = self.kv_blocks - self.used_kv_blocks
+        if need > free - kept_blocks:
+            others = f", {kept_blocks} of them for routers that hold fewer slots" if kept_blocks else ""
+            raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free{others}")
         lease = Lease(next(self._ids), heapq.heappop(self._free), router_id, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
+        self.held[router_id] += 1
         return lease
+
+    def blocks_for(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """KV blocks that such a sample may need."""
+        return blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
 
     def release(self, lease_id: int) -> Lease | None:
         """Frees a lease; None if it is not held (any more)."""
@@ -68,6 +80,9 @@ class SlotTable:
         if lease is not None:
             heapq.heappush(self._free, lease.slot)
             self.used_kv_blocks -= lease.kv_blocks
+            self.held[lease.router_id] -= 1
+            if not self.held[lease.router_id]:
+                del self.held[lease.router_id]
         return lease
 
     def get(self, lease_id: int) -> Lease | None:

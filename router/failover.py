@@ -262,7 +262,7 @@ class SampleRunner:
             share = Share(sample.share_scope, self._queue.more_follow(kv_key)) if kv_key else ALONE
             run = Run(sample, seat, output, self._config, span, share)
             try:
-                await run.reserve()
+                await run.reserve(self._queue.waiting)
             except OverloadedError as error:
                 log.debug("%s waits again: %s", sample, error)
                 seat.refuse()
@@ -317,14 +317,16 @@ class Run:
         """On the loop's clock; None: there was none."""
         return self._lease.first_row_at
 
-    async def reserve(self) -> None:
-        """Leases the slot. Raises OverloadedError if the node has no room now."""
+    async def reserve(self, waiting: int = 0) -> None:
+        """Leases the slot. waiting: how many other samples wait for one. Raises OverloadedError if the node has no room
+        now."""
         with _faults_of(self.seat.decode, passing=OverloadedError), self._span.child("reserve"):
             await self.seat.decode.client.reserve(
                 self._lease,
                 num_prompt_tokens=len(self._sample.prompt_token_ids),
                 max_tokens=self._sample.params.max_tokens,
                 timeout_s=self._time(self._config.reserve_timeout_s),
+                waiting=waiting,
             )
         self._span.note({"corun.slot": self._lease.slot or 0})
 

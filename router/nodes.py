@@ -261,8 +261,12 @@ class DecodeClient(NodeClient):
         request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=wire.nixl_endpoint_to_proto(peer))
         await self._call(self._stub.Connect, request, timeout_s)
 
-    async def reserve(self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
-        """Gets a slot for `lease`. Raises OverloadedError if the node has no room now.
+    async def reserve(
+        self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float, waiting: int = 0
+    ) -> None:
+        """Gets a slot for `lease`. waiting: how many other samples wait for one.
+
+        Raises OverloadedError if the node has no room now, or keeps it for routers that hold fewer slots.
 
         The call runs to its end even if this is cancelled: `release` has to know whether the node granted a slot.
         """
@@ -271,6 +275,7 @@ class DecodeClient(NodeClient):
             generation=self.ref.generation,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
+            waiting=1 + waiting,
         )
         lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s))
         lease.reserving.add_done_callback(_retrieve)

@@ -51,6 +51,7 @@ class DecodeRoom:
         self._slots = SharedCount()
         self._blocks = SharedCount()
         self._refused = False
+        self._may_ask = False
 
     @property
     def free_slots(self) -> int:
@@ -69,6 +70,15 @@ class DecodeRoom:
         return self._total_slots > 0 and self.blocks(num_tokens) <= self._total_blocks
 
     def has_room(self, num_tokens: int) -> bool:
+        """Whether such a sample may be tried here. Once after each report that is so even where other routers fill the
+        node and hold more of it: so it learns that somebody waits here, and keeps room for us."""
+        return self._fits(num_tokens) or (self._may_ask and self._is_behind and self.could_hold(num_tokens))
+
+    @property
+    def _is_behind(self) -> bool:
+        return not self._refused and any(count.foreign > count.own for count in (self._slots, self._blocks))
+
+    def _fits(self, num_tokens: int) -> bool:
         return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
 
     def keeps_free(self, spare_slots: int) -> bool:
@@ -77,9 +87,10 @@ class DecodeRoom:
 
     def has_idle_room(self, num_tokens: int, spare_slots: int) -> bool:
         """Whether `keeps_free` would still hold with such a sample."""
-        return self.has_room(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
+        return self._fits(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
 
     def take(self, num_tokens: int) -> None:
+        self._may_ask = self._may_ask and self._fits(num_tokens)
         self._slots.take(1)
         self._blocks.take(self.blocks(num_tokens))
 
@@ -97,6 +108,7 @@ class DecodeRoom:
         self._slots.report(load.used_slots)
         self._blocks.report(load.used_kv_blocks)
         self._refused = False
+        self._may_ask = True
 
     def _give(self, num_tokens: int) -> None:
         self._slots.give(1)

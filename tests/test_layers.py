@@ -60,6 +60,7 @@ RULES = {
     "pure parts know no wire": Rule(
         (
             "decode_node/slots.py",
+            "decode_node/wishes.py",
             "decode_node/sampling.py",
             "router/placement.py",
             "router/slots.py",

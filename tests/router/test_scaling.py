@@ -38,7 +38,7 @@ class Bookings:
         self._reserve = self._table.reserve
         self._table.reserve = self.reserve
 
-    def reserve(self, router_id: str, *sizes: int) -> Any:
+    def reserve(self, router_id: str, *sizes: Any) -> Any:
         held = list(self._table._leases.values())
         lease = self._reserve(router_id, *sizes)
         self.twice += [other.slot for other in held if other.slot == lease.slot]
@@ -95,7 +95,7 @@ async def test_two_routers_never_hold_the_same_slot(model: str) -> None:
         bookings = Bookings(one.nodes[1])
         names.at["routers"] = [one.address, two.address]
         await two.ready("p1", "d1")
-        runs = [start(one, 99)]  # Alone: a router that keeps all slots busy leaves none to the other.
+        runs = [start(one, 99)]
         await one.until(lambda: one.nodes[1].used_slots == 1)
         runs += [start(two, seed) for seed in range(12)]
         await one.until(lambda: one.nodes[1].used_slots == SLOTS)
@@ -103,6 +103,17 @@ async def test_two_routers_never_hold_the_same_slot(model: str) -> None:
         await asyncio.gather(*runs)
         assert (bookings.twice, bookings.sharing) == ([], 2)
         assert one.nodes[1].engine.most_running == SLOTS
+
+
+async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another(model: str) -> None:
+    async with routers(model) as (one, two, names):
+        names.at["routers"] = [one.address, two.address]
+        await two.ready("p1", "d1")
+        crowd = [start(one, seed) for seed in range(40)]
+        await one.until(lambda: one.nodes[1].used_slots == SLOTS)
+        await asyncio.gather(*(start(two, seed) for seed in range(40, 44)))
+        assert one.router.queue.waiting > 10
+        await asyncio.gather(*crowd)
 
 
 async def test_a_router_in_its_drain_keeps_its_nodes_though_it_is_not_listed(model: str) -> None:

@@ -136,3 +136,29 @@ def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
     prefill.report(NodeLoad(queued_prompt_tokens=1150))
     assert prefill.has_room()
     assert prefill.queued_tokens == 50 + 1000
+
+
+def test_a_router_asks_once_after_each_report_where_others_hold_more() -> None:
+    """So that the node learns of those who wait here (`decode_node.wishes`)."""
+    decode = DecodeRoom(slots=4, kv_blocks=100, block_size=16)
+    decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
+    assert decode.free_slots == 0
+    assert decode.has_room(32)
+    assert not decode.has_room(101 * 16)  # It could never hold that.
+    assert not decode.has_idle_room(32, 0)
+    decode.take(32)
+    assert not decode.has_room(32)
+    decode.refuse(32)
+    assert not decode.has_room(32)
+    decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
+    assert decode.has_room(32)
+
+
+def test_a_router_that_holds_as_much_as_others_waits_for_its_own() -> None:
+    decode = DecodeRoom(slots=4, kv_blocks=100, block_size=16)
+    decode.take(16)
+    decode.take(16)
+    decode.report(NodeLoad(used_slots=4, used_kv_blocks=4))
+    assert not decode.has_room(16)
+    decode.give(16)
+    assert decode.has_room(16)
