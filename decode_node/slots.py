@@ -17,6 +17,10 @@ class NoRoomError(Exception):
     """No slot or not enough KV blocks right now."""
 
 
+class NoSlotError(NoRoomError):
+    """No slot."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """One slot and its KV blocks, held by one router for one sample."""
@@ -48,31 +52,26 @@ class SlotTable:
         """Slots, by router."""
         self._ids = itertools.count(1)
 
-    def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: tuple[int, int] = (0, 0)) -> Lease:
-        """Leases the lowest free slot. kept: free slots and KV blocks that are not for this router.
+    def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: int = 0) -> Lease:
+        """Leases the lowest free slot. kept: free slots that are not for this router.
 
         Raises:
-            NoRoomError: every slot is held, or fewer KV blocks are free than the whole sequence may need.
+            NoSlotError: every slot is held, or kept.
+            NoRoomError: fewer KV blocks are free than the whole sequence may need.
         """
-        need = self.blocks_for(num_prompt_tokens, max_tokens)
-        kept_slots, kept_blocks = kept
+        need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
         if not self._free:
-            raise NoRoomError(f"all {self.slots} slots are held")
-        if len(self._free) <= kept_slots:
-            raise NoRoomError(f"{len(self._free)} slots are free, for routers that hold fewer")
-        free = self.kv_blocks - self.used_kv_blocks
-        if need > free - kept_blocks:
-            others = f", {kept_blocks} of them for routers that hold fewer slots" if kept_blocks else ""
-            raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free{others}")
+            raise NoSlotError(f"all {self.slots} slots are held")
+        if len(self._free) <= kept:
+            raise NoSlotError(f"{len(self._free)} slots are free, for routers that hold fewer")
+        if need > self.kv_blocks - self.used_kv_blocks:
+            free = self.kv_blocks - self.used_kv_blocks
+            raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
         lease = Lease(next(self._ids), heapq.heappop(self._free), router_id, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
         self.held[router_id] += 1
         return lease
-
-    def blocks_for(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """KV blocks that such a sample may need."""
-        return blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
 
     def release(self, lease_id: int) -> Lease | None:
         """Frees a lease; None if it is not held (any more)."""

@@ -262,7 +262,7 @@ class SampleRunner:
             share = Share(sample.share_scope, self._queue.more_follow(kv_key)) if kv_key else ALONE
             run = Run(sample, seat, output, self._config, span, share)
             try:
-                await run.reserve(self._queue.waiting)
+                await run.reserve(1 + self._queue.waiting // self._registry.num_decodes)
             except OverloadedError as error:
                 log.debug("%s waits again: %s", sample, error)
                 seat.refuse()
@@ -318,8 +318,10 @@ class Run:
         return self._lease.first_row_at
 
     async def reserve(self, waiting: int = 0) -> None:
-        """Leases the slot. waiting: how many other samples wait for one. Raises OverloadedError if the node has no room
-        now."""
+        """Leases the slot. waiting: how many samples have use for one there, with this one; 0: nobody waits.
+
+        Raises OverloadedError if the node has no room now.
+        """
         with _faults_of(self.seat.decode, passing=OverloadedError), self._span.child("reserve"):
             await self.seat.decode.client.reserve(
                 self._lease,

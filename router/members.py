@@ -123,7 +123,7 @@ class Seat:
         self._changed = changed
         self._holds_slot = True
         self._holds_turn = True
-        decode.room.take(need.total)
+        self._raised = decode.room.take(need.total)
         prefill.room.take(need.num_prompt, need.kv_key)
 
     @property
@@ -149,7 +149,7 @@ class Seat:
         self._end_turn()
         if self._holds_slot:
             self._holds_slot = False
-            self.decode.room.refuse(self._need.total)
+            self.decode.room.refuse(self._need.total, self._raised)
 
     def free(self) -> None:
         """The slot is free again."""

@@ -264,7 +264,7 @@ class DecodeClient(NodeClient):
     async def reserve(
         self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float, waiting: int = 0
     ) -> None:
-        """Gets a slot for `lease`. waiting: how many other samples wait for one.
+        """Gets a slot for `lease`. waiting: how many samples have use for one there, with this one; 0: nobody waits.
 
         Raises OverloadedError if the node has no room now, or keeps it for routers that hold fewer slots.
 
@@ -275,7 +275,7 @@ class DecodeClient(NodeClient):
             generation=self.ref.generation,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
-            waiting=1 + waiting,
+            waiting=waiting,
         )
         lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s))
         lease.reserving.add_done_callback(_retrieve)

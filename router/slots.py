@@ -26,13 +26,21 @@ class SharedCount:
     def used(self) -> int:
         return self.own + self.foreign
 
-    def take(self, amount: int) -> None:
+    def take(self, amount: int) -> int:
+        """Returns by how much that is more than we ever held since the last report."""
         self.own += amount
-        self._peak = max(self._peak, self.own)
+        raised = max(0, self.own - self._peak)
+        self._peak += raised
+        return raised
 
     def give(self, amount: int) -> None:
         self.own -= amount
         assert self.own >= 0
+
+    def untake(self, amount: int, raised: int) -> None:
+        """What was taken was never held; `raised` is what `take` returned."""
+        self.give(amount)
+        self._peak = max(self.own, self._peak - raised)
 
     def report(self, total: int) -> None:
         """Takes the node's own figure. It may be older than our last changes, so all we ever held since the previous
@@ -72,14 +80,17 @@ class DecodeRoom:
     def has_room(self, num_tokens: int) -> bool:
         """Whether such a sample may be tried here. Once after each report that is so even where other routers fill the
         node and hold more of it: so it learns that somebody waits here, and keeps room for us."""
-        return self._fits(num_tokens) or (self._may_ask and self._is_behind and self.could_hold(num_tokens))
+        return self._fits(num_tokens) or (self._may_ask and self._is_behind and self._fits_in_kv(num_tokens))
 
     @property
     def _is_behind(self) -> bool:
-        return not self._refused and any(count.foreign > count.own for count in (self._slots, self._blocks))
+        return not self._refused and self._slots.foreign > self._slots.own
 
     def _fits(self, num_tokens: int) -> bool:
-        return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
+        return self.free_slots > 0 and self._fits_in_kv(num_tokens)
+
+    def _fits_in_kv(self, num_tokens: int) -> bool:
+        return self.blocks(num_tokens) <= self.free_blocks
 
     def keeps_free(self, spare_slots: int) -> bool:
         """Whether so many slots are free, or all but one where the node has no more."""
@@ -89,19 +100,20 @@ class DecodeRoom:
         """Whether `keeps_free` would still hold with such a sample."""
         return self._fits(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
 
-    def take(self, num_tokens: int) -> None:
+    def take(self, num_tokens: int) -> tuple[int, int]:
+        """Returns what `refuse` has to know."""
         self._may_ask = self._may_ask and self._fits(num_tokens)
-        self._slots.take(1)
-        self._blocks.take(self.blocks(num_tokens))
+        return self._slots.take(1), self._blocks.take(self.blocks(num_tokens))
 
     def give(self, num_tokens: int) -> None:
         """The sample's slot is free again."""
         self._give(num_tokens)
         self._refused = False
 
-    def refuse(self, num_tokens: int) -> None:
+    def refuse(self, num_tokens: int, raised: tuple[int, int]) -> None:
         """The node had no room after all: takes the sample's claim back and closes the node until the next change."""
-        self._give(num_tokens)
+        self._slots.untake(1, raised[0])
+        self._blocks.untake(self.blocks(num_tokens), raised[1])
         self._refused = True
 
     def report(self, load: NodeLoad) -> None:

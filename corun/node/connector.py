@@ -43,7 +43,7 @@ LOWEST_PRIORITY = 19
 WARM_TIMEOUT_S = 10.0
 HEARTBEAT = b"HB:"
 """What vLLM's messages begin with that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
-SHARED_LEASE_S = 5.0
+SHARED_LEASE_S = 10.0
 """The least that the lease of KV must last when another reader comes: he has yet to begin, and to renew it."""
 TOKEN_FILE_KEY = "cluster_token_file"
 """In the connector's extra configuration: the path of the cluster's token."""

@@ -242,7 +242,7 @@ def test_what_is_freed_or_will_be_is_not_shared(connector: Any) -> None:
 
 
 def test_what_another_reader_could_not_read_in_time_is_not_shared(connector: Any) -> None:
-    connector.connector_worker._reqs_to_send["b"] = time.perf_counter() + 4.0
+    connector.connector_worker._reqs_to_send["b"] = time.perf_counter() + 9.0
     assert not connector.share("b", ["s"])
     connector.connector_worker.inbox.append(b"HB:b/b")  # Its reader renews it.
     sent(connector)

@@ -34,13 +34,11 @@ def test_a_sample_needs_a_slot_and_its_whole_kv() -> None:
 def test_a_refusal_closes_the_node_until_something_changes() -> None:
     decode = room()
     decode.take(16)
-    decode.take(16)
-    decode.refuse(16)
+    decode.refuse(16, decode.take(16))
     assert (decode.free_slots, decode.free_blocks) == (0, 0)
     decode.give(16)
     assert (decode.free_slots, decode.free_blocks) == (2, 10)
-    decode.take(16)
-    decode.refuse(16)
+    decode.refuse(16, decode.take(16))
     decode.report(NodeLoad(used_slots=1, used_kv_blocks=1))  # Perhaps our own of a moment ago.
     assert (decode.free_slots, decode.free_blocks) == (2, 10)
 
@@ -146,11 +144,12 @@ def test_a_router_asks_once_after_each_report_where_others_hold_more() -> None:
     assert decode.has_room(32)
     assert not decode.has_room(101 * 16)  # It could never hold that.
     assert not decode.has_idle_room(32, 0)
-    decode.take(32)
+    raised = decode.take(32)
     assert not decode.has_room(32)
-    decode.refuse(32)
+    decode.refuse(32, raised)
     assert not decode.has_room(32)
     decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
+    assert decode.free_slots == 0  # What was refused was never ours.
     assert decode.has_room(32)
 
 
