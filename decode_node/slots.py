@@ -48,8 +48,6 @@ class SlotTable:
         self.used_kv_blocks = 0
         self._free = list(range(slots))  # a heap: the lowest slot is given first
         self._leases: dict[int, Lease] = {}
-        self.held: Counter[str] = Counter()
-        """Slots, by router."""
         self._ids = itertools.count(1)
 
     def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: int = 0) -> Lease:
@@ -70,7 +68,6 @@ class SlotTable:
         lease = Lease(next(self._ids), heapq.heappop(self._free), router_id, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
-        self.held[router_id] += 1
         return lease
 
     def release(self, lease_id: int) -> Lease | None:
@@ -79,13 +76,15 @@ class SlotTable:
         if lease is not None:
             heapq.heappush(self._free, lease.slot)
             self.used_kv_blocks -= lease.kv_blocks
-            self.held[lease.router_id] -= 1
-            if not self.held[lease.router_id]:
-                del self.held[lease.router_id]
         return lease
 
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)
+
+    @property
+    def held(self) -> Counter[str]:
+        """Slots, by router."""
+        return Counter(lease.router_id for lease in self._leases.values())
 
     def held_by(self, router_id: str) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.router_id == router_id]

@@ -14,14 +14,13 @@ from corun import wire
 from corun.cluster import KvHandle, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.figures import LATENCIES_S, Histogram, Rate
+from corun.node.owners import SEPARATORS
 from corun.server import Context
 from corun.tracing import Lap, Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from prefill_node.sharing import Engine, Sharing
 
 SERVICE_NAME = "corun.v1.PrefillService"
-SEPARATORS = frozenset("/:,")
-"""Between names in what decode nodes say to prefill nodes (`corun.node.owners`, nixl/pull_worker.py)."""
 
 
 class PrefillEngine(Engine, Protocol):
@@ -186,5 +185,5 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
         if not request.request_id or request.request_id in self._running:
             raise InvalidArgumentError("request_id", request.request_id, "must be unique to one attempt")
-        if not SEPARATORS.isdisjoint(request.request_id):
-            raise InvalidArgumentError("request_id", request.request_id, f"must hold none of {''.join(SEPARATORS)}")
+        if any(mark in request.request_id for mark in SEPARATORS):
+            raise InvalidArgumentError("request_id", request.request_id, f"must hold none of {SEPARATORS}")

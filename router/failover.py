@@ -206,7 +206,7 @@ class SampleRunner:
             self._registry.note_fault(fault.member, fault.error)
             # Who was still waiting for his KV has nothing that he could inherit.
             shares = isinstance(fault.member, PrefillMember)
-            ticket.need = ticket.need.again(fault.member.node_id, kv_key=ticket.need.kv_key if shares else "")
+            ticket.need = ticket.need.again(fault.member.node_id, shares=shares)
             return None
 
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
@@ -262,7 +262,7 @@ class SampleRunner:
             share = Share(sample.share_scope, self._queue.more_follow(kv_key)) if kv_key else ALONE
             run = Run(sample, seat, output, self._config, span, share)
             try:
-                await run.reserve(1 + self._queue.waiting // self._registry.num_decodes)
+                await run.reserve(1 + self._queue.waiting // max(1, len(self._registry.decode_nodes())))
             except OverloadedError as error:
                 log.debug("%s waits again: %s", sample, error)
                 seat.refuse()

@@ -136,12 +136,11 @@ class Seat:
 
     def prefilled(self) -> None:
         """The prefill node has computed the KV."""
-        if self._end_turn(is_computed=True):
-            self._changed()
+        self.leave(is_computed=True)
 
-    def leave(self) -> None:
+    def leave(self, *, is_computed: bool = False) -> None:
         """The prefill node is done with this sample, whatever came of it."""
-        if self._end_turn():
+        if self._end_turn(is_computed=is_computed):
             self._changed()
 
     def refuse(self) -> None:

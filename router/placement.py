@@ -35,10 +35,10 @@ class Need:
     def total(self) -> int:
         return self.num_prompt + self.max_tokens
 
-    def again(self, *avoid: str, kv_key: str = "") -> Need:
-        """For another run, away from these nodes. It shares no KV, which may be what was wrong with the first, unless
-        it is told to."""
-        return replace(self, avoid=self.avoid.union(avoid), kv_key=kv_key)
+    def again(self, *avoid: str, shares: bool = False) -> Need:
+        """For another run, away from these nodes. shares: it may have KV with others, as before; else that may be what
+        was wrong with the first."""
+        return replace(self, avoid=self.avoid.union(avoid), kv_key=self.kv_key if shares else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,11 +194,6 @@ class Registry:
         stay = [node for node in self._decodes.values() if not (node.lost or node.draining)]
         return any(node.room.could_hold(num_tokens) for node in stay)
 
-    @property
-    def num_decodes(self) -> int:
-        """Decode nodes that are known, at least one."""
-        return max(1, len(self._decodes))
-
     def decode_nodes(self) -> tuple[NodeInfo, ...]:
         """Those in use, by id."""
         return tuple(node.info for node in _usable(self._decodes))

@@ -80,17 +80,11 @@ class DecodeRoom:
     def has_room(self, num_tokens: int) -> bool:
         """Whether such a sample may be tried here. Once after each report that is so even where other routers fill the
         node and hold more of it: so it learns that somebody waits here, and keeps room for us."""
-        return self._fits(num_tokens) or (self._may_ask and self._is_behind and self._fits_in_kv(num_tokens))
-
-    @property
-    def _is_behind(self) -> bool:
-        return not self._refused and self._slots.foreign > self._slots.own
+        may_ask = self._may_ask and self._slots.foreign > self._slots.own
+        return (may_ask or self.free_slots > 0) and self.blocks(num_tokens) <= self.free_blocks
 
     def _fits(self, num_tokens: int) -> bool:
-        return self.free_slots > 0 and self._fits_in_kv(num_tokens)
-
-    def _fits_in_kv(self, num_tokens: int) -> bool:
-        return self.blocks(num_tokens) <= self.free_blocks
+        return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
 
     def keeps_free(self, spare_slots: int) -> bool:
         """Whether so many slots are free, or all but one where the node has no more."""

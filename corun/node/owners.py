@@ -14,10 +14,10 @@ OWNER_PARAM = "corun_owner"
 """In `kv_transfer_params` of both sides: the name that the prompt's blocks carry, a uint64."""
 CHECK_PARAM = "corun_check"
 """In `kv_transfer_params` of a prefill: whether the blocks get digests."""
-
-
 READER = "/"
-"""Between a prefill's id and a reader's, in what decode nodes say to prefill nodes; no id has it."""
+"""Between a prefill's id and a reader's, in what decode nodes say to prefill nodes."""
+SEPARATORS = f"{READER}:,"
+"""All that stands between names there, and so in none of them; the others are vLLM's (nixl/pull_worker.py)."""
 
 
 def read_id(request_id: str, claim: str) -> str:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from corun import Client, ClusterStatus, UnavailableError, tiny
+from corun import Client, ClusterStatus, DeadlineError, UnavailableError, tiny
 from corun.bench.children import Processes
 from corun.cluster import NodeRole, NodeState
 from tests.otlp import Collector, collecting, variables
@@ -65,10 +65,11 @@ def wait_until(check: Callable[[], bool], what: str, timeout_s: float = 30.0) ->
         time.sleep(0.05)
 
 
-def ready(cluster: Cluster) -> bool:
+def ready(status: Callable[[], ClusterStatus]) -> bool:
+    """Whether a router says that it uses nodes of both roles."""
     try:
-        nodes = cluster.status().nodes
-    except UnavailableError:
+        nodes = status().nodes
+    except (UnavailableError, DeadlineError):
         return False
     roles = {status.node.role for status in nodes if status.state is NodeState.READY}
     return roles == {NodeRole.PREFILL, NodeRole.DECODE}
@@ -104,7 +105,7 @@ def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator
             wait_until(lambda: probe(watch.health["decode"], "live") == "SERVING", "the decode node is alive")
             watch = replace(watch, while_loading={name: probe(watch.health["decode"], name) for name in LOADING})
             cluster = replace(cluster, watch=watch)
-        wait_until(lambda: ready(cluster) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
+        wait_until(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}
         yield cluster
         assert processes.stop() == {"decode": 0, "prefill": 0, "router": 0}

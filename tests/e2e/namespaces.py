@@ -3,6 +3,7 @@ addresses are concerned, joined by a bridge. KV goes over TCP from one to anothe
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -26,7 +27,9 @@ def ip(*words: str) -> str:
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=10).stdout
 
 
+@functools.cache
 def why_not() -> str:
+    """Why no namespaces can be made here; empty: they can."""
     try:
         ip("netns", "add", f"{TAG}-try")
         ip("netns", "del", f"{TAG}-try")

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from corun import Client, CorunError, SamplingParams, tiny
-from corun.cluster import NodeRole, NodeState
-from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, started, wait_until
+from corun import Client, SamplingParams, tiny
+from corun.cluster import NodeRole
+from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, ready, started, wait_until
 from tests.e2e.namespaces import HOSTS, PORTS, received, spread, why_not
 from tests.e2e.test_determinism import make_cases, verify_all
 
@@ -33,7 +33,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         chunks = ("--chunk-size", str(CHUNK), *ALL_CHECKED)
         router = stack.enter_context(spread(logs, *node, decode=("--slots", str(SLOTS)), prefill=chunks))
         client = stack.enter_context(Client(router))
-        wait_until(lambda: is_ready(client), "the cluster is ready", START_TIMEOUT_S)
+        wait_until(lambda: ready(client.get_cluster), "the cluster is ready", START_TIMEOUT_S)
         yield client
 
 
@@ -51,11 +51,10 @@ def test_nodes_are_reached_by_their_addresses_and_so_is_kv(client: Client) -> No
     assert nodes[NodeRole.PREFILL].nixl.host == HOSTS["prefill"]
 
     params = SamplingParams(max_tokens=8, logprobs=True, ignore_eos=True)
-    before = received()
-    short = client.generate([5] * 16, params, seed=1)
-    middle = received()
-    again = client.generate([5] * 1024, params, seed=1)
-    assert len(short.token_ids) == len(again.token_ids) == 8
+    short, before = client.generate([5] * 16, params, seed=1), received()
+    again, middle = client.generate([5] * 16, params, seed=1), received()
+    client.generate([5] * 1024, params, seed=1)
+    assert (short.token_ids, short.logprobs) == (again.token_ids, again.logprobs)
     # The KV of a thousand more tokens came over the wire: it is far larger than their ids.
     assert received() - middle > 1008 * tiny_kv_bytes() > 2 * (middle - before)
 
@@ -64,10 +63,3 @@ def tiny_kv_bytes() -> int:
     """Of one token, in the least that a type of KV takes."""
     config = json.loads((tiny.ensure() / "config.json").read_text())
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2)
-
-
-def is_ready(client: Client) -> bool:
-    try:
-        return sum(node.state is NodeState.READY for node in client.get_cluster().nodes) == 2
-    except CorunError:
-        return False

@@ -37,7 +37,7 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
         done = await asyncio.gather(*streams)
     assert [bits(generation) for generation in done] == [bits(generation) for generation in alone]
     assert done[0].receipt.decode_node != alone[0].receipt.decode_node
-    wait_until(lambda: ready(cluster), "both nodes are in use again")
+    wait_until(lambda: ready(cluster.status), "both nodes are in use again")
 
 
 async def kill(cluster: Cluster, name: str) -> None:

@@ -171,7 +171,7 @@ def test_a_stopped_engine_is_noticed_in_seconds_and_comes_back(cluster: Cluster,
             noticed_s = time.monotonic() - stopped_at
         finally:
             os.kill(core, signal.SIGCONT)
-        wait_until(lambda: ready(cluster), "the engine is used again")
+        wait_until(lambda: ready(cluster.status), "the engine is used again")
         tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tuple(tokens) == whole.token_ids
     again_s = time.monotonic() - stopped_at - noticed_s

@@ -38,7 +38,7 @@ class Bookings:
         self._reserve = self._table.reserve
         self._table.reserve = self.reserve
 
-    def reserve(self, router_id: str, *sizes: Any) -> Any:
+    def reserve(self, router_id: str, *sizes: int) -> Any:
         held = list(self._table._leases.values())
         lease = self._reserve(router_id, *sizes)
         self.twice += [other.slot for other in held if other.slot == lease.slot]
