@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from corun import AsyncClient, ClusterStatus, CorunError, guard, tiny
 from corun.cluster import NodeState
 from corun.processes import descendants, end_tree, living
+from tests.machine import command_line, free_port
 from tests.proxy import CuttingProxy
 
 SLOTS = 8
@@ -67,7 +67,7 @@ class Process:
     @property
     def engine(self) -> list[int]:
         """What computes, without the process that serves gRPC."""
-        return [pid for pid in self.tree if b"VLLM::" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in self.tree if "VLLM::" in command_line(pid)]
 
     async def start(self) -> None:
         """In this session: Linux gives each session an equal share of a core, and idle engines spin."""
@@ -228,7 +228,8 @@ async def started(logs: Path, *, threads: int, careless: bool = False) -> AsyncI
     seed_key = logs / "seed.key"
     seed_key.write_text("c0ffee" * 4)
     async with AsyncExitStack() as stack:
-        for name, port in zip(("r0", "r1", "p0", "p1", "d0", "d1"), _free_ports(), strict=False):
+        for name in ("r0", "r1", "p0", "p1", "d0", "d1"):
+            port = free_port()
             address = f"127.0.0.1:{port}"
             cluster.links[name] = link = await stack.enter_async_context(CuttingProxy(address))
             if name[0] == "r":
@@ -251,11 +252,3 @@ def _ready(status: ClusterStatus | None) -> dict[str, str]:
     """Generations of the nodes that a router uses, by id."""
     nodes = status.nodes if status is not None else ()
     return {node.node.ref.node_id: node.node.ref.generation for node in nodes if node.state is NodeState.READY}
-
-
-def _free_ports() -> Iterator[int]:
-    """Below those that Linux gives to outgoing connections, so that a process finds its port again when it restarts."""
-    for port in range(20_000 + os.getpid() % 1000 * 10, 32_000):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            yield port

@@ -15,6 +15,7 @@ import pytest
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError, tiny
 from corun.bench.children import Processes
 from corun.cluster import NodeRole, NodeState
+from tests.machine import free_port
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe
 
@@ -80,7 +81,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """With two threads per engine, and watched: so every test of bits says that watching moves none."""
     names = ("decode", "prefill", "router")
     with collecting() as collector, mock.patch.dict(os.environ, variables(collector)):
-        watch = Watch({name: _free_port() for name in names}, {name: _free_port() for name in names}, collector, {})
+        watch = Watch({name: free_port() for name in names}, {name: free_port() for name in names}, collector, {})
         with started(tmp_path_factory.mktemp("cluster"), threads=2, watch=watch) as cluster:
             yield cluster
 
@@ -89,7 +90,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator[Cluster]:
     """A whole cluster, started in an order that nobody would choose: nodes first, router last."""
     model = str(tiny.ensure())
-    port = _free_port()
+    port = free_port()
     with Processes(logs) as processes:
         cluster = Cluster(f"127.0.0.1:{port}", model, processes, watch)
         watched = watch.flags if watch else lambda name: ()
@@ -113,12 +114,3 @@ def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator
 
 def _anyone_died(processes: Processes) -> bool:
     return any(process.poll() is not None for process in processes.running.values())
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

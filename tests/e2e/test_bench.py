@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 
 from corun.processes import descendants, end_tree, living
 from tests.e2e.conftest import Cluster, wait_until
+from tests.machine import command_line, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -81,8 +81,7 @@ class Command:
 
     def process_of(self, module: str) -> int:
         """The first that runs it."""
-        found = [pid for pid in self.tree() if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
-        return found[0]
+        return next(pid for pid in self.tree() if module in command_line(pid).split())
 
     def kill(self) -> None:
         tree = self.tree()
@@ -191,7 +190,7 @@ def test_what_needs_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_the_cluster_is_measured_through_its_gateway(cluster: Cluster, tmp_path: Path) -> None:
     """Last: from here on the session's cluster keeps the cores busy."""
-    url = f"http://127.0.0.1:{_free_port()}"
+    url = f"http://127.0.0.1:{free_port()}"
     gateway = ("gateway", "--router", cluster.address, "--port", url.rpartition(":")[2])
     with started(tmp_path / "gateway", *gateway) as served:
         wait_until(lambda: _answers(url), "the gateway serves")
@@ -212,10 +211,3 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

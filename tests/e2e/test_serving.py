@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import grpc
 import pytest
@@ -17,6 +16,7 @@ from corun.cluster import NodeRole
 from corun.processes import descendants
 from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc, types_pb2
 from tests.e2e.conftest import SLOTS, Cluster, ready, wait_until
+from tests.machine import command_line
 
 pytestmark = pytest.mark.e2e
 
@@ -183,7 +183,7 @@ def test_a_stopped_engine_is_noticed_in_seconds_and_comes_back(cluster: Cluster,
 def engine_core(cluster: Cluster, name: str) -> int:
     """The process of a node's engine core: vLLM names it so."""
     pids = descendants(cluster.processes.running[name].pid)
-    (core,) = [pid for pid in pids if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    (core,) = [pid for pid in pids if "EngineCore" in command_line(pid)]
     return core
 
 

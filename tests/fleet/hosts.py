@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from corun import Client, CorunError, guard
 from corun.cluster import ClusterStatus, NodeState
 from corun.processes import descendants, end_tree, living
+from tests.machine import command_line, free_port
 
 START_S = 90.0
 END_S = 60.0
@@ -58,7 +58,7 @@ class Hosts:
         self._scratch = tempfile.mkdtemp(prefix="corun-hosts-", dir="/tmp")  # A socket's path must be short.
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers: dict[str, int] = {}  # Last parts of addresses; a host that comes back has its old one.
-        self.address = f"127.0.0.11:{_free_port()}"
+        self.address = f"127.0.0.11:{free_port()}"
         port = self.address.rpartition(":")[2]
         self._start("head", "--head", f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false")
         self._wait("head")
@@ -113,8 +113,8 @@ class Hosts:
         """Ray dies there, and nothing else is killed; what ran there."""
         tree = self.tree(name)
         for pid in tree:
-            with suppress(OSError):
-                if Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].endswith(b"/raylet"):
+            if command_line(pid).partition(" ")[0].endswith("/raylet"):
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return tree
 
@@ -200,19 +200,12 @@ class Up:
     def stop(self) -> None:
         """Ends it as Ctrl-C does, and sees to it that nothing of it is left on any host."""
         tree = {pid: at for name in self._hosts.names for pid, at in self._hosts.tree(name).items()}
-        ours = {pid: at for pid, at in tree.items() if b"guard.py" in _command(pid)}
+        ours = {pid: at for pid, at in tree.items() if "guard.py" in command_line(pid)}
         ours |= {child: at for pid in ours for child, at in descendants(pid).items()}
         assert len(ours) >= 6, "at least three processes, each under a guard"
         self.process.terminate()
         assert self.process.wait(2 * END_S) == 0, self.output
         wait_for(lambda: not living(ours), "every process has ended", END_S)
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 @contextmanager
@@ -237,9 +230,3 @@ def up(ray: Hosts, toml: str, *, fake: bool = True) -> Iterator[Up]:
             ray.everything |= descendants(started.process.pid)
             started.process.kill()
             started.process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -23,7 +23,7 @@ from corun.v1 import decode_service_pb2 as decode_pb
 from corun.v1 import decode_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb
 from tests.fakes import WAIT_S, cluster, expected, generate
-from tests.router.test_main import free_port
+from tests.machine import free_port
 from tests.secrets import Secrets
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)

@@ -1,0 +1,26 @@
+"""What tests look up on this machine may be gone when they do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from tests.machine import command_line, free_port
+
+
+def test_a_process_that_has_ended_has_no_command_line() -> None:
+    assert "pytest" in command_line(os.getpid())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert command_line(ended.pid) == ""
+
+
+def test_a_port_is_given_once_and_never_one_in_use() -> None:
+    first = free_port()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 1))
+        ports = {first, *(free_port() for _ in range(20))}
+    assert len(ports) == 21
+    assert first + 1 not in ports
