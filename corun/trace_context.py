@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 TRACEPARENT = "traceparent"
@@ -35,6 +37,9 @@ class TraceContext:
         return ((TRACEPARENT, f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.sampled:02x}"),)
 
 
+_caller: ContextVar[TraceContext | None] = ContextVar("caller", default=None)
+
+
 def read(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
     """The context of a call; None if there is none, more than one, or one that is not well formed."""
     values = [value for key, value in metadata if key == TRACEPARENT]
@@ -44,11 +49,24 @@ def read(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
     return TraceContext(trace_id, span_id, bool(flags & _SAMPLED)) if trace_id and span_id else None
 
 
+@contextmanager
+def within(context: TraceContext | None) -> Iterator[None]:
+    """What is asked of a cluster here, and in tasks begun here, is part of this span: that of a caller elsewhere."""
+    token = _caller.set(context)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
 def of_caller() -> Metadata:
-    """The metadata that makes a call part of the active span of whoever calls this; none if there is no such span.
+    """The metadata that makes a call part of the span that it is `within`, or else of the active span of whoever calls
+    this; none if there is no such span.
 
     A program with an active span has loaded OpenTelemetry; if nobody has, there is nothing to ask.
     """
+    if (caller := _caller.get()) is not None:
+        return caller.metadata()
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return ()

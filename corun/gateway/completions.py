@@ -23,6 +23,7 @@ from corun.gateway.errors import event_of, typed
 from corun.gateway.requests import CompletionRequest, read_request
 from corun.gateway.responses import DONE, Events, Head, completion
 from corun.generation import Chunk, Generation
+from corun.trace_context import TRACEPARENT, read, within
 
 MAX_BUFFERED = 32 * 1024
 """Bytes that may wait for a client without a look at the clock; a transport stops its writer at 64 KiB."""
@@ -45,7 +46,8 @@ class Completions:
     async def post(self, request: web.Request) -> web.StreamResponse:
         """The handler."""
         token = bearer_token(request.headers.get("Authorization"))
-        with self._activity.request():
+        caller = read((TRACEPARENT, value) for value in request.headers.getall(TRACEPARENT, ()))
+        with self._activity.request(), within(caller):
             asked = read_request(
                 await self._body(request),
                 request_id=request.headers.get("X-Request-Id"),

@@ -19,6 +19,7 @@ from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.v1 import cluster_service_pb2_grpc
 from tests.fakes import WAIT_S, cluster, generate
+from tests.gateway.serving import serving
 from tests.otlp import Collector, collecting, variables
 
 PROMPT = (5, 6, 7)
@@ -211,6 +212,20 @@ async def test_a_client_passes_its_callers_span_on(model: str, traced: Collector
     found = {(request.trace, request.parent) for request in traced.named("corun.request")}
     assert found == {(f"{known.trace_id:032x}", f"{known.span_id:016x}")}
     assert len(traced.named("corun.request")) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_gateway_passes_the_span_of_its_http_client_on(model: str, traced: Collector, stream: bool) -> None:
+    sent = [{"traceparent": PARENT}, {"traceparent": HOSTILE[3]}, {}]
+    async with cluster(model) as fake, serving(fake) as http:
+        for headers in sent:
+            body = {"prompt": [[5, 6], [7]], "max_tokens": 1, "stream": stream}
+            async with http.session.post(http.gateway.url + "/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+    await tracing.stop()
+    parents = sorted((span.parent, span.trace == "a" * 32) for span in traced.named("corun.request"))
+    assert parents == [("", False)] * 4 + [("b" * 16, True)] * 2
 
 
 async def test_a_token_and_a_span_go_together(model: str, traced: Collector, tmp_path: Path) -> None:
