@@ -25,7 +25,7 @@ from corun.tracing import OFF, Span, caller_of
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder
-from decode_node.slots import Lease, NoRoomError, NoSlotError, SlotTable, blocks_needed
+from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
 from decode_node.wishes import Wishes
 
 SERVICE_NAME = "corun.v1.DecodeService"
@@ -152,7 +152,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._engine = engine
         self._table = table
         self._ttl_s = lease_ttl_ms / 1000
-        self._wishes = Wishes()
+        self._wishes = Wishes(table.total)
         self._streams: dict[str, StepStream] = {}
         self._running: dict[str, Lease] = {}  # engine request id -> lease
         self._expiry: dict[int, asyncio.TimerHandle] = {}
@@ -239,8 +239,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         try:
             lease = self._table.reserve(router_id, tokens, request.max_tokens, kept)
         except NoRoomError as error:
-            if isinstance(error, NoSlotError) and request.waiting:
-                self._wishes.refused(router_id, request.waiting, now)
+            if request.waiting:
+                self._wishes.refused(router_id, request.waiting, self._table.needs(tokens, request.max_tokens), now)
             raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
         self._wishes.granted(router_id, now)
         return lease

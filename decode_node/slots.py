@@ -17,8 +17,21 @@ class NoRoomError(Exception):
     """No slot or not enough KV blocks right now."""
 
 
-class NoSlotError(NoRoomError):
-    """No slot."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """An amount of what a sample needs here."""
+
+    slots: int = 0
+    kv_blocks: int = 0
+
+    def __add__(self, other: Room) -> Room:
+        return Room(self.slots + other.slots, self.kv_blocks + other.kv_blocks)
+
+    def __mul__(self, samples: int) -> Room:
+        return Room(self.slots * samples, self.kv_blocks * samples)
+
+
+NOTHING = Room()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +63,27 @@ class SlotTable:
         self._leases: dict[int, Lease] = {}
         self._ids = itertools.count(1)
 
-    def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: int = 0) -> Lease:
-        """Leases the lowest free slot. kept: free slots that are not for this router.
+    @property
+    def total(self) -> Room:
+        return Room(self.slots, self.kv_blocks)
 
-        Raises:
-            NoSlotError: every slot is held, or kept.
-            NoRoomError: fewer KV blocks are free than the whole sequence may need.
+    def needs(self, num_prompt_tokens: int, max_tokens: int) -> Room:
+        """Of one sample: of the KV, what its whole sequence may need."""
+        return Room(1, blocks_needed(num_prompt_tokens + max_tokens, self.block_size))
+
+    def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: Room = NOTHING) -> Lease:
+        """Leases the lowest free slot. kept: free room that is not for this router.
+
+        Raises NoRoomError if every slot is held or kept, or fewer KV blocks are left than the sample needs.
         """
-        need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
+        need, free = self.needs(num_prompt_tokens, max_tokens).kv_blocks, self.kv_blocks - self.used_kv_blocks
         if not self._free:
-            raise NoSlotError(f"all {self.slots} slots are held")
-        if len(self._free) <= kept:
-            raise NoSlotError(f"{len(self._free)} slots are free, for routers that hold fewer")
-        if need > self.kv_blocks - self.used_kv_blocks:
-            free = self.kv_blocks - self.used_kv_blocks
+            raise NoRoomError(f"all {self.slots} slots are held")
+        if need > free:
             raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
+        if len(self._free) <= kept.slots or need > free - kept.kv_blocks:
+            kept_here = f"{kept.slots} of {len(self._free)} free slots and {kept.kv_blocks} of {free} free KV blocks"
+            raise NoRoomError(f"{kept_here} are kept for routers that hold less")
         lease = Lease(next(self._ids), heapq.heappop(self._free), router_id, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
@@ -82,9 +101,14 @@ class SlotTable:
         return self._leases.get(lease_id)
 
     @property
-    def held(self) -> Counter[str]:
-        """Slots, by router."""
-        return Counter(lease.router_id for lease in self._leases.values())
+    def held(self) -> dict[str, Room]:
+        """By router."""
+        slots: Counter[str] = Counter()
+        kv_blocks: Counter[str] = Counter()
+        for lease in self._leases.values():
+            slots[lease.router_id] += 1
+            kv_blocks[lease.router_id] += lease.kv_blocks
+        return {router_id: Room(number, kv_blocks[router_id]) for router_id, number in slots.items()}
 
     def held_by(self, router_id: str) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.router_id == router_id]

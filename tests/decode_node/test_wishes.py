@@ -1,28 +1,31 @@
-"""A router that keeps all slots busy leaves some to one that asked in vain, and no more than it has itself."""
+"""A router that keeps a node full leaves room to one that asked in vain, and no more than it has itself."""
 
 from __future__ import annotations
 
 import pytest
 
-from decode_node.slots import NoRoomError, SlotTable
+from decode_node.slots import NOTHING, NoRoomError, SlotTable
 from decode_node.wishes import TURN_S, WISH_S, Wishes
 
 
 class Node:
-    """Slots whose samples take as long as a test says, and routers that ask for more."""
+    """Samples that take as long as a test says, and routers that ask for more."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, kv_blocks: int = 1000, **blocks: int) -> None:
+        """blocks: that each sample of a router needs, by its name; 1 for others."""
         self.now = 100.0
-        self.wishes = Wishes()
-        self.table = SlotTable(slots=slots, kv_blocks=1000, block_size=16)
+        self.table = SlotTable(slots=slots, kv_blocks=kv_blocks, block_size=16)
+        self.wishes = Wishes(self.table.total)
+        self._blocks = blocks
         self._held: dict[str, list[int]] = {}
 
     def ask(self, router: str, *, waiting: int = 1) -> bool:
+        sample = 1, 16 * self._blocks.get(router, 1) - 1
         kept = self.wishes.kept_from(router, self.table.held, self.now)
         try:
-            lease = self.table.reserve(router, 1, 1, kept)
+            lease = self.table.reserve(router, *sample, kept)
         except NoRoomError:
-            self.wishes.refused(router, waiting, self.now)
+            self.wishes.refused(router, waiting, self.table.needs(*sample), self.now)
             return False
         self.wishes.granted(router, self.now)
         self._held.setdefault(router, []).append(lease.lease_id)
@@ -44,7 +47,12 @@ class Node:
             pass
 
     def held(self, *routers: str) -> tuple[int, ...]:
-        return tuple(self.table.held[router] for router in routers)
+        """Slots."""
+        return tuple(self.table.held.get(router, NOTHING).slots for router in routers)
+
+    def shares(self, *routers: str) -> tuple[float, ...]:
+        """Of the KV."""
+        return tuple(self.table.held.get(router, NOTHING).kv_blocks / self.table.kv_blocks for router in routers)
 
 
 def test_without_a_wish_the_one_who_hears_first_takes_all() -> None:
@@ -137,3 +145,64 @@ def test_who_holds_fewer_is_kept_from_nothing() -> None:
     assert not node.ask("a")  # It has asked in vain, too.
     node.end("a")
     assert node.ask("b")
+
+
+LASTS = {"small": 2.0, "large": 4.0, "many": 1.0}
+"""Seconds, of a router's samples."""
+
+
+def saturate(node: Node, *routers: str, rounds: int = 3000) -> tuple[float, ...]:
+    """All of them always want more, and ask when a sample of theirs has ended, and once a second; mean shares of KV."""
+    ends: list[tuple[float, str]] = []
+    seen = []
+    for number in range(rounds):
+        node.now += 0.1
+        ended = [router for at, router in ends if at <= node.now]
+        ends = [(at, router) for at, router in ends if at > node.now]
+        for router in ended:
+            node.end(router)
+        for router in routers if number % 10 == 0 else dict.fromkeys(ended):
+            while node.ask(router, waiting=1000):
+                ends.append((node.now + LASTS[router], router))
+        seen.append(node.shares(*routers))
+    return tuple(sum(shares) / rounds for shares in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("large", [2, 7, 10, 20, 21, 30, 40])
+def test_large_samples_do_not_starve_beside_small_ones(large: int) -> None:
+    """They have half of the KV, or as many as fit into that, or turns where none does."""
+    node = Node(100, kv_blocks=40, small=1, large=large)
+    of_small, of_large = saturate(node, "small", "large")
+    assert of_large > 0.3
+    assert of_small > 0.2
+    assert of_small + of_large > 0.75
+
+
+def test_with_nothing_kept_they_starve(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(100, kv_blocks=40, small=1, large=10)
+    monkeypatch.setattr(node.wishes, "refused", lambda *_: None)
+    assert saturate(node, "small", "large") == (pytest.approx(1), 0)
+
+
+def test_who_holds_more_is_told_by_what_it_holds_most_of() -> None:
+    """5 of 8 slots are more than 18 of 40 KV blocks, but one more large sample would be more yet: that takes turns."""
+    node = Node(8, kv_blocks=40, many=1, large=18)
+    for router in ("many", "many", "many", "many", "many", "large"):
+        assert node.ask(router)
+    assert not node.ask("large")
+    assert node.ask("many")
+    for _ in range(3):
+        node.now += WISH_S - 0.5
+        assert not node.ask("large")
+    assert not node.ask("many")
+    node.end("large")
+    assert node.ask("large")
+    assert not node.ask("large")
+    assert node.ask("many")  # Its turn is over.
+
+
+def test_nothing_is_kept_for_what_could_never_be_held() -> None:
+    node = Node(4, kv_blocks=10, giant=11)
+    assert not node.ask("giant", waiting=1000)
+    node.fill("a")
+    assert node.held("a") == (4,)

@@ -47,11 +47,16 @@ class Bookings:
 
 
 @contextlib.asynccontextmanager
-async def routers(model: str, **config: Any) -> AsyncIterator[tuple[FakeCluster, FakeCluster, Names]]:
+async def routers(
+    model: str, *, slots: int = SLOTS, kv_blocks: int = 1000, **config: Any
+) -> AsyncIterator[tuple[FakeCluster, FakeCluster, Names]]:
     """Two routers, and a prefill and a decode node that look for them by a name, which leads to the first."""
     async with cluster(model, prefills=0, decodes=0, **config) as one, cluster(model, prefills=0, decodes=0) as two:
         names = Names(routers=[one.address])
-        nodes = await one.add_prefill(join=False), await one.add_decode(join=False, slots=SLOTS, lease_ttl_ms=300)
+        nodes = (
+            await one.add_prefill(join=False),
+            await one.add_decode(join=False, slots=slots, kv_blocks=kv_blocks, lease_ttl_ms=300),
+        )
         nodes[0].engine.kv_ttl_s = 0.3
         nodes[1].engine.step_ms = 3
         for node in nodes:
@@ -68,12 +73,12 @@ async def is_serving(fake: FakeCluster) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def start(fake: FakeCluster, seed: int) -> asyncio.Task[None]:
+def start(fake: FakeCluster, seed: int, params: SamplingParams = PARAMS) -> asyncio.Task[None]:
     """A request whose output is checked."""
 
     async def run() -> None:
-        (output,) = await generate(fake, (seed, 4), PARAMS, seed=seed)
-        ids, logprobs, _ = expected((seed, 4), PARAMS, seed)
+        (output,) = await generate(fake, (seed, 4), params, seed=seed)
+        ids, logprobs, _ = expected((seed, 4), params, seed)
         assert (output.token_ids, output.logprobs) == (ids, logprobs)
 
     return asyncio.create_task(run())
@@ -113,6 +118,18 @@ async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another(model: 
         await one.until(lambda: one.nodes[1].used_slots == SLOTS)
         await asyncio.gather(*(start(two, seed) for seed in range(40, 44)))
         assert one.router.queue.waiting > 10
+        await asyncio.gather(*crowd)
+
+
+async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_another(model: str) -> None:
+    large = SamplingParams(max_tokens=240, min_tokens=240, logprobs=True)
+    async with routers(model, slots=20, kv_blocks=24) as (one, two, names):
+        names.at["routers"] = [one.address, two.address]
+        await two.ready("p1", "d1")
+        crowd = [start(one, seed) for seed in range(120)]
+        await one.until(lambda: one.nodes[1].used_slots == 6)
+        await asyncio.gather(*(start(two, seed, large) for seed in range(200, 202)))
+        assert one.router.queue.waiting
         await asyncio.gather(*crowd)
 
 

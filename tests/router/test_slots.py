@@ -161,3 +161,27 @@ def test_a_router_that_holds_as_much_as_others_waits_for_its_own() -> None:
     assert not decode.has_room(16)
     decode.give(16)
     assert decode.has_room(16)
+
+
+def test_a_router_asks_where_others_hold_more_of_the_kv() -> None:
+    """And its small samples go on meanwhile: that a large one is refused tells it nothing new."""
+    decode = DecodeRoom(slots=8, kv_blocks=100, block_size=16)
+    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
+    assert not decode.fits(20 * 16)
+    assert decode.has_room(20 * 16)
+    decode.refuse(20 * 16, decode.take(20 * 16))
+    assert not decode.has_room(20 * 16)
+    assert decode.has_room(10 * 16)
+    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
+    assert decode.has_room(20 * 16)
+    decode.take(10 * 16)
+
+
+def test_many_slots_weigh_as_much_as_much_kv() -> None:
+    decode = DecodeRoom(slots=8, kv_blocks=100, block_size=16)
+    for _ in range(4):
+        decode.take(16)
+    decode.report(NodeLoad(used_slots=5, used_kv_blocks=4 + 46))
+    assert not decode.has_room(60 * 16)
+    decode.report(NodeLoad(used_slots=5, used_kv_blocks=4 + 51))
+    assert decode.has_room(60 * 16)
