@@ -322,12 +322,15 @@ class Run:
 
         Raises OverloadedError if the node has no room now.
         """
+        longest_s = self._config.reserve_timeout_s
+        wait_s = self._time(longest_s)
         with _faults_of(self.seat.decode, passing=OverloadedError), self._span.child("reserve"):
             await self.seat.decode.client.reserve(
                 self._lease,
                 num_prompt_tokens=len(self._sample.prompt_token_ids),
                 max_tokens=self._sample.params.max_tokens,
-                timeout_s=self._time(self._config.reserve_timeout_s),
+                timeout_s=longest_s,
+                wait_s=wait_s,
                 waiting=waiting,
             )
         self._span.note({"corun.slot": self._lease.slot or 0})

@@ -24,6 +24,7 @@ from corun.errors import (
     CancelledByPeerError,
     CorunError,
     DataLossError,
+    DeadlineError,
     InternalError,
     UnavailableError,
     from_rpc_error,
@@ -262,13 +263,22 @@ class DecodeClient(NodeClient):
         await self._call(self._stub.Connect, request, timeout_s)
 
     async def reserve(
-        self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float, waiting: int = 0
+        self,
+        lease: Lease,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        timeout_s: float,
+        wait_s: float,
+        waiting: int = 0,
     ) -> None:
         """Gets a slot for `lease`. waiting: how many samples have use for one there, with this one; 0: nobody waits.
 
-        Raises OverloadedError if the node has no room now, or keeps it for routers that hold fewer slots.
+        Raises OverloadedError if the node has no room now, or keeps it for routers that hold less, and DeadlineError if
+        it has not answered after `wait_s`.
 
-        The call runs to its end even if this is cancelled: `release` has to know whether the node granted a slot.
+        The call runs to its end even then, or if this is cancelled, `timeout_s` at most: `release` has to know whether
+        the node granted a slot.
         """
         request = decode_pb2.ReserveRequest(
             router_id=self._session,
@@ -279,7 +289,10 @@ class DecodeClient(NodeClient):
         )
         lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s))
         lease.reserving.add_done_callback(_retrieve)
-        await asyncio.shield(lease.reserving)
+        await asyncio.wait((lease.reserving,), timeout=wait_s)
+        if not lease.reserving.done():
+            raise DeadlineError(f"{self.ref} has not answered a reservation for {wait_s:g} s")
+        lease.reserving.result()
 
     async def start(self, lease: Lease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
         """Starts decoding; rows follow on the stream."""

@@ -33,6 +33,7 @@ from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
 from corun.seeds import derive_seed, sample_seed
 from corun.v1 import cluster_service_pb2 as pb
+from decode_node.service import DecodeService
 from router import failover
 from router.generations import Request
 from tests.fakes import (
@@ -622,6 +623,24 @@ class TestCancellation:
             fake.nodes[1].engine.step_ms = 20
             with pytest.raises(DeadlineError, match="the deadline passed in a run of sample 0"):
                 await generate(fake, PROMPT, SamplingParams(max_tokens=500), timeout_s=0.5)
+
+    async def test_a_slot_that_is_granted_after_the_deadline_is_given_back(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not first when its lease expires: that is a minute here."""
+        reserve = DecodeService.Reserve
+
+        async def answered_late(service: DecodeService, request: Any, context: Any) -> Any:
+            granted = await reserve(service, request, context)
+            await asyncio.sleep(0.6)
+            return granted
+
+        monkeypatch.setattr(DecodeService, "Reserve", answered_late)
+        async with cluster(model) as fake:
+            with pytest.raises(DeadlineError):
+                await generate(fake, PROMPT, PARAMS, timeout_s=0.3)
+            assert fake.nodes[1].used_slots == 1
+            await fake.idle()
 
     async def test_cancelled_at_every_step(self, model: str) -> None:
         async with cluster(model, slots=2) as fake:
