@@ -31,6 +31,8 @@ class Processes:
     logs: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _started: dict[str, dict[int, str]] = field(default_factory=dict)
+    """What each was seen to have started: a process that dies at once leaves that to nobody who knows."""
 
     def __enter__(self) -> Processes:
         return self
@@ -59,6 +61,10 @@ class Processes:
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
+
+    def note(self, name: str) -> None:
+        """Remembers all that one has started: it ends with it, however that ends."""
+        self._started[name] = self._tree(name)
 
     def check(self) -> None:
         """Raises UnavailableError if one has ended: how, its error if it failed by itself, and its log's end."""
@@ -91,11 +97,11 @@ class Processes:
             if code:
                 raise self._failed(name, f"ended with {code}")
             del self.running[name]
+            self._started.pop(name, None)
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
         """SIGTERM, then the exit code; a process that does not end in time is killed with its descendants."""
-        process = self.running.pop(name)
-        tree = descendants(process.pid)
+        process, tree = self._let_go(name)
         process.send_signal(signal.SIGTERM)
         try:
             return process.wait(timeout_s)
@@ -104,8 +110,8 @@ class Processes:
 
     def kill(self, name: str, step_s: float = 2.0) -> None:
         """kill -9 of a process, and the end of all that it started; `step_s`: as in `corun.processes.end_tree`."""
-        process = self.running.pop(name)
-        _end(process, descendants(process.pid), step_s)
+        process, tree = self._let_go(name)
+        _end(process, tree, step_s)
 
     def stop(self) -> dict[str, int]:
         return {name: self.terminate(name) for name in list(self.running)}
@@ -123,6 +129,15 @@ class Processes:
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds that each has used with all that it started and all their threads."""
         return {name: ticks / os.sysconf("SC_CLK_TCK") for name, ticks in self._sums(11, 12).items()}
+
+    def _tree(self, name: str) -> dict[int, str]:
+        return self._started.get(name, {}) | descendants(self.running[name].pid)
+
+    def _let_go(self, name: str) -> tuple[subprocess.Popen[bytes], dict[int, str]]:
+        """A process and all that it started."""
+        tree = self._tree(name)
+        self._started.pop(name, None)
+        return self.running.pop(name), tree
 
     def _sums(self, *fields: int) -> dict[str, int]:
         """Of some fields of proc_pid_stat(5), which counts from 1 and the two fields before these."""

@@ -91,6 +91,7 @@ class Engine:
     async def ready(self, deadline: float) -> None:
         """Raises UnavailableError if it does not start, with the end of its log; DeadlineError if not in time."""
         self.facts = await self._answer("ready", deadline)
+        self._processes.note(self.name)
 
     async def forget(self) -> None:
         """Empties its prefix cache."""

@@ -77,12 +77,12 @@ def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
     Raises:
         UnavailableError: the port is taken.
     """
-    port = _reserve(config.nixl_host, config.nixl_port)
+    port = reserve(config.nixl_host, config.nixl_port)
     return NixlEndpoint(engine_id=engine_id, host=config.nixl_host, port=port, tp_size=config.tensor_parallel_size)
 
 
-def _reserve(host: str, port: int) -> int:
-    """The port, or a free one for 0, bound until this process ends.
+def reserve(host: str, port: int = 0) -> int:
+    """The port for NIXL handshakes, or a free one for 0, bound until this process ends.
 
     vLLM listens on it half a minute later, and waits for ever if somebody has it by then (nixl/base_scheduler.py:
     `set_xfer_handshake_metadata`). Bound with SO_REUSEADDR but not listened on, the port is given to nobody who takes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from corun.bench.children import Processes
 from corun.errors import UnavailableError
+from corun.processes import descendants, living
 
 UNTIL_ITS_INPUT_ENDS = "tokenize"
 
@@ -51,3 +53,16 @@ def test_each_is_asked_what_it_uses(tmp_path: Path) -> None:
         assert all(size > 0 for size in processes.memory().values())
         assert processes.terminate("a") == -15
         assert processes.stop() == {"b": -15}
+
+
+def test_what_a_killed_one_had_started_ends_with_it(tmp_path: Path) -> None:
+    started = "import subprocess, time; subprocess.Popen(['sleep', '600'])"
+    with Processes(tmp_path) as processes:
+        processes.start("a", "timeit", "-n1", "-r1", f"-s{started}", "time.sleep(600)")
+        while not (tree := descendants(processes.running["a"].pid)):
+            time.sleep(0.01)
+        processes.note("a")
+        processes.running["a"].kill()
+        processes.running["a"].wait()
+        assert living(tree)
+    assert not living(tree)
