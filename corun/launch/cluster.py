@@ -208,7 +208,10 @@ class Cluster:
             return
         statuses = [node for answer in answers for node in answer.nodes]
         pool.known = {node.node.ref.node_id for node in statuses if node.state is not NodeState.LOST}
-        self._tell_nodes(answers[0], is_ready=pool.ready)
+        told: dict[str, NodeStatus] = {}
+        for node in statuses:  # Whom only a later router knows is told of, too: others start because of it.
+            told.setdefault(node.node.ref.node_id, node)
+        self._tell_nodes(told, is_ready=pool.ready)
         wanted = self._nodes(spec)
         if not pool.ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
             pool.ready = True
@@ -217,10 +220,10 @@ class Cluster:
             with suppress(BrokenPipeError):
                 print(line if len(self._pools) == 1 else f"{line}, pool {spec.name}", flush=True)
 
-    def _tell_nodes(self, status: ClusterStatus, *, is_ready: bool) -> None:
+    def _tell_nodes(self, nodes: Mapping[str, NodeStatus], *, is_ready: bool) -> None:
+        """By their ids."""
         running = {member.name for member in self._fleet.running}
-        for node in status.nodes:
-            name = node.node.ref.node_id
+        for name, node in nodes.items():
             detail = f": {node.detail}" if node.detail else ""
             if name in running:
                 self._say.change(f"{name} in cluster", f"{node.state.value}{detail}")
