@@ -64,7 +64,6 @@ class VllmDecodeEngine:
         self.ladder: Ladder
         """The numbers of rows that steps may have; known once it was launched."""
         self._llm = llm
-        self._has_started = False
         self._logged: dict[int, dict[str, float]] = {}  # by rank
         self._mapped: dict[int, str] = {}  # Start times of the processes whose GPU memory we read, by process id.
         self._tasks: list[asyncio.Task[None]] = []
@@ -86,7 +85,6 @@ class VllmDecodeEngine:
     async def start(self, request: DecodeRequest) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
-        self._has_started = True
         await self._llm.engine_core.add_request_async(
             EngineCoreRequest(
                 request_id=request.request_id,
@@ -146,15 +144,17 @@ class VllmDecodeEngine:
         return base.computed_s(self.contract)
 
     async def _report(self) -> None:
-        """Logs the KV reads of every `REPORT_S` in which there were any."""
+        """Logs the KV reads of every `REPORT_S` in which there were any. Each is counted before the first word of its
+        request, so after silence there is none to ask for: asking keeps an idle worker spinning for a second."""
+        seen = self.steps
         while True:
             await asyncio.sleep(REPORT_S)
-            if self._has_started:  # Asking keeps an idle worker spinning for a second.
-                self._has_started = False
+            if self.steps != seen:
+                seen = self.steps
                 await self._log_handoffs(CONNECT_TIMEOUT_S)
 
     async def _log_handoffs(self, timeout_s: float) -> None:
-        """One line on the KV reads since the last; none if the engine does not answer."""
+        """One line on the KV reads since the last, if there were any; none if the engine does not answer."""
         try:
             ranks = await base.call_workers(self._llm, "handoffs", timeout_s=timeout_s)
         except UnavailableError as error:
@@ -165,7 +165,8 @@ class VllmDecodeEngine:
             before = self._logged.get(rank, dict.fromkeys(done, 0))
             new = {name: done[name] - before[name] for name in done}
             speed = new["bytes"] / new["seconds"] / 1e9 if new["seconds"] else 0.0
-            log.info("KV reads of rank %d: %s, %.2f GB/s each", rank, new, speed)
+            if any(new.values()):
+                log.info("KV reads of rank %d: %s, %.2f GB/s each", rank, new, speed)
             self._logged[rank] = done
 
     async def close(self) -> None:
