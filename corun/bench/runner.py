@@ -130,6 +130,8 @@ class Benchmark:
         work = asyncio.create_task(measuring)
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done() and work.exception() is not None:
+                await asyncio.wait({watch}, timeout=2 * WATCH_S)  # A process that has ended is why, and says more.
         finally:
             ended = watch if watch.done() else work
             for task in (watch, work):

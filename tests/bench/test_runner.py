@@ -114,6 +114,26 @@ async def test_what_does_not_start_is_said_and_costs_the_others_nothing(
     assert "its log" in capsys.readouterr().err
 
 
+async def test_why_a_process_ended_is_said_and_not_what_failed_because_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forget(self: FakeTarget) -> None:
+        self.forgotten = -1
+        raise UnavailableError("std-0 does not listen")
+
+    def check(self: FakeUp) -> None:
+        assert isinstance(self.target, FakeTarget)
+        if self.target.forgotten:
+            raise UnavailableError("std-0 ended with -9")
+
+    monkeypatch.setattr(FakeTarget, "forget", forget)
+    monkeypatch.setattr(FakeUp, "check", check)
+    over(monkeypatch, {"std": FakeTarget()})
+    benchmark = Benchmark(plan(tmp_path, systems=tuple(parse_systems(["std"]))))
+    await benchmark.run()
+    assert benchmark.failures == ["std: std-0 ended with -9"]
+
+
 async def test_requests_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over(monkeypatch, {"std": FakeTarget(errors={1: UnavailableError("gone")})})
     benchmark = Benchmark(plan(tmp_path, systems=tuple(parse_systems(["std"])), mismatch_requests=0, num_warmups=0))
