@@ -86,6 +86,7 @@ class Supervisor:
     ) -> None:
         self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(grace_s), *argv]
         self._log = log
+        self._log_start = 0  # Where what the process of now says begins.
         self._policy = policy or RestartPolicy()
         self._env = dict(os.environ if env is None else env)
         self._lock = threading.Lock()
@@ -115,14 +116,14 @@ class Supervisor:
     def _keep_running(self) -> None:
         quick_deaths = 0
         while (process := self._start()) is not None:
-            started, log_start = time.monotonic(), self._log.stat().st_size
+            started = time.monotonic()
             code = self._wait(process)
             if self._stopping.is_set():
                 break
             lived_s = time.monotonic() - started
             quick_deaths = quick_deaths + 1 if lived_s < self._policy.settled_s else 1
             hopeless = code == USAGE_ERROR or quick_deaths >= self._policy.max_quick_deaths
-            self._record_death(code, lived_s, log_start, hopeless)
+            self._record_death(code, lived_s, hopeless)
             if hopeless:
                 return
             self._stopping.wait(self._policy.delay_s(quick_deaths))
@@ -132,6 +133,7 @@ class Supervisor:
         with self._lock, self._log.open("ab") as log:
             if self._stopping.is_set():
                 return None
+            self._log_start = log.seek(0, os.SEEK_END)  # Before it can say anything.
             self._process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL,
@@ -153,14 +155,14 @@ class Supervisor:
             self._process = None
             return process.wait()
 
-    def _record_death(self, code: int, lived_s: float, log_start: int, hopeless: bool) -> None:
+    def _record_death(self, code: int, lived_s: float, hopeless: bool) -> None:
         cause = f"killed by signal {abs(code)}" if code < 0 else f"exit code {code}"
         self._status = replace(
             self._status,
             state=ProcessState.FAILED if hopeless else ProcessState.WAITING,
             pid=0,
             deaths=self._status.deaths + 1,
-            detail=f"{cause} after {lived_s:.0f} s\n{_tail(self._log, log_start)}".rstrip(),
+            detail=f"{cause} after {lived_s:.0f} s\n{_tail(self._log, self._log_start)}".rstrip(),
         )
 
 

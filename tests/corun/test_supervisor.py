@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,20 @@ def test_gives_up_after_quick_deaths(log: Path) -> None:
     status = supervisor.status()
     assert (status.state, status.deaths) == (ProcessState.FAILED, 3)
     assert status.detail == "exit code 1 after 0 s\nno such model"
+
+
+def test_a_death_in_the_moment_of_the_start_has_its_reason(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a process ever says may be in its log before whoever started it runs again."""
+
+    class Slow(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr("corun.supervisor.subprocess.Popen", Slow)
+    supervisor = Supervisor("node", python("raise SystemExit('no such model')"), log, policy=QUICK)
+    assert supervisor.join(10)
+    assert supervisor.status().detail.endswith("s\nno such model")
 
 
 def test_a_quarantined_node_is_started_again(log: Path) -> None:
