@@ -64,7 +64,8 @@ def ensure(path: str | os.PathLike[str] | None = None) -> Path:
     target = Path(path) if path is not None else _cache_root() / f"tiny-{version()}"
     if _is_ours(target):
         return target
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    is_foreign = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_foreign and not _is_ours(target):  # Another process may have made it since the first look.
         raise InvalidArgumentError("path", str(target), "must be absent, an empty directory, or hold the tiny model")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,6 +82,22 @@ def test_foreign_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="must be absent, an empty directory"):
         tiny.ensure(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_another_maker_may_be_done_between_two_looks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, is_ours = tmp_path / "tiny", tiny._is_ours
+
+    def look(at: Path) -> bool:
+        found = is_ours(at)
+        if not target.exists():
+            shutil.copytree(model, target)
+        return found
+
+    monkeypatch.setattr(tiny, "_is_ours", look)
+    assert tiny.ensure(target) == target
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
 
 
 def test_several_makers_agree(tmp_path: Path) -> None:
