@@ -76,6 +76,7 @@ class Cluster:
         self._fleet = Fleet()
         self._pools: dict[str, _Pool] = {}
         self._places: dict[Member, int] = {}
+        self._deaths: dict[Member, int] = {}  # That the user has been told of.
         self._shares: Shares
         self._changes = Changes()
         # A router that is started again has to give the same seeds, so that clients can go on.
@@ -187,11 +188,14 @@ class Cluster:
     def _tell_processes(self, statuses: Mapping[Member, ProcessStatus]) -> None:
         for member, status in statuses.items():
             if status.state is ProcessState.RUNNING:
+                if status.deaths > self._deaths.get(member, 0):  # It died and was started again between two looks.
+                    self._say.change(member.name, f"{ProcessState.WAITING.value}: {status.detail}")
                 again = f", start {status.deaths + 1}" if status.deaths else ""
                 self._say.change(member.name, f"process {status.pid}{again}")
             else:
                 why = status.detail or ("being placed" if status.state is ProcessState.WAITING else "as asked")
                 self._say.change(member.name, f"{status.state.value}: {why}")
+        self._deaths = {member: status.deaths for member, status in statuses.items()}
         ready = [name for name, pool in self._pools.items() if pool.ready]
         if (failed := failure(members(self._spec), statuses, ready)) is not None:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")

@@ -1,0 +1,65 @@
+"""What the user of a cluster is told of its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from corun.launch.cluster import Cluster
+from corun.launch.members import members
+from corun.launch.progress import Progress
+from corun.spec import ClusterSpec, PoolSpec
+from corun.supervisor import ProcessState, ProcessStatus
+
+SPEC = ClusterSpec(pools=(PoolSpec(common={"model": "m"}),))
+PREFILL = members(SPEC)[1]
+
+
+def told(capsys: pytest.CaptureFixture[str], *rounds: ProcessStatus) -> list[str]:
+    """Without the times."""
+    cluster = Cluster(SPEC, Path("logs"), Progress())
+    for status in rounds:
+        cluster._tell_processes({PREFILL: status})
+    return [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+
+
+def status(state: ProcessState, pid: int = 0, deaths: int = 0) -> ProcessStatus:
+    detail = "exit code 1" if deaths else ""
+    return ProcessStatus(name=PREFILL.name, state=state, pid=pid, deaths=deaths, detail=detail)
+
+
+RUNS, AGAIN = status(ProcessState.RUNNING, 7), status(ProcessState.RUNNING, 8, 1)
+DEAD = status(ProcessState.WAITING, deaths=1)
+ALL = [
+    "prefill-0: process 7",
+    "prefill-0: waiting: exit code 1",
+    "prefill-0: process 8, start 2",
+]
+
+
+def test_a_death_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, RUNS, RUNS, DEAD, DEAD, AGAIN, AGAIN) == ALL
+
+
+def test_a_death_between_two_looks_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """A look may take longer than the process waits for its next start."""
+    assert told(capsys, RUNS, AGAIN, AGAIN) == ALL
+
+
+def test_a_second_death_like_the_first_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    third = status(ProcessState.RUNNING, 9, 2)
+    assert told(capsys, RUNS, DEAD, AGAIN, third, third) == [
+        *ALL,
+        "prefill-0: waiting: exit code 1",
+        "prefill-0: process 9, start 3",
+    ]
+
+
+def test_deaths_on_a_machine_that_is_gone_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = (status(ProcessState.RUNNING, 17), status(ProcessState.RUNNING, 18, 1))
+    assert told(capsys, AGAIN, *elsewhere)[-3:] == [
+        "prefill-0: process 17",
+        "prefill-0: waiting: exit code 1",
+        "prefill-0: process 18, start 2",
+    ]
