@@ -49,7 +49,8 @@ class LoadOptions:
     """Time over which the first samples are sent."""
     seed: int = 0
     output: Path
-    """File of the results; the tokens' times lie beside it, as doubles: when one came, and its step's code."""
+    """File of the results; the tokens' times lie beside it, as doubles: when one came, and its step's code. An empty
+    file beside it, .ready, says that the load begins."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +95,7 @@ class Load:
     async def run(self, stop: asyncio.Event) -> Results:
         """Runs until `stop` is set, then waits for what is in flight."""
         await self._connect()
+        self._options.output.with_suffix(".ready").touch()
         await self._ramp()
         await stop.wait()
         self._stopping = True

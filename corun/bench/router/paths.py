@@ -132,6 +132,8 @@ class _Measurement:
         setup, processes = self._setup, self._processes
         for index in self._clients:
             processes.start(f"client-{index}", "corun.bench.router.load", *self._options(index), stdin=subprocess.PIPE)
+        for index in self._clients:  # Python takes long to start where cores are few.
+            _await_text(processes, f"client-{index}.ready")
         processes.wait(setup.ramp_s + setup.warmup_s)
         began, before = time.monotonic(), _by_kind(processes.cpu_s())
         processes.wait(setup.seconds)
@@ -260,9 +262,10 @@ def _await_nodes(processes: Processes, address: str, number: int) -> None:
 
 
 def _await_text(processes: Processes, name: str) -> str:
+    """Of the file by which a process says that it is up."""
     deadline, path = time.monotonic() + START_S, processes.logs / name
     while not path.exists():
         if time.monotonic() > deadline:
-            raise UnavailableError(f"a fake node did not start within {START_S:g} s")
+            raise UnavailableError(f"{path.stem} did not start within {START_S:g} s")
         processes.wait(0.05)
     return path.read_text()

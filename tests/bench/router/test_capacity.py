@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from corun import tiny
+from corun.bench.children import Processes
 from corun.bench.router import raw_client
 from corun.bench.router.capacity import Setup, _together, is_carried
 from corun.bench.router.fake_engines import FakeDecodeEngine, FakePrefillEngine, read_code, step_code
 from corun.bench.router.fake_nodes import FakeDirect, fake_contract
 from corun.bench.router.load import Load, LoadOptions, Results
-from corun.bench.router.paths import quantiles
+from corun.bench.router.paths import _Measurement, quantiles
 from corun.bench.router.raw_client import RawConnection, messages
 from corun.cli.bench_router import RouterBench, report
 from corun.cluster import FinishReason, NodeRef, NodeRole
@@ -52,6 +54,35 @@ def test_every_token_arrives_and_the_json_has_its_fields(tmp_path: Path, capsys:
     )
 
 
+class LateClients(Processes):
+    """Clients that come up one after the other, noted with what is waited for and looked at."""
+
+    def start(self, name: str, module: str, *flags: str, stdin: int | None = None) -> None:
+        self.seen = [*getattr(self, "seen", []), name]
+
+    def wait(self, seconds: float) -> None:
+        self.seen.append(seconds)
+        index = sum(one == seconds for one in self.seen) - 1
+        if index < 2:
+            (self.logs / f"client-{index}.ready").touch()
+
+    def cpu_s(self) -> dict[str, float]:
+        self.seen.append("cpu")
+        return {}
+
+    def finish(self, names: Iterable[str], timeout_s: float) -> None:
+        raise UnavailableError("enough is known")
+
+
+def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path) -> None:
+    setup, processes = Setup(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0), LateClients(tmp_path)
+    with pytest.raises(UnavailableError, match="enough"):
+        _Measurement(setup, processes, "/a.B/C", ["h:1"]).run()
+    *polls, ramp, before, measured, after = processes.seen[2:]
+    assert (ramp, before, measured, after) == (7.0, "cpu", 20.0, "cpu")
+    assert len(polls) == 2
+
+
 async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
     """What a client says of a fake node."""
     engine = FakeDecodeEngine(3, 0.002)
@@ -69,9 +100,13 @@ async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
             output=tmp_path / "unused",
         )
         stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.1, stop.set)
+        load = Load(options)
+        running = asyncio.ensure_future(load.run(stop))
         try:
-            return await Load(options).run(stop)
+            while len(load._calls) < 12 and not running.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            stop.set()
+            return await running
         finally:
             ticking.cancel()
 
