@@ -1,7 +1,7 @@
 """Chaos over fake engines: a seeded stream of faults against a real router and real node services.
 
-The right answer of every request is known ahead. Faults come one after the other from one random stream, so a seed
-gives the same run again, as far as a machine's timing allows. Tests only.
+The right answer of every request is known ahead. Faults come one after the other. A seed gives the same kinds again;
+and the same nodes at the same times, as far as a machine's timing allows. Tests only.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Chaos:
         self._pause_s = PAUSE_S / pairs
         self._fake = fake
         self._draw = random.Random(seed)
+        self._kinds = random.Random(f"{seed} kinds")
         self._clients = random.Random(seed + 1)
         self._number = 0
         self._stop = asyncio.Event()
@@ -94,11 +95,11 @@ class Chaos:
 
     async def _hit(self) -> None:
         """One fault of a random kind on a random node that is up; there is always one more of its role."""
-        name, fault = self._draw.choice(sorted(FAULTS.items()))
         up = [node for node in self._fake.nodes if _is_up(node)]
         candidates = [node for node in up if sum(other.info.role is node.info.role for other in up) > 1]
         if not candidates:
             return
+        name, fault = self._kinds.choice(sorted(FAULTS.items()))
         self.report.faults[name] += 1
         node = self._draw.choice(sorted(candidates, key=lambda node: str(node.info.ref)))
         task = asyncio.create_task(fault(self, node, self._draw.random()))

@@ -54,7 +54,7 @@ class Planned:
 
 
 async def kill(cluster: RealCluster, name: str, strength: float) -> None:
-    cluster.processes[name].send(signal.SIGKILL, cluster.processes[name].root, expect=128 + signal.SIGKILL)
+    cluster.processes[name].send(signal.SIGKILL, *cluster.processes[name].root, expect=128 + signal.SIGKILL)
 
 
 async def kill_engine(cluster: RealCluster, name: str, strength: float) -> None:
@@ -64,7 +64,7 @@ async def kill_engine(cluster: RealCluster, name: str, strength: float) -> None:
 
 
 async def terminate(cluster: RealCluster, name: str, strength: float) -> None:
-    cluster.processes[name].send(signal.SIGTERM, cluster.processes[name].root, expect=0)
+    cluster.processes[name].send(signal.SIGTERM, *cluster.processes[name].root, expect=0)
 
 
 async def stop_tree(cluster: RealCluster, name: str, strength: float) -> None:
@@ -73,7 +73,7 @@ async def stop_tree(cluster: RealCluster, name: str, strength: float) -> None:
 
 async def stop_parent(cluster: RealCluster, name: str, strength: float) -> None:
     """The process that serves gRPC stands still while the engine goes on."""
-    await _stop(cluster, name, [cluster.processes[name].root], strength)
+    await _stop(cluster, name, cluster.processes[name].root, strength)
 
 
 async def stop_engine(cluster: RealCluster, name: str, strength: float) -> None:

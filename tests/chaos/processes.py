@@ -52,10 +52,10 @@ class Process:
         self._tree: dict[int, str] = {}
 
     @property
-    def root(self) -> int:
-        """The process that serves gRPC."""
+    def root(self) -> list[int]:
+        """The process that serves gRPC; none where it has just ended."""
         assert self._guard is not None
-        return guard.children(self._guard.pid)[0]
+        return guard.children(self._guard.pid)[:1]
 
     @property
     def tree(self) -> list[int]:
@@ -76,15 +76,19 @@ class Process:
         self.lives, self.expected, self._tree = self.lives + 1, None, {}
 
     def send(self, number: signal.Signals, *pids: int, expect: int | None = None) -> None:
-        """expect: the exit code that comes of it."""
-        if expect is not None:
+        """expect: the exit code that comes of it, if there are processes to send to."""
+        if expect is not None and pids:
             self.expected, _ = expect, self.tree
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def num_fds(self) -> int:
-        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self.tree)
+        number = 0
+        for pid in self.tree:
+            with suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+                number += len(os.listdir(f"/proc/{pid}/fd"))
+        return number
 
     async def ended(self) -> str:
         """Waits for the end; says what was wrong with it, if anything was."""
