@@ -18,7 +18,7 @@ import json
 import logging
 import sys
 from collections import deque
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,14 @@ def _held(clusters: dict[str, FakeCluster]) -> list[str]:
 
 
 def _break() -> None:
-    """A handler with a bug, for the negative control: a field's value raises KeyError."""
+    """A handler with a bug, for the negative control: all values of a field but the canaries' raise KeyError."""
     generate = ClusterService.Generate
 
     async def broken(self: Any, request: Any, context: Any) -> Any:
-        _ = {0: "fine"}[request.sampling_params.top_k]
-        async for response in generate(self, request, context):
-            yield response
+        _ = {12: "fine"}[request.sampling_params.max_tokens]
+        async with aclosing(generate(self, request, context)) as responses:
+            async for response in responses:
+                yield response
 
     ClusterService.Generate = broken  # type: ignore[method-assign]
 
