@@ -51,7 +51,7 @@ async def test_a_process_that_ends_needs_no_restart() -> None:
 
 
 async def test_a_loop_that_stands_still_after_the_start_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "LOOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(probes, "LOOP_TIMEOUT_S", 0.5)
     async with observed(WATCHED) as observation:
         observation.note_started()
         assert await asyncio.to_thread(ask, observation, LIVE) == "SERVING"

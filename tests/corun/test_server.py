@@ -237,8 +237,10 @@ async def test_a_client_that_stopped_reading_and_leaves_closes_the_handler() -> 
 async def test_a_deadline_closes_the_handler() -> None:
     servicer = Servicer()
     async with connected(servicer) as stub:
+        responses = aiter(stub.Generate(pb.GenerateRequest(text="forever"), timeout=1.0))
+        await anext(responses)  # The handler runs.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in stub.Generate(pb.GenerateRequest(text="forever"), timeout=0.05):
+            async for _ in responses:
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await asyncio.wait_for(servicer.closed.wait(), DEADLINE_S)
