@@ -104,7 +104,8 @@ async def test_the_gateway_is_measured_token_by_token(model: str) -> None:
 
 
 async def test_hundreds_of_requests_at_once(model: str) -> None:
-    async with cluster(model, slots=64) as fake, serving(fake) as http, started(http.gateway.url) as target:
+    patient: dict[str, Any] = {"heartbeat_timeout_ms": 60_000}  # All of it is one process, and busy.
+    async with cluster(model, slots=64, **patient) as fake, serving(fake) as http, started(http.gateway.url) as target:
         for node in fake.nodes:
             if node.info.slots:
                 node.engine.step_ms = 0.0
