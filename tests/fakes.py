@@ -137,11 +137,12 @@ class FakePrefillEngine:
         self.prefilled: list[tuple[int, ...]] = []
         self.released: list[str] = []
         self.expired_claims = 0
+        self.turn = asyncio.Lock()
+        """Of the prompt that is being computed. None is while a test holds it, so that prompts gather."""
         self._kv = kv
-        self._turn = asyncio.Lock()
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
-        async with self._turn:
+        async with self.turn:
             await asyncio.sleep(self.delay_s)
             if self.hanging:
                 await asyncio.sleep(3600)

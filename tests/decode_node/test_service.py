@@ -372,7 +372,7 @@ async def test_a_start_that_is_cancelled_frees_its_lease(node: Node) -> None:
     lease = (await node.reserve()).lease_id
     node.engine.go.clear()
     call = node.start(lease)
-    await asyncio.sleep(0.05)
+    await until(lambda: node.service.running_samples == 1)
     call.cancel()
     await node.until_free()
     await until(lambda: len(node.engine.aborted) == 1)
@@ -384,7 +384,7 @@ async def test_a_release_during_the_start_leaves_nothing_running(node: Node) -> 
     lease = (await node.reserve()).lease_id
     node.engine.go.clear()
     call = node.start(lease)
-    await asyncio.sleep(0.05)
+    await until(lambda: node.service.running_samples == 1)
     await node.release(lease)
     node.engine.go.set()
     await call

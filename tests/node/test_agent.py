@@ -167,7 +167,7 @@ async def test_a_router_that_does_not_answer_is_waited_for_only_so_long() -> Non
         await router.hanging.wait()
         agent.tell()
         assert not await agent.heard(0.1)
-        assert agent._heard[second.address] == agent._news
+        await until(lambda: agent._heard[second.address] == agent._news)
 
 
 @pytest.mark.parametrize("call", ["Register", "Heartbeat"])

@@ -14,6 +14,7 @@ zmq = pytest.importorskip("zmq")
 
 from corun.node.side_channel import MAX_REQUEST_BYTES, keys, sealed  # noqa: E402
 from tests.loading import load  # noqa: E402
+from tests.machine import free_port  # noqa: E402
 
 TOKEN = "cluster-" + "c" * 24
 WAIT_MS = 5000
@@ -22,9 +23,7 @@ SILENCE_MS = 300
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

@@ -175,16 +175,16 @@ async def test_it_is_kept_if_one_of_those_who_come_together_says_so(engine: Engi
 async def test_kv_that_nobody_comes_for_is_not_kept_for_long(
     engine: Engine, keeping: Sharing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEPT_S", 0.05)
+    monkeypatch.setattr(module, "KEPT_S", 0.5)
     await ask(keeping, "r", **FOLLOWED)
     engine.read("r", "r")
     assert engine.readers == {"r": {KEEPER}}
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0.3)
     await ask(keeping, "s", **FOLLOWED)
     engine.read("r", "s")
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0.3)
     assert engine.readers == {"r": {KEEPER}}  # For a while after each of them.
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
     assert engine.readers == {}
 
 

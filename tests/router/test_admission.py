@@ -174,12 +174,12 @@ async def test_missing_nodes_end_the_wait_after_a_while() -> None:
 async def test_nodes_that_come_back_in_time_end_nothing() -> None:
     pool = FakePool()
     pool.gap = "gone"
-    queue = make(pool)
+    queue = make(pool, node_wait_s=0.5)
     (ticket,) = queue.enter([need()])
     await asyncio.sleep(SOON / 2)
     pool.gap = ""
     queue.pump()
-    await asyncio.sleep(2 * SOON)
+    await asyncio.sleep(0.6)
     assert not seated([ticket])
     pool.free = 1
     queue.pump()

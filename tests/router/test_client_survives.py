@@ -66,6 +66,8 @@ def slow(fake: FakeCluster, step_ms: float = 3.0) -> None:
     for node in fake.nodes:
         if node.info.slots:
             node.engine.step_ms = step_ms
+        else:
+            node.engine.kv_ttl_s = 0.6  # A router that is killed leaves KV that nobody reads.
 
 
 class TestRouterRestart:
@@ -188,7 +190,9 @@ class TestRouterRestart:
 
 
 class TestBrokenConnections:
-    @pytest.mark.parametrize("seed", range(3))
+    """With these seeds the first cuts come too early for a whole output, even if all its tokens came in one message."""
+
+    @pytest.mark.parametrize("seed", [2, 36, 55])
     async def test_async_streams_over_a_connection_that_breaks_at_random_bytes(self, model: str, seed: int) -> None:
         async with (
             cluster(model) as fake,
@@ -200,7 +204,7 @@ class TestBrokenConnections:
             assert proxy.num_cuts > 4
             check(chunks, fake, "r", params)
 
-    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("seed", [2, 22])
     async def test_sync_streams_too(self, model: str, seed: int) -> None:
         async with cluster(model) as fake, CuttingProxy(fake.address, seed=seed, cuts=8, longest=3000) as proxy:
             with Client(proxy.address, timeout_s=TIMEOUT_S) as client:
@@ -253,32 +257,29 @@ class TestTwoRouters:
 
     async def test_one_of_two_is_killed_under_load(self, model: str) -> None:
         """Slots are the nodes' own: what the dead router held comes back after its time to live, nothing is lost."""
-        async with cluster(model, prefills=2, decodes=2, slots=4, lease_ttl_ms=600) as fake:
-            for node in fake.nodes:
-                if not node.info.slots:
-                    node.engine.kv_ttl_s = 0.6
-            async with (
-                sharing(fake, model) as other,
-                AsyncClient([fake.address, other.address], timeout_s=TIMEOUT_S) as moving,
-                AsyncClient(other.address, timeout_s=TIMEOUT_S) as staying,
-            ):
-                slow(fake)
-                params = SamplingParams(max_tokens=40, logprobs=True)
+        async with (
+            cluster(model, prefills=2, decodes=2, slots=4, lease_ttl_ms=600) as fake,
+            sharing(fake, model) as other,
+            AsyncClient([fake.address, other.address], timeout_s=TIMEOUT_S) as moving,
+            AsyncClient(other.address, timeout_s=TIMEOUT_S) as staying,
+        ):
+            slow(fake)
+            params = SamplingParams(max_tokens=40, logprobs=True)
 
-                async def run(client: AsyncClient, number: int) -> Generation:
-                    return await client.generate([number, 8], params, seed=number)
+            async def run(client: AsyncClient, number: int) -> Generation:
+                return await client.generate([number, 8], params, seed=number)
 
-                runs = [asyncio.ensure_future(run(moving if i % 2 else staying, i)) for i in range(40)]
-                await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
-                decodes = [node.service for node in fake.nodes if node.info.slots]
-                await fake.until(lambda: [node._table.slots_in_use() for node in decodes] == [[0, 1, 2, 3]] * 2)
-                assert fake.router.queue.waiting
-                assert other.router.queue.waiting
-                await kill_router(fake.router)
-                for number, done in enumerate(await asyncio.gather(*runs)):
-                    ids, logprobs, _ = expected([number, 8], params, number)
-                    assert (list(done.token_ids), list(done.logprobs)) == (ids, logprobs)
-                await fake.until(lambda: not any(node.used_slots for node in fake.nodes) and not fake.kv.held)
-                assert not any(node.engine._running for node in fake.nodes if node.info.slots)
-                assert not other.held()
-                assert other.router.runner.finished >= 30
+            runs = [asyncio.ensure_future(run(moving if i % 2 else staying, i)) for i in range(40)]
+            await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
+            decodes = [node.service for node in fake.nodes if node.info.slots]
+            await fake.until(lambda: [node._table.slots_in_use() for node in decodes] == [[0, 1, 2, 3]] * 2)
+            assert fake.router.queue.waiting
+            assert other.router.queue.waiting
+            await kill_router(fake.router)
+            for number, done in enumerate(await asyncio.gather(*runs)):
+                ids, logprobs, _ = expected([number, 8], params, number)
+                assert (list(done.token_ids), list(done.logprobs)) == (ids, logprobs)
+            await fake.until(lambda: not any(node.used_slots for node in fake.nodes) and not fake.kv.held)
+            assert not any(node.engine._running for node in fake.nodes if node.info.slots)
+            assert not other.held()
+            assert other.router.runner.finished >= 30

@@ -207,9 +207,10 @@ async def test_waits_at_a_prefill_node_are_foreseen_and_measured(live: Live) -> 
     """Sleeps may be longer than asked for, never shorter."""
     live.prefill.engine.delay_s = 0.1
     await run(live, max_tokens=1)
-    runs = [asyncio.ensure_future(run(live, (number, 6, 7), max_tokens=1)) for number in range(3)]
-    await until(lambda: live.prefill.service.queued_prompts == 3)
-    found = await scrape(live.ports()[1])
+    async with live.prefill.engine.turn:  # None is computed before all of them are there and looked at.
+        runs = [asyncio.ensure_future(run(live, (number, 6, 7), max_tokens=1)) for number in range(3)]
+        await until(lambda: live.prefill.service.queued_prompts == 3)
+        found = await scrape(live.ports()[1])
     assert found["corun_prefill_queued_prompt_tokens"] == 9
     assert 0.29 < found["corun_prefill_expected_wait_seconds"] < WAIT_S
     await asyncio.gather(*runs)
@@ -219,10 +220,10 @@ async def test_waits_at_a_prefill_node_are_foreseen_and_measured(live: Live) -> 
 
 
 async def test_equal_prompts_of_a_client_wait_for_one_computation(live: Live) -> None:
-    live.prefill.engine.delay_s = 0.1
-    runs = [asyncio.ensure_future(run(live, max_tokens=1)) for _ in range(3)]
-    await until(lambda: live.prefill.service.queued_prompts == 3)
-    assert (await scrape(live.ports()[1]))["corun_prefill_queued_prompt_tokens"] == 3
+    async with live.prefill.engine.turn:
+        runs = [asyncio.ensure_future(run(live, max_tokens=1)) for _ in range(3)]
+        await until(lambda: live.prefill.service.queued_prompts == 3)
+        assert (await scrape(live.ports()[1]))["corun_prefill_queued_prompt_tokens"] == 3
     await asyncio.gather(*runs)
     found = await scrape(live.ports()[1])
     assert (found["corun_prefill_prompts_total"], found["corun_prefill_shared_prompts_total"]) == (1, 2)

@@ -48,14 +48,14 @@ class Bookings:
 
 @contextlib.asynccontextmanager
 async def routers(
-    model: str, *, slots: int = SLOTS, kv_blocks: int = 1000, **config: Any
+    model: str, *, slots: int = SLOTS, kv_blocks: int = 1000, lease_ttl_ms: int = 300, **config: Any
 ) -> AsyncIterator[tuple[FakeCluster, FakeCluster, Names]]:
     """Two routers, and a prefill and a decode node that look for them by a name, which leads to the first."""
     async with cluster(model, prefills=0, decodes=0, **config) as one, cluster(model, prefills=0, decodes=0) as two:
         names = Names(routers=[one.address])
         nodes = (
             await one.add_prefill(join=False),
-            await one.add_decode(join=False, slots=slots, kv_blocks=kv_blocks, lease_ttl_ms=300),
+            await one.add_decode(join=False, slots=slots, kv_blocks=kv_blocks, lease_ttl_ms=lease_ttl_ms),
         )
         nodes[0].engine.kv_ttl_s = 0.3
         nodes[1].engine.step_ms = 3
@@ -77,7 +77,7 @@ def start(fake: FakeCluster, seed: int, params: SamplingParams = PARAMS) -> asyn
     """A request whose output is checked."""
 
     async def run() -> None:
-        (output,) = await generate(fake, (seed, 4), params, seed=seed)
+        (output,) = await generate(fake, (seed, 4), params, seed=seed, timeout_s=60.0)
         ids, logprobs, _ = expected((seed, 4), params, seed)
         assert (output.token_ids, output.logprobs) == (ids, logprobs)
 
@@ -134,7 +134,8 @@ async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_
 
 
 async def test_a_router_in_its_drain_keeps_its_nodes_though_it_is_not_listed(model: str) -> None:
-    async with routers(model, heartbeat_timeout_ms=150) as (one, two, names):
+    async with routers(model, heartbeat_timeout_ms=1000) as (one, two, names):
+        one.nodes[1].engine.step_ms = 15  # Two rounds of 60 tokens: the drain lasts longer than a node may be silent.
         runs = [start(one, seed) for seed in range(2 * SLOTS)]
         await one.until(lambda: one.nodes[1].used_slots == SLOTS)
         names.at["routers"] = [two.address]
@@ -146,16 +147,18 @@ async def test_a_router_in_its_drain_keeps_its_nodes_though_it_is_not_listed(mod
 
 async def test_a_router_that_vanished_leaves_nothing_behind(model: str) -> None:
     """Its leases and the KV that was computed for it end with their time to live; the other one gets all slots."""
-    async with routers(model) as (one, two, names):
+    async with routers(model, lease_ttl_ms=1000) as (one, two, names):
         names.at["routers"] = [one.address, two.address]
         await two.ready("p1", "d1")
         prefill, decode = one.nodes
         runs = [start(one, seed) for seed in range(2 * SLOTS)]
         await one.until(lambda: decode.used_slots == SLOTS)
+        decode.engine.hanging = True  # Nothing ends by itself before it is looked at.
         await kill_router(one.router)
+        assert decode.used_slots == SLOTS
+        decode.engine.hanging = False
         await asyncio.gather(*runs, return_exceptions=True)
         names.at["routers"] = [two.address]
-        assert decode.used_slots == SLOTS
         later = [start(two, seed) for seed in range(2 * SLOTS)]
         await asyncio.gather(*later)
         assert decode.engine.most_running == SLOTS

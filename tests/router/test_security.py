@@ -139,7 +139,7 @@ def test_a_process_shows_no_secret(process: tuple[subprocess.Popen[str], int], s
     """Neither in its command line and environment, nor in its log, nor in what it answers."""
     router, port = process
     address = f"127.0.0.1:{port}"
-    with Client(address, tls=secrets.tls, token=secrets.token("client"), timeout_s=WAIT_S) as client:
+    with Client(address, tls=secrets.tls, token=secrets.token("client"), timeout_s=60.0) as client:  # It starts.
         seen = [str(client.get_cluster())]
     with Client(address, tls=secrets.tls, token="wrong-" * 5, timeout_s=WAIT_S) as client:
         with pytest.raises(UnauthenticatedError) as caught:
