@@ -653,8 +653,8 @@ class TestCancellation:
         """Not first when its lease expires: that is a minute here."""
         reserve = DecodeService.Reserve
 
-        async def answered_late(service: DecodeService, request: Any, context: Any) -> Any:
-            granted = await reserve(service, request, context)
+        async def answered_late(node: DecodeService, request: Any, context: Any) -> Any:
+            granted = await reserve(node, request, context)
             await asyncio.sleep(0.6)
             return granted
 
