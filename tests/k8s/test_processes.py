@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
@@ -19,7 +20,13 @@ from tests.k8s.pods import Pod
 
 IPS = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
 HOSTS = {"corun-routers-main": IPS["router"]}
+PORTS = {"router": (50090,), "prefill": (50061, 50081, 50090), "decode": (50071, 50081, 50090)}
+"""At which the pods listen on their own addresses, of those ports that Linux gives to connections, too."""
+LISTEN = [("0.0.0.0", 50051), *((IPS[role], port) for role, ports in PORTS.items() for port in ports)]
 START_S = 240.0
+STREAM_S = 12.0
+"""The stream that outlives its router's SIGTERM: longer than the 5 s of preStop, shorter than that and a drain of 20 s,
+also where the machine becomes twice as fast or as slow."""
 
 
 def why_not() -> str:
@@ -27,14 +34,27 @@ def why_not() -> str:
     script = "mount -t tmpfs tmpfs /tmp; chroot / setpriv --no-new-privs true"
     words = ["unshare", "--mount", "--propagation", "private", "bash", "-euc", script]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
         return "there is no unshare command"
+    except subprocess.TimeoutExpired as error:
+        return f"containers cannot be made here: {error}"
     return f"containers cannot be made here: {done.stderr.strip()}" if done.returncode else ""
 
 
 NO_CONTAINERS = why_not()
 pytestmark = pytest.mark.skipif(bool(NO_CONTAINERS), reason=NO_CONTAINERS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ports() -> Iterator[None]:
+    """Keeps the ports for the pods: no connection gets one that is bound, and a server does if nobody listens there."""
+    with ExitStack() as stack:
+        for address in LISTEN:
+            kept = stack.enter_context(socket.socket())
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            kept.bind(address)
+        yield
 
 
 def running(role: str, directory: Path, objects: list[Object] | None = None) -> RunningPod:
@@ -58,6 +78,15 @@ def client(token: str = "client.token", timeout_s: float = 120.0) -> Client:
     secrets = secrets_directory()
     tls = TlsConfig(ca=str(secrets / "ca.pem"), name="corun")
     return Client(f"{IPS['router']}:50051", tls=tls, token=(secrets / token).read_text().strip(), timeout_s=timeout_s)
+
+
+def tokens_in(seconds: float, known: Client) -> int:
+    """About how many tokens of one sample this machine draws in that time."""
+    stream = known.stream("Once upon a time", SamplingParams(max_tokens=128, ignore_eos=True))
+    next(stream)  # After all that is slow only once.
+    began = time.monotonic()
+    count = sum(len(chunk.token_ids) for chunk in stream)
+    return min(4000, round(seconds * count / (time.monotonic() - began)))
 
 
 def metrics(role: str) -> str:
@@ -111,8 +140,8 @@ def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
             until(lambda role=role: pods[role].probe("readinessProbe"), pods[role], START_S)
             assert pods[role].probe("startupProbe")
             assert pods[role].probe("livenessProbe")
-        parameters = SamplingParams(max_tokens=256, ignore_eos=True, logprobs=True)
         with client() as known:
+            parameters = SamplingParams(max_tokens=tokens_in(STREAM_S, known), ignore_eos=True, logprobs=True)
             alone = known.generate("Once upon a time", parameters, seed=42)
             assert {f"corun-{role}-main-0" for role in ("prefill", "decode")} == {
                 alone.receipt.prefill_node.node_id,
