@@ -59,6 +59,9 @@ class Hosts:
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers: dict[str, int] = {}  # Last parts of addresses; a host that comes back has its old one.
         self.address = f"127.0.0.11:{free_port()}"
+
+    def start(self) -> None:
+        """Ray's head, on the first host."""
         port = self.address.rpartition(":")[2]
         self._start("head", "--head", f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false")
         self._wait("head")
@@ -128,13 +131,14 @@ class Hosts:
 
 
 class Up:
-    """A `corun up` on hosts, in a process of its own."""
+    """A `corun up` on hosts, in a process of its own. Where its file says `port = 0` it gets ports that no connection
+    takes between its look for them and its routers' start."""
 
     def __init__(self, hosts: Hosts, toml: str, *, fake: bool = True) -> None:
         self._hosts = hosts
         self.logs, self._output = hosts.directory / "logs", hosts.directory / "up.log"
         file = hosts.directory / "cluster.toml"
-        file.write_text(toml)
+        file.write_text(toml.replace("port = 0\n", f"port = {_two_ports()}\n"))
         self.runtime_dir = hosts.directory / "run"
         self.runtime_dir.mkdir(mode=0o700)
         argv = [str(file), hosts.address, str(self.logs), "fake" if fake else "real"]
@@ -208,12 +212,21 @@ class Up:
         wait_for(lambda: not living(ours), "every process has ended", END_S)
 
 
+def _two_ports() -> int:
+    """The first of two in a row: routers count up from it."""
+    first = free_port()
+    while (second := free_port()) != first + 1:
+        first = second
+    return first
+
+
 @contextmanager
 def hosts(directory: Path) -> Iterator[Hosts]:
     """A Ray cluster with one host, `head`; all of it ends with the block."""
     directory.mkdir(exist_ok=True)
     found = Hosts(directory)
     try:
+        found.start()
         yield found
     finally:
         found.end()

@@ -38,7 +38,10 @@ class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
             raise KeyError(key) from None
 
     def __setitem__(self, key: tuple[str, str], prompt: tuple[int, ...]) -> None:
-        self._path(key).write_text(json.dumps(prompt))
+        path = self._path(key)
+        aside = self._directory.parent / f".{path.name}"
+        aside.write_text(json.dumps(prompt))
+        aside.replace(path)  # Whole at once: other processes read it.
 
     def __delitem__(self, key: tuple[str, str]) -> None:
         try:
@@ -57,6 +60,17 @@ class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
     def items(self) -> Any:
         """Those that are there when they are looked at: other processes take some meanwhile."""
         return [(key, prompt) for key in self if (prompt := self.get(key)) is not None]
+
+    def pop(self, key: tuple[str, str], *default: Any) -> Any:
+        """Of the processes that take a prompt at once one gets it; for the others it is not there."""
+        try:
+            prompt = self[key]
+            del self[key]
+        except KeyError:
+            if default:
+                return default[0]
+            raise
+        return prompt
 
     def _path(self, key: tuple[str, str]) -> Path:
         return self._directory / "-".join(part.encode().hex() for part in key)
