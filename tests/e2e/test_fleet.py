@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corun import Client, SamplingParams
-from tests.fleet.hosts import hosts, up, wait_for
+from tests.fleet.hosts import Up, hosts, up, wait_for
 from tests.fleet.streams import pack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,7 +32,7 @@ slots = 8
 replicas = 2
 """
 PROMPTS = ([5, 6, 7], [9] * 150, [3, 1, 4, 1, 5, 9, 2, 6], [11] * 40)
-PARAMS = SamplingParams(temperature=0.8, max_tokens=300, ignore_eos=True, logprobs=True)
+PARAMS = SamplingParams(temperature=0.8, max_tokens=600, ignore_eos=True, logprobs=True)
 
 
 class Streaming(threading.Thread):
@@ -44,6 +44,10 @@ class Streaming(threading.Thread):
         self.tokens = 0
         self.bits = b""
         self.start()
+
+    @property
+    def has_all(self) -> bool:
+        return self.tokens == PARAMS.max_tokens
 
     def run(self) -> None:
         with Client(self._address) as client:
@@ -59,8 +63,13 @@ def stream_all(address: str) -> list[Streaming]:
 def bits(streams: list[Streaming]) -> list[bytes]:
     for stream in streams:
         stream.join(READY_S)
-        assert stream.tokens == PARAMS.max_tokens
+        assert stream.has_all
     return [stream.bits for stream in streams]
+
+
+def used_slots(fleet: Up) -> dict[str, int]:
+    """By node; up to a heartbeat old."""
+    return {n.node.ref.node_id: n.load.used_slots for n in fleet.status().nodes}
 
 
 def test_a_stream_survives_its_host(tmp_path: Path) -> None:
@@ -72,11 +81,12 @@ def test_a_stream_survives_its_host(tmp_path: Path) -> None:
             assert (fleet.host("decode-0"), fleet.host("decode-1")) == ("a", "b")
             undisturbed = bits(stream_all(address))
 
+            wait_for(lambda: not any(used_slots(fleet).values()), "the nodes have told that these streams have ended")
             streams = stream_all(address)
             wait_for(lambda: all(stream.tokens > 10 for stream in streams), "all streams run")
-            used = {n.node.ref.node_id: n.load.used_slots for n in fleet.status().nodes}
+            wait_for(lambda: used_slots(fleet)["decode-1"] > 0, "decode-1 has told that some run there")
+            assert not any(stream.has_all for stream in streams), "none was left to survive"
             ray.lose("b")
-            assert used["decode-1"] > 0
             assert bits(streams) == undisturbed
             assert "a run of sample" in (fleet.logs / "router.log").read_text()
 
