@@ -1,4 +1,4 @@
-"""One real cluster per test run: a router, a prefill node and a decode node as processes, on the tiny model."""
+"""One real cluster for the tests here: a router, a prefill node and a decode node as processes, on the tiny model."""
 
 from __future__ import annotations
 
@@ -76,9 +76,12 @@ def ready(status: Callable[[], ClusterStatus]) -> bool:
     return roles == {NodeRole.PREFILL, NodeRole.DECODE}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With two threads per engine, and watched: so every test of bits says that watching moves none."""
+    """With two threads per engine, and watched: so every test of bits says that watching moves none.
+
+    It ends with this package: idle engines spin, and would take the cores from the tests after it.
+    """
     names = ("decode", "prefill", "router")
     with collecting() as collector, mock.patch.dict(os.environ, variables(collector)):
         watch = Watch({name: free_port() for name in names}, {name: free_port() for name in names}, collector, {})
@@ -103,7 +106,9 @@ def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator
         flags = ("--port", str(port), "--seed-key-file", str(seed_key), "--audit-fraction", "0")  # Tests count.
         processes.start("router", "router", *flags, *watched("router"))
         if watch:
-            wait_until(lambda: probe(watch.health["decode"], "live") == "SERVING", "the decode node is alive")
+            wait_until(
+                lambda: probe(watch.health["decode"], "live") == "SERVING", "the decode node is alive", START_TIMEOUT_S
+            )
             watch = replace(watch, while_loading={name: probe(watch.health["decode"], name) for name in LOADING})
             cluster = replace(cluster, watch=watch)
         wait_until(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
