@@ -24,7 +24,7 @@ ENVIRONMENT = {"UCX_TLS": "tcp"}
 
 
 def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=10).stdout
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @functools.cache
@@ -37,6 +37,8 @@ def why_not() -> str:
         return "there is no ip command"
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
+    except subprocess.TimeoutExpired as error:
+        return f"network namespaces cannot be made here: {error}"
     return ""
 
 

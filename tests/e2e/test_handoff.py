@@ -26,7 +26,7 @@ from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
 from tests.e2e.conftest import CHUNK, Cluster, wait_until
-from tests.e2e.test_serving import idle
+from tests.e2e.test_serving import FREE_S, idle
 
 pytestmark = pytest.mark.e2e
 
@@ -141,7 +141,7 @@ def nothing_leaks(cluster: Cluster, nodes: Nodes) -> Iterator[None]:
     yield
     tokens = prompt(1)
     assert nodes.run(nodes.prefill(tokens), tokens).ended is FinishReason.LENGTH
-    wait_until(lambda: idle(cluster), "all slots and KV are free again")
+    wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
 
 
 def refusals(cluster: Cluster) -> list[str]:

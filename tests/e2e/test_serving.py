@@ -20,9 +20,12 @@ from tests.machine import command_line
 
 pytestmark = pytest.mark.e2e
 
+FREE_S = 60.0
+"""Twice vLLM's lease of KV, which ends what nobody has read."""
+
 
 def test_stream_comes_in_pieces_that_add_up(cluster: Cluster) -> None:
-    params = SamplingParams(max_tokens=30, temperature=1.0, logprobs=True, ignore_eos=True)
+    params = SamplingParams(max_tokens=200, temperature=1.0, logprobs=True, ignore_eos=True)
     with cluster.client() as client:
         chunks = list(client.stream("Once upon a time", params, seed=1))
         whole = client.generate("Once upon a time", params, seed=1)
@@ -32,7 +35,7 @@ def test_stream_comes_in_pieces_that_add_up(cluster: Cluster) -> None:
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason is FinishReason.LENGTH
     assert all(logprob <= 0 for logprob in whole.logprobs)
-    assert len(whole.logprobs) == 30
+    assert len(whole.logprobs) == 200
 
 
 def test_stop_string_ends_the_text_before_it(cluster: Cluster) -> None:
@@ -131,7 +134,7 @@ def test_a_client_that_goes_away_frees_slot_and_kv(cluster: Cluster) -> None:
         client.start()
     for client in clients:
         client.join(60)
-    wait_until(lambda: idle(cluster), "all slots and KV are free again")
+    wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
     with cluster.client() as client:  # and they work
         assert len(client.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
@@ -150,8 +153,8 @@ def test_a_deadline_frees_everything(cluster: Cluster) -> None:
     started = time.monotonic()
     with cluster.client() as client, pytest.raises(DeadlineError):
         client.generate("Once", SamplingParams(max_tokens=8000, ignore_eos=True), timeout_s=1.0)
-    assert time.monotonic() - started < 5
-    wait_until(lambda: idle(cluster), "all slots and KV are free again")
+    assert time.monotonic() - started < 30  # Without the deadline it takes a minute or more.
+    wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
@@ -177,7 +180,7 @@ def test_a_stopped_engine_is_noticed_in_seconds_and_comes_back(cluster: Cluster,
     again_s = time.monotonic() - stopped_at - noticed_s
     print(f"{name}: noticed after {noticed_s:.1f} s, used again and done {again_s:.1f} s later")
     assert 5 <= noticed_s < 20  # 5 s, a second until the next question, and what a busy machine takes.
-    wait_until(lambda: idle(cluster), "all slots and KV are free again")
+    wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
 
 
 def engine_core(cluster: Cluster, name: str) -> int:
