@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +103,7 @@ class RunningPod:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def terminate(self) -> tuple[int, float]:
+    def terminate(self, before_sigterm: Callable[[], None] = lambda: None) -> tuple[int, float]:
         """As when the pod is deleted: preStop, then SIGTERM, and at the end of the grace period SIGKILL.
 
         Returns the exit code and how long it took, in seconds.
@@ -112,6 +112,7 @@ class RunningPod:
         began = time.monotonic()
         if hook := self.pod.container.get("lifecycle", {}).get("preStop"):
             subprocess.run(hook["exec"]["command"], timeout=self.pod.grace_s, check=True)
+        before_sigterm()
         self.process.terminate()
         try:
             code = self.process.wait(self.pod.grace_s - (time.monotonic() - began))

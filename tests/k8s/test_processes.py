@@ -13,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from corun import Client, Generation, SamplingParams, TlsConfig, UnauthenticatedError
+from corun import Chunk, Client, SamplingParams, TlsConfig, UnauthenticatedError
 from tests.k8s.containers import RunningPod
 from tests.k8s.manifests import Object, complete, secrets_directory, workloads
 from tests.k8s.pods import Pod
@@ -24,9 +24,6 @@ PORTS = {"router": (50090,), "prefill": (50061, 50081, 50090), "decode": (50071,
 """At which the pods listen on their own addresses, of those ports that Linux gives to connections, too."""
 LISTEN = [("0.0.0.0", 50051), *((IPS[role], port) for role, ports in PORTS.items() for port in ports)]
 START_S = 240.0
-STREAM_S = 12.0
-"""The stream that outlives its router's SIGTERM: longer than the 5 s of preStop, shorter than that and a drain of 20 s,
-also where the machine becomes twice as fast or as slow."""
 
 
 def why_not() -> str:
@@ -80,15 +77,6 @@ def client(token: str = "client.token", timeout_s: float = 120.0) -> Client:
     return Client(f"{IPS['router']}:50051", tls=tls, token=(secrets / token).read_text().strip(), timeout_s=timeout_s)
 
 
-def tokens_in(seconds: float, known: Client) -> int:
-    """About how many tokens of one sample this machine draws in that time."""
-    stream = known.stream("Once upon a time", SamplingParams(max_tokens=128, ignore_eos=True))
-    next(stream)  # After all that is slow only once.
-    began = time.monotonic()
-    count = sum(len(chunk.token_ids) for chunk in stream)
-    return min(4000, round(seconds * count / (time.monotonic() - began)))
-
-
 def metrics(role: str) -> str:
     with urllib.request.urlopen(f"http://{IPS[role]}:9100/metrics", timeout=10) as answer:
         return str(answer.read().decode())
@@ -129,7 +117,7 @@ def test_a_broken_secret_ends_the_router_with_words(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
 def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
-    """Real engines. A stream that runs when the router's pod is deleted gets all of its tokens."""
+    """Real engines. A router whose pod is deleted serves until SIGTERM; a stream that runs then gets all its tokens."""
     with ExitStack() as stack:
         pods = {role: stack.enter_context(running(role, tmp_path)) for role in ("decode", "prefill", "router")}
         for pod in pods.values():
@@ -140,8 +128,8 @@ def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
             until(lambda role=role: pods[role].probe("readinessProbe"), pods[role], START_S)
             assert pods[role].probe("startupProbe")
             assert pods[role].probe("livenessProbe")
+        parameters = SamplingParams(max_tokens=400, ignore_eos=True, logprobs=True)
         with client() as known:
-            parameters = SamplingParams(max_tokens=tokens_in(STREAM_S, known), ignore_eos=True, logprobs=True)
             alone = known.generate("Once upon a time", parameters, seed=42)
             assert {f"corun-{role}-main-0" for role in ("prefill", "decode")} == {
                 alone.receipt.prefill_node.node_id,
@@ -152,18 +140,25 @@ def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
         for role, text in seen.items():
             (tmp_path / "metrics" / role).write_text(text)
         assert "corun_router_certified_pair 1.0" in seen["router"]
-        again: list[Generation] = []
+        again: list[Chunk] = []
         with client() as known:
-            stream = Thread(target=lambda: again.append(known.generate("Once upon a time", parameters, seed=42)))
-            stream.start()
-            until(lambda: "corun_decode_running_samples 1.0" in metrics("decode"), pods["decode"])
-            code, took_s = pods["router"].terminate()
+
+            def draw() -> None:
+                for chunk in known.stream("Once upon a time", parameters, seed=42):
+                    again.append(chunk)  # One by one: it is looked at meanwhile.  # noqa: PERF402
+
+            stream = Thread(target=draw)
+
+            def run_a_stream() -> None:
+                stream.start()
+                until(lambda: bool(again) and "corun_decode_running_samples 1.0" in metrics("decode"), pods["decode"])
+
+            code, took_s = pods["router"].terminate(before_sigterm=run_a_stream)
             stream.join(30)
         assert code == 0, pods["router"].log()[-3000:]
         assert took_s < pods["router"].pod.grace_s
-        assert [(found.token_ids, found.receipt.output_digest) for found in again] == [
-            (alone.token_ids, alone.receipt.output_digest)
-        ]
+        assert tuple(token for chunk in again for token in chunk.token_ids) == alone.token_ids
+        assert [chunk.receipt.output_digest for chunk in again if chunk.receipt] == [alone.receipt.output_digest]
         for role in ("prefill", "decode"):
             code, took_s = pods[role].terminate()
             assert (code, took_s < pods[role].pod.grace_s) == (0, True), pods[role].log()[-3000:]
