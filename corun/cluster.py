@@ -179,6 +179,18 @@ class NodeLoad:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """Samples of a router that wait for room on a decode node; it is told with the answer to a heartbeat."""
+
+    router_id: str
+    """As the router names itself when it reserves there."""
+    samples: int = 0
+    """That would start there now, had it room."""
+    num_tokens: int = 0
+    """Prompt and most output tokens of the first of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
     """A router's view of one node."""
 

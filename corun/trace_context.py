@@ -60,17 +60,14 @@ def within(context: TraceContext | None) -> Iterator[None]:
 
 
 def of_caller() -> Metadata:
-    """The metadata that makes a call part of the span that it is `within`, or else of the active span of whoever calls
-    this; none if there is no such span.
+    """The metadata that makes a call part of the active span of whoever calls this, or else of the span that it is
+    `within`; none if there is no such span.
 
     A program with an active span has loaded OpenTelemetry; if nobody has, there is nothing to ask.
     """
-    if (caller := _caller.get()) is not None:
-        return caller.metadata()
-    trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return ()
-    span = trace.get_current_span().get_span_context()
-    return (
-        TraceContext(span.trace_id, span.span_id, bool(span.trace_flags & _SAMPLED)).metadata() if span.is_valid else ()
-    )
+    if (trace := sys.modules.get("opentelemetry.trace")) is not None:
+        span = trace.get_current_span().get_span_context()
+        if span.is_valid:
+            return TraceContext(span.trace_id, span.span_id, bool(span.trace_flags & _SAMPLED)).metadata()
+    caller = _caller.get()
+    return () if caller is None else caller.metadata()

@@ -14,6 +14,7 @@ from corun.cluster import (
     AuditStatus,
     ClusterStatus,
     Condition,
+    Demand,
     FinishReason,
     KvHandle,
     KvReads,
@@ -264,6 +265,14 @@ def node_load_from_proto(message: registry_pb2.NodeLoad) -> NodeLoad:
         slots_in_use=tuple(message.slots_in_use),
         kv_reads=kv_reads_from_proto(message.kv_reads),
     )
+
+
+def demand_to_proto(demand: Demand) -> registry_pb2.Demand:
+    return registry_pb2.Demand(router_id=demand.router_id, samples=demand.samples, num_tokens=demand.num_tokens)
+
+
+def demand_from_proto(message: registry_pb2.Demand) -> Demand:
+    return Demand(router_id=message.router_id, samples=message.samples, num_tokens=message.num_tokens)
 
 
 def node_status_to_proto(status: NodeStatus) -> cluster_pb2.NodeStatus:

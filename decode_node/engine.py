@@ -145,7 +145,8 @@ class VllmDecodeEngine:
 
     async def _report(self) -> None:
         """Logs the KV reads of every `REPORT_S` in which there were any. Each is counted before the first word of its
-        request, so after silence there is none to ask for: asking keeps an idle worker spinning for a second."""
+        request, so after silence there is none to ask for, but of those that were aborted: they are told with the next.
+        Asking keeps an idle worker spinning for a second."""
         seen = self.steps
         while True:
             await asyncio.sleep(REPORT_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from corun import wire
-from corun.cluster import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
+from corun.cluster import Demand, FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.figures import STEPS_S, Histogram
 from corun.handle import binding
@@ -25,7 +25,7 @@ from corun.tracing import OFF, Span, caller_of
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder
-from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
+from decode_node.slots import Lease, NoRoomError, Room, SlotTable, blocks_needed
 from decode_node.wishes import Wishes
 
 SERVICE_NAME = "corun.v1.DecodeService"
@@ -232,17 +232,20 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._expire_later(lease)
         return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
 
+    def note_demand(self, demand: Demand) -> None:
+        """What a router would use here, if there was room."""
+        room, now = self._table.needs(demand.num_tokens), asyncio.get_running_loop().time()
+        self._wishes.note(demand.router_id, demand.samples, room, self._table.held, now)
+
     def _reserve(self, request: pb.ReserveRequest) -> Lease:
         """Raises OverloadedError if there is no room, or none for this router."""
-        router_id, tokens, now = request.router_id, request.num_prompt_tokens, asyncio.get_running_loop().time()
+        router_id, now = request.router_id, asyncio.get_running_loop().time()
         kept = self._wishes.kept_from(router_id, self._table.held, now)
         try:
-            lease = self._table.reserve(router_id, tokens, request.max_tokens, kept)
+            lease = self._table.reserve(router_id, request.num_prompt_tokens, request.max_tokens, kept)
         except NoRoomError as error:
-            if request.waiting:
-                self._wishes.refused(router_id, request.waiting, self._table.needs(tokens, request.max_tokens), now)
             raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
-        self._wishes.granted(router_id, now)
+        self._wishes.granted(router_id, Room(1, lease.kv_blocks), now)
         return lease
 
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:

@@ -67,23 +67,23 @@ class SlotTable:
     def total(self) -> Room:
         return Room(self.slots, self.kv_blocks)
 
-    def needs(self, num_prompt_tokens: int, max_tokens: int) -> Room:
-        """Of one sample: of the KV, what its whole sequence may need."""
-        return Room(1, blocks_needed(num_prompt_tokens + max_tokens, self.block_size))
+    def needs(self, num_tokens: int) -> Room:
+        """Of one sample with so many prompt and output tokens at most."""
+        return Room(1, blocks_needed(num_tokens, self.block_size))
 
     def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: Room = NOTHING) -> Lease:
         """Leases the lowest free slot. kept: free room that is not for this router.
 
         Raises NoRoomError if every slot is held or kept, or fewer KV blocks are left than the sample needs.
         """
-        need, free = self.needs(num_prompt_tokens, max_tokens).kv_blocks, self.kv_blocks - self.used_kv_blocks
+        need, free = self.needs(num_prompt_tokens + max_tokens).kv_blocks, self.kv_blocks - self.used_kv_blocks
         if not self._free:
             raise NoRoomError(f"all {self.slots} slots are held")
         if need > free:
             raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
         if len(self._free) <= kept.slots or need > free - kept.kv_blocks:
-            kept_here = f"{kept.slots} of {len(self._free)} free slots and {kept.kv_blocks} of {free} free KV blocks"
-            raise NoRoomError(f"{kept_here} are kept for routers that hold less")
+            kept_here = f"{kept.slots} slots and {kept.kv_blocks} KV blocks are kept for routers that hold less"
+            raise NoRoomError(f"{kept_here}, of {len(self._free)} and {free} that are free")
         lease = Lease(next(self._ids), heapq.heappop(self._free), router_id, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need

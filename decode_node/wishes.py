@@ -1,10 +1,12 @@
-"""What is kept for routers that asked for room in vain.
+"""What is kept for routers that wait for room.
 
 A router hears at once when one of its own samples ends, and of other free room with the next heartbeat only. So one
-that keeps a node full would take all of that again before another one knew of it. Whoever asked in vain is owed room
-until it holds as much as those who hold more; from those it is kept meanwhile. Who holds more is told by dominant
-shares: the larger one of a router's shares of the slots and of the KV blocks (Ghodsi et al., Dominant Resource
-Fairness, NSDI 2011). Pure: it is told the time, in seconds on any clock. Must not know: leases, which slots there are.
+that keeps a node full would take all of that again before another one knew of it. Routers therefore say, in answer to
+heartbeats, what they would use here. Free room is kept for one that waits from each that holds more by at least the
+sample that waits, and after `TURN_S` also from one that holds as much, or more by less, where they could give enough.
+Who holds more is told by dominant shares: the larger one of a router's shares of the slots and of the KV blocks (Ghodsi
+et al., Dominant Resource Fairness, NSDI 2011). Pure: it is told the time, in seconds on any clock. Must not know:
+leases, which slots there are.
 """
 
 from __future__ import annotations
@@ -15,22 +17,25 @@ from dataclasses import dataclass
 from decode_node.slots import NOTHING, Room
 
 WISH_S = 3.0
-"""How long what was asked for is kept, if its router does not ask again: it does with every heartbeat, one a second."""
+"""How long room is kept for a router that says nothing more: it does with every heartbeat, one a second."""
 TURN_S = 5.0
-"""How long one must have waited to go before another that holds as much, or more by less than the sample that waits.
-What is kept stays empty until its router hears of it, so what is left over where room does not divide evenly must not
-change hands all the time."""
+"""What is kept stays empty until its router hears of it, so what is left over where room does not divide evenly must
+not change hands all the time."""
 
 
 @dataclass(slots=True)
 class Wish:
-    """Of a router whose last request was refused."""
+    """Of a router that waits."""
 
     samples: int
     room: Room
-    """Of one sample: those that wait are taken to be like the one that was asked for."""
+    """Of the first of them; the others are taken to be like it."""
+    share: int
+    """That it had when it said so: what ends of it meanwhile it takes again by itself."""
     since: float
-    """When it asked in vain for the first time since it was given something."""
+    """It has waited with this share."""
+    granted_at: float
+    """When it was last given room, be it for what it had before; else when it began to wait."""
     until: float
 
 
@@ -41,36 +46,50 @@ class Wishes:
         self._total = total
         self._wishes: dict[str, Wish] = {}
 
-    def refused(self, router_id: str, samples: int, room: Room, now: float) -> None:
-        """A router that has use for so many samples' room got none. room: of the one that it asked for; if that is more
-        than there is, nothing is kept for it."""
-        if self._share(room) > self._share(self._total):
+    def note(self, router_id: str, samples: int, room: Room, held: Mapping[str, Room], now: float) -> None:
+        """A router would use room for so many samples, if there was some. room: of one; held: by router."""
+        known = self._wishes.pop(router_id, None)
+        if not samples or self._share(room) > self._share(self._total):  # More than there is can never be kept.
             return
-        known = self._wishes.get(router_id)
-        self._wishes[router_id] = Wish(samples, room, known.since if known else now, now + WISH_S)
+        share = self._share_of(router_id, held)
+        since = known.since if known is not None and known.share == share else now
+        granted_at = now if known is None else known.granted_at
+        self._wishes[router_id] = Wish(samples, room, share, since, granted_at, now + WISH_S)
 
-    def granted(self, router_id: str, now: float) -> None:
-        """A router got room for a sample. What else it wants is kept for no longer than before: if it has use for that,
-        it takes what is free, and asks once more in vain."""
-        wish = self._wishes.get(router_id)
-        if wish is None:
+    def granted(self, router_id: str, room: Room, now: float) -> None:
+        """A router was given room."""
+        if (wish := self._wishes.get(router_id)) is None:
             return
-        wish.samples -= 1
-        wish.since = now
+        wish.granted_at = now
+        if room.kv_blocks >= wish.room.kv_blocks:
+            wish.samples -= 1
         if not wish.samples:
             del self._wishes[router_id]
 
     def kept_from(self, router_id: str, held: Mapping[str, Room], now: float) -> Room:
-        """How much of what is free is not for this router. held: by router."""
+        """How much of what is free is not for this router."""
         self._wishes = {name: wish for name, wish in self._wishes.items() if wish.until > now}
-        own, mine = self._share(held.get(router_id, NOTHING)), self._wishes.get(router_id)
-        since = min(mine.since if mine else now, now - TURN_S)
+        own, mine = self._share_of(router_id, held), self._wishes.get(router_id)
         kept = NOTHING
         for name, wish in self._wishes.items():
-            lead, each = own - self._share(held.get(name, NOTHING)), self._share(wish.room)
-            if lead >= each or (lead >= 0 and wish.since < since):
+            if wish is mine:
+                continue
+            each = self._share(wish.room)
+            lead = own - max(wish.share, self._share_of(name, held))
+            is_next = lead > 0 or (lead == 0 and (mine is None or wish.granted_at < mine.granted_at))
+            has_turn = is_next and wish.since < now - TURN_S and self._can_get(name, each, held)
+            if lead >= each or has_turn:
                 kept += wish.room * min(wish.samples, 1 + lead // (2 * each))  # That makes both equal; at least one.
         return kept
+
+    def _can_get(self, router_id: str, share: int, held: Mapping[str, Room]) -> bool:
+        """Whether others that come down to what it holds leave it so much more."""
+        theirs = self._share_of(router_id, held)
+        free = self._share(self._total) - self._share(sum(held.values(), NOTHING))
+        return free + sum(max(0, self._share(room) - theirs) for room in held.values()) >= share
+
+    def _share_of(self, router_id: str, held: Mapping[str, Room]) -> int:
+        return self._share(held.get(router_id, NOTHING))
 
     def _share(self, room: Room) -> int:
         """The dominant share, in parts of slots times KV blocks, so that it is an integer."""

@@ -78,6 +78,12 @@ class AdmissionQueue:
         """Their prompt tokens."""
         return self._lanes.waiting_tokens
 
+    @property
+    def next_need(self) -> Need | None:
+        """Of the sample that is next; None if nobody waits."""
+        head = self._lanes.head()
+        return None if head is None else head.need
+
     def more_follow(self, kv_key: str) -> bool:
         """Whether somebody waits who may get this KV, too."""
         return bool(kv_key) and kv_key in self._lanes.waiting_for

@@ -157,6 +157,7 @@ class Router:
             router_id=self.router_id,
             activity=self._activity,
             registry=self.registry,
+            queue=self.queue,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
         )
         self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)

@@ -262,7 +262,7 @@ class SampleRunner:
             share = Share(sample.share_scope, self._queue.more_follow(kv_key)) if kv_key else ALONE
             run = Run(sample, seat, output, self._config, span, share)
             try:
-                await run.reserve(1 + self._queue.waiting // max(1, len(self._registry.decode_nodes())))
+                await run.reserve()
             except OverloadedError as error:
                 log.debug("%s waits again: %s", sample, error)
                 seat.refuse()
@@ -317,21 +317,14 @@ class Run:
         """On the loop's clock; None: there was none."""
         return self._lease.first_row_at
 
-    async def reserve(self, waiting: int = 0) -> None:
-        """Leases the slot. waiting: how many samples have use for one there, with this one; 0: nobody waits.
-
-        Raises OverloadedError if the node has no room now.
-        """
-        longest_s = self._config.reserve_timeout_s
-        wait_s = self._time(longest_s)
+    async def reserve(self) -> None:
+        """Leases the slot. Raises OverloadedError if the node has no room now."""
         with _faults_of(self.seat.decode, passing=OverloadedError), self._span.child("reserve"):
             await self.seat.decode.client.reserve(
                 self._lease,
                 num_prompt_tokens=len(self._sample.prompt_token_ids),
                 max_tokens=self._sample.params.max_tokens,
-                timeout_s=longest_s,
-                wait_s=wait_s,
-                waiting=waiting,
+                timeout_s=self._time(self._config.reserve_timeout_s),
             )
         self._span.note({"corun.slot": self._lease.slot or 0})
 

@@ -228,7 +228,8 @@ class DecodeClient(NodeClient):
     def __init__(self, info: NodeInfo, router_id: str, on_lost: Callable[[str], None], access: Access = OPEN) -> None:
         super().__init__(info, access)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._session = f"{router_id}-{secrets.token_hex(4)}"
+        self.session = f"{router_id}-{secrets.token_hex(4)}"
+        """How the node knows us."""
         self._on_lost = on_lost
         self._leases: dict[int, Lease] = {}  # Those the node holds for us, by id.
         self._reading: asyncio.Task[None] | None = None
@@ -269,29 +270,26 @@ class DecodeClient(NodeClient):
         num_prompt_tokens: int,
         max_tokens: int,
         timeout_s: float,
-        wait_s: float,
-        waiting: int = 0,
     ) -> None:
-        """Gets a slot for `lease`. waiting: how many samples have use for one there, with this one; 0: nobody waits.
+        """Gets a slot for `lease`.
 
         Raises OverloadedError if the node has no room now, or keeps it for routers that hold less, and DeadlineError if
-        it has not answered after `wait_s`.
+        it has not answered after `timeout_s`.
 
-        The call runs to its end even then, or if this is cancelled, `timeout_s` at most: `release` has to know whether
-        the node granted a slot.
+        The call goes on then, or if this is cancelled, `CLEANUP_TIMEOUT_S` at most: `release` has to know whether the
+        node granted a slot.
         """
         request = decode_pb2.ReserveRequest(
-            router_id=self._session,
+            router_id=self.session,
             generation=self.ref.generation,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
-            waiting=waiting,
         )
-        lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s))
+        lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s + CLEANUP_TIMEOUT_S))
         lease.reserving.add_done_callback(_retrieve)
-        await asyncio.wait((lease.reserving,), timeout=wait_s)
+        await asyncio.wait((lease.reserving,), timeout=timeout_s)
         if not lease.reserving.done():
-            raise DeadlineError(f"{self.ref} has not answered a reservation for {wait_s:g} s")
+            raise DeadlineError(f"{self.ref} has not answered a reservation for {timeout_s:g} s")
         lease.reserving.result()
 
     async def start(self, lease: Lease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
@@ -349,7 +347,7 @@ class DecodeClient(NodeClient):
                 self._on_lost(reason)
 
     async def _deliver_steps(self, opened: asyncio.Future[None]) -> None:
-        request = decode_pb2.StreamStepsRequest(router_id=self._session, generation=self.ref.generation)
+        request = decode_pb2.StreamStepsRequest(router_id=self.session, generation=self.ref.generation)
         expected = 0
         async for message in self._stub.StreamSteps(request):
             if message.step != expected:

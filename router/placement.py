@@ -61,9 +61,8 @@ def choose_pair(
 ) -> tuple[str, str] | None:
     """The ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    Decode: one that seems to have room, then most free slots, then most free KV. Prefill, among those with a warm pair:
-    one that computes the same KV already, then fewest queued prompt tokens, this prompt's included where its KV may not
-    be.
+    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: one that computes the same KV
+    already, then fewest queued prompt tokens, this prompt's included where its KV may not be.
     """
     free = [node for node in prefills if node.room.has_room(need.kv_key)]
     free.sort(key=lambda node: (node.node_id in need.avoid, *_delay(need, node.room), node.node_id))
@@ -90,7 +89,7 @@ def choose_idle_pair(
     pairs = [pair for pair in itertools.product(able, prefills) if is_warm(pair[0].node_id, pair[1].node_id)]
     known = [sum(node.node_id in need.avoid for node in pair) for pair in pairs]
     idle = [
-        (*_load(decode), prefill.node_id)
+        (-decode.room.free_slots, -decode.room.free_blocks, decode.node_id, prefill.node_id)
         for (decode, prefill), number in zip(pairs, known, strict=True)
         if number == min(known) and prefill.room.is_idle and decode.room.has_idle_room(need.total, spare_slots)
     ]
@@ -104,10 +103,6 @@ def _delay(need: Need, room: PrefillRoom) -> tuple[bool, int]:
 
 
 def _by_room(need: Need, decodes: Iterable[DecodeCandidate]) -> list[DecodeCandidate]:
-    asked = [node for node in decodes if node.room.has_room(need.total)]
-    asked.sort(key=lambda node: (node.node_id in need.avoid, not node.room.fits(need.total), *_load(node)))
-    return asked
-
-
-def _load(node: DecodeCandidate) -> tuple[int, int, str]:
-    return -node.room.free_slots, -node.room.free_blocks, node.node_id
+    fitting = [node for node in decodes if node.room.has_room(need.total)]
+    fitting.sort(key=lambda n: (n.node_id in need.avoid, -n.room.free_slots, -n.room.free_blocks, n.node_id))
+    return fitting

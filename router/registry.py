@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from corun.channel import OPEN, Access
-from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
+from corun.cluster import Demand, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
 from corun.config import RouterConfig
 from corun.contract import Contract
 from corun.errors import (
@@ -189,6 +189,17 @@ class Registry:
         """Claims a pair that has nothing better to do, away from the nodes of `need.avoid`; None if there is none."""
         return self._seat(choose_idle_pair(need, *self._candidates(), self._pairs.is_warm, spare_slots), need)
 
+    def demand(self, ref: NodeRef, need: Need | None, samples: int) -> Demand | None:
+        """What to tell a decode node of the samples that wait, the first with this need: its part of them, if what they
+        lack is room there. None for a prefill node."""
+        node = self._decodes.get(ref.node_id)
+        if node is None or node.info.ref != ref:
+            return None
+        if need is None or not self._waits_for(node, need):
+            return Demand(router_id=node.client.session)
+        share = -(-samples // len(_usable(self._decodes)))
+        return Demand(router_id=node.client.session, samples=share, num_tokens=need.total)
+
     def could_hold(self, num_tokens: int) -> bool:
         """Whether some decode node, if only later, may have room for a sample."""
         stay = [node for node in self._decodes.values() if not (node.lost or node.draining)]
@@ -269,6 +280,12 @@ class Registry:
             await asyncio.wait((change,), timeout=max(0.0, deadline - _now()))
         finally:
             self._waiting.discard(change)
+
+    def _waits_for(self, node: DecodeMember, need: Need) -> bool:
+        """Whether such a sample lacks nothing but room on this node."""
+        prefills = (prefill for prefill in _usable(self._prefills) if prefill.room.has_room(need.kv_key))
+        can_prefill = any(self._pairs.is_warm(node.node_id, prefill.node_id) for prefill in prefills)
+        return node.takes_work and can_prefill and node.room.lacks_room(need.total)
 
     def _candidates(self) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
         decodes = [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)]

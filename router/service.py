@@ -158,10 +158,19 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
 class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
     """Answers nodes."""
 
-    def __init__(self, *, router_id: str, activity: Activity, registry: Registry, heartbeat_interval_ms: int) -> None:
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        activity: Activity,
+        registry: Registry,
+        queue: AdmissionQueue,
+        heartbeat_interval_ms: int,
+    ) -> None:
         self._router_id = router_id
         self._activity = activity
         self._registry = registry
+        self._queue = queue
         self._heartbeat_interval_ms = heartbeat_interval_ms
 
     async def Register(self, request: registry_pb2.RegisterRequest, context: Context) -> registry_pb2.RegisterResponse:
@@ -181,6 +190,8 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
         response = registry_pb2.HeartbeatResponse()
         with _told_in(response):
             self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
+            if (demand := self._registry.demand(ref, self._queue.next_need, self._queue.waiting)) is not None:
+                response.demand.CopyFrom(wire.demand_to_proto(demand))
         return response
 
 

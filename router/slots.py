@@ -59,7 +59,7 @@ class DecodeRoom:
         self._slots = SharedCount()
         self._blocks = SharedCount()
         self._refused = False
-        self._may_ask = False
+        self._was_refused = False
 
     @property
     def free_slots(self) -> int:
@@ -78,14 +78,12 @@ class DecodeRoom:
         return self._total_slots > 0 and self.blocks(num_tokens) <= self._total_blocks
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether such a sample may be tried here. Once after each report that is so even where other routers fill the
-        node and hold more of it: so it learns that somebody waits here, and keeps room for us."""
-        may_ask = self._may_ask and self.could_hold(num_tokens) and self._others_hold_more
-        return may_ask or self.fits(num_tokens)
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether there seems to be room for it."""
+        """Whether such a sample may be tried here."""
         return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
+
+    def lacks_room(self, num_tokens: int) -> bool:
+        """Whether room here is what such a sample waits for: there seems to be none, or we were refused some lately."""
+        return self.could_hold(num_tokens) and (self._was_refused or not self.has_room(num_tokens))
 
     def keeps_free(self, spare_slots: int) -> bool:
         """Whether so many slots are free, or all but one where the node has no more."""
@@ -93,41 +91,28 @@ class DecodeRoom:
 
     def has_idle_room(self, num_tokens: int, spare_slots: int) -> bool:
         """Whether `keeps_free` would still hold with such a sample."""
-        return self.fits(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
+        return self.has_room(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
 
     def take(self, num_tokens: int) -> tuple[int, int]:
         """Returns what `refuse` has to know."""
-        self._may_ask = self._may_ask and self.fits(num_tokens)
         return self._slots.take(1), self._blocks.take(self.blocks(num_tokens))
 
     def give(self, num_tokens: int) -> None:
         """The sample's slot is free again."""
-        self._give(num_tokens)
+        self._slots.give(1)
+        self._blocks.give(self.blocks(num_tokens))
         self._refused = False
 
     def refuse(self, num_tokens: int, raised: tuple[int, int]) -> None:
-        """The node had no room: takes the sample's claim back, and closes the node until the next change if it seemed
-        to have some."""
+        """The node had no room after all: takes the sample's claim back and closes the node until the next change."""
         self._slots.untake(1, raised[0])
         self._blocks.untake(self.blocks(num_tokens), raised[1])
-        self._refused = self._refused or self.fits(num_tokens)
+        self._refused = True
 
     def report(self, load: NodeLoad) -> None:
         self._slots.report(load.used_slots)
         self._blocks.report(load.used_kv_blocks)
-        self._refused = False
-        self._may_ask = True
-
-    @property
-    def _others_hold_more(self) -> bool:
-        """By their dominant share (`decode_node.wishes`), all of them together."""
-        slots, blocks = self._total_slots, self._total_blocks
-        own = max(self._slots.own * blocks, self._blocks.own * slots)
-        return max(self._slots.foreign * blocks, self._blocks.foreign * slots) > own
-
-    def _give(self, num_tokens: int) -> None:
-        self._slots.give(1)
-        self._blocks.give(self.blocks(num_tokens))
+        self._was_refused, self._refused = self._refused, False
 
 
 class PrefillRoom:

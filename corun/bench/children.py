@@ -31,7 +31,7 @@ class Processes:
     logs: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    _started: dict[str, dict[int, str]] = field(default_factory=dict)
+    _started: dict[str, dict[int, str]] = field(init=False, default_factory=dict)
     """What each was seen to have started: a process that dies at once leaves that to nobody who knows."""
 
     def __enter__(self) -> Processes:

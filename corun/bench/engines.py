@@ -182,6 +182,7 @@ class Engine:
                 found, value = await asyncio.wait_for(self._answers.get(), 0.5)
             except asyncio.TimeoutError:
                 self._processes.check()
+                self._processes.note(self.name)
                 self.check()
                 continue
             if found == kind:

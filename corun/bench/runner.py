@@ -23,7 +23,7 @@ from corun.bench.fleet import Up, up
 from corun.bench.openai import OpenAiTarget
 from corun.bench.records import Run, Workload
 from corun.bench.systems import Machine, System
-from corun.errors import CorunError
+from corun.errors import CorunError, InternalError
 from router.text import Tokenizer
 
 PADDING_PROMPT, PADDING_OUTPUT = 128, 64
@@ -130,15 +130,17 @@ class Benchmark:
         work = asyncio.create_task(measuring)
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done() and work.exception() is not None:
+            if not work.cancelled() and work.done() and work.exception() is not None:
                 await asyncio.wait({watch}, timeout=2 * WATCH_S)  # A process that has ended is why, and says more.
         finally:
-            ended = watch if watch.done() else work
             for task in (watch, work):
                 task.cancel()
             await asyncio.gather(watch, work, return_exceptions=True)
-            if not ended.cancelled():
-                ended.result()
+        if not watch.cancelled():
+            watch.result()
+        if work.cancelled():
+            raise InternalError("the measurement was cancelled from within")
+        work.result()
 
     def _missing(self, name: str) -> str:
         """How much of a system's runs is not measured; empty if nothing is, or all."""

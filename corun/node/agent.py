@@ -14,7 +14,7 @@ import grpc
 
 from corun import wire
 from corun.channel import OPEN, Access, channel
-from corun.cluster import NodeInfo, NodeLoad
+from corun.cluster import Demand, NodeInfo, NodeLoad
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -58,6 +58,8 @@ class NodeAgent:
         self._told = asyncio.Event()  # of the next news
         self.on_quarantine: Callable[[str], None] = lambda reason: None
         """A router that the node registered with has said that nobody may use this generation any more."""
+        self.on_demand: Callable[[Demand], None] = lambda demand: None
+        """A router has said what it would use here, if there was room."""
         self._heard: dict[str, int] = {}  # the news that each router which has this node knows
 
     async def run(self) -> None:
@@ -144,6 +146,8 @@ class NodeAgent:
                 raise
             self._heard[router.address] = news
             self._note_quarantine(router, answer.quarantined)
+            if answer.HasField("demand"):
+                self.on_demand(wire.demand_from_proto(answer.demand))
             await _sleep(interval, told)
 
     async def _current_load(self) -> NodeLoad:

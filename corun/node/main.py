@@ -19,7 +19,7 @@ from prometheus_client import Metric
 from corun import tracing
 from corun.auth import Gate
 from corun.channel import Access
-from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
+from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.metrics import LoopCollector
@@ -64,6 +64,7 @@ class Role:
     register: Callable[[Any, Any], None]  # the generated add_XServicer_to_server
     info: Callable[[str], NodeInfo]  # from the server's address
     metrics: Callable[[], Iterable[Metric]]  # of the role
+    on_demand: Callable[[Demand], None] = lambda demand: None  # Routers have some of decode nodes only.
 
 
 def log_to_stderr() -> None:
@@ -135,6 +136,7 @@ class Life:
         info = role.info(self._server.address)
         self._agent = NodeAgent(info, config.router, role.service.load, self._access)
         self._agent.on_quarantine = self._note_quarantine
+        self._agent.on_demand = role.on_demand
         pulse = Pulse(
             role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
         )

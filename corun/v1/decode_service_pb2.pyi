@@ -10,18 +10,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "generation", "num_prompt_tokens", "max_tokens", "waiting")
+    __slots__ = ("router_id", "generation", "num_prompt_tokens", "max_tokens")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     generation: str
     num_prompt_tokens: int
     max_tokens: int
-    waiting: int
-    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease_id", "slot", "ttl_ms")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.slots import NOTHING, NoRoomError, SlotTable
+from decode_node.slots import NOTHING, NoRoomError, Room, SlotTable
 from decode_node.wishes import TURN_S, WISH_S, Wishes
 
 
@@ -20,14 +20,16 @@ class Node:
         self._held: dict[str, list[int]] = {}
 
     def ask(self, router: str, *, waiting: int = 1) -> bool:
-        sample = 1, 16 * self._blocks.get(router, 1) - 1
+        """waiting: what its router says with the next heartbeat if it gets none."""
+        tokens = 16 * self._blocks.get(router, 1)
         kept = self.wishes.kept_from(router, self.table.held, self.now)
         try:
-            lease = self.table.reserve(router, *sample, kept)
+            lease = self.table.reserve(router, 1, tokens - 1, kept)
         except NoRoomError:
-            self.wishes.refused(router, waiting, self.table.needs(*sample), self.now)
+            if waiting:
+                self.wishes.note(router, waiting, self.table.needs(tokens), self.table.held, self.now)
             return False
-        self.wishes.granted(router, self.now)
+        self.wishes.granted(router, Room(1, lease.kv_blocks), self.now)
         self._held.setdefault(router, []).append(lease.lease_id)
         return True
 
@@ -147,12 +149,10 @@ def test_who_holds_fewer_is_kept_from_nothing() -> None:
     assert node.ask("b")
 
 
-LASTS = {"small": 2.0, "large": 4.0, "many": 1.0}
-"""Seconds, of a router's samples."""
-
-
-def saturate(node: Node, *routers: str, rounds: int = 3000) -> tuple[float, ...]:
-    """All of them always want more, and ask when a sample of theirs has ended, and once a second; mean shares of KV."""
+def saturate(node: Node, rounds: int = 3000, **lasts: float) -> tuple[float, ...]:
+    """Mean shares of the KV of routers that always want more. They ask when a sample of theirs has ended, and with the
+    heartbeat once a second. lasts: how long the samples of each take, in seconds."""
+    routers = tuple(lasts)
     ends: list[tuple[float, str]] = []
     seen = []
     for number in range(rounds):
@@ -161,32 +161,34 @@ def saturate(node: Node, *routers: str, rounds: int = 3000) -> tuple[float, ...]
         ends = [(at, router) for at, router in ends if at > node.now]
         for router in ended:
             node.end(router)
-        for router in routers if number % 10 == 0 else dict.fromkeys(ended):
-            while node.ask(router, waiting=1000):
-                ends.append((node.now + LASTS[router], router))
+        is_heartbeat = number % 10 == 0
+        for router in routers if is_heartbeat else dict.fromkeys(ended):
+            while node.ask(router, waiting=1000 * is_heartbeat):
+                ends.append((node.now + lasts[router], router))
         seen.append(node.shares(*routers))
     return tuple(sum(shares) / rounds for shares in zip(*seen, strict=True))
 
 
-@pytest.mark.parametrize("large", [2, 7, 10, 20, 21, 30, 40])
-def test_large_samples_do_not_starve_beside_small_ones(large: int) -> None:
+@pytest.mark.parametrize("lasts", [1.0, 4.0, 30.0])
+@pytest.mark.parametrize("large", [2, 7, 10, 11, 13, 14, 16, 19, 20, 21, 30, 40])
+def test_large_samples_do_not_starve_beside_small_ones(large: int, lasts: float) -> None:
     """They have half of the KV, or as many as fit into that, or turns where none does."""
     node = Node(100, kv_blocks=40, small=1, large=large)
-    of_small, of_large = saturate(node, "small", "large")
-    assert of_large > 0.3
-    assert of_small > 0.2
-    assert of_small + of_large > 0.75
+    of_small, of_large = saturate(node, small=2.0, large=lasts)
+    assert of_large > 0.28
+    assert of_small > 0.14
+    assert of_small + of_large > 0.88
 
 
 def test_with_nothing_kept_they_starve(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(100, kv_blocks=40, small=1, large=10)
-    monkeypatch.setattr(node.wishes, "refused", lambda *_: None)
-    assert saturate(node, "small", "large") == (pytest.approx(1), 0)
+    monkeypatch.setattr(node.wishes, "note", lambda *_: None)
+    assert saturate(node, small=2.0, large=4.0) == (pytest.approx(1), 0)
 
 
 def test_who_holds_more_is_told_by_what_it_holds_most_of() -> None:
-    """5 of 8 slots are more than 18 of 40 KV blocks, but one more large sample would be more yet: that takes turns."""
-    node = Node(8, kv_blocks=40, many=1, large=18)
+    """6 of 8 slots are more than 16 of 40 KV blocks, but one more large sample would be more yet: that takes turns."""
+    node = Node(8, kv_blocks=40, many=2, large=16)
     for router in ("many", "many", "many", "many", "many", "large"):
         assert node.ask(router)
     assert not node.ask("large")
@@ -194,11 +196,39 @@ def test_who_holds_more_is_told_by_what_it_holds_most_of() -> None:
     for _ in range(3):
         node.now += WISH_S - 0.5
         assert not node.ask("large")
-    assert not node.ask("many")
-    node.end("large")
+    for _ in range(3):
+        assert not node.ask("many", waiting=0)
+        node.end("many")
     assert node.ask("large")
-    assert not node.ask("large")
     assert node.ask("many")  # Its turn is over.
+
+
+def test_no_turn_is_taken_that_leads_nowhere() -> None:
+    """Where both held as much, the second large sample would not fit either."""
+    node = Node(100, kv_blocks=40, small=1, large=17)
+    assert node.ask("large")
+    node.fill("small")
+    for _ in range(10):
+        node.now += WISH_S - 0.5
+        assert not node.ask("large", waiting=1000)
+        node.end("small")
+        assert node.ask("small")
+
+
+def test_what_one_has_just_had_is_taken_by_nobody_in_between() -> None:
+    """A router's next sample comes a moment after its last one has ended."""
+    node = Node(4)
+    for router in "abab":
+        assert node.ask(router)
+    for _ in range(10):
+        node.now += 1
+        assert not node.ask("a", waiting=1000)
+        assert not node.ask("b", waiting=1000)
+    node.end("b")
+    node.end("a")
+    assert node.ask("a", waiting=0)
+    assert not node.ask("a", waiting=0)
+    assert node.ask("b", waiting=0)
 
 
 def test_nothing_is_kept_for_what_could_never_be_held() -> None:

@@ -67,7 +67,7 @@ def slow(fake: FakeCluster, step_ms: float = 3.0) -> None:
         if node.info.slots:
             node.engine.step_ms = step_ms
         else:
-            node.engine.kv_ttl_s = 0.6  # A router that is killed leaves KV that nobody reads.
+            node.engine.kv_ttl_s = 3.0  # A router that is killed leaves KV that nobody reads.
 
 
 class TestRouterRestart:

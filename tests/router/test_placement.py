@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from corun.cluster import NodeLoad
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.slots import DecodeRoom, PrefillRoom
 
@@ -34,14 +33,6 @@ def test_most_free_slots_then_most_free_kv_then_id() -> None:
     assert choose_pair(NEED, [decode("a", slots=3), decode("b")], [prefill("p")], always) == ("b", "p")
     assert choose_pair(NEED, [decode("a"), decode("b", kv_blocks=200)], [prefill("p")], always) == ("b", "p")
     assert choose_pair(NEED, [decode("b"), decode("a")], [prefill("p")], always) == ("a", "p")
-
-
-def test_a_node_with_room_comes_before_one_that_would_only_keep_some() -> None:
-    full, roomy = decode("full", slots=9, kv_blocks=3), decode("roomy", slots=2)
-    full.room.report(NodeLoad(used_slots=1, used_kv_blocks=2))
-    assert full.room.free_slots > roomy.room.free_slots
-    assert choose_pair(NEED, [full, roomy], [prefill("p")], always) == ("roomy", "p")
-    assert choose_pair(NEED, [full], [prefill("p")], always) == ("full", "p")
 
 
 def test_fewest_queued_prompt_tokens_then_id() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +10,11 @@ from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, N
 from corun.config import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
+from router.members import Seat
 from router.pinned import ClusterContract
+from router.placement import Need
 from router.registry import Registry
-from tests.fakes import contract
+from tests.fakes import cluster, contract
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 
@@ -78,14 +80,14 @@ def test_roles_share_the_model_part_only(model: str) -> None:
 async def test_an_incomplete_description_is_refused(model: str, role: NodeRole, field: str, value: object) -> None:
     registry = Registry(RouterConfig(), "r")
     with pytest.raises(InvalidArgumentError):
-        registry.register(dataclasses.replace(info(model, role=role), **{field: value}))
+        registry.register(replace(info(model, role=role), **{field: value}))
     assert all(status.state is NodeState.REFUSED for status in registry.statuses())
 
 
 async def test_a_node_that_failed_its_self_test_is_refused_and_shown(model: str) -> None:
     registry = Registry(RouterConfig(), "r")
     with pytest.raises(UnavailableError, match="the logits moved"):
-        registry.register(dataclasses.replace(info(model), finding="the logits moved"))
+        registry.register(replace(info(model), finding="the logits moved"))
     (status,) = registry.statuses()
     assert status.state is NodeState.REFUSED
     assert "the logits moved" in status.detail
@@ -100,7 +102,47 @@ async def test_an_unknown_node_has_to_register(model: str) -> None:
     registry.register(node)
     registry.heartbeat(node.ref, NodeLoad(), draining=False)
     with pytest.raises(NotFoundError):
-        registry.heartbeat(dataclasses.replace(node.ref, generation="1"), NodeLoad(), draining=False)
+        registry.heartbeat(replace(node.ref, generation="1"), NodeLoad(), draining=False)
     assert [status.state for status in registry.statuses()] == [NodeState.JOINING]
     assert registry.missing() == "no prefill node has joined; no decode node is in use (d1 is joining: being prepared)"
     await registry.close()
+
+
+async def test_a_decode_node_is_told_of_those_who_wait_for_its_room(model: str) -> None:
+    async with cluster(model, slots=2) as fake:
+        registry, (prefill, decode) = fake.router.registry, fake.nodes
+        need = Need(num_prompt=3, max_tokens=9)
+        told = registry.demand(decode.info.ref, need, 5)
+        assert told is not None
+        assert told.samples == 0  # There is room.
+        assert registry.demand(prefill.info.ref, need, 5) is None
+
+        def fill() -> None:
+            for _ in range(2):
+                seat = registry.place(need)
+                assert seat is not None
+                seat.prefilled()
+                seats.append(seat)
+
+        seats: list[Seat] = []
+        fill()
+        assert registry.place(need) is None
+        told = registry.demand(decode.info.ref, need, 5)
+        assert told is not None
+        assert (told.samples, told.num_tokens) == (5, 12)
+        assert registry.demand(decode.info.ref, None, 0) == replace(told, samples=0, num_tokens=0)
+
+        await fake.add_decode("d2", slots=2)
+        await fake.ready("d2")
+        fill()
+        told = registry.demand(decode.info.ref, need, 5)
+        assert told is not None
+        assert told.samples == 3  # The other one is told of its part.
+        prefill.agent.draining = True
+        prefill.agent.tell()
+        await fake.until(lambda: fake.state("p1") is NodeState.DRAINING)
+        told = registry.demand(decode.info.ref, need, 5)
+        assert told is not None
+        assert told.samples == 0  # Room would be of no use.
+        for seat in seats:
+            seat.close()

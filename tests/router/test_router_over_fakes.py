@@ -417,7 +417,7 @@ class TestNodes:
             check((await running)[0], PROMPT, PARAMS, 1)
             await fake.until(lambda: fake.router.registry._decodes["d1"] is not member)
             # What the dropped client held ends with the node's time to live.
-            for lease in fake.nodes[1].service._table.held_by(member.client._session):
+            for lease in fake.nodes[1].service._table.held_by(member.client.session):
                 fake.nodes[1].service._expire(lease)
 
     async def test_a_tokenizer_that_is_not_the_models_is_not_used(self, model: str) -> None:
@@ -651,18 +651,20 @@ class TestCancellation:
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Not first when its lease expires: that is a minute here."""
-        reserve = DecodeService.Reserve
+        reserve, may_answer = DecodeService.Reserve, asyncio.Event()
 
         async def answered_late(node: DecodeService, request: Any, context: Any) -> Any:
             granted = await reserve(node, request, context)
-            await asyncio.sleep(0.6)
+            await may_answer.wait()
             return granted
 
         monkeypatch.setattr(DecodeService, "Reserve", answered_late)
+        monkeypatch.setattr(service, "ANSWER_S", 1.0)
         async with cluster(model) as fake:
             with pytest.raises(DeadlineError):
-                await generate(fake, PROMPT, PARAMS, timeout_s=0.3)
+                await generate(fake, PROMPT, PARAMS, timeout_s=2.0)
             assert fake.nodes[1].used_slots == 1
+            may_answer.set()
             await fake.idle()
 
     async def test_cancelled_at_every_step(self, model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from corun.channel import channel
 from corun.node import routers as routers_module
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
+from decode_node import wishes
 from router.service import CLUSTER_SERVICE
 from tests.fakes import WAIT_S, FakeCluster, FakeNode, cluster, expected, generate, kill_router
 from tests.node.scripted_router import Names
@@ -38,7 +40,7 @@ class Bookings:
         self._reserve = self._table.reserve
         self._table.reserve = self.reserve
 
-    def reserve(self, router_id: str, *sizes: int) -> Any:
+    def reserve(self, router_id: str, *sizes: Any) -> Any:
         held = list(self._table._leases.values())
         lease = self._reserve(router_id, *sizes)
         self.twice += [other.slot for other in held if other.slot == lease.slot]
@@ -62,6 +64,7 @@ async def routers(
         for node in nodes:
             node.agent = NodeAgent(node.info, ["routers:50051"], node.service.load, resolve=names)
             node.join()
+        nodes[1].agent.on_demand = nodes[1].service.note_demand
         await one.ready("p1", "d1")
         yield one, two, names
 
@@ -121,15 +124,25 @@ async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another(model: 
         await asyncio.gather(*crowd)
 
 
-async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_another(model: str) -> None:
+async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_another(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its small ones go on: 6 of them fill the node, a large one needs two thirds of it."""
+    monkeypatch.setattr(wishes, "TURN_S", 0.3)
     large = SamplingParams(max_tokens=240, min_tokens=240, logprobs=True)
     async with routers(model, slots=20, kv_blocks=24) as (one, two, names):
         names.at["routers"] = [one.address, two.address]
         await two.ready("p1", "d1")
-        crowd = [start(one, seed) for seed in range(120)]
+        seeds, is_over = itertools.count(), False
+
+        async def go_on() -> None:
+            while not is_over:
+                await start(one, next(seeds) % 200)
+
+        crowd = [asyncio.create_task(go_on()) for _ in range(12)]
         await one.until(lambda: one.nodes[1].used_slots == 6)
-        await asyncio.gather(*(start(two, seed, large) for seed in range(200, 202)))
-        assert one.router.queue.waiting
+        await asyncio.gather(*(start(two, seed, large) for seed in (200, 201)))
+        is_over = True
         await asyncio.gather(*crowd)
 
 
@@ -137,7 +150,7 @@ async def test_a_router_in_its_drain_keeps_its_nodes_though_it_is_not_listed(mod
     async with routers(model, heartbeat_timeout_ms=1000) as (one, two, names):
         one.nodes[1].engine.step_ms = 15  # Two rounds of 60 tokens: the drain lasts longer than a node may be silent.
         runs = [start(one, seed) for seed in range(2 * SLOTS)]
-        await one.until(lambda: one.nodes[1].used_slots == SLOTS)
+        await one.until(lambda: one.nodes[1].used_slots == one.router.queue.waiting == SLOTS)  # All have been taken.
         names.at["routers"] = [two.address]
         await one.router.drain()
         await asyncio.gather(*runs)
@@ -153,9 +166,11 @@ async def test_a_router_that_vanished_leaves_nothing_behind(model: str) -> None:
         prefill, decode = one.nodes
         runs = [start(one, seed) for seed in range(2 * SLOTS)]
         await one.until(lambda: decode.used_slots == SLOTS)
-        decode.engine.hanging = True  # Nothing ends by itself before it is looked at.
+        decode.engine.hanging = True  # Nothing ends by itself.
         await kill_router(one.router)
         assert decode.used_slots == SLOTS
+        await one.until(lambda: decode.used_slots == 0)
+        assert decode.service.figures.expired_leases == SLOTS
         decode.engine.hanging = False
         await asyncio.gather(*runs, return_exceptions=True)
         names.at["routers"] = [two.address]

@@ -136,52 +136,27 @@ def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
     assert prefill.queued_tokens == 50 + 1000
 
 
-def test_a_router_asks_once_after_each_report_where_others_hold_more() -> None:
-    """So that the node learns of those who wait here (`decode_node.wishes`)."""
+def test_room_is_lacking_where_there_is_none_or_was_refused_lately() -> None:
+    """What a node is told of those who wait for it (`decode_node.wishes`)."""
     decode = DecodeRoom(slots=4, kv_blocks=100, block_size=16)
+    assert not decode.lacks_room(16)
+    decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
+    assert decode.lacks_room(16)
+    assert not decode.lacks_room(101 * 16)  # It could never hold that.
+    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
+    assert decode.lacks_room(11 * 16)
+    assert not decode.lacks_room(10 * 16)
+    decode.refuse(16, decode.take(16))
+    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
+    assert decode.has_room(16)
+    assert decode.lacks_room(16)  # What is free is kept for others.
+    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
+    assert not decode.lacks_room(16)
+
+
+def test_what_was_refused_was_never_ours() -> None:
+    decode = DecodeRoom(slots=4, kv_blocks=100, block_size=16)
+    decode.report(NodeLoad(used_slots=3, used_kv_blocks=8))
+    decode.refuse(32, decode.take(32))
     decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
     assert decode.free_slots == 0
-    assert decode.has_room(32)
-    assert not decode.has_room(101 * 16)  # It could never hold that.
-    assert not decode.has_idle_room(32, 0)
-    raised = decode.take(32)
-    assert not decode.has_room(32)
-    decode.refuse(32, raised)
-    assert not decode.has_room(32)
-    decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
-    assert decode.free_slots == 0  # What was refused was never ours.
-    assert decode.has_room(32)
-
-
-def test_a_router_that_holds_as_much_as_others_waits_for_its_own() -> None:
-    decode = DecodeRoom(slots=4, kv_blocks=100, block_size=16)
-    decode.take(16)
-    decode.take(16)
-    decode.report(NodeLoad(used_slots=4, used_kv_blocks=4))
-    assert not decode.has_room(16)
-    decode.give(16)
-    assert decode.has_room(16)
-
-
-def test_a_router_asks_where_others_hold_more_of_the_kv() -> None:
-    """And its small samples go on meanwhile: that a large one is refused tells it nothing new."""
-    decode = DecodeRoom(slots=8, kv_blocks=100, block_size=16)
-    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
-    assert not decode.fits(20 * 16)
-    assert decode.has_room(20 * 16)
-    decode.refuse(20 * 16, decode.take(20 * 16))
-    assert not decode.has_room(20 * 16)
-    assert decode.has_room(10 * 16)
-    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
-    assert decode.has_room(20 * 16)
-    decode.take(10 * 16)
-
-
-def test_many_slots_weigh_as_much_as_much_kv() -> None:
-    decode = DecodeRoom(slots=8, kv_blocks=100, block_size=16)
-    for _ in range(4):
-        decode.take(16)
-    decode.report(NodeLoad(used_slots=5, used_kv_blocks=4 + 46))
-    assert not decode.has_room(60 * 16)
-    decode.report(NodeLoad(used_slots=5, used_kv_blocks=4 + 51))
-    assert decode.has_room(60 * 16)
