@@ -185,9 +185,11 @@ class Demand:
     router_id: str
     """As the router names itself when it reserves there."""
     samples: int = 0
-    """That would start there now, had it room."""
+    """The node's part of those that wait."""
     num_tokens: int = 0
     """Prompt and most output tokens of the first of them."""
+    lasts_ms: int = 0
+    """Unless the router says otherwise before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -268,11 +268,18 @@ def node_load_from_proto(message: registry_pb2.NodeLoad) -> NodeLoad:
 
 
 def demand_to_proto(demand: Demand) -> registry_pb2.Demand:
-    return registry_pb2.Demand(router_id=demand.router_id, samples=demand.samples, num_tokens=demand.num_tokens)
+    return registry_pb2.Demand(
+        router_id=demand.router_id, samples=demand.samples, num_tokens=demand.num_tokens, lasts_ms=demand.lasts_ms
+    )
 
 
 def demand_from_proto(message: registry_pb2.Demand) -> Demand:
-    return Demand(router_id=message.router_id, samples=message.samples, num_tokens=message.num_tokens)
+    return Demand(
+        router_id=message.router_id,
+        samples=message.samples,
+        num_tokens=message.num_tokens,
+        lasts_ms=message.lasts_ms,
+    )
 
 
 def node_status_to_proto(status: NodeStatus) -> cluster_pb2.NodeStatus:

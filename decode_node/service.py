@@ -235,7 +235,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def note_demand(self, demand: Demand) -> None:
         """What a router would use here, if there was room."""
         room, now = self._table.needs(demand.num_tokens), asyncio.get_running_loop().time()
-        self._wishes.note(demand.router_id, demand.samples, room, self._table.held, now)
+        until = now + demand.lasts_ms / 1000
+        self._wishes.note(demand.router_id, demand.samples, room, self._table.held, now, until)
 
     def _reserve(self, request: pb.ReserveRequest) -> Lease:
         """Raises OverloadedError if there is no room, or none for this router."""

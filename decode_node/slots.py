@@ -27,6 +27,9 @@ class Room:
     def __add__(self, other: Room) -> Room:
         return Room(self.slots + other.slots, self.kv_blocks + other.kv_blocks)
 
+    def __sub__(self, other: Room) -> Room:
+        return Room(self.slots - other.slots, self.kv_blocks - other.kv_blocks)
+
     def __mul__(self, samples: int) -> Room:
         return Room(self.slots * samples, self.kv_blocks * samples)
 

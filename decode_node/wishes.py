@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from decode_node.slots import NOTHING, Room
 
-WISH_S = 3.0
-"""How long room is kept for a router that says nothing more: it does with every heartbeat, one a second."""
 TURN_S = 5.0
-"""What is kept stays empty until its router hears of it, so what is left over where room does not divide evenly must
-not change hands all the time."""
+"""The least wait for what others may as well have. What is kept stays empty until its router hears of it, so what is
+left over where room does not divide evenly must not change hands all the time."""
 
 
 @dataclass(slots=True)
@@ -46,15 +44,19 @@ class Wishes:
         self._total = total
         self._wishes: dict[str, Wish] = {}
 
-    def note(self, router_id: str, samples: int, room: Room, held: Mapping[str, Room], now: float) -> None:
-        """A router would use room for so many samples, if there was some. room: of one; held: by router."""
+    def note(
+        self, router_id: str, samples: int, room: Room, held: Mapping[str, Room], now: float, until: float
+    ) -> None:
+        """A router would use room for so many samples, if there was some; that holds `until` then, unless it says so
+        again. room: of one sample; held: by router."""
+        self._forget_old(now)
         known = self._wishes.pop(router_id, None)
         if not samples or self._share(room) > self._share(self._total):  # More than there is can never be kept.
             return
         share = self._share_of(router_id, held)
         since = known.since if known is not None and known.share == share else now
         granted_at = now if known is None else known.granted_at
-        self._wishes[router_id] = Wish(samples, room, share, since, granted_at, now + WISH_S)
+        self._wishes[router_id] = Wish(samples, room, share, since, granted_at, until)
 
     def granted(self, router_id: str, room: Room, now: float) -> None:
         """A router was given room."""
@@ -68,7 +70,7 @@ class Wishes:
 
     def kept_from(self, router_id: str, held: Mapping[str, Room], now: float) -> Room:
         """How much of what is free is not for this router."""
-        self._wishes = {name: wish for name, wish in self._wishes.items() if wish.until > now}
+        self._forget_old(now)
         own, mine = self._share_of(router_id, held), self._wishes.get(router_id)
         kept = NOTHING
         for name, wish in self._wishes.items():
@@ -77,16 +79,23 @@ class Wishes:
             each = self._share(wish.room)
             lead = own - max(wish.share, self._share_of(name, held))
             is_next = lead > 0 or (lead == 0 and (mine is None or wish.granted_at < mine.granted_at))
-            has_turn = is_next and wish.since < now - TURN_S and self._can_get(name, each, held)
+            has_turn = is_next and wish.since < now - TURN_S and self._can_get(name, wish.room, held)
             if lead >= each or has_turn:
                 kept += wish.room * min(wish.samples, 1 + lead // (2 * each))  # That makes both equal; at least one.
         return kept
 
-    def _can_get(self, router_id: str, share: int, held: Mapping[str, Room]) -> bool:
+    def _forget_old(self, now: float) -> None:
+        self._wishes = {name: wish for name, wish in self._wishes.items() if wish.until > now}
+
+    def _can_get(self, router_id: str, need: Room, held: Mapping[str, Room]) -> bool:
         """Whether others that come down to what it holds leave it so much more."""
         theirs = self._share_of(router_id, held)
-        free = self._share(self._total) - self._share(sum(held.values(), NOTHING))
-        return free + sum(max(0, self._share(room) - theirs) for room in held.values()) >= share
+        left = self._total - sum(held.values(), NOTHING)
+        for room in held.values():
+            if (share := self._share(room)) > theirs:
+                kept = Room(room.slots * theirs // share, room.kv_blocks * theirs // share)
+                left += room - kept
+        return left.slots >= need.slots and left.kv_blocks >= need.kv_blocks
 
     def _share_of(self, router_id: str, held: Mapping[str, Room]) -> int:
         return self._share(held.get(router_id, NOTHING))

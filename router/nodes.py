@@ -276,8 +276,8 @@ class DecodeClient(NodeClient):
         Raises OverloadedError if the node has no room now, or keeps it for routers that hold less, and DeadlineError if
         it has not answered after `timeout_s`.
 
-        The call goes on then, or if this is cancelled, `CLEANUP_TIMEOUT_S` at most: `release` has to know whether the
-        node granted a slot.
+        The call goes on then, or if this is cancelled, until `CLEANUP_TIMEOUT_S` after that: `release` has to know
+        whether the node granted a slot.
         """
         request = decode_pb2.ReserveRequest(
             router_id=self.session,

@@ -40,6 +40,8 @@ OPEN_TIMEOUT_S = 10.0
 """Longest wait for a decode node to answer on a new step stream."""
 FORGET_AFTER_S = 600.0
 """How long lost and refused nodes stay in the cluster's status."""
+DEMAND_BEATS = 3
+"""Heartbeats after which a node takes what a router wanted there to be over."""
 REMEMBERED_GENERATIONS = 64
 MAX_NODES = 4096
 """Node ids that are known at once, with those lost and refused."""
@@ -195,10 +197,14 @@ class Registry:
         node = self._decodes.get(ref.node_id)
         if node is None or node.info.ref != ref:
             return None
-        if need is None or not self._waits_for(node, need):
+        able = [other for other in _usable(self._decodes) if need is not None and self._can_start(other, need)]
+        if need is None or node not in able:
             return Demand(router_id=node.client.session)
-        share = -(-samples // len(_usable(self._decodes)))
-        return Demand(router_id=node.client.session, samples=share, num_tokens=need.total)
+        able.sort(key=lambda other: (-other.room.free_blocks, other.node_id))
+        # One sample does not keep room on every node: where most is free, it comes together first.
+        part = (samples + len(able) - 1 - able.index(node)) // len(able)
+        lasts_ms = DEMAND_BEATS * self._config.heartbeat_interval_ms
+        return Demand(router_id=node.client.session, samples=part, num_tokens=need.total, lasts_ms=lasts_ms)
 
     def could_hold(self, num_tokens: int) -> bool:
         """Whether some decode node, if only later, may have room for a sample."""
@@ -281,11 +287,11 @@ class Registry:
         finally:
             self._waiting.discard(change)
 
-    def _waits_for(self, node: DecodeMember, need: Need) -> bool:
-        """Whether such a sample lacks nothing but room on this node."""
+    def _can_start(self, node: DecodeMember, need: Need) -> bool:
+        """Whether nothing but room on this node may be what such a sample lacks."""
         prefills = (prefill for prefill in _usable(self._prefills) if prefill.room.has_room(need.kv_key))
         can_prefill = any(self._pairs.is_warm(node.node_id, prefill.node_id) for prefill in prefills)
-        return node.takes_work and can_prefill and node.room.lacks_room(need.total)
+        return can_prefill and node.room.could_hold(need.total)
 
     def _candidates(self) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
         decodes = [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)]

@@ -59,7 +59,6 @@ class DecodeRoom:
         self._slots = SharedCount()
         self._blocks = SharedCount()
         self._refused = False
-        self._was_refused = False
 
     @property
     def free_slots(self) -> int:
@@ -80,10 +79,6 @@ class DecodeRoom:
     def has_room(self, num_tokens: int) -> bool:
         """Whether such a sample may be tried here."""
         return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
-
-    def lacks_room(self, num_tokens: int) -> bool:
-        """Whether room here is what such a sample waits for: there seems to be none, or we were refused some lately."""
-        return self.could_hold(num_tokens) and (self._was_refused or not self.has_room(num_tokens))
 
     def keeps_free(self, spare_slots: int) -> bool:
         """Whether so many slots are free, or all but one where the node has no more."""
@@ -112,7 +107,7 @@ class DecodeRoom:
     def report(self, load: NodeLoad) -> None:
         self._slots.report(load.used_slots)
         self._blocks.report(load.used_kv_blocks)
-        self._was_refused, self._refused = self._refused, False
+        self._refused = False
 
 
 class PrefillRoom:

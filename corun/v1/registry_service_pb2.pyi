@@ -126,11 +126,13 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, quarantined: _Optional[str] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ...) -> None: ...
 
 class Demand(_message.Message):
-    __slots__ = ("router_id", "samples", "num_tokens")
+    __slots__ = ("router_id", "samples", "num_tokens", "lasts_ms")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     samples: int
     num_tokens: int
-    def __init__(self, router_id: _Optional[str] = ..., samples: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    lasts_ms: int
+    def __init__(self, router_id: _Optional[str] = ..., samples: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lasts_ms: _Optional[int] = ...) -> None: ...

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from corun.cluster import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
+from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from corun.config import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
@@ -14,7 +14,7 @@ from router.members import Seat
 from router.pinned import ClusterContract
 from router.placement import Need
 from router.registry import Registry
-from tests.fakes import cluster, contract
+from tests.fakes import cluster, contract, router_config
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 
@@ -112,10 +112,10 @@ async def test_a_decode_node_is_told_of_those_who_wait_for_its_room(model: str) 
     async with cluster(model, slots=2) as fake:
         registry, (prefill, decode) = fake.router.registry, fake.nodes
         need = Need(num_prompt=3, max_tokens=9)
-        told = registry.demand(decode.info.ref, need, 5)
-        assert told is not None
-        assert told.samples == 0  # There is room.
         assert registry.demand(prefill.info.ref, need, 5) is None
+        too_long = registry.demand(decode.info.ref, replace(need, max_tokens=10**6), 5)
+        assert too_long is not None
+        assert too_long.samples == 0
 
         def fill() -> None:
             for _ in range(2):
@@ -130,14 +130,16 @@ async def test_a_decode_node_is_told_of_those_who_wait_for_its_room(model: str) 
         told = registry.demand(decode.info.ref, need, 5)
         assert told is not None
         assert (told.samples, told.num_tokens) == (5, 12)
-        assert registry.demand(decode.info.ref, None, 0) == replace(told, samples=0, num_tokens=0)
+        assert told.lasts_ms == 3 * router_config().heartbeat_interval_ms
+        assert registry.demand(decode.info.ref, None, 0) == Demand(router_id=told.router_id)
 
-        await fake.add_decode("d2", slots=2)
+        await fake.add_decode("d2", slots=2, kv_blocks=2000)
         await fake.ready("d2")
         fill()
-        told = registry.demand(decode.info.ref, need, 5)
-        assert told is not None
-        assert told.samples == 3  # The other one is told of its part.
+        refs = [fake.nodes[2].info.ref, decode.info.ref]
+        for samples, parts in {1: [1, 0], 2: [1, 1], 5: [3, 2]}.items():  # d2 has more KV blocks left.
+            told_both = [registry.demand(ref, need, samples) for ref in refs]
+            assert [each.samples for each in told_both if each] == parts
         prefill.agent.draining = True
         prefill.agent.tell()
         await fake.until(lambda: fake.state("p1") is NodeState.DRAINING)

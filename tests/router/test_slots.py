@@ -136,24 +136,6 @@ def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
     assert prefill.queued_tokens == 50 + 1000
 
 
-def test_room_is_lacking_where_there_is_none_or_was_refused_lately() -> None:
-    """What a node is told of those who wait for it (`decode_node.wishes`)."""
-    decode = DecodeRoom(slots=4, kv_blocks=100, block_size=16)
-    assert not decode.lacks_room(16)
-    decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
-    assert decode.lacks_room(16)
-    assert not decode.lacks_room(101 * 16)  # It could never hold that.
-    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
-    assert decode.lacks_room(11 * 16)
-    assert not decode.lacks_room(10 * 16)
-    decode.refuse(16, decode.take(16))
-    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
-    assert decode.has_room(16)
-    assert decode.lacks_room(16)  # What is free is kept for others.
-    decode.report(NodeLoad(used_slots=2, used_kv_blocks=90))
-    assert not decode.lacks_room(16)
-
-
 def test_what_was_refused_was_never_ours() -> None:
     decode = DecodeRoom(slots=4, kv_blocks=100, block_size=16)
     decode.report(NodeLoad(used_slots=3, used_kv_blocks=8))
