@@ -263,14 +263,7 @@ class DecodeClient(NodeClient):
         request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=wire.nixl_endpoint_to_proto(peer))
         await self._call(self._stub.Connect, request, timeout_s)
 
-    async def reserve(
-        self,
-        lease: Lease,
-        *,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        timeout_s: float,
-    ) -> None:
+    async def reserve(self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
         """Gets a slot for `lease`.
 
         Raises OverloadedError if the node has no room now, or keeps it for routers that hold less, and DeadlineError if

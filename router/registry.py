@@ -197,7 +197,7 @@ class Registry:
         node = self._decodes.get(ref.node_id)
         if node is None or node.info.ref != ref:
             return None
-        able = [other for other in _usable(self._decodes) if need is not None and self._can_start(other, need)]
+        able = self._could_start(need) if need is not None else []
         if need is None or node not in able:
             return Demand(router_id=node.client.session)
         able.sort(key=lambda other: (-other.room.free_blocks, other.node_id))
@@ -287,11 +287,11 @@ class Registry:
         finally:
             self._waiting.discard(change)
 
-    def _can_start(self, node: DecodeMember, need: Need) -> bool:
-        """Whether nothing but room on this node may be what such a sample lacks."""
-        prefills = (prefill for prefill in _usable(self._prefills) if prefill.room.has_room(need.kv_key))
-        can_prefill = any(self._pairs.is_warm(node.node_id, prefill.node_id) for prefill in prefills)
-        return can_prefill and node.room.could_hold(need.total)
+    def _could_start(self, need: Need) -> list[DecodeMember]:
+        """The decode nodes on which such a sample may lack nothing but room."""
+        free = [prefill.node_id for prefill in _usable(self._prefills) if prefill.room.has_room(need.kv_key)]
+        able = (node for node in _usable(self._decodes) if node.room.could_hold(need.total))
+        return [node for node in able if any(self._pairs.is_warm(node.node_id, prefill) for prefill in free)]
 
     def _candidates(self) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
         decodes = [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)]
