@@ -13,7 +13,7 @@ from threading import Thread
 from typing import TypeVar
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, Metric, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -26,7 +26,7 @@ LOOP_TIMEOUT_S = 5.0
 
 
 class MetricsServer:
-    """Answers GET /metrics, with the process's own figures (CPU seconds, memory, files) and those of `add`."""
+    """Answers GET /metrics, with the process's own figures (CPU seconds, memory, files, tasks) and those of `add`."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -44,6 +44,9 @@ class MetricsServer:
 
     async def start(self, host: str, port: int) -> None:
         """Listens; port 0 picks a free one. Raises UnavailableError if the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        tasks = Gauge("corun_tasks", "Tasks of the event loop that have not ended.", registry=self._registry)
+        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # In a thread, so also while the loop stands still.
         try:
             self._running = await asyncio.to_thread(start_http_server, port, addr=host, registry=self._registry)
         except OSError as error:
