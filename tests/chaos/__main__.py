@@ -25,6 +25,9 @@ from tests.chaos.fakes import under_chaos
 from tests.chaos.report import Report
 from tests.fakes import write_tokenizer
 
+MANY_FAULTS = 10_000
+"""More than come in any time that somebody would wait."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -40,6 +43,11 @@ class Options:
     """Fake engines only: prefill nodes, and decode nodes; the more there are, the faster come the faults."""
     kinds: tuple[str, ...] = ()
     """Real engines only: kinds of faults to draw from, by name."""
+    minutes: float = 0.0
+    """Real engines only: faults come for so long, however many that are, and `lasting` members are measured."""
+    lasting: tuple[str, ...] = ("r0", "p0", "d0")
+    """Real engines only, with `minutes`: members that are stopped and cut off but never replaced, so that what grows in
+    them is seen."""
     control: bool = False
     """Real engines only: decode nodes are killed under routers that do not check repeated runs; must end with 3."""
     logs: str = ""
@@ -55,13 +63,14 @@ async def on_real(options: Options, scratch: Path) -> Report:
     async with real.under_chaos(scratch, options.seed, careless=options.control) as chaos:
         plan = faults.draw(
             options.seed,
-            options.faults or 30,
+            options.faults or (MANY_FAULTS if options.minutes else 30),
             ("d0", "d1") if options.control else chaos.members,
             ("kill",) if options.control else options.kinds,
+            options.lasting if options.minutes else (),
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, chaos, "is_cut_short", True)
-        return await chaos.run(plan, clients=options.clients or 4)
+        return await chaos.run(plan, clients=options.clients or 4, seconds=60 * options.minutes)
 
 
 def main() -> int:

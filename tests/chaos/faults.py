@@ -121,14 +121,20 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def draw(seed: int, count: int, members: Sequence[str], only: Sequence[str] = ()) -> list[Planned]:
-    """A schedule: a function of its arguments. only: names of kinds; none: all that are drawn unasked."""
+def draw(
+    seed: int, count: int, members: Sequence[str], only: Sequence[str] = (), lasting: Sequence[str] = ()
+) -> list[Planned]:
+    """A schedule: a function of its arguments. only: names of kinds; none: all that are drawn unasked.
+
+    lasting: members that no fault may replace, so that what grows in them over a long run can be seen.
+    """
     rng = random.Random(seed)
-    names = list(only) or [name for name, kind in KINDS.items() if kind.weight]
+    names = list(only) or [name for name, kind in KINDS.items() if kind.weight and not (lasting and kind.all_of_role)]
     weights = [max(1, KINDS[name].weight) for name in names]
     plan = []
     for name in rng.choices(names, weights, k=count):
-        targets = [member for member in members if member[0] in KINDS[name].roles] or [CLIENTS]
+        kept = lasting if KINDS[name].replaces else ()
+        targets = [member for member in members if member[0] in KINDS[name].roles and member not in kept] or [CLIENTS]
         wait_s = min(10.0, rng.expovariate(1 / 3.0))
         plan.append(Planned(kind=name, target=rng.choice(targets), wait_s=wait_s, strength=rng.random()))
     return plan

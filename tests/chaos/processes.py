@@ -1,7 +1,7 @@
-"""A real cluster for chaos: two routers, two prefill and two decode nodes as processes, with TCP proxies in between.
+"""A real cluster for chaos: two routers, two prefill and two decode nodes, a gateway.
 
-Owns the processes, which are started again when they end, the proxies, and looking at what is held. Must not know which
-faults there are nor what is asked of the cluster. Tests only.
+All of them are processes, with TCP proxies in between. Owns the processes, which are started again when they end, the
+proxies, and looking at what is held. Must not know which faults there are nor what is asked of the cluster. Tests only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ ROLES = {
 class Process:
     """One member of the cluster over all its lives, each under a guard, as `corun up` runs it."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], log: Path, metrics_port: int = 0) -> None:
         self.name = name
+        self.metrics_port = metrics_port
+        """0: it tells no metrics."""
         self.expected: int | None = None
         """The exit code that a fault is going to cause; None: it must not end."""
         self.lives = 0
@@ -116,6 +118,8 @@ class RealCluster:
         """Of routers, past their proxies."""
         self.links: dict[str, CuttingProxy] = {}
         """By the process that is reached: clients reach routers, and routers reach nodes."""
+        self.gateway = ""
+        """URL of the gateway, which reaches the routers through their proxies."""
         self.wrong_ends: list[str] = []
         self.hit: set[str] = set()
         """Members that a fault has hit and that are not in use again yet."""
@@ -137,7 +141,7 @@ class RealCluster:
             supervisor.cancel()
         await asyncio.wait(self._supervisors)
         found = []
-        for names in (self.names("r"), self.names("pd")):
+        for names in (self.names("g"), self.names("r"), self.names("pd")):
             found += await asyncio.gather(*(self.processes[name].stop() for name in names))
         found += [f"process {pid} still runs" for pid in descendants(os.getpid())]
         return [wrong for wrong in found if wrong]
@@ -233,7 +237,7 @@ async def started(logs: Path, *, threads: int, careless: bool = False) -> AsyncI
     seed_key.write_text("c0ffee" * 4)
     async with AsyncExitStack() as stack:
         for name in ("r0", "r1", "p0", "p1", "d0", "d1"):
-            port = free_port()
+            port, metrics_port = free_port(), free_port()
             address = f"127.0.0.1:{port}"
             cluster.links[name] = link = await stack.enter_async_context(CuttingProxy(address))
             if name[0] == "r":
@@ -243,13 +247,22 @@ async def started(logs: Path, *, threads: int, careless: bool = False) -> AsyncI
             else:
                 words = [*ROLES[name[0]], "--model", model, "--threads", str(threads), "--node-id", name]
                 words += ["--router", *cluster.addresses.values(), "--advertise", link.address]
-            argv = [sys.executable, "-m", *words, "--port", str(port)]
-            cluster.processes[name] = Process(name, argv, logs / f"{name}.log")
+            argv = [sys.executable, "-m", *words, "--port", str(port), "--metrics-port", str(metrics_port)]
+            cluster.processes[name] = Process(name, argv, logs / f"{name}.log", metrics_port)
+        _add_gateway(cluster, logs)
         try:
             await cluster.start()
             yield cluster
         finally:
             cluster.end()
+
+
+def _add_gateway(cluster: RealCluster, logs: Path) -> None:
+    port = free_port()
+    routers = ",".join(cluster.links[name].address for name in cluster.names("r"))
+    argv = [sys.executable, "-m", "corun", "gateway", "--router", routers, "--port", str(port)]
+    cluster.processes["g0"] = Process("g0", argv, logs / "g0.log")
+    cluster.gateway = f"http://127.0.0.1:{port}"
 
 
 def _ready(status: ClusterStatus | None) -> dict[str, str]:

@@ -1,27 +1,31 @@
 """Chaos over real engines: a seeded schedule of faults against a cluster of processes, under a stream of requests.
 
 The right answer of every request is computed first, alone, on the same cluster. Then every stream that completes must
-give the same bits, every token once. Owns the requests and the judgement; faults are in `faults`, processes in
-`processes`. Tests only.
+give the same bits, every token once. What each process holds is measured while all is idle: at the start, half-way and
+at the end. Owns the judgement; requests are in `traffic`, faults in `faults`, processes in `processes`. Tests only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from corun import AsyncClient, Chunk, CorunError, OverloadedError, SamplingParams, UnavailableError
+import aiohttp
+
+from corun import AsyncClient, Condition, CorunError, OverloadedError, UnavailableError
+from tests.chaos import resources
 from tests.chaos.faults import CLIENTS, KINDS, Planned
 from tests.chaos.processes import MAX_QUEUED_SAMPLES, SLOTS, RealCluster, started
 from tests.chaos.report import Hit, Report
+from tests.chaos.resources import Usage
+from tests.chaos.traffic import Case, answered, make_cases, over_http, streamed
 
 READY_AGAIN_S = 60.0
 """For routers to serve after a fault, and for clients to find one."""
@@ -30,24 +34,17 @@ WHOLE_AGAIN_S = 240.0
 REQUEST_TIMEOUT_S = 300.0
 PAUSE_S = 0.3
 """Of a client between two requests, on average."""
+HTTP_SHARE = 0.2
+"""Part of the requests that go through the gateway."""
+VERIFY_EVERY_S = 60.0
+VERIFY_TIMEOUT_S = 30.0
 IDLE_S = 90.0
+SETTLE_S = 5.0
+"""Channels to what was replaced are closed a little later."""
 NUM_CASES = 24
 BURST = 3 * (MAX_QUEUED_SAMPLES + 2 * SLOTS)
-SPARE_FDS = 16
-"""By which the descriptors of a process may differ from those before the faults: connections come and go."""
 ALLOWED = ("nodes failed", "may be poison")
 """What an UnavailableError may say: `max_attempts` runs of a request were hit."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """A request and its right answer: per sample, token ids and log probability bits."""
-
-    number: int
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    bits: tuple[bytes, ...] = ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,7 +77,6 @@ class Chaos:
         self._seed = seed
         self._cases: list[Case] = []
         self._streams: list[Stream] = []
-        self._stop = asyncio.Event()
         self._repairs: list[asyncio.Task[None]] = []
         self._began = 0.0
 
@@ -92,46 +88,104 @@ class Chaos:
     def _now(self) -> float:
         return time.monotonic() - self._began
 
-    async def run(self, plan: list[Planned], *, clients: int) -> Report:
-        self._cases = await self._answers()
-        fds = await self._calm_fds()
-        for number, planned in enumerate(plan, 1):
-            say(f"planned {number}: {planned}")
+    async def run(self, plan: list[Planned], *, clients: int, seconds: float = 0.0) -> Report:
+        """Does the faults of a plan; with `seconds`, no more of them after so long."""
+        async with AsyncClient(list(self._cluster.addresses.values())) as client:
+            self._cases = [await answered(client, case) for case in make_cases(NUM_CASES)]
+        say(f"{len(self._cases)} answers are known")
+        start = await self._measured("start")
         self._began = time.monotonic()
-        requests = [asyncio.create_task(self._client(number)) for number in range(clients)]
-        for planned in plan:
-            if not self.is_cut_short:
-                await self._hit(planned)
-        await asyncio.gather(*self._repairs)
-        self._stop.set()
-        await asyncio.gather(*requests)
-        await self._check_end(fds)
+        rest = iter(plan)
+        await self._under_load(rest if seconds else islice(rest, len(plan) // 2), clients, seconds / 2)
+        middle = await self._measured("half")
+        await self._under_load(rest, clients, seconds / 2)
+        end = await self._measured("end")
+        self.report.grown = {
+            "start to half": resources.growth(start, middle),
+            "half to end": resources.growth(middle, end),
+        }
+        await self._check_end(start, end)
         self.report.seconds = round(self._now, 1)
         self.report.ready_again_s = max((hit.ready_s for hit in self.report.hits), default=0.0)
         return self.report
 
-    async def _answers(self) -> list[Case]:
-        """Every case alone."""
-        cases = []
-        async with AsyncClient(list(self._cluster.addresses.values())) as client:
-            for case in _make_cases(NUM_CASES):
-                done = await client.generate(case.prompt, case.params, seed=case.seed)
-                bits = tuple(_pack(s.token_ids, s.logprobs) for s in done.samples)
-                cases.append(
-                    Case(number=case.number, prompt=case.prompt, params=case.params, seed=case.seed, bits=bits)
-                )
-        say(f"{len(cases)} answers are known")
-        return cases
+    async def _under_load(self, plan: Iterable[Planned], clients: int, seconds: float) -> None:
+        """One half of a run: faults in order beside the traffic, all of them or those of some seconds."""
+        stop = asyncio.Event()
+        traffic = [asyncio.create_task(self._client(number, stop)) for number in range(clients)]
+        traffic.append(asyncio.create_task(self._verify(stop)))
+        over = time.monotonic() + seconds
+        for planned in plan:
+            if self.is_cut_short or (seconds and time.monotonic() > over):
+                break
+            await self._hit(planned)
+        await asyncio.gather(*self._repairs)
+        self._repairs.clear()
+        stop.set()
+        await asyncio.gather(*traffic)
 
-    async def _client(self, number: int) -> None:
-        """One request after the other, through the proxies."""
+    async def _measured(self, when: str) -> dict[str, Usage]:
+        """What every process holds once nothing is asked of it."""
+        if held := await self._idle():
+            self.report.leaked += [f"{when}: {what}" for what in held]
+        await asyncio.sleep(SETTLE_S)
+        found = await resources.usage(self._cluster)
+        self.report.resources[when] = resources.table(found)
+        say(f"{when}: {self.report.resources[when]}")
+        return found
+
+    async def _client(self, number: int, stop: asyncio.Event) -> None:
+        """One request after the other, through the proxies or the gateway."""
         draw = random.Random(f"{self._seed}/{number}")
         routers = [self._cluster.links[name].address for name in self._cluster.names("r")]
         routers = routers[number % len(routers) :] + routers[: number % len(routers)]
-        async with AsyncClient(routers, timeout_s=REQUEST_TIMEOUT_S, connect_timeout_s=READY_AGAIN_S) as client:
-            while not self._stop.is_set():
-                await self._judge(client, draw.choice(self._cases))
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with (
+            AsyncClient(routers, timeout_s=REQUEST_TIMEOUT_S, connect_timeout_s=READY_AGAIN_S) as client,
+            aiohttp.ClientSession(timeout=timeout) as session,
+        ):
+            while not stop.is_set():
+                case = draw.choice(self._cases)
+                if draw.random() < HTTP_SHARE:
+                    await self._judge_http(session, case)
+                else:
+                    await self._judge(client, case)
                 await asyncio.sleep(draw.expovariate(1 / PAUSE_S))
+
+    async def _verify(self, stop: asyncio.Event) -> None:
+        """A verification now and then. What it finds different is wrong; it may well be refused or come to nothing."""
+        draw = random.Random(f"{self._seed}/verify")
+        async with AsyncClient(list(self._cluster.addresses.values()), timeout_s=VERIFY_TIMEOUT_S) as client:
+            while not stop.is_set():
+                cases = draw.sample(self._cases, 2)
+                try:
+                    results = client.verify([case.verification() for case in cases], [Condition.CROWDED])
+                    async for result in results:
+                        self._judge_verified(cases[result.case_index], result.match, result.error)
+                except CorunError as error:
+                    say(f"{self._now:6.1f} s  no verification: {error}")
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(stop.wait(), VERIFY_EVERY_S)
+
+    def _judge_verified(self, case: Case, match: bool, error: str) -> None:
+        if match:
+            self.report.verified += 1
+        elif not error:
+            self.report.wrong.append(f"{self._now:.1f} s: verification of request {case.number}")
+
+    async def _judge_http(self, session: aiohttp.ClientSession, case: Case) -> None:
+        try:
+            digests = await over_http(session, self._cluster.gateway, case)
+        except OverloadedError:
+            self.report.refused += 1
+        except CorunError as error:
+            self._judge_error(case, error)
+        except asyncio.TimeoutError:
+            self.report.failed.append(f"{self._now:.1f} s: request {case.number}: no answer over HTTP")
+        else:
+            self.report.completed += 1
+            if digests != case.digests:
+                self.report.wrong.append(f"{self._now:.1f} s: request {case.number} over HTTP")
 
     async def _judge(self, client: AsyncClient, case: Case, *, is_timed: bool = True) -> None:
         stream = Stream(is_timed=is_timed)
@@ -163,8 +217,7 @@ class Chaos:
         while True:
             samples = [bytearray() for _ in case.bits]
             try:
-                async for chunk in client.stream(case.prompt, case.params, seed=case.seed):
-                    _add(samples, chunk)
+                async for _ in streamed(client, case, samples):
                     stream.note_token()
             except OverloadedError as error:
                 self.report.refused += 1
@@ -259,10 +312,6 @@ class Chaos:
         if self.report.refused == refused:
             self.report.failed.append(f"none of {BURST} requests at once was refused")
 
-    async def _calm_fds(self) -> dict[str, int]:
-        await self._idle()
-        return self._cluster.fds()
-
     async def _idle(self) -> list[str]:
         """Waits until nothing is held; what is held all the same, in words."""
         deadline = time.monotonic() + IDLE_S
@@ -270,16 +319,9 @@ class Chaos:
             await asyncio.sleep(0.5)
         return held
 
-    async def _check_end(self, before: dict[str, int]) -> None:
-        self.report.leaked += await self._idle()
-        await asyncio.sleep(5.0)  # Channels to what was replaced are closed a little later.
-        after = self._cluster.fds()
-        self.report.fds = {name: (before[name], after[name]) for name in before}
-        self.report.leaked += [
-            f"{name} has {after[name]} file descriptors, and had {before[name]}"
-            for name in before
-            if after[name] > before[name] + SPARE_FDS
-        ]
+    async def _check_end(self, before: dict[str, Usage], after: dict[str, Usage]) -> None:
+        self.report.fds = {name: (before[name].fds, after[name].fds) for name in before}
+        self.report.leaked += self.report.grown["half to end"]
         self.report.reruns = self._cluster.reruns()
         self.report.failed += self._cluster.wrong_ends
         self.report.leaked += await self._cluster.stop()
@@ -295,36 +337,6 @@ async def under_chaos(logs: Path, seed: int, *, threads: int = 1, careless: bool
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _make_cases(count: int) -> list[Case]:
-    """Prompts of one token to a few chunks, greedy and not, some with several samples; always the same."""
-    draw = random.Random(4)
-    styles: tuple[dict[str, Any], ...] = (
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 0.8, "presence_penalty": 0.5},
-    )
-    cases = []
-    for number in range(count):
-        prompt = [draw.randrange(3, 500) for _ in range(draw.choice((1, 17, 127, 128, 129, 300)))]
-        params = SamplingParams(
-            n=draw.choice((1, 1, 1, 2)),
-            max_tokens=draw.randrange(20, 200),
-            ignore_eos=True,
-            logprobs=True,
-            **styles[number % len(styles)],
-        )
-        cases.append(Case(number=number, prompt=prompt, params=params, seed=draw.randrange(2**63)))
-    return cases
-
-
-def _pack(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> bytes:
-    return b"".join(struct.pack("<If", *pair) for pair in zip(token_ids, logprobs, strict=True))
-
-
-def _add(samples: list[bytearray], chunk: Chunk) -> None:
-    samples[chunk.sample_index] += _pack(chunk.token_ids, chunk.logprobs)
 
 
 async def _within(seconds: float, condition: Callable[[], bool]) -> bool:

@@ -53,6 +53,12 @@ class Report:
     """Of a real-engine run, in order."""
     fds: dict[str, tuple[int, int]] = field(default_factory=dict)
     """File descriptors of a real-engine run's processes, before the faults and after."""
+    resources: dict[str, Any] = field(default_factory=dict)
+    """What each process of a real-engine run held while all was idle: at the start, half-way and at the end."""
+    grown: dict[str, list[str]] = field(default_factory=dict)
+    """What had grown by more than it may: until half-way, when caches fill, and from there to the end, when none do."""
+    verified: int = 0
+    """Runs of verifications beside the traffic that were compared and found equal."""
     seconds: float = 0.0
     ready_again_s: float = 0.0
     """The longest time from the last fault to a whole cluster; on real engines, from any fault until routers served."""

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from tests.chaos.faults import CLIENTS, KINDS, draw
 from tests.chaos.report import Hit, Report, quantiles
+from tests.chaos.resources import Usage, growth
 from tests.proxy import CuttingProxy
 
 MEMBERS = ("r0", "r1", "p0", "p1", "d0", "d1")
@@ -29,6 +31,22 @@ def test_every_kind_but_those_that_are_off_is_drawn_for_members_of_its_roles() -
         assert planned.target == CLIENTS if not KINDS[planned.kind].roles else planned.target in MEMBERS
         assert planned.target == CLIENTS or planned.target[0] in KINDS[planned.kind].roles
     assert {planned.kind for planned in draw(1, 20, MEMBERS, ["stop engine"])} == {"stop engine"}
+
+
+def test_lasting_members_are_hit_but_never_replaced() -> None:
+    plan = draw(1, 1000, MEMBERS, lasting=("r0", "p0", "d0"))
+    replaced = {planned.target for planned in plan if KINDS[planned.kind].replaces}
+    assert replaced == {"r1", "p1", "d1"}
+    assert {planned.target for planned in plan} == {*MEMBERS, CLIENTS}
+    assert not any(KINDS[planned.kind].all_of_role for planned in plan)
+
+
+def test_growth_is_named_and_a_new_life_is_compared_with_nothing() -> None:
+    before = Usage(life=1, memory_mib=100.0, engine_mib=0.0, fds=30, threads=9, tasks=12, kv_blocks=0)
+    leaked = replace(before, tasks=500, kv_blocks=1)
+    assert growth({"d0": before}, {"d0": replace(before, fds=40, memory_mib=110.0)}) == []
+    assert growth({"d0": before}, {"d0": leaked}) == ["d0 has tasks 500, and had 12", "d0 has kv_blocks 1, and had 0"]
+    assert growth({"d0": before}, {"d0": replace(leaked, life=2)}) == []
 
 
 def test_quantiles() -> None:
