@@ -22,7 +22,7 @@ COPY router router
 COPY prefill_node prefill_node
 COPY decode_node decode_node
 RUN /opt/corun/bin/pip install --no-deps --no-build-isolation --no-index . \
-    && /opt/corun/bin/python locks/prune.py "corun[${EXTRA},tracing]" \
+    && /opt/corun/bin/python locks/prune.py "corun-llm[${EXTRA},tracing]" \
     && /opt/corun/bin/python -m pip uninstall --quiet --yes pip
 
 FROM python:${PYTHON} AS image

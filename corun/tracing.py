@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from corun import __version__
 from corun.errors import CorunError, InvalidArgumentError, UnavailableError, kind_of
+from corun.extras import how_to_get
 from corun.trace_context import Metadata, TraceContext, read
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -131,7 +132,7 @@ class _Tracing:
             from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
         except ImportError as error:
-            raise UnavailableError(f"traces need OpenTelemetry: install corun[tracing] ({error})") from error
+            raise UnavailableError(f"traces need OpenTelemetry ({error}); {how_to_get('tracing')}") from error
         own = {"service.name": service, "service.instance.id": instance, "service.version": __version__}
         given = OTELResourceDetector().detect().attributes
         resource = Resource.create({name: value for name, value in own.items() if name not in given})

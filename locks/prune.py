@@ -1,4 +1,4 @@
-"""Takes out of an environment what a requirement does not need: `python locks/prune.py 'corun[router]'`.
+"""Takes out of an environment what a requirement does not need: `python locks/prune.py 'corun-llm[router]'`.
 
 A lock file holds everything for development, too. The environment keeps what the requirement reaches through the
 metadata of what is installed, and pip. Runs in the environment itself; must not know what is in it.

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import tyro
 
 from corun.cli.options import OptionalPath
-from corun.cli.up import needs_extra
 from corun.errors import InvalidArgumentError
+from corun.extras import needs_extra
 from corun.params import check_seed
 
 RESULT = "result.json"
@@ -104,7 +104,7 @@ class Bench:
     """Write a file per run as well, with the keys of vllm bench serve."""
 
     def run(self) -> int:
-        with needs_extra("corun bench"):
+        with needs_extra("corun bench", "cpu"):
             command = importlib.import_module("corun.bench.command")
         code: int = command.run(self)
         return code

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun.cli.up import needs_extra
+from corun.extras import needs_extra
 
 _WIDTH = 110  # of a file or a pipe
 _YES_NO = {True: "yes", False: "no", None: "-"}
@@ -69,7 +69,7 @@ class Kernels:
     def run(self) -> int:
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
         progress = Console(stderr=True)
-        with needs_extra("corun.bench.kernels.runner"):
+        with needs_extra("corun bench kernels", "gpu"):
             kernels = importlib.import_module("corun.bench.kernels.runner")
         options = {name: getattr(self, name) for name in kernels.Options.__slots__}
         report = kernels.measure(kernels.Options(**options), lambda text: progress.print(text, style="dim"))

@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from corun.bench import results
-from corun.cli.up import needs_extra
 from corun.errors import InvalidArgumentError
+from corun.extras import needs_extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Report:
     def run(self) -> int:
         if not self.files:
             raise InvalidArgumentError("files", "none", "must be at least one result file")
-        with needs_extra("corun bench report"):
+        with needs_extra("corun bench report", "bench"):
             views = importlib.import_module("corun.bench.report.views")
             page = importlib.import_module("corun.bench.report.page")
         read = {str(path): results.read(path, (results.SCHEMA, results.KERNELS_SCHEMA)) for path in self.files}

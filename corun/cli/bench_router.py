@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from corun.cli.up import needs_extra
+from corun.extras import needs_extra
 
 _COLUMNS = ("p50", "p90", "p99", "max")
 
@@ -59,7 +59,7 @@ class RouterBench:
     """File for the JSON, too."""
 
     def run(self) -> int:
-        with needs_extra("corun bench router"):
+        with needs_extra("corun bench router", "router"):
             capacity = importlib.import_module("corun.bench.router.capacity")
         names = capacity.Setup.__dataclass_fields__
         setup = capacity.Setup(**{name: getattr(self, name) for name in names})

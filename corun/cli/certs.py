@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from corun.cli.up import needs_extra
+from corun.extras import needs_extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Certs:
     """Names and addresses at which the cluster's processes are reached."""
 
     def run(self) -> int:
-        with needs_extra("corun certs"):
+        with needs_extra("corun certs", "router"):
             certs = importlib.import_module("corun.certs")
         for path in certs.make(self.directory, self.hosts):
             print(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from corun.cli.up import needs_extra
+from corun.extras import needs_extra
 from corun.gateway.config import GatewayConfig
 
 
@@ -23,7 +23,7 @@ class Gateway(GatewayConfig):
     """
 
     def run(self) -> int:
-        with needs_extra("corun gateway"):
+        with needs_extra("corun gateway", "router"):
             app = importlib.import_module("corun.gateway.app")
         app.main(self)
         return 0

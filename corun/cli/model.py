@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tyro
 
 from corun.cli.options import OptionalPath
-from corun.cli.up import needs_extra
+from corun.extras import needs_extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Model:
     """Directory to make; by default in the user's cache, and only if it is not there yet."""
 
     def run(self) -> int:
-        with needs_extra("corun model"):
+        with needs_extra("corun model", "cpu"):
             tiny = importlib.import_module("corun.tiny")
         print(tiny.ensure(self.path))
         return 0

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from corun.cli.up import needs_extra
 from corun.errors import InvalidArgumentError
+from corun.extras import needs_extra
 from corun.spec import ROLES, check_replicas
 
 
@@ -40,7 +40,7 @@ class Scale:
         if not 0 < self.timeout_s <= 86_400:
             raise InvalidArgumentError("timeout_s", self.timeout_s, "must be in (0, 86400] seconds")
         pool, counts = parse_counts(self.counts)
-        with needs_extra("corun scale"):
+        with needs_extra("corun scale", "cpu"):
             control = importlib.import_module("corun.launch.control")
             done: str = control.scale(pool, counts, ray_address=self.ray_address, timeout_s=self.timeout_s)
         print(f"scaled {done}")

