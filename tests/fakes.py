@@ -60,7 +60,7 @@ MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 KV_BLOCKS = 1000
 STEP_MS = 1.0
-WAIT_S = 10.0
+WAIT_S = 30.0
 """Longest wait of any test for anything."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,6 +40,8 @@ from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_Cluste
 
 FINGERPRINT = "f" * 64
 VOCAB_SIZE, MAX_MODEL_LEN, SLOTS = 1000, 512, 100
+WAIT_S = 60.0
+"""Longest wait for what has to happen, in seconds: it ends what hangs and times nothing."""
 PREFILL, DECODE = NodeRef(node_id="prefill-0", generation="1" * 16), NodeRef(node_id="decode-0", generation="2" * 16)
 
 
@@ -51,6 +54,8 @@ class FakeCluster(ClusterServiceServicer):
         self.errors: list[CorunError] = []
         """Raised by the next calls, first in, first out."""
         self.refused_prompts: dict[str, CorunError] = {}
+        self.refused_beside = 0
+        """Other calls that run before a prompt is refused."""
         self.gate = threading.Event()
         """While it is not set, samples stay after their first token."""
         self.gate.set()
@@ -113,6 +118,8 @@ class FakeCluster(ClusterServiceServicer):
                 yield wire.verify_result_to_proto(self._verify(index, case, condition))
 
     def _refuse(self, text: str, context: Any) -> None:
+        while text in self.refused_prompts and self.running <= self.refused_beside and context.is_active():
+            time.sleep(0.002)
         with self._lock:
             error = self.refused_prompts.get(text) or (self.errors.pop(0) if self.errors else None)
         if error is not None:

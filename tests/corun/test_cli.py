@@ -34,7 +34,7 @@ from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest
 from corun.rows import params_from_dict, params_to_dict, short_fp32
 from corun.spec import read
-from tests.corun.fake_cluster import FINGERPRINT, FakeCluster, contract
+from tests.corun.fake_cluster import FINGERPRINT, WAIT_S, FakeCluster, contract
 
 PROMPT = "Once upon a time"
 
@@ -207,7 +207,7 @@ def test_generate_streams(fake: FakeCluster) -> None:
         assert len(process.stdout.read(1)) == 1  # Before the second token exists.
         fake.gate.set()
         assert "receipt" not in process.stdout.read()
-        assert process.wait(10) == 0
+        assert process.wait(WAIT_S) == 0
 
 
 def test_ctrl_c_exits_130_without_a_traceback(fake: FakeCluster) -> None:
@@ -216,10 +216,10 @@ def test_ctrl_c_exits_130_without_a_traceback(fake: FakeCluster) -> None:
         assert process.stdout is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(WAIT_S) == 130
         assert process.stderr is not None
         assert process.stderr.read() == ""
-    assert fake.cancelled.wait(5)
+    assert fake.cancelled.wait(WAIT_S)
 
 
 def test_a_reader_that_leaves_is_no_error(fake: FakeCluster) -> None:
@@ -227,7 +227,7 @@ def test_a_reader_that_leaves_is_no_error(fake: FakeCluster) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert process.wait(10) == 141
+        assert process.wait(WAIT_S) == 141
         assert process.stderr.read() == ""
 
 
@@ -384,7 +384,7 @@ def test_batch_interrupted_says_how_to_go_on(fake: FakeCluster, tmp_path: Path) 
         while len(fake.requests) < 2:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(WAIT_S) == 130
         assert process.stderr is not None
         assert process.stderr.read() == (
             f"{tmp_path}/out.jsonl: 0 finished, 2 left of 2 prompts; run the same command again to continue\n"

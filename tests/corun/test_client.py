@@ -31,7 +31,7 @@ from corun.cluster import Priority, VerifyCase
 from corun.progress import ProgressBar
 from corun.receipt import output_digest
 from corun.seeds import sample_seed
-from tests.corun.fake_cluster import FakeCluster, sample_output, text_of
+from tests.corun.fake_cluster import WAIT_S, FakeCluster, sample_output, text_of
 
 PROMPT = "Once upon a time"
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
@@ -148,7 +148,7 @@ def test_leaving_a_stream_cancels_it(client: Client, fake: FakeCluster) -> None:
     fake.gate.clear()
     for _ in client.stream(PROMPT, PARAMS):
         break
-    assert fake.cancelled.wait(5)
+    assert fake.cancelled.wait(WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,14 @@ def test_an_unreachable_router_is_named(call: object) -> None:
         pytest.raises(UnavailableError, match=r"at 127\.0\.0\.1:1 "),
     ):
         call(client)  # type: ignore[operator]
-    assert 0.2 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.2
 
 
 def test_a_router_that_starts_later_is_waited_for(fake: FakeCluster) -> None:
     late = FakeCluster()
     with FakeCluster() as probe:
         address = probe.address  # Free again once this one has ended.
-    with Client(address, connect_timeout_s=15) as client:
+    with Client(address, connect_timeout_s=WAIT_S) as client:
         timer = threading.Timer(0.3, lambda: late.start(address))
         timer.start()
         try:
@@ -219,9 +219,12 @@ def test_a_router_that_starts_later_is_waited_for(fake: FakeCluster) -> None:
 
 def test_the_deadline_ends_a_call(client: Client, fake: FakeCluster) -> None:
     fake.gate.clear()
-    with pytest.raises(DeadlineError):
-        client.generate(PROMPT, PARAMS, timeout_s=0.3)
-    assert fake.cancelled.wait(5)
+    timeout_s = 0.3
+    while not fake.requests:  # Where the machine is busy, a call may end before the router has it.
+        with pytest.raises(DeadlineError):
+            client.generate(PROMPT, PARAMS, timeout_s=timeout_s)
+        timeout_s *= 2
+    assert fake.cancelled.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan])
@@ -321,9 +324,10 @@ def test_a_closed_client_says_so(fake: FakeCluster) -> None:
 def test_the_first_error_ends_a_batch(client: Client, fake: FakeCluster) -> None:
     fake.gate.clear()
     fake.refused_prompts["bad"] = InvalidArgumentError("prompt.text", "bad", "must be good")
+    fake.refused_beside = 1  # So that there is a call to cancel.
     with pytest.raises(InvalidArgumentError, match=r"prompts\[1\]\.prompt\.text = 'bad': must be good"):
         client.generate_many(["a", "bad", "c", "d"], PARAMS, concurrency=2)
-    assert fake.cancelled.wait(5)
+    assert fake.cancelled.wait(WAIT_S)
     assert len(fake.requests) < 4
 
 
@@ -352,7 +356,7 @@ def test_only_long_work_shows_a_bar(
     monkeypatch.setenv("FORCE_COLOR", "1")  # As on a terminal.
     client.generate_many(["a", "b"], PARAMS, progress=True)
     assert capsys.readouterr().err == ""
-    shown, deadline = "", time.monotonic() + 20
+    shown, deadline = "", time.monotonic() + WAIT_S
     with ProgressBar(2, "prompts", shown=True, delay_s=0.01) as bar:
         bar.advance()
         while "prompts" not in shown and time.monotonic() < deadline:
@@ -421,7 +425,7 @@ async def test_cancelling_an_async_call_reaches_the_router(fake: FakeCluster) ->
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(fake.cancelled.wait, 5)
+        assert await asyncio.to_thread(fake.cancelled.wait, WAIT_S)
 
 
 def test_an_async_client_needs_no_loop_to_be_made() -> None:

@@ -20,7 +20,7 @@ from corun.observation import Observation, observed
 from corun.probes import HealthPort
 from tests.probing import probe
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 WATCHED = MemberConfig(metrics_port=0, health_port=0)
 
 
@@ -125,5 +125,5 @@ async def test_checks_end_when_the_loop_is_closed() -> None:
     answering.loop.close()
     began = time.monotonic()
     assert answering.Check(health_pb2.HealthCheckRequest(service=LIVE), None).status == 2
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < probes.LOOP_TIMEOUT_S
     await observation.stop()

@@ -13,6 +13,8 @@ import pytest
 from corun.errors import OverloadedError
 from corun.pump import Pump, Source
 
+WAIT_S = 30.0
+
 
 class Lines(Source):
     """Gives what was put in, all that waits as one message; "." is the last."""
@@ -101,7 +103,7 @@ async def test_a_message_is_written_where_it_is_put_and_the_next_ones_merge() ->
     assert not call.is_waiting
     source.put("d.")
     call.flight[0].set_result(None)
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, WAIT_S)
     assert (call.written, call.waits, source.ready) == ([b"a", b"bc", b"d."], 3, None)
 
 
@@ -110,7 +112,7 @@ async def test_what_waits_before_it_begins_is_written() -> None:
     assert call.written == [b"all."]
     assert not task.done()  # Not before it has left.
     call.flight[0].set_result(None)
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, WAIT_S)
 
 
 async def test_an_error_of_the_source_ends_the_call_after_the_write_in_flight() -> None:
@@ -122,7 +124,7 @@ async def test_an_error_of_the_source_ends_the_call_after_the_write_in_flight() 
     assert not task.done()
     call.flight[0].set_result(None)
     with pytest.raises(OverloadedError, match="too slow"):
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, WAIT_S)
     assert call.written == [b"a"]
 
 
@@ -132,7 +134,7 @@ async def test_an_error_while_nothing_is_in_flight_ends_the_call_at_once() -> No
     source.error = OverloadedError("too slow")
     source.put("")
     with pytest.raises(OverloadedError):
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, WAIT_S)
 
 
 async def test_cancellation_ends_the_write_in_flight_and_nothing_more_is_written() -> None:
@@ -154,7 +156,7 @@ async def test_a_client_that_is_gone_is_a_cancellation() -> None:
     call, task = await started(Lines("a"))
     call.flight[0].set_exception(grpc.aio.UsageError("the call has ended"))
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, WAIT_S)
     assert not call.is_waiting
 
 
@@ -162,4 +164,4 @@ async def test_any_other_failure_of_a_write_is_raised() -> None:
     call, task = await started(Lines("a"))
     call.flight[0].set_exception(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, WAIT_S)

@@ -36,7 +36,7 @@ from corun.v1 import cluster_service_pb2_grpc, decode_service_pb2_grpc
 from corun.v1 import decode_service_pb2 as decode_pb
 from tests.secrets import Secrets
 
-DEADLINE_S = 10
+DEADLINE_S = 60
 
 
 @pytest.fixture(scope="module")

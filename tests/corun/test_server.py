@@ -34,7 +34,7 @@ from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
 
 LIMIT = 64 * 1024
-DEADLINE_S = 10
+DEADLINE_S = 60
 SERVICE = "corun.v1.ClusterService"
 
 

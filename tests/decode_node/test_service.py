@@ -38,7 +38,7 @@ REF = NodeRef(node_id="d0", generation="a" * 16)
 PEER = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=2, stamp_addresses=(4096, 2**63))
 PROMPT = (1, 2, 3)
 SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 LONG_MS, SHORT_MS = 60_000, 1000
 """Times to live: longer than any test; short enough to wait for, yet longer than a call on a busy machine."""
 

@@ -26,6 +26,9 @@ from tests.k8s.pods import Pod
 
 _HIDDEN = {"proc", "sys", "dev", "etc", "tmp", "home", "opt", "run", "lost+found"}
 """Of the root directory: not bound as they are."""
+_OURS = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
+"""The checkout, the environment and its Python. Where they lie in a directory that is hidden they are shown in it:
+scripts of the environment name their interpreter by its path."""
 _SCRIPT = """
 root={root}
 mount -t tmpfs tmpfs $root
@@ -44,6 +47,9 @@ mkdir -p $root/tmp $root/home $root/run $root/opt/corun
 mount --bind {prefix} $root/opt/corun
 mount -o remount,bind,ro $root/opt/corun
 {volumes}
+for entry in {shown}; do
+    mkdir -p $root$entry; mount --bind $entry $root$entry; mount -o remount,bind,ro $root$entry
+done
 mount -o remount,ro $root
 exec chroot $root {user} {confined} env -C / -i {environment} {command}
 """
@@ -58,6 +64,8 @@ class RunningPod:
     """Of its volumes and logs."""
     hosts: Mapping[str, str]
     """What DNS says: addresses by name."""
+    ours: tuple[Path, ...] = _OURS
+    """What its processes have to read of this machine."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def __enter__(self) -> RunningPod:
@@ -136,6 +144,7 @@ class RunningPod:
             hosts=shlex.join(f"{address} {name}" for name, address in self.hosts.items()),
             prefix=shlex.quote(sys.prefix),
             volumes="\n".join(self._mounts(container)),
+            shown=shlex.join(str(path) for path in self.ours if path.parts[1] in _HIDDEN),
             user=self._user(container),
             confined=shlex.join([sys.executable, "-I", str(ROOT / "tests" / "k8s" / "seccomp.py")]),
             environment=shlex.join(f"{name}={value}" for name, value in environment.items()),

@@ -9,13 +9,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 
 import pytest
 
 from corun import Chunk, Client, SamplingParams, TlsConfig, UnauthenticatedError
 from tests.k8s.containers import RunningPod
-from tests.k8s.manifests import Object, complete, secrets_directory, workloads
+from tests.k8s.manifests import ROOT, Object, complete, secrets_directory, workloads
 from tests.k8s.pods import Pod
 
 IPS = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
@@ -28,6 +29,8 @@ START_S = 240.0
 
 def why_not() -> str:
     """Why nobody can mount here what a container runtime would; empty if this process can."""
+    if ROOT.is_relative_to("/opt/corun"):
+        return "this checkout lies in /opt/corun, where the image has its environment"
     script = "mount -t tmpfs tmpfs /tmp; chroot / setpriv --no-new-privs true"
     words = ["unshare", "--mount", "--propagation", "private", "bash", "-euc", script]
     try:
@@ -80,6 +83,20 @@ def client(token: str = "client.token", timeout_s: float = 120.0) -> Client:
 def metrics(role: str) -> str:
     with urllib.request.urlopen(f"http://{IPS[role]}:9100/metrics", timeout=10) as answer:
         return str(answer.read().decode())
+
+
+@pytest.mark.parametrize("hidden", ["/tmp", "/home", "/opt", "/run"])
+def test_a_checkout_may_lie_where_pods_have_their_own_files(hidden: str, tmp_path: Path) -> None:
+    with TemporaryDirectory(dir=hidden) as place, running("router", tmp_path) as router:
+        checkout = Path(place) / "clone"
+        checkout.mkdir()
+        (checkout / "README.md").write_text("found")
+        router.pod.spec["initContainers"] = []
+        router.pod.container.update(command=["cat", str(checkout / "README.md")], args=[])
+        router.ours = (*router.ours, checkout)
+        router.start()
+        assert router.process is not None
+        assert (router.process.wait(60), router.log()) == (0, "found")
 
 
 def test_a_router(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from corun.node.engine import answer
 from corun.node.pulse import Pulse
 from corun.processes import cpu_seconds
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 TIMEOUT_S = 0.1
 STUCK = "its engine is stuck: no answer and no step for 0.1 s"
 

@@ -29,7 +29,7 @@ from prefill_node.service import PrefillService
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Engine:

@@ -11,6 +11,8 @@ from corun.params import SamplingParams
 from corun.receipt import output_digest
 from router.output import Outbox, Piece, SampleOutput
 
+WAIT_S = 30.0
+
 
 class Letters:
     """Token i is the i-th letter; letters come one token late, as an unfinished character would."""
@@ -38,7 +40,7 @@ def fp32(value: float) -> float:
 
 
 async def drain(outbox: Outbox) -> Piece:
-    (piece,) = await asyncio.wait_for(outbox.take(), 1)
+    (piece,) = await asyncio.wait_for(outbox.take(), WAIT_S)
     return piece
 
 
