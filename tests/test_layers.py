@@ -23,6 +23,7 @@ BENCH = "corun/bench/"
 """An application over everything else."""
 BENCH_ENGINE = {
     f"{BENCH}engine.py",
+    f"{BENCH}serve.py",
     *(f"{BENCH}kernels/{name}.py" for name in ("attention", "collectives", "invariance", "ops", "timing", "worker")),
 }
 """What of it may load torch or vLLM."""

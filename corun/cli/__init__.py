@@ -20,6 +20,7 @@ from corun.cli.bench_compare import Compare
 from corun.cli.bench_kernels import Kernels
 from corun.cli.bench_report import Report
 from corun.cli.bench_router import RouterBench
+from corun.cli.bench_serve import BenchServe
 from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.gateway import Gateway
@@ -88,6 +89,7 @@ COMMANDS: dict[str, type[Any]] = {
     "bench report": Report,
     "bench kernels": Kernels,
     "bench router": RouterBench,
+    "bench serve": BenchServe,
 }
 
 
@@ -113,6 +115,8 @@ def parse(argv: Sequence[str]) -> Command:
         name = " ".join(argv[:words])
         if len(argv) >= words and name in COMMANDS:
             command = COMMANDS[name]
+            if command is BenchServe and not {"-h", "--help"} & set(argv[words:]):  # Its options are vLLM's.
+                return BenchServe(tuple(argv[words:]))
             description = inspect.getdoc(command) or ""
             found = tyro.cli(command, prog=f"corun {name}", description=description, args=argv[words:], config=_STYLE)
             return cast(Command, found)

@@ -33,6 +33,7 @@ class Bench:
       corun bench compare a.json b.json                       two results
       corun bench report result.json -o report                pictures and a page
       corun bench kernels | router                            kernels of this device, capacity of a router
+      corun bench serve --base-url http://127.0.0.1:8000 …    vLLM's own client, vllm bench serve
 
     Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), colocated (the paper's CoRun in one engine),
     colocated+ladder (with smaller decode steps where they give the same bits), pd-std (stock prefill and decode over

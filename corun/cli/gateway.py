@@ -16,7 +16,7 @@ class Gateway(GatewayConfig):
     examples:
       corun gateway --router 127.0.0.1:50051 --port 8000
       curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon", "seed": 42}'
-      vllm bench serve --base-url http://localhost:8000 --dataset-name random --tokenizer PATH
+      corun bench serve --base-url http://localhost:8000 --dataset-name random
 
     The token of a request (Authorization: Bearer) is the token that the router sees. SIGTERM and Ctrl-C let running
     requests end. On another address than this machine's own loopback it starts with TLS only, or with --insecure.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,7 @@ from tests.gateway.serving import serving
 
 pytestmark = pytest.mark.e2e
 
-COMMAND = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
+README = Path(__file__).parents[2] / "README.md"
 OPTIONS = {
     "--backend": "openai",
     "--endpoint": "/v1/completions",
@@ -53,14 +48,14 @@ def model(tmp_path: Path) -> str:
     return write_tokenizer(tmp_path)
 
 
-async def bench(url: str, directory: Path, **options: str) -> tuple[Any, str]:
-    """The saved result, and what was printed."""
-    words = [word for option in (OPTIONS | {"--base-url": url} | options).items() for word in option]
-    flags = ["--ignore-eos", "--save-result", "--save-detailed", "--goodput", "ttft:10000", "e2el:20000"]
+def pairs(options: dict[str, str]) -> list[str]:
+    return [word for option in options.items() for word in option]
+
+
+async def printed(*words: str) -> str:
+    """What a command of ours prints; it has to end well."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", COMMAND, *words, "--result-dir", str(directory), "--result-filename", "result.json"),
-        *flags,
-        cwd=directory,
+        *(sys.executable, "-m", "corun", *words),
         env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -72,6 +67,14 @@ async def bench(url: str, directory: Path, **options: str) -> tuple[Any, str]:
             process.kill()
     text = output.decode("utf-8", "replace")
     assert process.returncode == 0, text
+    return text
+
+
+async def bench(url: str, directory: Path, **options: str) -> tuple[Any, str]:
+    """The saved result, and what was printed."""
+    flags = ["--ignore-eos", "--save-result", "--save-detailed", "--goodput", "ttft:10000", "e2el:20000"]
+    saved = ["--result-dir", str(directory), "--result-filename", "result.json"]
+    text = await printed("bench", "serve", *pairs(OPTIONS | {"--base-url": url} | options), *saved, *flags)
     return json.loads((directory / "result.json").read_text()), text
 
 
@@ -95,6 +98,19 @@ async def test_vllm_bench_serve_measures_a_gateway(model: str, tmp_path: Path) -
     assert result["max_concurrent_requests"] <= 40
     # Each token but the first has a time of its own, unless tokens came together.
     assert all(0 < len(itls) <= 11 for itls in result["itls"])
+
+
+async def test_the_line_of_the_readme(model: str, tmp_path: Path) -> None:
+    """As it stands there, but for the address and how much it asks for."""
+    (line,) = re.findall(r"^corun (bench serve .*?[^\\])$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+    words = shlex.split(line.replace("\\\n", " "))
+    options = dict(zip(words[2::2], words[3::2], strict=False))
+    less = {"--random-input-len": "16", "--random-output-len": "8", "--num-prompts": "5"}
+    assert set(options) > {"--base-url", *less}
+    assert words[-1] == "--ignore-eos"
+    async with cluster(model, slots=32) as fake, serving(fake) as http:
+        text = await printed(*words[:2], *pairs(options | less | {"--base-url": http.gateway.url}), "--ignore-eos")
+    assert "Successful requests:                     5 " in text
 
 
 async def test_requests_that_fail_are_counted(model: str, tmp_path: Path) -> None:
