@@ -4,7 +4,7 @@ These are the public names. Importing them starts nothing and loads neither serv
 """
 
 from corun.client import AsyncClient, Client
-from corun.cluster import ClusterStatus, Condition, FinishReason, Priority
+from corun.cluster import ClusterStatus, Condition, FinishReason, Priority, VerifyCase, VerifyResult
 from corun.config import TlsConfig
 from corun.errors import (
     CancelledByPeerError,
@@ -21,7 +21,7 @@ from corun.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from corun.generation import Chunk, Generation, Sample
+from corun.generation import Chunk, Generation, Prompt, Sample
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 
@@ -46,6 +46,7 @@ __all__ = [
     "OverloadedError",
     "PermissionDeniedError",
     "Priority",
+    "Prompt",
     "Receipt",
     "Sample",
     "SamplingParams",
@@ -53,5 +54,7 @@ __all__ = [
     "TlsConfig",
     "UnauthenticatedError",
     "UnavailableError",
+    "VerifyCase",
+    "VerifyResult",
     "__version__",
 ]

@@ -56,7 +56,7 @@ def make_job(
     priority: Priority | str = Priority.NORMAL,
 ) -> Job:
     """Raises InvalidArgumentError for what no model could take."""
-    params = params or SamplingParams()
+    params = SamplingParams() if params is None else _checked("sampling_params", params)
     request = wire.generate_request(
         prompt,
         replace(params, logprobs=True),
@@ -76,7 +76,10 @@ def make_jobs(
     """All prompts of a batch, checked before the first is sent; an error names the prompt's index."""
     if isinstance(prompts, str):
         raise InvalidArgumentError("prompts", prompts, "must be a sequence of prompts")
-    each_params = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+    if params is None or isinstance(params, SamplingParams):
+        each_params: Sequence[SamplingParams | None] = [params] * len(prompts)
+    else:
+        each_params = params if _is_sequence(params) else [_checked("params", params)]
     each_seed = [None] * len(prompts) if seeds is None else seeds
     _check_one_each("params", each_params, prompts)
     _check_one_each("seeds", each_seed, prompts)
@@ -125,6 +128,16 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
 def check_concurrency(concurrency: int) -> None:
     if not isinstance(concurrency, int) or concurrency < 1:
         raise InvalidArgumentError("concurrency", concurrency, "must be at least 1")
+
+
+def _checked(field: str, params: object) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgumentError(field, params, "must be SamplingParams, as in SamplingParams(max_tokens=64)")
+    return params
+
+
+def _is_sequence(params: object) -> bool:
+    return isinstance(params, Sequence) and not isinstance(params, (str, bytes))
 
 
 def _job_of_batch(

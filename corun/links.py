@@ -5,6 +5,7 @@ Nothing here does I/O. This module must not know what is asked of a router, nor 
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -25,10 +26,16 @@ from corun.errors import (
 )
 
 STATUS_TIMEOUT_S = 30.0
+NOTICE_S = 1.0
+"""How long a client waits for a router in silence."""
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 2.0
 _PROBE_S = 2.0
 """For one of several routers to answer before the next one is asked."""
+
+
+log = logging.getLogger(__name__)
+"""Without a handler of the caller's, Python prints warnings to standard error."""
 
 
 class Link(Protocol):
@@ -111,11 +118,15 @@ class Search:
         self._wait_s = wait_s
         self._end = time.monotonic() + wait_s
         self._backoff = Backoff()
+        self._is_silent = wait_s > 2 * NOTICE_S
+        """Nobody has been told yet that this takes a while."""
 
     @property
     def probe_s(self) -> float:
         """How long the next router may take to answer."""
         left = max(0.0, self._end - time.monotonic())
+        if self._is_silent:
+            return min(left, NOTICE_S)
         return left if len(self._endpoint.addresses) == 1 else min(left, _PROBE_S)
 
     def pause_s(self) -> float:
@@ -123,6 +134,9 @@ class Search:
         left = self._end - time.monotonic()
         if left <= 0:
             raise self._endpoint.unreachable(self._wait_s)
+        if self._is_silent and self._wait_s - left >= NOTICE_S:
+            self._is_silent = False
+            log.warning("no router answers at %s yet: trying for another %.3g s", self._endpoint.address, left)
         return min(left, self._backoff.next_s())
 
 
@@ -167,6 +181,11 @@ def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
     found = [part.strip() for each in given for part in each.split(",")]
     if not found or not all(found):
         raise InvalidArgumentError("address", address, "must be host:port, or several")
+    for each in found:
+        if each.lower().startswith(("http://", "https://")):
+            raise InvalidArgumentError("address", each, "must be host:port without http: routers speak gRPC")
+        if ":" not in each:  # gRPC would take the port of HTTPS.
+            raise InvalidArgumentError("address", each, "must be host:port")
     return tuple(found)
 
 

@@ -103,7 +103,7 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "pro
         raise InvalidArgumentError(field, token_ids, "must be a sequence of token ids")
     ids = tuple(token_ids)
     if not ids:
-        raise InvalidArgumentError(field, ids, "must not be empty")
+        raise InvalidArgumentError(field, Shown("no tokens"), "must not be empty")
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     return tuple(_integer(f"{field}[{i}]", value, 0, vocab_size) for i, value in enumerate(ids))
@@ -120,7 +120,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 def check_lengths(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
     """Raises InvalidArgumentError unless a prompt and its output fit the model; all three in tokens."""
     if num_prompt < 1:
-        raise InvalidArgumentError("prompt.token_ids", (), "must not be empty")
+        raise InvalidArgumentError("prompt.token_ids", Shown("no tokens"), "must not be empty")
     room = max_model_len - num_prompt
     if room < 1:
         limit = f"must be at most {max_model_len - 1} tokens, the model's length {max_model_len} less one for output"

@@ -151,7 +151,7 @@ class Generator:
     async def _accept(self, request: Request, deadline: float) -> list[Sample]:
         arrived = asyncio.get_running_loop().time()
         if not request.prompt:
-            raise InvalidArgumentError("prompt", request.prompt, "must not be empty")
+            raise InvalidArgumentError("prompt", Shown("nothing"), "must be text or token ids, at least one")
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
         seed = derive_seed(self._seed_key, request_id) if request.seed is None else check_seed(request.seed)
         received = _received(request, seed)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import struct
 import subprocess
 import sys
@@ -59,8 +60,8 @@ def test_the_public_names_are_these() -> None:
         "AsyncClient", "CancelledByPeerError", "Chunk", "Client", "ClusterStatus", "Condition",
         "ContractMismatchError", "CorunError", "DataLossError", "DeadlineError", "FinishReason", "Generation",
         "InternalError", "InvalidArgumentError", "NotFoundError", "OverloadedError", "PermissionDeniedError",
-        "Priority", "Receipt", "Sample", "SamplingParams", "StaleGenerationError", "TlsConfig",
-        "UnauthenticatedError", "UnavailableError", "__version__",
+        "Priority", "Prompt", "Receipt", "Sample", "SamplingParams", "StaleGenerationError", "TlsConfig",
+        "UnauthenticatedError", "UnavailableError", "VerifyCase", "VerifyResult", "__version__",
     ]
     # fmt: on
     assert all(hasattr(corun, name) for name in corun.__all__)
@@ -171,6 +172,50 @@ def test_bad_input_is_refused_before_anything_is_sent(
         client.stream(prompt, seed=seed)
     assert caught.value.field == field
     assert not fake.requests
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 4}, "greedy", 0.5])
+def test_parameters_of_another_type_are_refused_by_name(client: Client, fake: FakeCluster, params: object) -> None:
+    for call in (client.generate, client.stream, lambda prompt, given: client.generate_many([prompt], given)):
+        with pytest.raises(InvalidArgumentError, match="must be SamplingParams") as caught:
+            call(PROMPT, params)  # type: ignore[operator]
+        assert caught.value.field.endswith("params")
+    with pytest.raises(InvalidArgumentError, match=r"^prompts\[1\]\.sampling_params = .*: must be SamplingParams"):
+        client.generate_many([PROMPT, PROMPT], [PARAMS, params])  # type: ignore[list-item]
+    assert not fake.requests
+
+
+@pytest.mark.parametrize("address", ["http://localhost:50051", "https://a", "a:1,HTTP://b:2", "localhost", "a:1, b"])
+def test_an_address_that_no_router_can_have_is_refused_at_once(address: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidArgumentError, match=r"^address = .*: must be host:port") as caught:
+            kind(address)
+        assert ("http" in caught.value.limit) == ("http" in address.lower())
+
+
+def test_whoever_waits_for_a_router_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("corun.links.NOTICE_S", 0.05)
+    with Client("127.0.0.1:1", connect_timeout_s=0.4) as client, pytest.raises(UnavailableError):
+        client.get_cluster()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "corun.links"]
+    assert line.startswith("no router answers at 127.0.0.1:1 yet: trying for another 0.")
+    caplog.clear()
+    with Client("127.0.0.1:1", connect_timeout_s=0.05) as client, pytest.raises(UnavailableError):
+        client.get_cluster()
+    assert not caplog.records, "the error itself comes at once"
+
+
+async def test_whoever_awaits_a_router_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent = socket.create_server(("127.0.0.1", 0))  # Takes connections, and never says anything.
+    monkeypatch.setattr("corun.links.NOTICE_S", 0.05)
+    with silent:
+        client = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.4)
+        with pytest.raises(UnavailableError):
+            await client.get_cluster()
+        await client.close()
+    assert [record.name for record in caplog.records] == ["corun.links"]
 
 
 def test_a_refusal_by_the_router_is_typed(client: Client, fake: FakeCluster) -> None:
@@ -338,6 +383,7 @@ def test_the_first_error_ends_a_batch(client: Client, fake: FakeCluster) -> None
         ({"prompts": ["a", ""]}, "prompts[1].prompt.text"),
         ({"prompts": ["a"], "seeds": [1, 2]}, "seeds"),
         ({"prompts": ["a"], "params": []}, "params"),
+        ({"prompts": ["a"], "params": {"max_tokens": 4}}, "params"),
         ({"prompts": ["a"], "concurrency": 0}, "concurrency"),
     ],
 )

@@ -230,5 +230,5 @@ def test_verify_request() -> None:
     request = wire.verify_request([case], [Condition.ALONE], order_seed=3)
     assert wire.verify_case_from_proto(request.cases[0]) == case
     assert (list(request.conditions), request.order_seed) == ([cluster_service_pb2.CONDITION_ALONE], 3)
-    with pytest.raises(InvalidArgumentError, match=r"^cases\[0\]\.prompt_token_ids = \(\): must not be empty"):
+    with pytest.raises(InvalidArgumentError, match=r"^cases\[0\]\.prompt_token_ids = no tokens: must not be empty"):
         wire.verify_request([VerifyCase(prompt_token_ids=(), sampling_params=SamplingParams(), seed=7)])

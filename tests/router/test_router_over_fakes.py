@@ -293,6 +293,8 @@ class TestRefusals:
                     await send(fake, request)
                 assert caught.value.field == field
                 assert caught.value.limit
+                if field == "prompt":
+                    assert str(caught.value) == "prompt = nothing: must be text or token ids, at least one"
             assert fake.nodes[0].engine.prefilled == []
 
     async def test_a_request_that_no_node_has_kv_for_is_refused(self, model: str) -> None:
