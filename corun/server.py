@@ -239,12 +239,18 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     The process then ends with 0. A second signal cancels `main`, and a CorunError out of it is logged: both end with 1.
     """
     try:
-        asyncio.run(_until_stopped(main))
-    except asyncio.CancelledError:
-        raise SystemExit(1) from None
+        run_command(main)
     except CorunError as error:
         logger.error("%s: %s", type(error).__name__, error)
         raise SystemExit(1) from error
+
+
+def run_command(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Runs a process as `run` does, for a command that shows errors itself: a CorunError out of `main` is raised."""
+    try:
+        asyncio.run(_until_stopped(main))
+    except asyncio.CancelledError:
+        raise SystemExit(1) from None
 
 
 async def _until_stopped(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:

@@ -16,21 +16,20 @@ from aiohttp import web
 
 import corun
 from corun.config import TlsConfig
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.gateway.activity import Activity
 from corun.gateway.clients import Catalog, Clients, Health, Served, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import plain_response, translated
 from corun.renewal import Identity, identity
-from corun.server import join_address, raise_file_limit, run
+from corun.server import join_address, raise_file_limit, run_command
 
 KEEPALIVE_S = 3630.0
 """For a connection without a request: longer than clients and proxies keep theirs, so that they end it."""
 HANDSHAKE_S = 10.0
 STOP_GRACE_S = 5.0
 """For requests that were told to end, in seconds."""
-_NO_CHAT = "there is no chat endpoint: a gateway knows no chat template; use /v1/completions"
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Gateway:
         return f"{scheme}://{join_address(self._config.host, self.port)}"
 
     async def start(self) -> None:
-        """Listens. Raises UnavailableError if the address cannot be had. Whether there is a cluster is found out by
+        """Listens. Raises InvalidArgumentError if the port cannot be had. Whether there is a cluster is found out by
         requests: start order does not matter."""
         config = self._config
         await self._runner.setup()
@@ -85,7 +84,8 @@ class Gateway:
                 backlog=1024,
             )
         except OSError as error:
-            raise UnavailableError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+            limit = f"cannot be listened on at {config.host}: {error.strerror or error}"
+            raise InvalidArgumentError("port", config.port, limit) from error
         log.info("the gateway listens on %s and calls %s", self.url, ", ".join(config.addresses))
 
     async def drain(self) -> None:
@@ -111,7 +111,6 @@ class Gateway:
         app = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._heard, translated])
         completions = Completions(config, self.clients, self._catalog, self.activity)
         app.router.add_post("/v1/completions", completions.post)
-        app.router.add_post("/v1/chat/completions", _no_chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._get_health)
@@ -184,15 +183,11 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
 
 
 def main(config: GatewayConfig) -> None:
-    """Runs a gateway until SIGTERM or SIGINT, in the main thread."""
+    """Runs a gateway until SIGTERM or SIGINT, in the main thread. Raises what keeps it from starting."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    run(lambda stop: serve(config, stop))
-
-
-async def _no_chat(request: web.Request) -> web.Response:
-    return plain_response(404, _NO_CHAT)
+    run_command(lambda stop: serve(config, stop))
 
 
 async def _version(request: web.Request) -> web.Response:

@@ -27,7 +27,7 @@ HEALTH_FRESH_S = 1.0
 """How long an answer about the cluster's health is given again."""
 RETRY_S = 1.0
 
-_SCHEME = "bearer "
+_SCHEME = "bearer"
 
 
 @dataclass(slots=True)
@@ -102,14 +102,16 @@ class Clients:
 def bearer_token(authorization: str | None) -> str:
     """The token of an Authorization header; empty if there is none, or one that no cluster can have given.
 
-    Clients of OpenAI's API always send a key, be it "EMPTY": where a token is needed, the router refuses the call.
+    Clients of OpenAI's API always send a key, be it "EMPTY" or nothing: where a token is needed, the router refuses the
+    call.
     """
     if not authorization:
         return ""
-    if not authorization.lower().startswith(_SCHEME):
+    scheme, _, token = authorization.strip().partition(" ")
+    if scheme.lower() != _SCHEME:
         raise UnauthenticatedError("the header Authorization must be 'Bearer TOKEN'")
     try:
-        return check_token("authorization", authorization[len(_SCHEME) :].strip())
+        return check_token("authorization", token.strip())
     except InvalidArgumentError:
         return ""
 

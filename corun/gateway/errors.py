@@ -20,6 +20,7 @@ from corun.errors import (
     InvalidArgumentError,
     OverloadedError,
     PermissionDeniedError,
+    Shown,
     UnavailableError,
     shown,
 )
@@ -99,11 +100,20 @@ async def translated(request: web.Request, handler: Any) -> web.StreamResponse:
     """The one place where exceptions become answers."""
     try:
         answer: web.StreamResponse = await handler(request)
+    except web.HTTPNotFound:
+        paths = sorted({resource.canonical for resource in request.app.router.resources()})
+        return plain_response(404, f"{_asked(request)}: there is no such path here, but {', '.join(paths)}")
+    except web.HTTPMethodNotAllowed as error:
+        allow = error.headers["Allow"]
+        return plain_response(405, f"{_asked(request)}: this path takes {allow}", {"Allow": allow})
     except web.HTTPException as error:
-        allow = error.headers.get("Allow")
-        return plain_response(error.status, error.text or error.reason, {"Allow": allow} if allow else None)
+        return plain_response(error.status, error.text or error.reason)
     except ConnectionError:  # The client's: nobody is there to be answered.
         return web.Response(status=CLIENT_IS_GONE)
     except Exception as error:
         return response_of(typed(error))
     return answer
+
+
+def _asked(request: web.Request) -> str:
+    return f"{request.method} {shown(Shown(request.path))}"

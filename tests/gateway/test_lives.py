@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from corun.cli import COMMANDS, main
-from corun.errors import OverloadedError, UnavailableError
+from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway import clients as gateway_clients
 from corun.gateway.app import Gateway, serve
 from corun.gateway.clients import Clients
@@ -157,9 +157,15 @@ async def test_the_command_drains_on_sigterm(model: str) -> None:
 async def test_a_taken_port_is_an_error(model: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
         second = Gateway(GatewayConfig(port=http.gateway.port, router=fake.address))
-        with pytest.raises(UnavailableError, match="cannot listen"):
+        with pytest.raises(InvalidArgumentError, match=rf"^port = {http.gateway.port}: cannot be listened on at 127"):
             await second.start()
         await second.stop()
+        command = ("-m", "corun", "gateway", "--port", str(http.gateway.port), "--router", fake.address)
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
+        _, told = await asyncio.wait_for(process.communicate(), START_S)
+        assert process.returncode == 2
+        assert told.decode().count("\n") == 1
+        assert told.startswith(b"corun: port = ")
 
 
 async def test_gateways_may_share_a_port(model: str) -> None:

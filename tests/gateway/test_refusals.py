@@ -158,7 +158,19 @@ async def test_what_http_refuses_is_json_too(model: str) -> None:
         for status, answer, _ in found.values():
             assert answer["error"]["code"] == status
         assert "/v1/completions" in found["chat"][1]["error"]["message"]
+        assert found["method"][1]["error"]["message"] == "POST /v1/models: this path takes GET,HEAD"
         assert (await http.get("/v1/completions"))[0] == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenizer_info", "/", "/v1/" + "x" * 500])
+async def test_an_unknown_path_says_what_there_is(model: str, path: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        for status, answer in (await http.get(path), (await http.post({"input": "a"}, path=path))[:2]):
+            error = answer["error"]
+            assert (status, error["code"], error["type"]) == (404, 404, "not_found_error")
+            assert path[:50] in error["message"]
+            assert "but /health, /v1/completions, /v1/models, /v1/models/{name}, /version" in error["message"]
+            assert len(error["message"]) < 300
 
 
 async def test_overload_is_429_with_a_time_to_come_back(model: str) -> None:
@@ -207,6 +219,24 @@ async def test_tokens_are_the_routers_business(model: str, tmp_path: Path) -> No
         assert sorted(status for status, _, _ in both) == [200, 429]
         assert (await http.get("/v1/models", headers=good))[0] == 200
         assert (await http.get("/health"))[0] == 200  # With its own token, which opens nothing else.
+
+
+EMPTY_KEYS = ("", "Bearer", "Bearer ", "bearer  ", "Bearer EMPTY")
+"""What tools send that were given no key."""
+
+
+async def test_a_key_that_is_none_is_no_token(model: str, tmp_path: Path) -> None:
+    secrets = Secrets.make(tmp_path)
+    with_tokens = cluster(model, client=secrets.client, **secrets.settings)
+    async with cluster(model) as fake, serving(fake) as http:
+        for key in EMPTY_KEYS:
+            status, answer, _ = await http.post({"prompt": "a"}, headers={"Authorization": key})
+            assert status == 200, (key, answer)
+    async with with_tokens as fake, serving(fake, tls_ca=secrets.path("ca.pem")) as http:
+        for key in EMPTY_KEYS:
+            status, answer, _ = await http.post({"prompt": "a"}, headers={"Authorization": key})
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+            assert "needs a client's token" in answer["error"]["message"]
 
 
 async def test_without_a_cluster_it_is_unavailable(model: str) -> None:
