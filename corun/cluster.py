@@ -226,6 +226,18 @@ class AuditStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelStatus:
+    """What clients need to know of the model that is served."""
+
+    name: str
+    """Without the path that it has on the nodes' machines."""
+    max_model_len: int
+    """Tokens, prompt and output together."""
+    max_prompt_bytes: int
+    """UTF-8 bytes; no longer text can be a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
     """What the cluster is made of and how busy it is."""
 
@@ -243,6 +255,8 @@ class ClusterStatus:
     refused_requests: int = 0
     """For want of room, since the router started; those that had waited are among them."""
     audit: AuditStatus = AuditStatus()
+    model: ModelStatus | None = None
+    """None while no node has joined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ Must not know what a model is made of.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from corun.errors import InvalidArgumentError, UnavailableError
@@ -13,6 +14,10 @@ NOT_NEEDED = ["original/*", "*.gguf", "*.pth"]
 """Files of a hub's repository that hold the weights once more."""
 TINY = "tiny"
 """The model name that stands for the built-in model."""
+_HUB_CACHE = re.compile(r"models--(.+)/snapshots/[0-9a-f]+$")
+"""Where the hub's library keeps a model."""
+_BUILT_IN = re.compile(rf"{TINY}-[0-9a-f]{{12}}$")
+"""The directory of the built-in model (`corun.tiny.ensure`)."""
 
 
 def resolve_model(model: str) -> str:
@@ -45,3 +50,13 @@ def downloaded(model: str) -> str:
         return str(snapshot_download(model, ignore_patterns=NOT_NEEDED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UnavailableError(f"model {model} could not be fetched from the hub: {error}") from error
+
+
+def served_name(model: str) -> str:
+    """What clients call the model of a directory, or of a hub id: its id on the hub, else the directory's own name."""
+    path = Path(model)
+    if cached := _HUB_CACHE.search(path.as_posix()):
+        return cached[1].replace("--", "/", 1)
+    if _BUILT_IN.match(path.name):
+        return TINY
+    return path.name if path.is_absolute() and path.name else model

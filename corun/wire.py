@@ -18,6 +18,7 @@ from corun.cluster import (
     FinishReason,
     KvHandle,
     KvReads,
+    ModelStatus,
     NixlEndpoint,
     NodeInfo,
     NodeLoad,
@@ -326,6 +327,18 @@ def audit_status_from_proto(message: cluster_pb2.AuditStatus) -> AuditStatus:
     )
 
 
+def model_status_to_proto(model: ModelStatus) -> cluster_pb2.ModelStatus:
+    return cluster_pb2.ModelStatus(
+        name=model.name, max_model_len=model.max_model_len, max_prompt_bytes=model.max_prompt_bytes
+    )
+
+
+def model_status_from_proto(message: cluster_pb2.ModelStatus) -> ModelStatus:
+    return ModelStatus(
+        name=message.name, max_model_len=message.max_model_len, max_prompt_bytes=message.max_prompt_bytes
+    )
+
+
 def cluster_status_to_proto(status: ClusterStatus) -> cluster_pb2.GetClusterResponse:
     return cluster_pb2.GetClusterResponse(
         router_id=status.router_id,
@@ -337,6 +350,7 @@ def cluster_status_to_proto(status: ClusterStatus) -> cluster_pb2.GetClusterResp
         mismatches=status.mismatches,
         refused_requests=status.refused_requests,
         audit=audit_status_to_proto(status.audit),
+        model=None if status.model is None else model_status_to_proto(status.model),
     )
 
 
@@ -351,6 +365,7 @@ def cluster_status_from_proto(message: cluster_pb2.GetClusterResponse) -> Cluste
         mismatches=message.mismatches,
         refused_requests=message.refused_requests,
         audit=audit_status_from_proto(message.audit),
+        model=model_status_from_proto(message.model) if message.HasField("model") else None,
     )
 
 

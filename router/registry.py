@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from corun.channel import OPEN, Access
-from corun.cluster import Demand, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
+from corun.cluster import Demand, ModelStatus, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
 from corun.config import RouterConfig
 from corun.contract import Contract
 from corun.errors import (
@@ -29,6 +29,7 @@ from corun.errors import (
     StaleGenerationError,
     UnavailableError,
 )
+from corun.models import served_name
 from router.members import DecodeMember, Member, PrefillMember, Seat
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
@@ -59,6 +60,14 @@ class Model:
     vocab_size: int
     max_model_len: int
     """Tokens, prompt and output together."""
+    name: str
+    """What clients call it."""
+
+    @property
+    def status(self) -> ModelStatus:
+        """What clients are told of it."""
+        most_bytes = self.max_model_len * self.tokenizer.max_token_bytes
+        return ModelStatus(name=self.name, max_model_len=self.max_model_len, max_prompt_bytes=most_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -388,7 +397,12 @@ class Registry:
             tokenizer = await asyncio.to_thread(Tokenizer.load, info.model)
             if tokenizer.digest != expected:
                 raise UnavailableError(f"the tokenizer in {info.model} is not the one of the contract, {expected}")
-            self.model = Model(tokenizer=tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+            self.model = Model(
+                tokenizer=tokenizer,
+                vocab_size=info.vocab_size,
+                max_model_len=info.max_model_len,
+                name=served_name(info.model),
+            )
 
     def _expect_heartbeat(self, member: Member[Any]) -> None:
         if member.silence is not None:

@@ -138,6 +138,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             mismatches=self._registry.mismatches,
             refused_requests=self._queue.refused,
             audit=self._auditor.status(),
+            model=None if self._registry.model is None else self._registry.model.status,
         )
         return wire.cluster_status_to_proto(status)
 

@@ -10,7 +10,7 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -46,7 +46,15 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self.max_token_bytes = self._longest(token.content for token in added.values())
+        """UTF-8 bytes of the longest token: no prompt of n tokens has more than n times so many."""
         self._token_bytes: dict[int, bytes] = {}
+
+    def _longest(self, added: Iterable[str]) -> int:
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        if self._is_byte_level:  # Each character stands for a byte.
+            return max([1, *map(len, vocabulary), *(len(token.encode()) for token in added)])
+        return max([1, *(len(token.encode()) for token in (*vocabulary, *added))])
 
     @classmethod
     def load(cls, model_dir: str) -> Tokenizer:

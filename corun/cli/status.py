@@ -76,6 +76,7 @@ def is_serving(status: ClusterStatus) -> bool:
 def picture(status: ClusterStatus, address: str) -> RenderableType:
     """The whole status, for a terminal."""
     head = Text.assemble(("router ", "bold"), f"{status.router_id} at {address}")
+    model = Text.assemble(("model ", "bold"), status.model.name if status.model else "none: no node has joined")
     contract = Text.assemble(("fingerprint ", "bold"), status.fingerprint or "none: no node has joined")
     queue = Text.assemble(
         ("queue ", "bold"),
@@ -89,6 +90,7 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
     slots = [slot_map(node) for node in status.nodes if node.node.role is NodeRole.DECODE and node.node.slots]
     return Group(
         head,
+        model,
         contract,
         queue,
         audits,

@@ -123,7 +123,7 @@ class Served:
     name: str
     """As clients see it."""
     root: str
-    """As the nodes do: a path, or an id on the hub."""
+    """As the nodes do, a path, where the cluster tells its clients; else the cluster's own name for it."""
     max_model_len: int
     """Tokens of prompt and output together."""
 
@@ -150,10 +150,11 @@ class Catalog:
 
     def read(self, status: ClusterStatus) -> Served:
         """Of a status. Raises UnavailableError if no node has joined."""
-        for each in status.nodes:
-            node = each.node
-            return Served(name=self._served_name or node.model, root=node.model, max_model_len=node.max_model_len)
-        raise UnavailableError("no node has joined the cluster yet", RETRY_S)
+        model = status.model
+        if model is None:
+            raise UnavailableError("no node has joined the cluster yet", RETRY_S)
+        root = next((each.node.model for each in status.nodes if each.node.model), model.name)
+        return Served(name=self._served_name or model.name, root=root, max_model_len=model.max_model_len)
 
     async def _ask(self, client: AsyncClient) -> Served:
         try:

@@ -47,7 +47,7 @@ class GatewayConfig:
     """File of a client's token for the gateway's own health checks. Requests show the token they came with, never
     this one."""
     served_name: str = ""
-    """Name of the model that clients see and ask for; empty: the nodes' own."""
+    """Name of the model that clients see and ask for; empty: its id on the hub, or the name of its directory."""
     max_requests: int = 4096
     """Prompts in progress at once; more are refused with a retry delay."""
     max_prompts: int = 128

@@ -119,7 +119,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests", "audit")
+    __slots__ = ("router_id", "fingerprint", "nodes", "queued_samples", "max_queued_samples", "finished_samples", "mismatches", "refused_requests", "audit", "model")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class GetClusterResponse(_message.Message):
     MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     fingerprint: str
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
@@ -138,7 +139,18 @@ class GetClusterResponse(_message.Message):
     mismatches: int
     refused_requests: int
     audit: AuditStatus
-    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ...) -> None: ...
+    model: ModelStatus
+    def __init__(self, router_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., queued_samples: _Optional[int] = ..., max_queued_samples: _Optional[int] = ..., finished_samples: _Optional[int] = ..., mismatches: _Optional[int] = ..., refused_requests: _Optional[int] = ..., audit: _Optional[_Union[AuditStatus, _Mapping]] = ..., model: _Optional[_Union[ModelStatus, _Mapping]] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("name", "max_model_len", "max_prompt_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    max_model_len: int
+    max_prompt_bytes: int
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ...) -> None: ...
 
 class AuditStatus(_message.Message):
     __slots__ = ("matched", "mismatched", "failed", "skipped", "same_node", "waiting", "last_mismatch")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from corun.errors import UnavailableError
-from corun.models import downloaded
+from corun.models import downloaded, served_name
 
 REVISION = "0" * 40
 
@@ -41,3 +41,21 @@ def test_a_hub_id_becomes_the_directory_in_the_cache(cache: Path) -> None:
 def test_what_cannot_be_fetched_is_named(cache: Path) -> None:
     with pytest.raises(UnavailableError, match="model maker/other could not be fetched from the hub"):
         downloaded("maker/other")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/models/Qwen3-8B", "Qwen3-8B"),
+        ("/models/Qwen3-8B/", "Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        (f"/cache/models--Qwen--Qwen3-8B/snapshots/{REVISION}", "Qwen/Qwen3-8B"),
+        (f"/cache/models--gpt2/snapshots/{REVISION}", "gpt2"),
+        ("/home/me/.cache/corun/tiny-0123456789ab", "tiny"),
+        ("/models/tiny-llama", "tiny-llama"),
+        ("/models/snapshots/mine", "mine"),
+        ("/", "/"),
+    ],
+)
+def test_a_model_is_served_under_a_name_and_not_a_path(model: str, name: str) -> None:
+    assert served_name(model) == name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ async def test_the_shape_of_a_response(model: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
         answer = await http.complete(max_tokens=2, request_id="mine", seed=1)
     assert set(answer) == {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
-    assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-mine", "text_completion", model)
+    assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-mine", "text_completion", Path(model).name)
     assert set(answer["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "corun"}
     assert answer["choices"][0]["logprobs"] is None
     assert answer["choices"][0]["corun"]["receipt"]["request_id"] == "mine"
@@ -203,17 +204,20 @@ async def test_priorities_reach_the_router(model: str, monkeypatch: pytest.Monke
     assert seen == [high, normal, low, high, low, normal]
 
 
-async def test_the_model_has_a_name(model: str) -> None:
-    async with cluster(model) as fake, serving(fake, served_name="tiny") as http:
+@pytest.mark.parametrize("served_name", ["", "mine"])
+async def test_the_model_has_a_name(model: str, served_name: str) -> None:
+    name = served_name or Path(model).name
+    async with cluster(model) as fake, serving(fake, served_name=served_name) as http:
         status, answer = await http.get("/v1/models")
         card = answer["data"][0]
-        assert (status, card["id"], card["root"], card["max_model_len"]) == (200, "tiny", model, MAX_MODEL_LEN)
-        assert await http.get("/v1/models/tiny") == (200, card)
-        assert (await http.get("/v1/models/other"))[0] == 404
-        assert (await http.complete(model="tiny"))["model"] == "tiny"
-        status, answer, _ = await http.post({"prompt": "a", "model": "other"})
-        assert (status, answer["error"]["type"]) == (404, "not_found_error")
-        assert "'other'" in answer["error"]["message"]
+        assert (status, card["id"], card["max_model_len"]) == (200, name, MAX_MODEL_LEN)
+        assert await http.get(f"/v1/models/{name}") == (200, card)
+        assert (await http.complete(model=name))["model"] == (await http.complete())["model"] == name
+        for other in ("other", model):  # The nodes' path is nobody's business.
+            assert (await http.get(f"/v1/models/{other}"))[0] == 404
+            status, answer, _ = await http.post({"prompt": "a", "model": other})
+            assert (status, answer["error"]["type"]) == (404, "not_found_error")
+            assert f"'{other}'" in answer["error"]["message"]
 
 
 async def test_it_says_that_it_is_well(model: str) -> None:

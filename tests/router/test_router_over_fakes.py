@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun import wire
 from corun.channel import channel
-from corun.cluster import Condition, FinishReason, NodeState, ResumePoint, VerifyCase
+from corun.cluster import Condition, FinishReason, ModelStatus, NodeState, ResumePoint, VerifyCase
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -88,7 +89,10 @@ class TestRequests:
             assert output.receipt.fingerprint == (await fake.status()).fingerprint != ""
             p1, d1 = fake.nodes
             assert (output.receipt.prefill_node, output.receipt.decode_node) == (p1.info.ref, d1.info.ref)
-            assert (await fake.status()).finished_samples == 1
+            status = await fake.status()
+            assert status.finished_samples == 1
+            named = ModelStatus(name=Path(model).name, max_model_len=MAX_MODEL_LEN, max_prompt_bytes=MAX_MODEL_LEN)
+            assert status.model == named
 
     async def test_text_is_tokenized_and_decoded(self, model: str) -> None:
         async with cluster(model) as fake:
