@@ -91,6 +91,8 @@ class DecodeContract(_Part):
     """Rows of every step."""
     split_policy: str
     graph: str
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an output, ascending; generation_config.json decides which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,7 +77,7 @@ class VllmDecodeEngine:
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
         certified = await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)
-        engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen))
+        engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen, facts))
         engine.ladder = Ladder.of(config.slots, certified)
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine

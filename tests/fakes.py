@@ -281,7 +281,13 @@ def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> C
         )
         return Contract(role=role, model=part, prefill=prefill)
     decode = DecodeContract(
-        attention_backend="none", runner="fake", sampler="hash 1", slots=slots, split_policy="off", graph="none"
+        attention_backend="none",
+        runner="fake",
+        sampler="hash 1",
+        slots=slots,
+        split_policy="off",
+        graph="none",
+        eos_token_ids=(),
     )
     return Contract(role=role, model=part, decode=decode)
 

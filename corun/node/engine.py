@@ -199,11 +199,12 @@ def facts(llm: Any, *, finding: str) -> EngineFacts:
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Read the model's end tokens, ascending: from generation_config.json, else from config.json."""
     found = model.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(model.hf_text_config, "eos_token_id", None)
     ids = [] if found is None else [found] if isinstance(found, int) else list(found)
-    return tuple(sorted(ids))
+    return tuple(sorted(set(ids)))
 
 
 def step_llm() -> Any:
@@ -393,7 +394,8 @@ def prefill_contract(
     return Contract(role=NodeRole.PREFILL, model=model, prefill=part, decode=None)
 
 
-def decode_contract(model: ModelContract, seen: Mapping[str, Any]) -> Contract:
+def decode_contract(model: ModelContract, seen: Mapping[str, Any], facts: EngineFacts) -> Contract:
+    """A decode node's contract; `facts` has the end tokens that its requests are given."""
     part = DecodeContract(
         attention_backend=seen["attention_backend"],
         runner=seen["runner"],
@@ -401,6 +403,7 @@ def decode_contract(model: ModelContract, seen: Mapping[str, Any]) -> Contract:
         slots=seen["slots"],
         split_policy=f"split-kv {seen['attention_split_kv']}",
         graph=seen.get("graph", "none"),
+        eos_token_ids=facts.eos_token_ids,
     )
     return Contract(role=NodeRole.DECODE, model=model, prefill=None, decode=part)
 

@@ -239,7 +239,7 @@ def contract(role: NodeRole, **model: Any) -> str:
             attention_backend="x", runner="x", chunk_size=64, buckets=(1, 2), split_policy="x"
         ),
         NodeRole.DECODE: DecodeContract(
-            attention_backend="x", runner="x", sampler="x", slots=SLOTS, split_policy="x", graph="x"
+            attention_backend="x", runner="x", sampler="x", slots=SLOTS, split_policy="x", graph="x", eos_token_ids=()
         ),
     }
     return Contract(role=role, model=ModelContract(**facts), **{role.value: parts[role]}).canonical_json()

@@ -52,7 +52,13 @@ DECODE = Contract(
     role=NodeRole.DECODE,
     model=MODEL,
     decode=DecodeContract(
-        attention_backend="CPU_ATTN", runner="v1", sampler="corun 1", slots=8, split_policy="none", graph="none"
+        attention_backend="CPU_ATTN",
+        runner="v1",
+        sampler="corun 1",
+        slots=8,
+        split_policy="none",
+        graph="none",
+        eos_token_ids=(7, 509),
     ),
 )
 
@@ -76,15 +82,15 @@ def changed() -> list[tuple[str, Contract, Contract]]:
 
 def test_canonical_json() -> None:
     text = DECODE.canonical_json()
-    assert text.startswith('{"decode":{"attention_backend":"CPU_ATTN","graph":"none","runner":"v1","sampler":"corun 1"')
+    assert text.startswith('{"decode":{"attention_backend":"CPU_ATTN","eos_token_ids":[7,509],"graph":"none"')
     assert '"cpu_isa":"avx512 ®"' in text
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def test_fingerprints_are_pinned() -> None:
     assert PREFILL.fingerprint() == "d95a0761e35d36a1033bcf006a091c9cf5e8eabcf24a98504e06ef0d69248ac5"
-    assert DECODE.fingerprint() == "7f56d17b731ff26203ff189077996b15ae8b8cee4aff85c245f93625dd1ff9a6"
-    assert pair_fingerprint(PREFILL, DECODE) == "0eb33e3fc49f2636aa2433e21f8fb29ccd4ec9e0d2a8299aafa034d19a730249"
+    assert DECODE.fingerprint() == "5daa2e40f39c0c44802a05c32bdd0ded0f39308a778e437fc243a69a3f942989"
+    assert pair_fingerprint(PREFILL, DECODE) == "c391f93dd4d074d116f910c200c3885ed7cb0e73718fe81a46763c32746c7abb"
 
 
 @pytest.mark.parametrize("contract", [PREFILL, DECODE], ids=["prefill", "decode"])

@@ -159,7 +159,13 @@ def fake_contract(role: NodeRole, model: str, slots: int) -> Contract:
         )
         return Contract(role=role, model=part, prefill=prefill)
     decode = DecodeContract(
-        attention_backend="fake", runner="fake", sampler="fake", slots=slots, split_policy="fake", graph="fake"
+        attention_backend="fake",
+        runner="fake",
+        sampler="fake",
+        slots=slots,
+        split_policy="fake",
+        graph="fake",
+        eos_token_ids=(),
     )
     return Contract(role=role, model=part, decode=decode)
 
