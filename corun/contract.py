@@ -40,7 +40,10 @@ class ModelContract(_Part):
     weights_digest: str
     """Over the tensors as loaded."""
     tokenizer_digest: str
+    tokenizers: str
+    """Version of the library that turns text into tokens; routers use the same."""
     config_digest: str
+    """Over config.json and the files beside it that the engine reads like it."""
     dtype: str
     quantization: str
     kv_cache_dtype: str
@@ -53,11 +56,17 @@ class ModelContract(_Part):
     """Name and version of the engine."""
     torch: str
     kernels: tuple[str, ...]
-    """Names and versions of the kernel libraries."""
+    """Names and versions of the libraries that compute, or that read a model's files."""
+    plugins: tuple[str, ...]
+    """The engine's plugins that are installed: group, name, object, and the distribution with its version."""
     device: str
     driver: str
     cuda: str
     cpu_isa: str
+    cpu_features: tuple[str, ...]
+    """Vector and matrix extensions, sorted; empty beside a GPU, like the next two."""
+    cpu_caches: tuple[int, ...]
+    """Bytes of data in each level: kernels cut their work by them."""
     threads: int
     """CPU threads of the engine; 0 beside a GPU, where they compute nothing."""
     blas_policy: str
@@ -77,6 +86,8 @@ class PrefillContract(_Part):
     buckets: tuple[int, ...]
     """Lengths that a step is padded to; empty: none."""
     split_policy: str
+    multiprocessors: int
+    """Of the GPU, as many as the process sees: fewer under MPS or MIG. 0 on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +102,8 @@ class DecodeContract(_Part):
     """Rows of every step."""
     split_policy: str
     graph: str
+    multiprocessors: int
+    """As in `PrefillContract`; nodes of the two roles may have different shares of a GPU."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an output, ascending; generation_config.json decides which."""
 

@@ -18,6 +18,8 @@ import tokenizers
 
 from corun.errors import UnavailableError
 
+VERSION: str = tokenizers.__version__
+"""Of the library: another one may turn a text into other tokens."""
 TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")

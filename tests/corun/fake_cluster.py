@@ -231,15 +231,23 @@ def healthy_status() -> ClusterStatus:
 def contract(role: NodeRole, **model: Any) -> str:
     """A contract's canonical JSON, with the given fields of the model part."""
     texts = ("weights_digest", "tokenizer_digest", "config_digest", "dtype", "quantization", "kv_cache_dtype", "engine")
-    texts += ("torch", "device", "driver", "cuda", "cpu_isa", "blas_policy")
+    texts += ("torch", "device", "driver", "cuda", "cpu_isa", "blas_policy", "tokenizers")
     numbers = {"block_size": 16, "max_model_len": MAX_MODEL_LEN, "tensor_parallel_size": 1, "threads": 2}
     facts: dict[str, Any] = dict.fromkeys(texts, "x") | numbers | {"kernels": ("a", "b"), "environment": ()} | model
+    facts = dict.fromkeys(("plugins", "cpu_features", "cpu_caches"), ()) | facts
     parts = {
         NodeRole.PREFILL: PrefillContract(
-            attention_backend="x", runner="x", chunk_size=64, buckets=(1, 2), split_policy="x"
+            attention_backend="x", runner="x", chunk_size=64, buckets=(1, 2), split_policy="x", multiprocessors=0
         ),
         NodeRole.DECODE: DecodeContract(
-            attention_backend="x", runner="x", sampler="x", slots=SLOTS, split_policy="x", graph="x", eos_token_ids=()
+            attention_backend="x",
+            runner="x",
+            sampler="x",
+            slots=SLOTS,
+            split_policy="x",
+            graph="x",
+            multiprocessors=0,
+            eos_token_ids=(),
         ),
     }
     return Contract(role=role, model=ModelContract(**facts), **{role.value: parts[role]}).canonical_json()

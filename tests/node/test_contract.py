@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,10 @@ SEEN: dict[str, Any] = {
     "cuda": "",
     "machine": "x86_64",
     "cpu_isa": "AVX2",
+    "cpu_features": ["avx2", "fma"],  # lists: tuples do not survive the way from the worker
+    "cpu_caches": [32768, 1048576, 0],
+    "kernel_packages": [],
+    "multiprocessors": 0,
     "attention_backend": "CPU_ATTN",
     "attention_split_kv": "off",
     "runner": "v1 CPUModelRunner",
@@ -69,3 +74,78 @@ def test_without_that_file_the_models_config_says_what_ends_an_output(directory:
     assert contract_of(directory).decode.eos_token_ids == (509,)  # type: ignore[union-attr]
     (directory / "generation_config.json").unlink()
     assert contract_of(directory).decode.eos_token_ids == (1, 3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "field", "text"),
+    [
+        ("cpu_features", ["amx_tile", "avx2", "fma"], "model.cpu_features", '["amx_tile", "avx2", "fma"]'),
+        ("cpu_caches", [32768, 2097152, 0], "model.cpu_caches", "[32768, 2097152, 0]"),
+        ("multiprocessors", 66, "decode.multiprocessors", "66"),
+    ],
+)
+def test_what_kernels_are_chosen_by_is_in_the_contract(
+    directory: Path, fact: str, value: Any, field: str, text: str
+) -> None:
+    differences = diff(contract_of(directory), contract_of(directory, **{fact: value}))
+    assert {name: pair[1] for name, pair in differences.items()} == {field: text}
+
+
+@pytest.mark.parametrize("name", ["params.json", "hf_quant_config.json", "my_quantize_config.json"])
+def test_files_that_vllm_reads_beside_config_json_are_in_its_digest(directory: Path, name: str) -> None:
+    before = base.config_digest(directory)
+    (directory / name).write_text('{"quantized": true}')
+    first = base.config_digest(directory)
+    (directory / name).write_text('{"quantized": false}')
+    assert len({before, first, base.config_digest(directory)}) == 3
+
+
+def test_files_that_move_no_bit_are_not_in_it(directory: Path) -> None:
+    before = base.config_digest(directory)
+    for name in ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "README.md"):
+        (directory / name).write_text("{}")
+    assert base.config_digest(directory) == before
+
+
+def test_libraries_that_read_a_models_files_are_in_the_contract(directory: Path) -> None:
+    model = contract_of(directory).model
+    versions = {"torch", "transformers", "compressed-tensors", "tokenizers"}
+    found = {name: metadata.version(name) for name in versions}
+    assert {f"{name} {found[name]}" for name in ("transformers", "compressed-tensors")} <= set(model.kernels)
+    assert model.tokenizers == found["tokenizers"]
+
+
+def install(where: Path, name: str, version: str, entry_points: str = "") -> None:
+    """What an installed distribution tells of itself."""
+    info = where / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+def test_installed_plugins_of_vllm_are_in_the_contract(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of vLLM itself, which come with its version, are not."""
+    assert contract_of(directory).model.plugins == ()
+    entry_points = (
+        "[vllm.logits_processors]\nbias = own:Bias\n[vllm.general_plugins]\nops = own:patch\n[other]\na = b:c\n"
+    )
+    install(tmp_path, "own-plugins", "1.5", entry_points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert contract_of(directory).model.plugins == (
+        "vllm.general_plugins ops own:patch own-plugins 1.5",
+        "vllm.logits_processors bias own:Bias own-plugins 1.5",
+    )
+
+
+@pytest.mark.parametrize("usable", [False, True])
+def test_kernels_that_vllm_cannot_use_are_not_in_the_contract(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usable: bool
+) -> None:
+    """FlashInfer needs nvcc or ready-made kernels: without them vLLM chooses others, with the same packages there."""
+    install(tmp_path, "flashinfer-python", "0.6.14")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = contract_of(directory, kernel_packages=["flashinfer"] if usable else []).model.kernels
+    assert "flashinfer-python 0.6.14" in found
+    assert ("flashinfer is used" in found) is usable

@@ -68,13 +68,20 @@ def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: 
         "fuse_allreduce_rms": False,
         "disable_custom_all_reduce": tensor_parallel_size > 2,
         "inductor": dict(pin.GPU_INDUCTOR),
+        "speculative_config": None,
+        "is_diffusion": False,
         **changes,
     }
     one = SimpleNamespace(**values, tensor_parallel_size=tensor_parallel_size)
     parts = ("scheduler_config", "cache_config", "model_config", "kernel_config", "parallel_config")
     compilation = SimpleNamespace(pass_config=one, inductor_compile_config=values["inductor"])
     transfer = SimpleNamespace(kv_role=role)
-    return SimpleNamespace(**dict.fromkeys(parts, one), compilation_config=compilation, kv_transfer_config=transfer)
+    return SimpleNamespace(
+        **dict.fromkeys(parts, one),
+        speculative_config=values["speculative_config"],
+        compilation_config=compilation,
+        kv_transfer_config=transfer,
+    )
 
 
 GPU = {"platform": "cuda", "attention_split_kv": "max 1 in graphs"}
@@ -101,6 +108,9 @@ def test_settings_that_vllm_kept_are_fine(settings: dict[str, Any], seen: dict[s
         ({"async_scheduling": False}, GPU, "async_scheduling is 'False' in the engine, but was set to 'True'"),
         ({"async_scheduling": None}, GPU, "async_scheduling is 'None'"),
         ({"enable_prefix_caching": True}, GPU, "enable_prefix_caching is 'True'"),
+        # Both come from a model's config.json alone.
+        ({"speculative_config": {"method": "eagle3"}}, GPU, "speculative decoding is 'True'"),
+        ({"is_diffusion": True}, GPU, "is_diffusion is 'True'"),
         ({"disable_cascade_attn": False}, GPU, "disable_cascade_attn is 'False'"),
         ({"enable_flashinfer_autotune": True}, GPU, "enable_flashinfer_autotune is 'True'"),
         ({"fuse_allreduce_rms": True}, GPU, "fuse_allreduce_rms is 'True'"),

@@ -95,6 +95,7 @@ def test_free_variables_enter_the_contract_in_order() -> None:
     "name",
     [
         *("VLLM_LOGGING_LEVEL", "VLLM_CACHE_ROOT", "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_VERSION"),
+        "CUTE_DSL_CACHE_DIR",
         *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "OMP_NUM_THREADS", "VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"),
         *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER", "OTEL_SERVICE_NAME", "PROMETHEUS_MULTIPROC_DIR"),
     ],
@@ -122,6 +123,24 @@ def test_a_file_is_named_by_its_content(tmp_path: Path) -> None:
     assert found == {(f"NCCL_TOPO_FILE=sha256:{hashlib.sha256(b'x').hexdigest()}",)}
     with pytest.raises(InvalidArgumentError, match="must be unset, or name a file"):
         free(NCCL_CONF_DIR=str(tmp_path))
+
+
+def test_what_is_loaded_before_all_other_libraries_is_named_by_its_content(tmp_path: Path) -> None:
+    """The same files at other places are the same fact; vLLM itself adds two of its environment's."""
+    for directory in ("a", "b"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "libgomp.so.1").write_text("x")
+        (tmp_path / directory / "libiomp5.so").write_text("y")
+    both = "{0}/libgomp.so.1:{0}/libiomp5.so"
+    found = {free(LD_PRELOAD=both.format(tmp_path / name)) for name in ("a", "b")}
+    digests = [hashlib.sha256(content).hexdigest() for content in (b"x", b"y")]
+    assert found == {(f"LD_PRELOAD=sha256:{digests[0]} sha256:{digests[1]}",)}
+    assert free(LD_PRELOAD=f"{tmp_path}/a/libgomp.so.1 libm.so.6") == (f"LD_PRELOAD=sha256:{digests[0]} libm.so.6",)
+
+
+@pytest.mark.parametrize("name", ["CUDA_FORCE_PTX_JIT", "CUDA_DISABLE_PTX_JIT", "CUTE_DSL_ARCH"])
+def test_variables_of_kernel_compilers_enter_the_contract(name: str) -> None:
+    assert free(**{name: "1"}) == (f"{name}=1",)
 
 
 def test_what_torch_sets_while_it_compiles_is_no_fact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

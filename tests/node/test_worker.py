@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from corun.node import processor
 from tests.loading import load
 
 
@@ -35,6 +37,27 @@ def model(torch: Any) -> Any:
     for name, tensor in tensors.items():
         model.register_buffer(name, tensor.clone(memory_format=torch.preserve_format))
     return model
+
+
+def test_a_worker_tells_what_its_processor_is(worker: Any) -> None:
+    found = worker.NodeWorker.model_facts(SimpleNamespace(weights_digest="w"))
+    here = processor.read()
+    assert (found["device"], found["cpu_features"]) == (here.name, list(here.features))
+    assert found["cpu_caches"] == list(here.caches)
+
+
+def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
+    worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and MIG give a process fewer than the GPU has."""
+    on_cpu = worker.NodeWorker._observe_device(SimpleNamespace())
+    assert (on_cpu["multiprocessors"], on_cpu["kernel_packages"]) == (0, [])
+    monkeypatch.setattr(worker.current_platform, "is_cpu", lambda: False)
+    properties = SimpleNamespace(multi_processor_count=66)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {"cuda:1": properties}.__getitem__)
+    node = SimpleNamespace(device="cuda:1", _max_splits=lambda: 1, _graphs=lambda: "g")
+    found = worker.NodeWorker._observe_device(node)
+    assert (found["multiprocessors"], found["kernel_packages"]) == (66, [])
 
 
 def test_the_digest_is_of_names_shapes_dtypes_and_bytes(worker: Any, torch: Any, model: Any) -> None:

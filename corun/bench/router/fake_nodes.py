@@ -33,7 +33,7 @@ from corun.v1 import cluster_service_pb2, decode_service_pb2_grpc, prefill_servi
 from decode_node.service import DecodeService, StepRow
 from decode_node.slots import SlotTable
 from prefill_node.service import PrefillService
-from router.text import Tokenizer
+from router.text import VERSION, Tokenizer
 
 DIRECT_METHOD = "/corun.bench.FakeDirect/Generate"
 """Of a node without a router: takes a GenerateRequest and streams GenerateResponses."""
@@ -146,7 +146,11 @@ def fake_contract(role: NodeRole, model: str, slots: int) -> Contract:
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         tensor_parallel_size=1,
+        tokenizers=VERSION,
         kernels=(),
+        plugins=(),
+        cpu_features=(),
+        cpu_caches=(),
         driver="",
         cuda="",
         threads=1,
@@ -155,7 +159,12 @@ def fake_contract(role: NodeRole, model: str, slots: int) -> Contract:
     )
     if role is NodeRole.PREFILL:
         prefill = PrefillContract(
-            attention_backend="fake", runner="fake", chunk_size=BLOCK_SIZE, buckets=(), split_policy="fake"
+            attention_backend="fake",
+            runner="fake",
+            chunk_size=BLOCK_SIZE,
+            buckets=(),
+            split_policy="fake",
+            multiprocessors=0,
         )
         return Contract(role=role, model=part, prefill=prefill)
     decode = DecodeContract(
@@ -165,6 +174,7 @@ def fake_contract(role: NodeRole, model: str, slots: int) -> Contract:
         slots=slots,
         split_policy="fake",
         graph="fake",
+        multiprocessors=0,
         eos_token_ids=(),
     )
     return Contract(role=role, model=part, decode=decode)
