@@ -20,6 +20,7 @@ from corun.config import RouterConfig
 from corun.contract import Contract
 from corun.errors import (
     CancelledByPeerError,
+    ContractMismatchError,
     CorunError,
     DataLossError,
     DeadlineError,
@@ -34,7 +35,7 @@ from router.members import DecodeMember, Member, PrefillMember, Seat
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
-from router.text import Tokenizer
+from router.text import VERSION, Tokenizer
 from router.warmup import Pairs, spawn, until_done
 
 OPEN_TIMEOUT_S = 10.0
@@ -390,10 +391,15 @@ class Registry:
 
     async def _load_tokenizer(self, info: NodeInfo) -> None:
         """Any node's copy will do: all nodes of the cluster have the same."""
-        expected = Contract.from_json(info.contract_json).model.tokenizer_digest
+        contract = Contract.from_json(info.contract_json).model
+        expected = contract.tokenizer_digest
         async with self._loading:
             if self.model is not None:
                 return
+            if contract.tokenizers != VERSION:
+                advice = f"install tokenizers=={contract.tokenizers} for the router"
+                versions = {"model.tokenizers": (contract.tokenizers, VERSION)}
+                raise ContractMismatchError(f"the router turns text into tokens in its own way: {advice}", versions)
             tokenizer = await asyncio.to_thread(Tokenizer.load, info.model)
             if tokenizer.digest != expected:
                 raise UnavailableError(f"the tokenizer in {info.model} is not the one of the contract, {expected}")

@@ -39,6 +39,7 @@ from corun.v1 import cluster_service_pb2 as pb
 from decode_node.service import DecodeService
 from router import failover, service
 from router.generations import Request
+from router.text import VERSION
 from tests.fakes import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -430,6 +431,14 @@ class TestNodes:
         async with cluster(model, prefills=0, decodes=0) as fake:
             await fake.add_decode(tokenizer_digest="0" * 64)
             await fake.until(lambda: "is not the one of the contract" in fake.detail("d1"))
+            assert fake.state("d1") is NodeState.JOINING
+
+    async def test_a_router_with_another_tokenizers_library_uses_no_node(self, model: str) -> None:
+        """Two routers could turn one text into other tokens, and a resumed stream would end in data loss."""
+        async with cluster(model, prefills=0, decodes=0) as fake:
+            await fake.add_decode(tokenizers="0.1.2")
+            await fake.until(lambda: f"model.tokenizers: 0.1.2 != {VERSION}" in fake.detail("d1"))
+            assert "install tokenizers==0.1.2 for the router" in fake.detail("d1")
             assert fake.state("d1") is NodeState.JOINING
 
     async def test_two_routers_share_the_nodes(self, model: str) -> None:
