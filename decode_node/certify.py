@@ -15,7 +15,8 @@ import torch
 
 from corun.node.steps import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
 
-PROBES = 4
+PROBES = 6
+"""As many as there are styles of sampling (decode_node/worker.py)."""
 STEPS = 4
 LONGEST = 1024  # tokens of a sequence under test
 SEED = 20_25

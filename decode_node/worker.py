@@ -101,8 +101,14 @@ class ColocatedWorker(FixedShapeWorker):
 
 
 def _sampling_style(number: int) -> SamplingParams:
-    """Styles that meet in one batch: greedy and drawn, filtered and penalised."""
+    """Give one of the styles that meet in one batch: greedy and drawn, filtered and penalised.
+
+    vLLM compiles its filter by whether any row has top-k, and any has top-p (v1/sample/ops/topk_topp_triton.py): the
+    first two run alone under one kernel each, and in company under a third. They come first for nodes of few slots.
+    """
     styles: list[dict[str, Any]] = [
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 50},
         {"temperature": 0.6},
         {"temperature": 0.0},
         {"temperature": 1.0, "top_p": 0.9, "top_k": 50},

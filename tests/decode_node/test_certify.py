@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.loading import load
 from tests.stepper import FakeStepper, Flaw
 
-ROWS = 8
+ROWS = 16
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +91,33 @@ def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool) -> No
     finding = test.check(ROWS // 2)
     assert ("probe-0 differs in step 0" in finding) == bits_depend_on_rows
     assert max(map(len, stepper.steps)) == (1 if bits_depend_on_rows else ROWS // 2)
+
+
+def test_every_style_of_sampling_is_probed() -> None:
+    """The style after the last probe's is the first one's again."""
+    style = load("decode_node.worker")._sampling_style
+    probes = load("decode_node.certify").PROBES
+    kinds = [str({**msgspec.structs.asdict(style(number)), "seed": 0}) for number in range(probes + 1)]
+    assert len(set(kinds)) == probes
+    assert kinds[0] == kinds[probes]
+
+
+def filters(batch: list[Any]) -> tuple[bool, bool]:
+    """What vLLM compiles its filter of logits by: whether any row of the step has top-k, and whether any has top-p."""
+    styles = [sequence.sampling for sequence in batch]
+    return any(style.top_k > 0 for style in styles), any(style.top_p < 1 for style in styles)
+
+
+@pytest.mark.parametrize("own", [(False, True), (True, False)], ids=["top_p only", "top_k only"])
+@pytest.mark.parametrize("rows", [3, ROWS])
+def test_a_filter_that_is_compiled_for_the_neighbours_is_found(
+    certify: Callable[..., str], own: tuple[bool, bool], rows: int
+) -> None:
+    """A row with one of the two filters, whose bits depend on whether a neighbour has the other one."""
+
+    def flaw(row: int, batch: list[Any], sequence: Any) -> Any:
+        return filters(batch) if filters([sequence]) == own else None
+
+    style = load("decode_node.worker")._sampling_style
+    assert "probe-" in certify(FakeStepper(flaw=flaw, stage="logprob"), rows, style)
+    assert certify(FakeStepper(), rows, style) == ""
