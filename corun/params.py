@@ -39,14 +39,17 @@ _NOT_IN_DIGEST = frozenset({"logprobs", "n"})
 class SamplingParams:
     """How tokens are drawn; vLLM's names and meanings. Raises InvalidArgumentError for a value outside its limit.
 
+    No limit is wider than the pinned engine's, and no value is accepted that the engine would change. Where ours are
+    narrower, it is so that every sum and product of them is finite in fp32, whatever their combination.
+
     Sequences become tuples and `logit_bias` becomes a tuple of (token id, bias) pairs, ascending by id, so that equal
     parameters are equal values, whatever they were made from.
     """
 
     temperature: float = 1.0
-    """At least 0; 0 is greedy."""
+    """0, which is greedy, or in [0.01, 2]."""
     top_p: float = 1.0
-    """In (0, 1]."""
+    """In [1e-9, 1]."""
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     min_p: float = 0.0
@@ -66,7 +69,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """In [-2, 2]."""
     repetition_penalty: float = 1.0
-    """In (0, 2]."""
+    """In [0.01, 2]."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     """Token id to a bias in [-100, 100], held as fp32."""
     logprobs: bool = False
@@ -172,25 +175,28 @@ def _integer(field: str, value: Any, low: int, end: int, limit: str = "") -> int
     return number
 
 
-def _real(field: str, value: Any, low: float, high: float, limit: str, *, above_low: bool = False) -> float:
-    """`value` as a finite float in [low, high], or in (low, high]."""
+def _real(field: str, value: Any, low: float, high: float, limit: str = "") -> float:
+    """`value` as a finite float in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidArgumentError(field, value, "must be a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
-        raise InvalidArgumentError(field, value, limit)
+    if not low <= number <= high:  # A NaN is not, either.
+        raise InvalidArgumentError(field, value, limit or f"must be in [{low:g}, {high:g}]")
     return number + 0.0  # -0.0 becomes 0.0: equal values have equal digests.
 
 
 def _temperature(field: str, value: Any) -> float:
-    return _real(field, value, 0, math.inf, "must be finite and at least 0")
+    """vLLM refuses more than 2, and takes everything between 0 and 0.01 for 0.01."""
+    limit = "must be 0 or in [0.01, 2]"
+    number = _real(field, value, 0, 2, limit)
+    return number if number == 0 else _real(field, value, 0.01, 2, limit)
 
 
 def _penalty(field: str, value: Any) -> float:
-    return _real(field, value, -2, 2, "must be in [-2, 2]")
+    return _real(field, value, -2, 2)
 
 
 def _flag(field: str, value: Any) -> bool:
@@ -218,7 +224,7 @@ def _logit_bias(field: str, value: Any) -> tuple[tuple[int, float], ...]:
         token_id = _integer(field, pair[0], 0, _UINT32)
         if token_id in bias:
             raise InvalidArgumentError(f"{field}[{token_id}]", pair[1], "must be given once")
-        number = _real(f"{field}[{token_id}]", pair[1], -100, 100, "must be in [-100, 100]")
+        number = _real(f"{field}[{token_id}]", pair[1], -100, 100)
         bias[token_id] = struct.unpack("<f", struct.pack("<f", number))[0] + 0.0  # As it crosses the wire.
     return tuple(sorted(bias.items()))
 
@@ -241,9 +247,9 @@ def _exact(value: Any) -> Any:
 
 _NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
     "temperature": _temperature,
-    "top_p": lambda f, v: _real(f, v, 0, 1, "must be in (0, 1]", above_low=True),
+    "top_p": lambda f, v: _real(f, v, 1e-9, 1),  # Engines hold it in fp32, where the smallest numbers become 0.
     "top_k": lambda f, v: _integer(f, v, 0, _INT31),
-    "min_p": lambda f, v: _real(f, v, 0, 1, "must be in [0, 1]"),
+    "min_p": lambda f, v: _real(f, v, 0, 1),
     "max_tokens": lambda f, v: _integer(f, v, 1, _UINT32, "must be at least 1"),
     "min_tokens": lambda f, v: _integer(f, v, 0, _UINT32, "must be at least 0"),
     "stop": _stop,
@@ -251,7 +257,7 @@ _NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _flag,
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
-    "repetition_penalty": lambda f, v: _real(f, v, 0, 2, "must be in (0, 2]", above_low=True),
+    "repetition_penalty": lambda f, v: _real(f, v, 0.01, 2),  # Logits are multiplied by 1 / it.
     "logit_bias": _logit_bias,
     "logprobs": _flag,
     "n": lambda f, v: _integer(f, v, 1, MAX_SAMPLES + 1, f"must be in [1, {MAX_SAMPLES}]"),

@@ -29,6 +29,18 @@ CONNECT_POLL_S = 0.05
 LAST_REPORT_S = 2.0
 REPORT_S = 5.0
 LET_GO_S = 2.0
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Parameters that vLLM has under the same name, with the same meaning."""
 log = logging.getLogger(__name__)
 
 
@@ -179,42 +191,20 @@ class VllmDecodeEngine:
         self._llm.shutdown()
 
     def _sampling(self, request: DecodeRequest) -> Any:
-        """vLLM's parameters for one sample. Stop strings are the router's: tokens are all that exists here."""
-        from vllm.sampling_params import SamplingParams as VllmSamplingParams
-
-        params: SamplingParams = request.params
+        """vLLM's parameters for one sample, with the KV that it reads."""
         handle = request.handle
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.facts.eos_token_ids)}
-        return VllmSamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            seed=request.seed,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=sorted(stops),
-            ignore_eos=True,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=dict(params.logit_bias) or None,
-            logprobs=0,  # the sampled token's own; receipts need it always
-            detokenize=False,
-            extra_args={
-                "kv_transfer_params": {
-                    "do_remote_prefill": True,
-                    "do_remote_decode": False,
-                    "remote_engine_id": handle.engine_id,
-                    "remote_request_id": read_id(handle.request_id, handle.claim),
-                    "remote_block_ids": [list(group) for group in handle.block_ids],
-                    "remote_host": handle.host,
-                    "remote_port": handle.port,
-                    "tp_size": handle.tp_size,
-                    OWNER_PARAM: owner_of(handle),
-                }
-            },
-        )
+        transfer = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": handle.engine_id,
+            "remote_request_id": read_id(handle.request_id, handle.claim),
+            "remote_block_ids": [list(group) for group in handle.block_ids],
+            "remote_host": handle.host,
+            "remote_port": handle.port,
+            "tp_size": handle.tp_size,
+            OWNER_PARAM: owner_of(handle),
+        }
+        return engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
 
     def _die(self) -> None:
         self.on_death()
@@ -223,6 +213,23 @@ class VllmDecodeEngine:
         """Turns one engine step into rows."""
         self.steps += 1
         self.on_step([row for output in outputs for row in _rows(output)])
+
+
+def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, extra_args: dict[str, Any]) -> Any:
+    """vLLM's parameters for one sample. Stop strings are the router's: tokens are all that exists here."""
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else facts.eos_token_ids)}
+    return VllmSamplingParams(
+        **{name: getattr(params, name) for name in _SAME},
+        seed=seed,
+        stop_token_ids=sorted(stops),
+        ignore_eos=True,
+        logit_bias=dict(params.logit_bias) or None,
+        logprobs=0,  # the sampled token's own; receipts need it always
+        detokenize=False,
+        extra_args=extra_args,
+    )
 
 
 async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:

@@ -127,7 +127,7 @@ def test_no_router_is_exit_4(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bad_sampling_options_are_exit_2(corun: Any) -> None:
     done = corun("generate", PROMPT, "--top-p", 1.5)
-    assert (done.code, done.err) == (2, "corun: sampling_params.top_p = 1.5: must be in (0, 1]\n")
+    assert (done.code, done.err) == (2, "corun: sampling_params.top_p = 1.5: must be in [1e-09, 1]\n")
 
 
 def test_the_commands_need_no_serving_packages() -> None:
@@ -348,7 +348,7 @@ def test_batch_seed_depends_on_the_row_not_on_the_order(corun: Any, tmp_path: Pa
         ('{"prompt": "a", "seed": -1}', "seed = -1: must be in [0, 2^63)"),
         ('{"prompt": "a", "id": [1]}', "id = [1]: must be text or an integer"),
         ('{"prompt": "a", "params": {"top_pp": 1}}', "params.top_pp = 1: is not a sampling parameter"),
-        ('{"prompt": "a", "params": {"top_p": 1.5}}', "sampling_params.top_p = 1.5: must be in (0, 1]"),
+        ('{"prompt": "a", "params": {"top_p": 1.5}}', "sampling_params.top_p = 1.5: must be in [1e-09, 1]"),
         ('{"prompt": "a", "params": {"logit_bias": {"x": 1}}}', "sampling_params.logit_bias = 'x': must be an integer"),
         ('{"prompt": "a", "id": "1"}', "must be unique"),
     ],

@@ -28,8 +28,8 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", [-0.1, NAN, INF, -INF, "1", None, True, 10**400]),
-        ("top_p", [0, -0.1, 1.01, NAN, INF, False]),
+        ("temperature", [-0.1, 1e-5, 0.009, 2.001, 1e6, NAN, INF, -INF, "1", None, True, 10**400]),
+        ("top_p", [0, 1e-10, -0.1, 1.01, NAN, INF, False]),
         ("top_k", [-1, 1.0, 2**31, True, "5"]),
         ("min_p", [-0.01, 1.01, NAN]),
         ("max_tokens", [0, -1, 1.5, True, 2**32, None]),
@@ -39,7 +39,7 @@ NAN, INF = math.nan, math.inf
         ("ignore_eos", [1, None, "yes"]),
         ("presence_penalty", [-2.01, 2.01, NAN]),
         ("frequency_penalty", [-2.01, 2.01, INF]),
-        ("repetition_penalty", [0, -1, 2.01, NAN]),
+        ("repetition_penalty", [0, 1e-40, 0.009, -1, 2.01, NAN]),
         ("logit_bias", [{1: 100.5}, {1: NAN}, {-1: 0}, {"1": 0}, dict.fromkeys(range(1025), 0), [(1, 2), (1, 3)], [1]]),
         ("logprobs", [0, 5, None]),
         ("n", [0, -1, 257, True, 1.0]),
@@ -56,7 +56,7 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", [0, 0.0, 1e6, np.float32(0.5), Fraction(1, 2)]),
+        ("temperature", [0, 0.0, 0.01, 2, np.float32(0.5), Fraction(1, 2)]),
         ("top_p", [1e-9, 1]),
         ("top_k", [0, 1, 2**31 - 1, np.int64(4)]),
         ("min_p", [0, 1]),
@@ -65,7 +65,7 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         ("stop", [["x" * 256] * 16, "\0", ()]),
         ("stop_token_ids", [range(64), np.arange(3), [0, 2**32 - 1]]),
         ("presence_penalty", [-2, 2]),
-        ("repetition_penalty", [1e-9, 2]),
+        ("repetition_penalty", [0.01, 2]),
         ("logit_bias", [{}, {0: -100, 2**32 - 1: 100}, dict.fromkeys(range(1024), 0)]),
         ("n", [1, 256]),
     ],
@@ -76,7 +76,7 @@ def test_edges_are_taken(name: str, values: list[Any]) -> None:
 
 
 def test_a_refusal_reads_well() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.top_p = 1\.5: must be in \(0, 1\]$"):
+    with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.top_p = 1\.5: must be in \[1e-09, 1\]$"):
         SamplingParams(top_p=1.5)
     with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.stop = 1000 strings: must be at most 16$"):
         SamplingParams(stop=["x"] * 1000)

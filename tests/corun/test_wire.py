@@ -43,8 +43,8 @@ TOKENS = st.lists(UINT32, max_size=8).map(tuple)
 
 PARAMS = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 1e9),
-    top_p=st.floats(0, 1, exclude_min=True),
+    temperature=st.just(0.0) | st.floats(0.01, 2),
+    top_p=st.floats(1e-9, 1),
     top_k=st.integers(0, 2**31 - 1),
     min_p=st.floats(0, 1),
     max_tokens=st.integers(9, 2**32 - 1),
@@ -54,7 +54,7 @@ PARAMS = st.builds(
     ignore_eos=st.booleans(),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
-    repetition_penalty=st.floats(0, 2, exclude_min=True),
+    repetition_penalty=st.floats(0.01, 2),
     logit_bias=st.dictionaries(UINT32, st.floats(-100, 100), max_size=20),
     logprobs=st.booleans(),
     n=st.integers(1, 256),

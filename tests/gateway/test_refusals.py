@@ -32,7 +32,7 @@ from tests.gateway.serving import PROMPT, Http, serving
 from tests.secrets import Secrets
 
 REFUSED: dict[str, list[Any]] = {
-    "temperature": [-1, True, "hot", 1e999],
+    "temperature": [-1, 0.001, 2.5, True, "hot", 1e999],
     "top_p": [0, 1.5],
     "top_k": [-2, 1.5],
     "min_p": [2],
@@ -45,7 +45,7 @@ REFUSED: dict[str, list[Any]] = {
     "ignore_eos": [1],
     "presence_penalty": [3],
     "frequency_penalty": [-3],
-    "repetition_penalty": [0],
+    "repetition_penalty": [0, 1e-40],
     "logit_bias": [[1], {"a": 1}, {"1": 101}, {"01": 1, "1": 1}, {"300": 1}],
     "logprobs": [2, -1, True, "1"],
     "stream": [1],
