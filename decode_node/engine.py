@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from corun.cluster import FinishReason, KvReads, NixlEndpoint, NodeRole
 from corun.config import DecodeConfig
 from corun.contract import Contract
-from corun.errors import CorunError, UnavailableError
+from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
 from corun.node.owners import OWNER_PARAM, read_id
-from corun.params import SamplingParams
+from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
 from decode_node.ladder import Ladder, smaller_than
 from decode_node.service import DecodeRequest, StepRow
@@ -41,6 +41,10 @@ _SAME = (
     "repetition_penalty",
 )
 """Parameters that vLLM has under the same name, with the same meaning."""
+_FILTERS = ("top_p", "top_k", "min_p")
+MAX_HELD_BACK = 128
+"""Stop tokens that a sample's `min_tokens` can hold back; with more, the GPU runner ends its engine
+(vllm/v1/worker/gpu/sample/logit_bias.py: `MAX_NUM_STOP_TOKEN_IDS`)."""
 log = logging.getLogger(__name__)
 
 
@@ -95,14 +99,20 @@ class VllmDecodeEngine:
         return engine
 
     async def start(self, request: DecodeRequest) -> None:
+        """See `DecodeEngine.start`.
+
+        Raises:
+            InvalidArgumentError: the engine would refuse a parameter, change it or end of it; names the field.
+        """
         from vllm.v1.engine import EngineCoreRequest
 
+        sampling = self._sampling(request)
         await self._llm.engine_core.add_request_async(
             EngineCoreRequest(
                 request_id=request.request_id,
                 prompt_token_ids=list(request.prompt_token_ids),
                 mm_features=None,
-                sampling_params=self._sampling(request),
+                sampling_params=sampling,
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
@@ -216,20 +226,63 @@ class VllmDecodeEngine:
 
 
 def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, extra_args: dict[str, Any]) -> Any:
-    """vLLM's parameters for one sample. Stop strings are the router's: tokens are all that exists here."""
+    """vLLM's parameters for one sample. Stop strings are the router's: tokens are all that exists here.
+
+    Routers check the same limits before they begin. What gets through to here, because a router or an engine has
+    others, is refused by name, since no other node would take it either.
+
+    Raises:
+        InvalidArgumentError: vLLM would refuse a parameter, change it or end of it.
+    """
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else facts.eos_token_ids)}
-    return VllmSamplingParams(
-        **{name: getattr(params, name) for name in _SAME},
-        seed=seed,
-        stop_token_ids=sorted(stops),
-        ignore_eos=True,
-        logit_bias=dict(params.logit_bias) or None,
-        logprobs=0,  # the sampled token's own; receipts need it always
-        detokenize=False,
-        extra_args=extra_args,
-    )
+    check_seed(seed)
+    check_vocabulary(params, facts.vocab_size)
+    try:
+        made = VllmSamplingParams(
+            **{name: getattr(params, name) for name in _SAME},
+            seed=seed,
+            stop_token_ids=_stops(params, facts.eos_token_ids),
+            ignore_eos=True,
+            logit_bias=dict(params.logit_bias) or None,
+            logprobs=0,  # the sampled token's own; receipts need it always
+            detokenize=False,
+            extra_args=extra_args,
+        )
+    except (TypeError, ValueError) as error:  # Its validation errors are such.
+        raise _refusal(params, error) from None
+    _refuse_changed(params, made)
+    return made
+
+
+def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
+    """The tokens that end the sample. Raises InvalidArgumentError if they are too many to be held back."""
+    eos = () if params.ignore_eos else eos_token_ids
+    stops = sorted({*params.stop_token_ids, *eos})
+    if params.min_tokens and len(stops) > MAX_HELD_BACK:
+        limit = (
+            f"must be at most {MAX_HELD_BACK - len(eos)}, since the model has {len(eos)} end tokens of its own and the "
+            f"engine room for {MAX_HELD_BACK}"
+        )
+        raise InvalidArgumentError("sampling_params.stop_token_ids", Shown(f"{len(stops)} token ids"), limit)
+    return stops
+
+
+def _refusal(params: SamplingParams, error: Exception) -> InvalidArgumentError:
+    """vLLM's own words; they begin with the parameter's name."""
+    words = str(*error.args[:1])
+    name = words.partition(" ")[0]
+    if name not in _SAME:
+        return InvalidArgumentError("sampling_params", Shown("refused by the engine"), words)
+    return InvalidArgumentError(f"sampling_params.{name}", getattr(params, name), words)
+
+
+def _refuse_changed(params: SamplingParams, made: Any) -> None:
+    """Greedy samples lose their filters, which do nothing there."""
+    for name in _SAME:
+        asked, taken = getattr(params, name), getattr(made, name)
+        if asked != taken and not (params.greedy and name in _FILTERS):
+            raise InvalidArgumentError(f"sampling_params.{name}", asked, f"the engine would take it for {taken}")
 
 
 async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:

@@ -13,10 +13,11 @@ from typing import Any
 from corun.cluster import KvHandle, NixlEndpoint, NodeRef, NodeRole
 from corun.config import PrefillConfig
 from corun.contract import Contract
-from corun.errors import InternalError, InvalidArgumentError, UnavailableError
+from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
 from corun.handle import bound, is_checked, owner
 from corun.node import engine as base
 from corun.node.owners import CHECK_PARAM, OWNER_PARAM
+from corun.params import check_lengths
 from corun.receipt import prompt_digest
 
 # One computes; the others are done and wait for their output to be read back (async scheduling).
@@ -98,8 +99,10 @@ class VllmPrefillEngine:
         """See `PrefillEngine.prefill`.
 
         Raises:
-            InvalidArgumentError: the prompt can never fit this node's KV, or the id still names KV that is held here.
+            InvalidArgumentError: no node can compute the prompt (field "prompt.token_ids"), it can never fit this
+                node's KV, or the id still names KV that is held here.
         """
+        self._check_prompt(prompt_token_ids)
         self._check_fits(len(prompt_token_ids))
         if request_id in self._kept:  # vLLM's scheduler dies of an id that it still knows.
             raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
@@ -178,6 +181,13 @@ class VllmPrefillEngine:
         """Ends the engine's processes."""
         self._llm.shutdown()
 
+    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Routers check the same before they begin. The engine, which has no tokenizer, ends of a token that the model
+        does not have."""
+        check_lengths(len(prompt_token_ids), 1, self.facts.max_model_len)
+        if (largest := max(prompt_token_ids)) >= self.facts.vocab_size:
+            raise InvalidArgumentError("prompt.token_ids", largest, f"must be in [0, {self.facts.vocab_size})")
+
     def _check_fits(self, num_tokens: int) -> None:
         room = self.facts.kv_blocks * self.facts.block_size - 1
         if num_tokens > room:
@@ -210,6 +220,10 @@ class VllmPrefillEngine:
         except EngineDeadError:
             self.on_death()
             raise
+        except ValueError as error:  # vLLM's validation errors are such.
+            raise InvalidArgumentError(
+                "prompt.token_ids", Shown(f"{len(prompt_token_ids)} tokens"), str(error)
+            ) from None
         if params is None:
             raise InternalError(f"the engine kept no KV for prefill {request_id}")
         return params

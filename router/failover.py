@@ -44,6 +44,9 @@ CLOCK_SLACK_S = 0.1
 SOURCE_CHECK_S = 0.5
 """How often a sample without a token looks whether the node that holds its KV is still there."""
 
+_OF_CLIENTS = ("prompt.", "sampling_params", "seed")
+"""How the fields of a client's request begin; all others of a call to a node are the router's."""
+
 log = logging.getLogger(__name__)
 
 
@@ -427,13 +430,13 @@ def _is_over(sample: Sample, fault: NodeFaultError) -> bool:
 
 @contextmanager
 def _faults_of(member: Member[Any], passing: type[CorunError] | tuple[()] = ()) -> Iterator[None]:
-    """Turns what a node's call raises into that node's fault, but for `passing` and refused parameters."""
+    """Turns what a node's call raises into that node's fault, but for `passing` and what is the client's own."""
     try:
         yield
     except passing:
         raise
     except CorunError as error:
-        if isinstance(error, InvalidArgumentError) and error.field.startswith("sampling_params"):
+        if isinstance(error, InvalidArgumentError) and error.field.startswith(_OF_CLIENTS):
             raise  # The engine refuses what it cannot do; no other run would change that.
         raise NodeFaultError(member, error) from error
 

@@ -197,6 +197,8 @@ class FakeDecodeEngine:
         self.hanging = False
         self.fail_after: int | None = None
         """Ends the next request that has so many tokens with an error, once."""
+        self.start_errors: list[Exception] = []
+        """Raised by the next starts, one each."""
         self.corrupt = False
         """Draws other log probabilities than it should."""
         self.connected: list[NixlEndpoint] = []
@@ -208,6 +210,8 @@ class FakeDecodeEngine:
         self._clock: asyncio.Task[None] | None = None
 
     async def start(self, request: DecodeRequest) -> None:
+        if self.start_errors:
+            raise self.start_errors.pop(0)
         self._running[request.request_id] = request, 0
         self.most_running = max(self.most_running, len(self._running))
         if self._clock is None or self._clock.done():

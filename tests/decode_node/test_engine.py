@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from corun.cluster import FinishReason, KvHandle, NodeRef
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
 from corun.node.engine import EngineFacts
@@ -132,6 +132,49 @@ def test_stop_tokens_are_explicit(engine: VllmDecodeEngine, fields: dict[str, An
     made = sampling(engine, **fields)
     assert set(made.stop_token_ids or ()) == stops
     assert made.ignore_eos
+
+
+def beyond_limits(**fields: Any) -> SamplingParams:
+    """As of a router with other limits than the engine's."""
+    params = SamplingParams()
+    for name, value in fields.items():
+        object.__setattr__(params, name, value)
+    return params
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "limit"),
+    [
+        ({"temperature": 2.5}, "temperature", "temperature must be in [0, 2], got 2.5."),
+        ({"temperature": 0.001}, "temperature", "the engine would take it for 0.01"),
+        ({"top_p": 1.5}, "top_p", "top_p must be in (0, 1], got 1.5."),
+        ({"top_k": -2}, "top_k", "top_k must be 0 (disable), or at least 1, got -2."),
+        ({"top_k": 1.5}, "top_k", "top_k must be an integer, got float"),
+        ({"min_p": 2.0}, "min_p", "min_p must be in [0, 1], got 2.0."),
+        ({"presence_penalty": 3.0}, "presence_penalty", "presence_penalty must be in [-2, 2], got 3.0."),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "repetition_penalty must be greater than zero, got 0.0."),
+        ({"min_tokens": 17}, "min_tokens", "min_tokens must be less than or equal to max_tokens=16, got 17."),
+        ({"logit_bias": ((256, 1.0),)}, "logit_bias", "must be in [0, 256)"),
+        ({"stop_token_ids": (256,)}, "stop_token_ids[0]", "must be in [0, 256)"),
+        (
+            {"stop_token_ids": tuple(range(1, 129)), "min_tokens": 1},
+            "stop_token_ids",
+            "must be at most 126, since the model has 2 end tokens of its own and the engine room for 128",
+        ),
+    ],
+)
+async def test_what_the_engine_cannot_do_is_refused_by_name(
+    engine: VllmDecodeEngine, fields: dict[str, Any], field: str, limit: str
+) -> None:
+    """Nothing of it reaches the engine, which may end of it, and it is no fault of the node's."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        await engine.start(DecodeRequest("lease-1", HANDLE, (1, 2, 3), beyond_limits(**fields), seed=1))
+    assert (caught.value.field, caught.value.limit) == (f"sampling_params.{field}", limit)
+
+
+async def test_a_seed_that_the_engine_cannot_hold_is_refused(engine: VllmDecodeEngine) -> None:
+    with pytest.raises(InvalidArgumentError, match="seed"):
+        await engine.start(DecodeRequest("lease-1", HANDLE, (1, 2, 3), SamplingParams(), seed=2**63))
 
 
 def test_the_handle_becomes_a_read(engine: VllmDecodeEngine) -> None:

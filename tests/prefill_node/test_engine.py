@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from corun.node.engine import EngineFacts
 from corun.receipt import prompt_digest
 from prefill_node import engine as engine_module
 from prefill_node.engine import VllmPrefillEngine, prefill_buckets
+from tests.loading import load
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
@@ -30,6 +31,10 @@ class Llm:
         self.held: list[list[str]] | None = [[]]
         self.expired = 0
         self.calls: list[tuple[Any, ...]] = []
+
+    async def generate(self, *_: Any) -> AsyncIterator[Any]:
+        raise ValueError("not today")
+        yield
 
     async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         self.calls.append((method, *args))
@@ -89,6 +94,24 @@ async def test_a_prompt_that_never_fits_is_refused(engine: Engine) -> None:
     await engine.prefill("fits", [1] * 63, READER)
     with pytest.raises(InvalidArgumentError, match=r"prompt_token_ids = .*64 tokens.*at most 63 tokens"):
         await engine.prefill("does not", [1] * 64, READER)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit"),
+    [([5, 256], r"256: must be in \[0, 256\)"), ([5] * 512, "512 tokens: must be at most 511 tokens")],
+)
+async def test_a_prompt_that_no_engine_computes_is_refused(engine: Engine, prompt: list[int], limit: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"^prompt\.token_ids = {limit}"):
+        await engine.prefill("r", prompt, READER)
+    assert engine.owners == []
+
+
+async def test_what_vllm_refuses_of_a_prompt_is_no_fault_of_the_node(llm: Llm) -> None:
+    load("vllm.v1.engine.exceptions")
+    contract: Any = None
+    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
+    with pytest.raises(InvalidArgumentError, match=r"^prompt\.token_ids = 2 tokens: not today$"):
+        await engine.prefill("r", [1, 2], READER)
 
 
 async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:

@@ -302,6 +302,23 @@ class TestRefusals:
                     assert str(caught.value) == "prompt = nothing: must be text or token ids, at least one"
             assert fake.nodes[0].engine.prefilled == []
 
+    async def test_what_an_engine_refuses_is_tried_once_and_named(
+        self, model: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It is the request's: no other node would take it, none is to blame, and no log fills with tracebacks."""
+        async with cluster(model, decodes=2) as fake:
+            for node in fake.nodes[1:]:
+                node.engine.start_errors = [InvalidArgumentError("sampling_params.temperature", 2.5, "must not be")] * 3
+            with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.temperature = 2\.5: must not be$"):
+                await generate(fake, PROMPT, PARAMS)
+            assert fake.nodes[0].engine.prefilled == [PROMPT]
+            fake.nodes[0].engine.errors = [InvalidArgumentError("prompt.token_ids", 7, "must not be")] * 3
+            with pytest.raises(InvalidArgumentError, match=r"^prompt\.token_ids = 7: must not be$"):
+                await generate(fake, PROMPT, PARAMS)
+            assert len(fake.nodes[0].engine.errors) == 2
+            assert fake.router.runner.tally.retries.total() == 0
+            assert [record for record in caplog.records if record.exc_info] == []
+
     async def test_a_request_that_no_node_has_kv_for_is_refused(self, model: str) -> None:
         async with cluster(model, decodes=0) as fake:
             await fake.add_decode(kv_blocks=2)
