@@ -129,7 +129,7 @@ class RouterConfig(MemberConfig):
     port: int = 50051
     """Port to listen on; 0 picks a free one."""
     router_id: str = ""
-    """Name of this router; empty: random."""
+    """Name of this router, in its status and in logs; empty: random."""
     seed_key: str = field(default="", repr=False, metadata=SECRET)
     """A secret, so not for command lines: see seed_key_file."""
     seed_key_file: str = ""
@@ -157,7 +157,7 @@ class RouterConfig(MemberConfig):
     reserve_timeout_s: float = 5.0
     """Longest wait for a decode node to lease a slot, in seconds."""
     prefill_timeout_s: float = 300.0
-    """Longest prefill, in seconds."""
+    """Longest prefill, in seconds, with the wait for those ahead of it; a decode slot is held meanwhile."""
     step_timeout_s: float = 60.0
     """Longest wait for a sample's next token, in seconds."""
     node_wait_s: float = 600.0
@@ -326,7 +326,8 @@ class DecodeConfig(NodeConfig):
     """Longest time between the starts of two steps, in milliseconds, while a prefill node computes on the same GPU; 0:
     they run at the same time, each at half speed."""
     lease_ttl_ms: int = 30_000
-    """How long a leased slot waits for its start, in milliseconds."""
+    """How long the slots that a router holds outlive its step stream, in milliseconds. While that stands, the router's
+    own timeouts bound them, such as prefill_timeout_s."""
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)

@@ -30,7 +30,7 @@ def families(service: DecodeService, table: SlotTable) -> Iterator[Metric]:
     yield gauge(f"{P}kv_blocks", "KV blocks that samples can use", table.kv_blocks)
     text = "KV blocks that are reserved for the whole of the leased samples"
     yield gauge(f"{P}reserved_kv_blocks", text, table.used_kv_blocks)
-    text = "Leases that ended since their router neither used nor renewed them"
+    text = "Leases that ended since their router's step stream broke and did not come back in time"
     yield counter(f"{P}expired_leases", text, figures.expired_leases)
     yield from _reads(service.kv_reads)
 

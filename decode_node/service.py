@@ -68,9 +68,11 @@ class DecodeEngine(Protocol):
 
 
 class StepStream:
-    """Rows waiting for one router. Steps merge while the router is slow, so memory is bounded by its leases."""
+    """Rows waiting for one session of a router. Steps merge while the router is slow, so memory is bounded by its
+    leases."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: int) -> None:
+        self.session = session
         self._pending = pb.StreamStepsResponse()
         self._ready = asyncio.Event()
         self._sent = 0
@@ -153,9 +155,9 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._table = table
         self._ttl_s = lease_ttl_ms / 1000
         self._wishes = Wishes(table.total)
-        self._streams: dict[str, StepStream] = {}
+        self._streams: dict[str, StepStream] = {}  # Of each router the one that stands, by its id.
         self._running: dict[str, Lease] = {}  # engine request id -> lease
-        self._expiry: dict[int, asyncio.TimerHandle] = {}
+        self._expiry: dict[int, asyncio.TimerHandle] = {}  # Of leases whose session has no stream, by id.
         self._handoffs: dict[str, Span] = {}  # Of requests without a row, by engine request id.
         self._aborts: set[asyncio.Task[None]] = set()
         self.ladder = Ladder(table.slots)
@@ -200,8 +202,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
                 goes_on = True
             else:
                 self._end(lease)
-            stream = self._streams.get(lease.router_id)
-            if stream is not None:
+            if (stream := self._stream_of(lease)) is not None:
                 stream.add(lease.lease_id, row)
                 touched[id(stream)] = stream
         figures = self.figures
@@ -213,7 +214,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def give_up(self, reason: str) -> None:
         """Ends whatever runs with an error, so that routers run it elsewhere; late tokens of it reach nobody."""
         for lease in list(self._running.values()):
-            if (stream := self._streams.get(lease.router_id)) is not None:
+            if (stream := self._stream_of(lease)) is not None:
                 stream.add(lease.lease_id, StepRow(_request_id(lease), None, 0.0, FinishReason.ERROR, reason))
             self._drop(lease)
         for stream in self._streams.values():
@@ -228,8 +229,9 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             value = (request.num_prompt_tokens, request.max_tokens)
             raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")
         check_name("router_id", request.router_id)
+        self._check_session(request.router_id, request.session)
         lease = self._reserve(request)
-        self._expire_later(lease)
+        self._keep_or_expire(lease)
         return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
 
     def note_demand(self, demand: Demand) -> None:
@@ -243,7 +245,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         router_id, now = request.router_id, asyncio.get_running_loop().time()
         kept = self._wishes.kept_from(router_id, self._table.held, now)
         try:
-            lease = self._table.reserve(router_id, request.num_prompt_tokens, request.max_tokens, kept)
+            sizes = request.num_prompt_tokens, request.max_tokens
+            lease = self._table.reserve(router_id, *sizes, kept, session=request.session)
         except NoRoomError as error:
             raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
         self._wishes.granted(router_id, Room(1, lease.kv_blocks), now)
@@ -257,7 +260,6 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             raise NotFoundError(f"lease {request.lease_id} is not held on {self.ref.node_id}")
         decode = self._bind(lease, request)
         self._running[decode.request_id] = lease
-        self._keep(lease)
         if (caller := caller_of(context)) is not OFF:
             self._handoffs[decode.request_id] = caller.child("handoff", {"corun.decode_node": str(self.ref)})
         try:
@@ -290,31 +292,40 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[pb.StreamStepsResponse]:
         self._check_generation(request.generation)
         check_name("router_id", request.router_id)
-        stream = self._attach(request.router_id)
+        self._check_session(request.router_id, request.session)
+        stream = self._attach(request.router_id, request.session)
         try:
             async for message in stream.messages():
                 yield message
         finally:
             self._detach(request.router_id, stream)
 
-    def _attach(self, router_id: str) -> StepStream:
-        stream = StepStream()
+    def _attach(self, router_id: str, session: int) -> StepStream:
+        """Stops the clock of the session's leases, and ends what earlier sessions of this router have left: it gave
+        this node up then, so nobody waits for them."""
+        stream = StepStream(session)
         previous, self._streams[router_id] = self._streams.get(router_id), stream
         if previous is not None:
             previous.replace()
-        for lease in self._running_of(router_id):
-            self._keep(lease)
+        for lease in self._table.held_by(router_id):
+            if lease.session < session:
+                log.info("lease %d of router %s ends: its session is over", lease.lease_id, router_id)
+                self._drop(lease)
+            else:
+                self._keep_or_expire(lease)
         return stream
 
     def _detach(self, router_id: str, stream: StepStream) -> None:
         if self._streams.get(router_id) is not stream:
             return
         del self._streams[router_id]
-        for lease in self._running_of(router_id):
-            self._expire_later(lease)
+        for lease in self._table.held_by(router_id):
+            self._keep_or_expire(lease)
 
-    def _running_of(self, router_id: str) -> list[Lease]:
-        return [lease for lease in self._running.values() if lease.router_id == router_id]
+    def _stream_of(self, lease: Lease) -> StepStream | None:
+        """The stream of the lease's own session, if it stands."""
+        stream = self._streams.get(lease.router_id)
+        return stream if stream is not None and stream.session == lease.session else None
 
     def _bind(self, lease: Lease, request: pb.StartRequest) -> DecodeRequest:
         """Checks that lease, prompt, handle and parameters belong together: a foreign handle is refused, never read."""
@@ -341,19 +352,19 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         if [len(group) for group in handle.block_ids] != [blocks]:  # vLLM asserts it, and the engine would be gone.
             raise InvalidArgumentError("handle.block_ids", handle.block_ids, f"must be one list of {blocks} blocks")
 
-    def _keep(self, lease: Lease) -> None:
-        """Stops the clock of a running lease while its router's stream stands."""
-        if lease.router_id in self._streams and (timer := self._expiry.pop(lease.lease_id, None)):
+    def _keep_or_expire(self, lease: Lease) -> None:
+        """Stops the clock of a lease while the stream of its session stands: its router ends it then, within the
+        router's own timeouts. Else starts the clock, unless it runs."""
+        if self._stream_of(lease) is None:
+            if lease.lease_id not in self._expiry:
+                loop = asyncio.get_running_loop()
+                self._expiry[lease.lease_id] = loop.call_later(self._ttl_s, self._expire, lease)
+        elif timer := self._expiry.pop(lease.lease_id, None):
             timer.cancel()
-
-    def _expire_later(self, lease: Lease) -> None:
-        if timer := self._expiry.pop(lease.lease_id, None):
-            timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._expiry[lease.lease_id] = loop.call_later(self._ttl_s, self._expire, lease)
 
     def _expire(self, lease: Lease) -> None:
-        log.warning("lease %d of router %s ended: not renewed in %.1f s", lease.lease_id, lease.router_id, self._ttl_s)
+        since = f"{self._ttl_s:g} s without its step stream"
+        log.warning("lease %d of router %s ended after %s", lease.lease_id, lease.router_id, since)
         self.figures.expired_leases += 1
         self._drop(lease)
 
@@ -383,6 +394,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def _check_open(self) -> None:
         if self.closed:
             raise UnavailableError(f"decode node {self.ref.node_id}: {self.closed}")
+
+    def _check_session(self, router_id: str, session: int) -> None:
+        """What an earlier session of a router still asks for, when a later one stands, nobody would ever give back."""
+        stream = self._streams.get(router_id)
+        if stream is not None and stream.session > session:
+            raise UnavailableError(f"session {session} of router {router_id} is over: session {stream.session} stands")
 
     def _check_generation(self, generation: str) -> None:
         if generation != self.ref.generation:

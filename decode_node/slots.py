@@ -39,11 +39,12 @@ NOTHING = Room()
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One slot and its KV blocks, held by one router for one sample."""
+    """One slot and its KV blocks, held by one session of one router for one sample."""
 
     lease_id: int
     slot: int
     router_id: str
+    session: int
     num_prompt_tokens: int
     max_tokens: int
     kv_blocks: int
@@ -74,7 +75,9 @@ class SlotTable:
         """Of one sample with so many prompt and output tokens at most."""
         return Room(1, blocks_needed(num_tokens, self.block_size))
 
-    def reserve(self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: Room = NOTHING) -> Lease:
+    def reserve(
+        self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: Room = NOTHING, *, session: int = 0
+    ) -> Lease:
         """Leases the lowest free slot. kept: free room that is not for this router.
 
         Raises NoRoomError if every slot is held or kept, or fewer KV blocks are left than the sample needs.
@@ -87,7 +90,8 @@ class SlotTable:
         if len(self._free) <= kept.slots or need > free - kept.kv_blocks:
             kept_here = f"{kept.slots} slots and {kept.kv_blocks} KV blocks are kept for routers that hold less"
             raise NoRoomError(f"{kept_here}, of {len(self._free)} and {free} that are free")
-        lease = Lease(next(self._ids), heapq.heappop(self._free), router_id, num_prompt_tokens, max_tokens, need)
+        slot = heapq.heappop(self._free)
+        lease = Lease(next(self._ids), slot, router_id, session, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
         return lease

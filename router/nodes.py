@@ -8,8 +8,8 @@ or which node is used for what.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,9 @@ CLEANUP_TIMEOUT_S = 5.0
 
 TakeToken = Callable[[int, float], bool]
 """Takes a token id and its log probability; True ends the sample with this token."""
+
+_sessions = itertools.count(1)
+"""The numbers of this process's sessions, each higher than those before."""
 
 log = logging.getLogger(__name__)
 
@@ -221,15 +224,18 @@ class Lease:
 class DecodeClient(NodeClient):
     """Calls, leases and the step stream of one decode node.
 
-    Stream and leases belong to a session name of their own, so that the leases of a dropped client end with their time
-    to live even if the router comes back to the same node.
+    Stream and leases belong to a session. The stream of a later one, when the router comes back to the same node, ends
+    what a dropped client has left there. Nothing else ends a lease while the stream stands, so a client that does not
+    know what it holds gives its session up.
+
+    router_id: of this process and no other one.
     """
 
     def __init__(self, info: NodeInfo, router_id: str, on_lost: Callable[[str], None], access: Access = OPEN) -> None:
         super().__init__(info, access)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.session = f"{router_id}-{secrets.token_hex(4)}"
-        """How the node knows us."""
+        self.router_id = router_id
+        self.session = next(_sessions)
         self._on_lost = on_lost
         self._leases: dict[int, Lease] = {}  # Those the node holds for us, by id.
         self._reading: asyncio.Task[None] | None = None
@@ -270,10 +276,11 @@ class DecodeClient(NodeClient):
         it has not answered after `timeout_s`.
 
         The call goes on then, or if this is cancelled, until `CLEANUP_TIMEOUT_S` after that: `release` has to know
-        whether the node granted a slot.
+        whether the node granted a slot. A node that has not answered by then is given up.
         """
         request = decode_pb2.ReserveRequest(
-            router_id=self.session,
+            router_id=self.router_id,
+            session=self.session,
             generation=self.ref.generation,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
@@ -308,7 +315,11 @@ class DecodeClient(NodeClient):
             freed()
 
     async def _reserve(self, lease: Lease, request: decode_pb2.ReserveRequest, timeout_s: float) -> None:
-        response = await self._call(self._stub.Reserve, request, timeout_s)
+        try:
+            response = await self._call(self._stub.Reserve, request, timeout_s)
+        except DeadlineError:
+            self._give_up(f"it has not answered a reservation for {timeout_s:g} s")
+            raise
         lease.lease_id, lease.slot = response.lease_id, response.slot
         self._leases[response.lease_id] = lease
 
@@ -321,9 +332,15 @@ class DecodeClient(NodeClient):
                 request = decode_pb2.ReleaseRequest(lease_id=lease.lease_id, generation=self.ref.generation)
                 await self._call(self._stub.Release, request, CLEANUP_TIMEOUT_S)
         except CorunError as error:
-            log.warning("lease %s on %s ends by itself: %s", lease.lease_id, self.ref, error)
+            self._give_up(f"a lease could not be released: {error}")
         finally:
             freed()
+
+    def _give_up(self, reason: str) -> None:
+        """The node is lost, if it was not before."""
+        if not self.is_gone:
+            self.drop(reason)
+            self._on_lost(reason)
 
     async def _read_steps(self, opened: asyncio.Future[None]) -> None:
         """Reads the step stream until it breaks; that is the loss of the node, unless the node was given up before."""
@@ -335,12 +352,12 @@ class DecodeClient(NodeClient):
         except CorunError as error:
             reason = f"its step stream is broken: {error}"
         finally:  # Also if grpc.aio reports CANCELLED from the other side, which it does as a CancelledError.
-            if not self.is_gone:
-                self.drop(reason)
-                self._on_lost(reason)
+            self._give_up(reason)
 
     async def _deliver_steps(self, opened: asyncio.Future[None]) -> None:
-        request = decode_pb2.StreamStepsRequest(router_id=self.session, generation=self.ref.generation)
+        request = decode_pb2.StreamStepsRequest(
+            router_id=self.router_id, generation=self.ref.generation, session=self.session
+        )
         expected = 0
         async for message in self._stub.StreamSteps(request):
             if message.step != expected:

@@ -15,8 +15,8 @@ from router.slots import DecodeRoom, PrefillRoom
 PREFILLS_IN_FLIGHT = 4
 """Prompts a router has at one prefill node at a time.
 
-A prefill runs alone, so more would only wait there while they hold decode slots, whose leases end after a time; fewer
-would let the node idle for a round trip.
+A prefill runs alone, so more would only wait there while they hold decode slots; fewer would let the node idle for a
+round trip.
 """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.models import served_name
+from corun.params import MAX_NAME_LENGTH
 from router.members import DecodeMember, Member, PrefillMember, Seat
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
@@ -90,7 +92,9 @@ class Registry:
         self.mismatches = 0
         """Samples whose repeated run gave other bits, audits included, since the router started."""
         self._config = config
-        self._router_id = router_id
+        # Decode nodes must not take two processes for one, be it that a restarted router, or another by mistake, has
+        # the same name: a later session ends the earlier ones' leases.
+        self._router_id = f"{router_id[: MAX_NAME_LENGTH - 9]}-{secrets.token_hex(4)}"
         self._access = access
         self._decodes: dict[str, DecodeMember] = {}
         self._prefills: dict[str, PrefillMember] = {}
@@ -209,12 +213,12 @@ class Registry:
             return None
         able = self._could_start(need) if need is not None else []
         if need is None or node not in able:
-            return Demand(router_id=node.client.session)
+            return Demand(router_id=node.client.router_id)
         able.sort(key=lambda other: (-other.room.free_blocks, other.node_id))
         # One sample does not keep room on every node: where most is free, it comes together first.
         part = (samples + len(able) - 1 - able.index(node)) // len(able)
         lasts_ms = DEMAND_BEATS * self._config.heartbeat_interval_ms
-        return Demand(router_id=node.client.session, samples=part, num_tokens=need.total, lasts_ms=lasts_ms)
+        return Demand(router_id=node.client.router_id, samples=part, num_tokens=need.total, lasts_ms=lasts_ms)
 
     def could_hold(self, num_tokens: int) -> bool:
         """Whether some decode node, if only later, may have room for a sample."""

@@ -10,16 +10,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "generation", "num_prompt_tokens", "max_tokens")
+    __slots__ = ("router_id", "generation", "num_prompt_tokens", "max_tokens", "session")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     generation: str
     num_prompt_tokens: int
     max_tokens: int
-    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    session: int
+    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease_id", "slot", "ttl_ms")
@@ -76,12 +78,14 @@ class ConnectResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StreamStepsRequest(_message.Message):
-    __slots__ = ("router_id", "generation")
+    __slots__ = ("router_id", "generation", "session")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     generation: str
-    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ...) -> None: ...
+    session: int
+    def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., session: _Optional[int] = ...) -> None: ...
 
 class StreamStepsResponse(_message.Message):
     __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended")

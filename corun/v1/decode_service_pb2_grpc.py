@@ -95,8 +95,9 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamSteps(self, request, context):
-        """The one long-lived stream of a router: each message is one decode step of all its leases.
-        Leases of a router without this stream end after their time to live.
+        """The one long-lived stream of a router: each message is one decode step of all its leases. While it stands, nothing
+        ends a lease but its router or its sample; leases outlive it by their time to live. The stream of a router's later
+        session ends the leases and the stream of its earlier ones at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -121,6 +121,7 @@ class Node:
         self._open: list[Steps] = []  # A stream that nobody holds is cancelled.
 
     async def reserve(self, router_id: str = "router", **fields: Any) -> Any:
+        """fields: `session` among them."""
         values = {"generation": REF.generation, "num_prompt_tokens": len(PROMPT), "max_tokens": 8, **fields}
         return await self.stub.Reserve(pb.ReserveRequest(router_id=router_id, **values), timeout=DEADLINE_S)
 
@@ -138,17 +139,18 @@ class Node:
     async def release(self, lease_id: int, generation: str = REF.generation) -> None:
         await self.stub.Release(pb.ReleaseRequest(lease_id=lease_id, generation=generation), timeout=DEADLINE_S)
 
-    async def steps(self, router_id: str = "router") -> Steps:
+    async def steps(self, router_id: str = "router", session: int = 0) -> Steps:
         """An open stream: its first message, which is empty, has been read."""
-        steps = Steps(self.stub.StreamSteps(pb.StreamStepsRequest(router_id=router_id, generation=REF.generation)))
+        request = pb.StreamStepsRequest(router_id=router_id, generation=REF.generation, session=session)
+        steps = Steps(self.stub.StreamSteps(request))
         self._open.append(steps)
         first = await steps.read()
         assert first == pb.StreamStepsResponse(step=0)
         return steps
 
-    async def started(self, count: int = 1, router_id: str = "router") -> list[int]:
+    async def started(self, count: int = 1, router_id: str = "router", session: int = 0) -> list[int]:
         """The ids of `count` started leases; the engine's names of them are `engine.ids()`."""
-        leases = [(await self.reserve(router_id)).lease_id for _ in range(count)]
+        leases = [(await self.reserve(router_id, session=session)).lease_id for _ in range(count)]
         for lease in leases:
             await self.start(lease)
         return leases
@@ -553,14 +555,28 @@ async def test_the_end_of_a_replaced_stream_ends_no_lease(node: Node) -> None:
 
 
 @short_lived
-async def test_a_stream_keeps_its_running_leases(node: Node) -> None:
-    """And only those: one that was never started still expires."""
+async def test_a_stream_keeps_its_leases(node: Node) -> None:
+    """Those that wait for their start, too: their prompts take as long as they take."""
     await node.steps()
     await node.started()
     await node.reserve()
     await asyncio.sleep(1.3 * SHORT_MS / 1000)
-    assert await node.slots_in_use() == (0,)
+    assert await node.slots_in_use() == (0, 1)
     assert node.engine.aborted == []
+
+
+@short_lived
+async def test_leases_that_wait_for_their_start_end_without_the_stream(node: Node) -> None:
+    """The control: the clock runs from the end of the stream, or, for one that comes after that, from its own begin."""
+    steps = await node.steps()
+    first = (await node.reserve()).lease_id
+    steps.call.cancel()
+    await until(lambda: bool(node.service._expiry))
+    second = (await node.reserve()).lease_id
+    await node.until_free()
+    assert node.service.figures.expired_leases == 2
+    for lease in (first, second):
+        assert isinstance(await refusal(node.start(lease)), NotFoundError)
 
 
 @short_lived
@@ -594,6 +610,65 @@ async def test_a_stream_that_came_late_takes_over_running_leases(node: Node) -> 
     steps = await node.steps()
     node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
     assert await steps.rows() == [(lease, 1, -1.0)]
+
+
+# Sessions
+
+
+async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: Node) -> None:
+    """At once, running or not: their router gave the node up then, and waits for nothing of it."""
+    first, other = await node.steps(session=1), await node.steps("other", session=1)
+    (running,) = await node.started(session=1)
+    (name,) = node.engine.ids()
+    waiting = (await node.reserve(session=1)).lease_id
+    (kept,) = await node.started(router_id="other", session=1)
+    second = await node.steps(session=2)
+    assert await node.slots_in_use() == (2,)
+    assert await first.read() == grpc.aio.EOF
+    await until(lambda: node.engine.aborted == [name])
+    assert node.service.figures.expired_leases == 0
+    for lease in (running, waiting):
+        assert isinstance(await refusal(node.start(lease)), NotFoundError)
+    node.service.on_step([StepRow(name, 1, -1.0), StepRow(node.engine.ids()[0], 2, -1.0)])
+    assert await other.rows() == [(kept, 2, -1.0)]
+    assert await second.nothing_follows()
+
+
+async def test_a_session_that_is_over_gets_nothing(node: Node) -> None:
+    """Its last calls may come after the stream of the next one: nobody would give back what they were granted."""
+    await node.steps(session=2)
+    late = node.stub.StreamSteps(pb.StreamStepsRequest(router_id="router", generation=REF.generation, session=1))
+    for call in (node.reserve(session=1), late.read()):
+        error = await refusal(call)
+        assert isinstance(error, UnavailableError)
+        assert "session 1 of router router is over" in str(error)
+    assert await node.slots_in_use() == ()
+    await node.reserve(session=2)
+    await node.reserve("other", session=1)
+    assert await node.slots_in_use() == (0, 1)
+
+
+@short_lived
+async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> None:
+    """One that comes when no stream stands, or ahead of its own, has a clock until that is there."""
+    await node.reserve(session=1)
+    await node.until_free()
+    await node.steps(session=1)
+    (early,) = await node.started(session=2)
+    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
+    await node.steps(session=2)
+    assert node.service._expiry == {}
+    assert await node.slots_in_use() == (0,)
+    await node.release(early)
+
+
+@short_lived
+async def test_the_next_session_finds_no_lease_of_the_last_one_that_had_no_stream(node: Node) -> None:
+    """A reservation that was on its way when the stream broke."""
+    await node.reserve(session=1)
+    await node.steps(session=2)
+    assert await node.slots_in_use() == ()
+    assert node.service._expiry == {}
 
 
 async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:

@@ -40,9 +40,9 @@ class Bookings:
         self._reserve = self._table.reserve
         self._table.reserve = self.reserve
 
-    def reserve(self, router_id: str, *sizes: Any) -> Any:
+    def reserve(self, router_id: str, *sizes: Any, **session: Any) -> Any:
         held = list(self._table._leases.values())
-        lease = self._reserve(router_id, *sizes)
+        lease = self._reserve(router_id, *sizes, **session)
         self.twice += [other.slot for other in held if other.slot == lease.slot]
         self.sharing = max(self.sharing, len({other.router_id for other in [*held, lease]}))
         return lease

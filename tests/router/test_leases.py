@@ -1,0 +1,163 @@
+"""What holds a slot, and for how long: slow prompts, routers that lose a node and come back to it, retries."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from corun.node.agent import NodeAgent
+from corun.params import SamplingParams
+from corun.v1 import decode_service_pb2 as pb
+from decode_node.service import DecodeService
+from router import nodes
+from router.members import DecodeMember
+from tests.fakes import (
+    WAIT_S,
+    FakeCluster,
+    FakeNode,
+    Output,
+    cluster,
+    expected,
+    generate,
+    router_config,
+    start_router,
+)
+
+PARAMS = SamplingParams(max_tokens=12, logprobs=True)
+LONG = SamplingParams(max_tokens=60, logprobs=True)
+LONGEST = SamplingParams(max_tokens=500)
+PROMPT = (5, 6, 7)
+PATIENT: dict[str, Any] = {"heartbeat_timeout_ms": 20_000}
+"""Nobody is to be lost because the machine is busy."""
+
+
+def right(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> bool:
+    ids, logprobs, _ = expected(prompt, params, seed)
+    return (output.token_ids, output.logprobs) == (ids, logprobs)
+
+
+def member_of(fake: FakeCluster, node: FakeNode) -> DecodeMember:
+    return fake.router.registry._decodes[node.info.ref.node_id]
+
+
+async def hold(fake: FakeCluster, node: FakeNode) -> asyncio.Future[list[Output]]:
+    """Fills both slots of a node whose engine does nothing."""
+    node.engine.hanging = True
+    run = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, n=2), seed=1))
+    await fake.until(lambda: len(node.service._running) == 2)
+    return run
+
+
+class TestSlowPrompts:
+    async def test_a_prompt_may_take_longer_than_leases_live_without_a_stream(self, model: str) -> None:
+        async with cluster(model, lease_ttl_ms=100, **PATIENT) as fake:
+            prefill, decode = fake.nodes
+            prefill.engine.delay_s = 0.3
+            (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
+            assert right(output, PROMPT, PARAMS, 1)
+            assert (prefill.engine.prefilled, decode.service.figures.expired_leases) == ([PROMPT], 0)
+
+    async def test_a_backlog_of_prompts_fails_nobody_and_does_not_grow(self, model: str) -> None:
+        """Each prompt is quick; all that are ahead of it are not."""
+        async with cluster(model, lease_ttl_ms=100, **PATIENT) as fake:
+            prefill, decode = fake.nodes
+            prefill.engine.delay_s = 0.04
+            runs = [generate(fake, (i, 1), PARAMS, seed=i) for i in range(8)]
+            for i, (output,) in enumerate(await asyncio.gather(*runs)):
+                assert right(output, (i, 1), PARAMS, i)
+            assert len(prefill.engine.prefilled) == 8
+            assert decode.service.figures.expired_leases == 0
+
+    async def test_a_router_that_is_cut_off_loses_its_leases(self, model: str) -> None:
+        """The control, and what is left of the time to live: its stream broke, and it does not come back."""
+        async with cluster(model, slots=2, lease_ttl_ms=100, **PATIENT) as fake:
+            decode = fake.nodes[1]
+            run = await hold(fake, decode)
+            await decode.fall_silent()
+            fake.router.registry.lose(member_of(fake, decode), "a test cut it off")
+            await fake.until(lambda: decode.used_slots == 0)
+            assert decode.service.figures.expired_leases == 2
+            decode.engine.hanging = False
+            decode.join()
+            assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
+
+
+class TestSessions:
+    async def test_a_node_that_was_lost_by_mistake_has_its_slots_when_it_is_back(self, model: str) -> None:
+        """At once, and not first when the leases of the dropped session expire: that is a minute here."""
+        async with cluster(model, slots=2, **PATIENT) as fake:
+            decode = fake.nodes[1]
+            run = await hold(fake, decode)
+            old, leases = member_of(fake, decode), set(decode.service._table._leases)
+            fake.router.registry.lose(old, "a test gave it up")
+            await fake.until(lambda: decode.used_slots == 2 and not leases & set(decode.service._table._leases))
+            decode.engine.hanging = False
+            assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
+            assert decode.service.figures.expired_leases == 0
+            assert member_of(fake, decode).client.session > old.client.session
+
+    @pytest.mark.parametrize("router_id", ["router", "r" * 128])
+    async def test_routers_of_one_name_take_nothing_from_each_other(self, model: str, router_id: str) -> None:
+        """Two processes that somebody has given the same name by mistake, or one that was started again."""
+        async with cluster(model, slots=2, router_id=router_id, **PATIENT) as fake:
+            decode = fake.nodes[1]
+            run = await hold(fake, decode)
+            other = FakeCluster(model, await start_router(router_config(router_id=router_id, **PATIENT)))
+            try:
+                members = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
+                memberships = [asyncio.ensure_future(member.run()) for member in members]
+                await other.ready("p1", "d1")
+                assert decode.used_slots == 2
+                decode.engine.hanging = False
+                assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
+                (output,) = await generate(other, PROMPT, PARAMS, seed=3)
+                assert right(output, PROMPT, PARAMS, 3)
+                assert len(fake.nodes[0].engine.prefilled) == 2
+                for membership in memberships:
+                    membership.cancel()
+                await asyncio.wait(memberships)
+            finally:
+                await other.close()
+
+    @pytest.mark.parametrize("method", ["Reserve", "Release"])
+    async def test_a_session_ends_if_nobody_knows_what_it_holds(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, method: str
+    ) -> None:
+        """Nothing else would free a lease while its stream stands. The node works on, with the next session."""
+        monkeypatch.setattr(nodes, "CLEANUP_TIMEOUT_S", 0.2)
+        unanswered = Unanswered(monkeypatch, method)
+        async with cluster(model, reserve_timeout_s=0.2, **PATIENT) as fake:
+            decode = fake.nodes[1]
+            session = member_of(fake, decode).client.session
+            unanswered.calls = 1
+            run = asyncio.ensure_future(generate(fake, PROMPT, LONGEST))
+            await fake.until(lambda: decode.used_slots == 1)
+            if method == "Release":  # Else the answer is what is missing.
+                await fake.until(lambda: decode.drawn_tokens > 0)
+            run.cancel()
+            await fake.until(lambda: member_of(fake, decode).client.session > session)
+            await fake.ready("d1")
+            assert decode.used_slots == 0
+            (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
+            assert right(output, PROMPT, PARAMS, 1)
+
+
+class Unanswered:
+    """Calls of a method whose answers never leave the node; the first ones, when `calls` is set. It does what they ask
+    for, but releases nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        self.calls = 0
+        real = getattr(DecodeService, method)
+
+        async def call(node: DecodeService, request: Any, context: Any) -> Any:
+            is_lost, self.calls = self.calls > 0, max(0, self.calls - 1)
+            answer = None if is_lost and isinstance(request, pb.ReleaseRequest) else await real(node, request, context)
+            if is_lost:
+                await asyncio.sleep(WAIT_S)  # Its client ends it before.
+            return answer
+
+        monkeypatch.setattr(DecodeService, method, call)
