@@ -161,7 +161,8 @@ class RouterConfig(MemberConfig):
     step_timeout_s: float = 60.0
     """Longest wait for a sample's next token, in seconds."""
     node_wait_s: float = 600.0
-    """Longest wait for the first nodes to join, in seconds; a request's own deadline may be sooner."""
+    """Longest wait for the first nodes to join, in seconds; also of a request that no node in use has room for, for one
+    that cannot be used yet: it blocks nobody meanwhile. A request's own deadline may be sooner."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Largest request, in bytes."""
     client_timeout_s: float = CLIENT_TIMEOUT_S

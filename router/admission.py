@@ -37,8 +37,11 @@ class Pool(Protocol):
     def place(self, need: Need) -> Seat | None:
         """Claims room for a sample now; None if it has to wait."""
 
-    def could_hold(self, num_tokens: int) -> bool:
-        """Whether an empty node would have room for so many tokens."""
+    def most_tokens(self) -> int:
+        """Tokens of the largest sample for which an empty node in use has room; 0 while none is in use."""
+
+    def awaited(self, num_tokens: int) -> str:
+        """Which nodes would have room for so many tokens but cannot be used now, in words; empty if none would."""
 
     def missing(self) -> str:
         """Why nobody can be placed at all; empty if somebody can."""
@@ -48,6 +51,7 @@ class AdmissionQueue:
     """Gives seats to tickets in order. `pump` or `pump_soon` has to be called when the pool changes.
 
     max_wait_s: longest wait that a newcomer may have to expect, but one of the lowest class; 0: any.
+    node_wait_s: longest wait while nodes are missing, or aside for a node that cannot be used.
     """
 
     def __init__(
@@ -65,6 +69,9 @@ class AdmissionQueue:
         self._orders = itertools.count()
         self._turns = itertools.count()
         self._giving_up: asyncio.TimerHandle | None = None
+        self._giving_up_aside: asyncio.TimerHandle | None = None
+        self._most_tokens = 0
+        """What the pool said when those aside were last looked at."""
         self._pumping: asyncio.Handle | None = None
         self._pace = Pace()
 
@@ -72,6 +79,11 @@ class AdmissionQueue:
     def waiting(self) -> int:
         """Samples without a seat."""
         return self._lanes.waiting
+
+    @property
+    def in_line(self) -> int:
+        """Those of them that a node in use could hold."""
+        return self._lanes.in_line
 
     @property
     def waiting_tokens(self) -> int:
@@ -94,7 +106,7 @@ class AdmissionQueue:
     ) -> Iterator[None]:
         """Counts samples that have yet to `enter`. Raises OverloadedError at once, before any work is done for them, if
         they would be refused there, or not be seated before `deadline` or within `max_wait_s`."""
-        if self.waiting:
+        if self.in_line:
             self._check_wait(samples, deadline, caller, priority)
         if (self.waiting or self._arriving) and not self._has_room(self._arriving + samples, tokens):
             size = self._size(samples, tokens)
@@ -132,7 +144,8 @@ class AdmissionQueue:
         Raises:
             DeadlineError: no seat before `deadline`, on the loop's clock.
             OverloadedError: the request had to go for others.
-            UnavailableError: nodes are missing, and were for `node_wait_s` or until the deadline.
+            UnavailableError: nodes are missing, or the only ones that could hold it cannot be used, and that was so for
+                `node_wait_s` or until the deadline.
         """
         assert ticket.granted is not None
         timer = asyncio.get_running_loop().call_at(deadline, self._expire, ticket)
@@ -167,17 +180,21 @@ class AdmissionQueue:
             self._pumping = asyncio.get_running_loop().call_soon(self._pump_now)
 
     def pump(self) -> None:
-        """Seats tickets in order for as long as there is room for the first."""
+        """Seats tickets in order for as long as there is room for the first, or no node in use that could have any."""
+        self._look_aside()
         while (head := self._lanes.head()) is not None:
             if (seat := self._pool.place(head.need)) is not None:
                 self._grant(head, seat)
-            elif self._is_hopeless(head.need):
-                self._fail(head, UnavailableError(f"no decode node has KV room for {head.need.total} tokens"))
-            else:
+            elif self._pool.missing() or head.need.total <= self._pool.most_tokens():
                 break
-        is_stuck = self.waiting > 0 and bool(self._pool.missing())
-        self._pace.waits(_now(), anyone=self.waiting > 0 and not is_stuck)  # An outage says nothing about the pace.
+            elif self._pool.awaited(head.need.total):
+                self._lanes.step_aside(head, _now())
+            else:
+                self._fail(head, UnavailableError(f"no decode node has KV room for {head.need.total} tokens"))
+        is_stuck = self.in_line > 0 and bool(self._pool.missing())
+        self._pace.waits(_now(), anyone=self.in_line > 0 and not is_stuck)  # An outage says nothing about the pace.
         self._watch_for_nodes(is_stuck=is_stuck)
+        self._watch_aside()
 
     def _pump_now(self) -> None:
         self._pumping = None
@@ -212,13 +229,36 @@ class AdmissionQueue:
 
     def _expire(self, ticket: Ticket) -> None:
         if ticket.is_waiting:
-            missing = self._pool.missing()
+            missing = self._pool.missing() or ("" if ticket.aside_at is None else self._lacks(ticket.need))
             late = DeadlineError(f"no slot became free before the deadline; {self.waiting} samples are waiting")
             self._fail(ticket, UnavailableError(missing) if missing else late)
             self.pump()
 
-    def _is_hopeless(self, need: Need) -> bool:
-        return not self._pool.missing() and not self._pool.could_hold(need.total)
+    def _lacks(self, need: Need) -> str:
+        """Why a sample waits aside, in words."""
+        nodes = self._pool.awaited(need.total) or "the one that was waited for is gone"
+        return f"no decode node in use has KV room for {need.total} tokens: {nodes}"
+
+    def _look_aside(self) -> None:
+        """Lets those come back that a node in use could hold by now."""
+        most = self._pool.most_tokens() if self.waiting > self.in_line else 0
+        if most > self._most_tokens:
+            self._lanes.come_back(most)
+        self._most_tokens = most
+
+    def _watch_aside(self) -> None:
+        """Runs a clock for the one that has waited aside longest."""
+        if self.waiting > self.in_line and self._giving_up_aside is None:
+            since = min(ticket.aside_at or 0.0 for ticket in self._lanes.aside())
+            at = since + self._node_wait_s
+            self._giving_up_aside = asyncio.get_running_loop().call_at(at, self._give_up_aside)
+
+    def _give_up_aside(self) -> None:
+        self._giving_up_aside = None
+        over = _now() - self._node_wait_s
+        for ticket in [ticket for ticket in self._lanes.aside() if (ticket.aside_at or 0.0) <= over]:
+            self._fail(ticket, UnavailableError(self._lacks(ticket.need)))
+        self._watch_aside()
 
     def _watch_for_nodes(self, *, is_stuck: bool) -> None:
         """Runs a clock while samples wait and nodes are missing."""
@@ -275,7 +315,7 @@ class AdmissionQueue:
     def _refusal(self, text: str, retry_s: float | None = None) -> OverloadedError:
         """retry_s: None: when all who wait now have their seats."""
         self.refused += 1
-        retry_s = self.waiting * self._pace.interval_s if retry_s is None else retry_s
+        retry_s = self.in_line * self._pace.interval_s if retry_s is None else retry_s
         least = MISSING_RETRY_S if self._pool.missing() else MIN_RETRY_S
         spread = 1 + _SPREAD * (self.refused * _GOLDEN % 1)
         return OverloadedError(text, min(max(retry_s, least), MAX_RETRY_S / (1 + _SPREAD)) * spread)

@@ -127,7 +127,7 @@ class Auditor:
     def pump(self) -> None:
         """Starts what may start, and takes audits off nodes that have become busy or are to end."""
         self._cancel(task for task, running in self._running.items() if not _may_stay(running.run.seat))
-        while self._waiting and not self._closed and len(self._running) < MAX_RUNNING and not self._queue.waiting:
+        while self._waiting and not self._closed and len(self._running) < MAX_RUNNING and not self._queue.in_line:
             if (seat := self._registry.place_idle(self._waiting[0].need, SPARE_SLOTS)) is None:
                 self._waiting.rotate(-1)  # The next change tries another: one that fits nowhere holds up nobody.
                 return

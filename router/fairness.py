@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 MAX_IDLE = 1024
@@ -82,6 +83,11 @@ class FairQueue(Generic[P]):
     def __len__(self) -> int:
         return self._count
 
+    def __iter__(self) -> Iterator[P]:
+        """Every sample, client by client."""
+        for line in self._lines.values():
+            yield from line.places.values()
+
     def add(self, place: P) -> None:
         """Takes a sample in, behind those of its client that came before."""
         line = self._lines.get(place.client) or self._open(place)
@@ -92,6 +98,11 @@ class FairQueue(Generic[P]):
         line.size += place.size
         self._count += 1
         self._note_size(line)
+
+    def sort(self, client: str) -> None:
+        """Puts a client's samples in the order of their arrival, after old ones have been added again."""
+        if (line := self.line(client)) is not None:
+            line.places = OrderedDict(sorted(line.places.items()))
 
     def head(self) -> P | None:
         """The sample whose turn it is."""

@@ -3,8 +3,11 @@
 First come the samples that ran and whose node failed, then class by class. Within a class, samples that had a seat and
 could not use it go by their turn, then clients share by tokens (`router.fairness`). For a newcomer may be shed: the
 newest request of the lowest class, else of its own class, of the client that takes most of that; in its own class only
-while the newcomer's client takes less; never a request of which a sample had a seat. Pure: this module must not know
-nodes, clocks or what a seat is.
+while the newcomer's client takes less; never a request of which a sample had a seat.
+
+A sample whose turn it is, and which only a node could hold that cannot be used now, steps aside: it keeps its place and
+its part of the queue's bounds, and is in nobody's way until it comes back. Samples aside are shed before those in line.
+Pure: this module must not know nodes, clocks or what a seat is.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from corun.auth import Caller
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 class Ticket(Place):
     """One sample's place in the queue, from its arrival until it leaves."""
 
-    __slots__ = ("granted", "is_waiting", "need", "party", "priority", "ran", "turn")
+    __slots__ = ("aside_at", "granted", "is_waiting", "need", "party", "priority", "ran", "turn")
 
     def __init__(self, order: int, need: Need, caller: Caller, priority: Priority, size: int) -> None:
         super().__init__(order, caller.name, weight=caller.weight, cost=need.total, size=size)
@@ -42,6 +45,8 @@ class Ticket(Place):
         self.ran = False
         """A run of it has begun: its client may have output."""
         self.is_waiting = False
+        self.aside_at: float | None = None
+        """Since when it waits aside, on the caller's clock; None: it waits in line."""
         self.granted: asyncio.Future[Seat] | None = None
         """Set from when the ticket starts to wait until its seat is taken."""
 
@@ -74,6 +79,8 @@ class Returned:
 
     def remove(self, ticket: Ticket) -> None:
         self._count -= 1
+        if self._heap[0][1] is ticket:  # It may come again, and must not be in the heap twice.
+            heapq.heappop(self._heap)
 
 
 class Lane:
@@ -83,8 +90,10 @@ class Lane:
         self.fresh: FairQueue[Ticket] = FairQueue()
         """Those that never had a seat."""
         self.returned = Returned()
+        self.aside: FairQueue[Ticket] = FairQueue()
 
     def __len__(self) -> int:
+        """Those in line."""
         return len(self.fresh) + len(self.returned)
 
     def head(self) -> Ticket | None:
@@ -96,7 +105,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self.waiting = 0
-        """Samples."""
+        """Samples, those aside included."""
         self.waiting_tokens = 0
         """Their prompt tokens."""
         self.waiting_for: Counter[str] = Counter()
@@ -127,21 +136,52 @@ class Lanes:
             self._leave(ticket)
             self._place(ticket).remove(ticket)
 
+    @property
+    def in_line(self) -> int:
+        """Samples that wait for a node which is in use."""
+        return self.waiting - sum(len(lane.aside) for lane in self._lanes.values())
+
+    def aside(self) -> Iterator[Ticket]:
+        """Those that stepped aside, in no order."""
+        return itertools.chain.from_iterable(lane.aside for lane in self._lanes.values())
+
+    def step_aside(self, head: Ticket, now: float) -> None:
+        """Lets those behind the head go before it, until it comes back."""
+        self.remove(head)
+        head.aside_at = now
+        self.add(head)
+
+    def come_back(self, most_tokens: int) -> None:
+        """Puts samples of up to so many tokens back to where they were when they stepped aside."""
+        able = [ticket for ticket in self.aside() if ticket.need.total <= most_tokens]
+        for ticket in able:
+            self.remove(ticket)
+            ticket.aside_at = None
+            self.add(ticket)
+        for priority, client in dict.fromkeys((ticket.priority, ticket.client) for ticket in able):
+            self._lanes[priority].fresh.sort(client)
+
     def victim(self, newcomer: Ticket) -> Ticket | None:
-        """A ticket whose request is to go first for the newcomer, which is in; None if nobody has to."""
+        """A ticket whose request is to go first for the newcomer, which is in; None if nobody has to. A newcomer that
+        waits aside takes no place in line."""
+        place = self._place(newcomer)
         for priority in reversed(Priority):
-            line = self._lanes[priority].fresh.largest()
-            if priority is newcomer.priority:
-                own = self._lanes[priority].fresh.line(newcomer.client)
-                is_smaller = line is not None and own is not None and own.share < line.share
-                return _sheddable(line) if is_smaller else None
-            if (victim := _sheddable(line)) is not None:
-                return victim
+            lane = self._lanes[priority]
+            for queue in (lane.aside, lane.fresh) if newcomer.aside_at is None else (lane.aside,):
+                line = queue.largest()
+                if queue is place:
+                    own = queue.line(newcomer.client)
+                    is_smaller = line is not None and own is not None and own.share < line.share
+                    return _sheddable(line) if is_smaller else None
+                if (victim := _sheddable(line)) is not None:
+                    return victim
         return None
 
     def may_shed(self, size: int, caller: Caller, priority: Priority) -> bool:
         """False if certainly nobody would have to go for a newcomer of this size, which is not in."""
-        if any(len(lane.fresh) for other, lane in self._lanes.items() if _is_lower(other, priority)):
+        if any(len(lane.fresh) + len(lane.aside) for other, lane in self._lanes.items() if _is_lower(other, priority)):
+            return True
+        if len(self._lanes[priority].aside):
             return True
         fresh = self._lanes[priority].fresh
         own, largest = fresh.line(caller.name), fresh.largest()
@@ -167,9 +207,11 @@ class Lanes:
             del self.waiting_for[ticket.need.kv_key]
 
     def _place(self, ticket: Ticket) -> FairQueue[Ticket] | Returned:
+        lane = self._lanes[ticket.priority]
+        if ticket.aside_at is not None:
+            return lane.aside
         if ticket.ran:
             return self._front
-        lane = self._lanes[ticket.priority]
         return lane.fresh if ticket.turn is None else lane.returned
 
 

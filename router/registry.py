@@ -7,11 +7,10 @@ not know queues or samples; whoever waits for a change subscribes to it.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -220,10 +219,21 @@ class Registry:
         lasts_ms = DEMAND_BEATS * self._config.heartbeat_interval_ms
         return Demand(router_id=node.client.router_id, samples=part, num_tokens=need.total, lasts_ms=lasts_ms)
 
+    def most_tokens(self) -> int:
+        """Tokens of the largest sample for which some decode node that can be used now has room when it is empty; 0 if
+        there is no such node."""
+        return max((node.room.most_tokens for node in self._connected()), default=0)
+
+    def awaited(self, num_tokens: int) -> str:
+        """Which decode nodes would have room for a sample but cannot be used now, and why, in words; empty if none
+        would. A node that is lost, or is to end, may never come back."""
+        out = {node.node_id for node in self._connected()}
+        stay = [node for node in _by_id(self._decodes) if not (node.lost or node.draining or node.node_id in out)]
+        return _explain(node for node in stay if node.room.could_hold(num_tokens))
+
     def could_hold(self, num_tokens: int) -> bool:
         """Whether some decode node, if only later, may have room for a sample."""
-        stay = [node for node in self._decodes.values() if not (node.lost or node.draining)]
-        return any(node.room.could_hold(num_tokens) for node in stay)
+        return num_tokens <= self.most_tokens() or bool(self.awaited(num_tokens))
 
     def decode_nodes(self) -> tuple[NodeInfo, ...]:
         """Those in use, by id."""
@@ -234,8 +244,7 @@ class Registry:
         gaps = [_gap(NodeRole.PREFILL, self._prefills.values()), _gap(NodeRole.DECODE, self._decodes.values())]
         if any(gaps):
             return "; ".join(gap for gap in gaps if gap)
-        pairs = itertools.product(_usable(self._decodes), _usable(self._prefills))
-        if any(self._pairs.is_warm(decode.node_id, prefill.node_id) for decode, prefill in pairs):
+        if any(self._connected()):
             return ""
         return f"no decode node is connected to a prefill node yet ({_explain(_usable(self._decodes))})"
 
@@ -300,6 +309,13 @@ class Registry:
             await asyncio.wait((change,), timeout=max(0.0, deadline - _now()))
         finally:
             self._waiting.discard(change)
+
+    def _connected(self) -> Iterator[DecodeMember]:
+        """The decode nodes that can be used now, with some prefill node."""
+        prefills = [prefill.node_id for prefill in _usable(self._prefills)]
+        for node in _usable(self._decodes):
+            if any(self._pairs.is_warm(node.node_id, prefill) for prefill in prefills):
+                yield node
 
     def _could_start(self, need: Need) -> list[DecodeMember]:
         """The decode nodes on which such a sample may lack nothing but room."""
@@ -371,11 +387,10 @@ class Registry:
         self._preparing[info.ref] = spawn(self._prepare(member), f"preparing node {info.ref}")
 
     async def _prepare(self, member: Member[Any]) -> None:
-        def failed(error: CorunError) -> None:
-            log.warning("node %s is not ready: %s", member.info.ref, error)
-            member.trouble = str(error)
+        def failed(reason: str) -> None:
+            member.trouble = reason
 
-        await until_done(lambda: self._load_tokenizer(member.info), failed)
+        await until_done(f"{member.node_id} is not ready", lambda: self._load_tokenizer(member.info), failed)
         try:
             await member.client.open(OPEN_TIMEOUT_S)
         except CorunError as error:

@@ -191,7 +191,7 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
         response = registry_pb2.HeartbeatResponse()
         with _told_in(response):
             self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
-            if (demand := self._registry.demand(ref, self._queue.next_need, self._queue.waiting)) is not None:
+            if (demand := self._registry.demand(ref, self._queue.next_need, self._queue.in_line)) is not None:
                 response.demand.CopyFrom(wire.demand_to_proto(demand))
         return response
 

@@ -72,9 +72,14 @@ class DecodeRoom:
         """KV blocks that a sample of `num_tokens` prompt and output tokens needs."""
         return -(-num_tokens // self._block_size)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of the largest sample for which the node has room when it is empty."""
+        return self._total_blocks * self._block_size if self._total_slots > 0 else 0
+
     def could_hold(self, num_tokens: int) -> bool:
         """Whether the node has room for such a sample when it is empty."""
-        return self._total_slots > 0 and self.blocks(num_tokens) <= self._total_blocks
+        return num_tokens <= self.most_tokens
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether such a sample may be tried here."""

@@ -20,14 +20,21 @@ LONGEST_RETRY_S = 5.0
 log = logging.getLogger(__name__)
 
 
-async def until_done(attempt: Callable[[], Awaitable[None]], failed: Callable[[CorunError], None]) -> None:
-    """Tries until it works, with growing delays; whoever cancels it ends it."""
-    delay = FIRST_RETRY_S
+async def until_done(what: str, attempt: Callable[[], Awaitable[None]], failed: Callable[[str], None]) -> None:
+    """Tries until it works, with growing delays; whoever cancels it ends it.
+
+    failed: gets the reason after each try, in words that begin with `what`. The log gets it when it is another one.
+    """
+    delay, said = FIRST_RETRY_S, ""
     while True:
         try:
             await attempt()
         except CorunError as error:
-            failed(error)
+            reason = f"{what}: {error}"
+            failed(reason)
+            if reason != said:
+                log.warning("%s", reason)
+            said = reason
         else:
             return
         await asyncio.sleep(delay)
@@ -71,15 +78,14 @@ class Pairs:
                 self._mark(pair)
 
     async def _connect(self, decode: DecodeMember, prefill: PrefillMember) -> None:
-        def failed(error: CorunError) -> None:
-            decode.trouble = prefill.trouble = f"{decode.node_id} cannot connect to {prefill.node_id}: {error}"
-            log.warning("%s", decode.trouble)
+        def failed(reason: str) -> None:
+            decode.trouble = prefill.trouble = reason
 
         async def attempt() -> None:
             assert prefill.info.nixl is not None  # Checked at registration.
             await decode.client.connect(prefill.info.nixl, CONNECT_TIMEOUT_S)
 
-        await until_done(attempt, failed)
+        await until_done(f"{decode.node_id} cannot connect to {prefill.node_id}", attempt, failed)
         self._warm[decode.node_id, prefill.node_id] = decode, prefill
         self._mark((decode, prefill))
         log.info("%s is connected to %s", decode.info.ref, prefill.info.ref)

@@ -37,11 +37,12 @@ class FakeSeat:
 
 
 class FakePool:
-    """`free` seats for samples of up to `largest` tokens."""
+    """`free` seats for samples of up to `largest` tokens; a node that cannot be used would take up to `later`."""
 
-    def __init__(self, free: int = 0, largest: int = 1000) -> None:
+    def __init__(self, free: int = 0, largest: int = 1000, later: int = 0) -> None:
         self.free = free
         self.largest = largest
+        self.later = later
         self.gap = ""
         self.changed: Any = lambda: None
 
@@ -51,8 +52,11 @@ class FakePool:
         self.free -= 1
         return cast("Seat", FakeSeat(self, need))
 
-    def could_hold(self, num_tokens: int) -> bool:
-        return num_tokens <= self.largest
+    def most_tokens(self) -> int:
+        return 0 if self.gap else self.largest
+
+    def awaited(self, num_tokens: int) -> str:
+        return "d2 is joining: it is stuck" if num_tokens <= self.later else ""
 
     def missing(self) -> str:
         return self.gap
@@ -203,6 +207,73 @@ async def test_what_no_node_can_hold_does_not_block_the_queue() -> None:
     with pytest.raises(UnavailableError, match="51 tokens"):
         await queue.seat(large, later())
     assert seated([small])
+
+
+async def test_who_only_an_unusable_node_could_hold_steps_aside_and_comes_back_first() -> None:
+    pool = FakePool(free=1, largest=10, later=100)
+    queue = make(pool, node_wait_s=60.0)
+    large, larger, small, late = queue.enter([need(max_tokens=50), need(max_tokens=90), need(), need()])
+    assert seated([large, larger, small, late]) == [2]
+    assert (queue.waiting, queue.in_line, queue.next_need) == (3, 1, late.need)
+    pool.largest = 60
+    queue.pump()
+    assert (queue.in_line, queue.next_need) == (2, large.need), "it is first again, and waits for room as ever"
+    pool.largest, pool.free = 100, 1
+    queue.pump()
+    assert seated([large, larger, small, late]) == [0, 2]
+    assert queue.next_need == larger.need
+    for ticket in (large, larger, small, late):
+        queue.leave(ticket)
+    assert (queue.waiting, queue.in_line) == (0, 0)
+
+
+async def test_what_had_a_seat_steps_aside_and_keeps_its_turn() -> None:
+    pool = FakePool(free=2, largest=100, later=100)
+    queue = make(pool, node_wait_s=60.0)
+    large, other = queue.enter([need(max_tokens=50), need(max_tokens=50)])
+    seats = [await queue.seat(ticket, later()) for ticket in (large, other)]
+    pool.largest = 10
+    queue.again(other, ran=True)
+    queue.again(large, ran=True)
+    assert (queue.waiting, queue.in_line) == (2, 0)
+    pool.largest = 100
+    for seat in seats:
+        seat.close()
+    assert seated([large, other]) == [0, 1]
+    assert queue._lanes.head() is None
+
+
+async def test_a_wait_aside_ends_after_a_while_and_says_for_which_node_it_was() -> None:
+    queue = make(FakePool(free=1, largest=10, later=100))
+    (ticket,) = queue.enter([need(max_tokens=50)])
+    with pytest.raises(UnavailableError, match="51 tokens: d2 is joining: it is stuck"):
+        await queue.seat(ticket, later())
+    (ticket,) = queue.enter([need(max_tokens=50)])
+    with pytest.raises(UnavailableError, match="51 tokens: d2 is joining: it is stuck"):
+        await queue.seat(ticket, later(SOON / 2))
+    assert queue.waiting == 0
+
+
+async def test_a_full_queue_sheds_those_aside_first_and_they_shed_nobody_in_line() -> None:
+    pool = FakePool(largest=10, later=100)
+    queue = make(pool, max_samples=2, node_wait_s=60.0)
+    asides = [queue.enter([need(max_tokens=50)], caller=HOG)[0] for _ in range(2)]
+    waiting = [queue.enter([need()], caller=HOG)[0] for _ in range(2)]
+    for ticket in asides:
+        with pytest.raises(OverloadedError):
+            await queue.seat(ticket, later())
+    assert (queue.waiting, queue.in_line) == (2, 2)
+    with pytest.raises(OverloadedError):
+        queue.enter([need(max_tokens=50)], caller=SMALL, priority=Priority.HIGH)
+    assert all(ticket.is_waiting for ticket in waiting)
+
+
+async def test_who_waits_aside_makes_nobody_expect_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "interval_s", 100.0)
+    queue = make(FakePool(largest=10, later=100), max_wait_s=10.0, node_wait_s=60.0)
+    queue.enter([need(max_tokens=50)])
+    with queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+        pass
 
 
 async def test_a_waiter_that_is_cancelled_leaves() -> None:
@@ -548,7 +619,7 @@ def test_who_waits_for_an_instant_says_nothing_of_the_pace() -> None:
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["enter"] * 4 + ["seats", "leave", "expire", "again", "ran", "close", "close"]),
+        st.sampled_from(["enter"] * 4 + ["seats", "leave", "expire", "again", "ran", "close", "close", "nodes"]),
         st.sampled_from("abc"),
         st.sampled_from(list(Priority)),
         st.integers(1, 4),
@@ -562,8 +633,8 @@ class Model:
     """Drives a queue by random steps, and knows what has to be true of it after each."""
 
     def __init__(self) -> None:
-        self.pool = FakePool(free=2, largest=1000)
-        self.queue = make(self.pool, max_samples=8, max_tokens=50)
+        self.pool = FakePool(free=2, largest=1000, later=1000)
+        self.queue = make(self.pool, max_samples=8, max_tokens=50, node_wait_s=60.0)
         self.tickets: list[Ticket] = []
         self.seats: dict[int, Seat] = {}
         self.had_seat: set[int] = set()
@@ -579,6 +650,9 @@ class Model:
                 self.parties |= {ticket.order: [each.order for each in party] for ticket in party}
         elif kind == "seats":
             self.pool.free += 1
+            self.queue.pump()
+        elif kind == "nodes":  # Larger ones come into use, or go out of it.
+            self.pool.largest = 1000 if tokens > 6 else tokens
             self.queue.pump()
         elif kind == "leave" and self.tickets:
             gone = self.tickets.pop(number % len(self.tickets))
@@ -621,11 +695,21 @@ class Model:
         assert self.queue.waiting_tokens == sum(ticket.need.num_prompt for ticket in waiting)
         assert not fresh or len(fresh) <= 8
         assert len(waiting) + len(self.seats) == len(self.tickets), "a ticket is lost"
-        assert not waiting or self.pool.free == 0, "a seat is left over"
+        in_line = [ticket for ticket in waiting if ticket.aside_at is None]
+        assert self.queue.in_line == len(in_line)
+        assert all(ticket.need.total > self.pool.largest for ticket in waiting if ticket not in in_line)
+        assert not in_line or self.pool.free == 0, "a seat is left over"
         head = self.queue._lanes.head()
-        assert (head is not None) == bool(waiting)
+        assert (head is not None) == bool(in_line)
         if head is not None:
-            assert _rank(head) == min(map(_rank, waiting))
+            assert head.need.total <= self.pool.largest, "it blocks those behind it"
+            assert _rank(head) == min(map(_rank, in_line))
+        for client in "abc":
+            line = [ticket for ticket in in_line if ticket.client == client and ticket.turn is None and not ticket.ran]
+            firsts = {p: min((t.order for t in line if t.priority is p), default=None) for p in Priority}
+            for priority, first in firsts.items():
+                found = self.queue._lanes._lanes[priority].fresh.line(client)
+                assert (next(iter(found.places)) if found else None) == first, "a client's samples go by arrival"
 
 
 def _rank(ticket: Ticket) -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ class NoNodes:
 
 
 class EmptyQueue:
-    waiting = 0
+    in_line = 0
 
 
 def auditor_of(fraction: float, seed: int = 1) -> Auditor:
