@@ -156,6 +156,7 @@ class Sharing:
         self._max_kept = int(KEPT_PART * kv_tokens)
         self._room_beside = kv_tokens - self._max_kept
         self._computations: dict[Key, _Computation] = {}
+        self._ending: list[_Computation] = []  # Nobody may join these any more, but some may not have read yet.
         self._releases: set[asyncio.Task[None]] = set()
 
     async def prefill(
@@ -192,7 +193,7 @@ class Sharing:
                     return bound(replace(handle, reader=reader, claim=request_id))
             finally:
                 if found.is_gone and self._computations.get(key) is found:
-                    del self._computations[key]
+                    self._ending.append(self._computations.pop(key))
 
     def let_go(self) -> None:
         """Nobody will ask any more: keeps nothing that is not to be read by somebody who has asked."""
@@ -212,7 +213,7 @@ class Sharing:
 
     async def release(self, request_id: str) -> None:
         """A request's reader will not read, if it has not read yet. Unknown ids are the engine's business."""
-        for made in self._computations.values():
+        for made in (*self._computations.values(), *self._ending):
             if request_id in made.claims:
                 await self._engine.release(made.name, request_id)
                 return
@@ -238,6 +239,7 @@ class Sharing:
         for key, made in list(self._computations.items()):
             if not self._is_there(made):
                 del self._computations[key]
+        self._ending = [made for made in self._ending if self._is_there(made)]
 
     def _is_there(self, made: _Computation) -> bool:
         return not made.task.done() or self._engine.holds(made.name)

@@ -15,6 +15,7 @@ from corun.channel import Access
 from corun.config import RouterConfig, is_loopback
 from corun.metrics import LoopCollector
 from corun.observation import Observation
+from corun.params import MAX_NAME_LENGTH
 from corun.renewal import Renewed
 from corun.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
@@ -43,7 +44,7 @@ class Router:
         self.observation = Observation(config)
         self.observation.metrics.add(LoopCollector(lambda: families(self._figures())))
         access = Access.of_member(config)
-        self.registry = Registry(config, self.router_id, access)
+        self.registry = Registry(config, _process_id(self.router_id), access)
         self.queue = AdmissionQueue(
             self.registry,
             max_samples=config.max_queued_samples,
@@ -162,6 +163,13 @@ class Router:
         )
         self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
         self.server.add(registry_service_pb2_grpc.add_RegistryServiceServicer_to_server, registry)
+
+
+def _process_id(router_id: str) -> str:
+    """How decode nodes know this process. A later session of one id ends what earlier ones hold, so an id must not be
+    another process's, be it that a router was started again, or that somebody gave two of them one name."""
+    suffix = f"-{secrets.token_hex(4)}"
+    return router_id[: MAX_NAME_LENGTH - len(suffix)] + suffix
 
 
 def _client_tokens(config: RouterConfig) -> Callable[[], Sequence[ClientToken]]:

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from corun.auth import ANYONE, Caller
@@ -110,6 +111,11 @@ class NodeFaultError(Exception):
         gone = isinstance(self.error, (UnavailableError, StaleGenerationError, CancelledByPeerError))
         return gone or bool(self.member.lost)
 
+    def doubts_kv(self, num_tokens: int) -> bool:
+        """Whether the KV may be what was wrong: the node that was to read it answered with an error, or not in time,
+        and has drawn no token from it. One that went away says nothing of it. num_tokens: of the run."""
+        return not (isinstance(self.member, PrefillMember) or self.is_loss or num_tokens)
+
 
 class History:
     """The runs of one sample so far, for whom to name when it cannot go on."""
@@ -117,6 +123,7 @@ class History:
     def __init__(self) -> None:
         self.first_token_at: float | None = None
         """On the loop's clock."""
+        self._give_back_kv: Callable[[], None] = _nothing
         self._reached: list[tuple[int, Seat]] = []
         self._faults: list[NodeRef] = []
         self._losses = 0
@@ -133,6 +140,15 @@ class History:
     def note_fault(self, fault: NodeFaultError) -> None:
         self._faults.append(fault.member.info.ref)
         self._losses += fault.is_loss
+
+    def keep_kv(self, give_back: Callable[[], None]) -> None:
+        """A run has left KV that nobody has read; the next one may read it."""
+        self._give_back_kv = give_back
+
+    def give_back_kv(self) -> None:
+        """The next run has a claim of its own, or there is none."""
+        self._give_back_kv()
+        self._give_back_kv = _nothing
 
     def source(self, position: int) -> Seat | None:
         """Where the token at `position` was drawn first."""
@@ -177,13 +193,16 @@ class SampleRunner:
             DataLossError: a repeated run gave other bits than the one before, or than the client received.
         """
         history = History()
-        while (receipt := await self._try(sample, ticket, output, history)) is None:
-            if history.num_faults == self._config.max_attempts:
-                error = history.given_up(sample)
-                log.error("%s", error)
-                raise error
-            output.restart()
-            self._queue.again(ticket, ran=True)
+        try:
+            while (receipt := await self._try(sample, ticket, output, history)) is None:
+                if history.num_faults == self._config.max_attempts:
+                    error = history.given_up(sample)
+                    log.error("%s", error)
+                    raise error
+                output.restart()
+                self._queue.again(ticket, ran=True)
+        finally:
+            history.give_back_kv()
         self.finished += 1
         if sample.arrived is not None:
             self.tally.note_sample(
@@ -207,8 +226,7 @@ class SampleRunner:
             self.tally.retries["lost" if fault.is_loss else "fault"] += 1
             history.note_fault(fault)
             self._registry.note_fault(fault.member, fault.error)
-            # Who was still waiting for his KV has nothing that he could inherit.
-            shares = isinstance(fault.member, PrefillMember)
+            shares = not fault.doubts_kv(output.position)
             ticket.need = ticket.need.again(fault.member.node_id, shares=shares)
             return None
 
@@ -222,9 +240,15 @@ class SampleRunner:
         run = await self._admit(sample, ticket, output, span)
         before = _unreceived(sample, output)
         try:
-            reason = output.end(await run.to_end())
+            handle = await run.prefill()
+            history.give_back_kv()
+            reason = output.end(await run.decode(handle))
         except DataLossError as error:
             self._note_mismatch(error, sample, run.seat, output, history)
+            raise
+        except NodeFaultError as fault:
+            if fault.member is run.seat.decode and fault.is_loss and ticket.need.kv_key:
+                history.keep_kv(run.leave_kv())
             raise
         finally:
             history.note_run(output.num_tokens, run.seat)
@@ -333,7 +357,10 @@ class Run:
 
     async def to_end(self) -> FinishReason:
         """Computes the whole sample, in a slot that is leased; tokens go to the output meanwhile."""
-        handle = await self.prefill()
+        return await self.decode(await self.prefill())
+
+    async def decode(self, handle: KvHandle) -> FinishReason:
+        """Draws all tokens from the prompt's KV; they go to the output."""
         with self._span.child("decode") as span:
             try:
                 await self.start(handle)
@@ -388,9 +415,15 @@ class Run:
     def close(self) -> None:
         """Gives back all that the run holds. Never waits: what needs a call happens in the background."""
         self.seat.leave()
-        if self._prefill_id and self._output.position == 0:  # With the first token, the KV has been read.
-            self.seat.prefill.client.release_kv(self._prefill_id)
+        self.leave_kv()()
         self.seat.decode.client.release(self._lease, self.seat.free)
+
+    def leave_kv(self) -> Callable[[], None]:
+        """Leaves KV where it is, for another run; to be called before `close`. Returns what gives it back."""
+        name, self._prefill_id = self._prefill_id, ""
+        if not name or self._output.position:  # With the first token, the KV has been read.
+            return _nothing
+        return partial(self.seat.prefill.client.release_kv, name)
 
     def _time(self, longest_s: float) -> float:
         """Seconds until `longest_s` or the sample's deadline, whichever is sooner. Raises DeadlineError if none."""
@@ -398,6 +431,10 @@ class Run:
         if left <= 0:
             raise DeadlineError(f"the deadline passed in a run of {self._sample}")
         return min(left, longest_s)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _attempt_facts(sample: Sample, history: History) -> dict[str, Value]:

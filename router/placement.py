@@ -36,8 +36,8 @@ class Need:
         return self.num_prompt + self.max_tokens
 
     def again(self, *avoid: str, shares: bool = False) -> Need:
-        """For another run, away from these nodes. shares: it may have KV with others, as before; else that may be what
-        was wrong with the first."""
+        """For another run, away from these nodes. shares: it may have KV with others, as before; else it gets its own,
+        since that may be what was wrong with the first."""
         return replace(self, avoid=self.avoid.union(avoid), kv_key=self.kv_key if shares else "")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.models import served_name
-from corun.params import MAX_NAME_LENGTH
 from router.members import DecodeMember, Member, PrefillMember, Seat
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
@@ -82,7 +80,10 @@ class Refusal:
 
 
 class Registry:
-    """The nodes of one router."""
+    """The nodes of one router.
+
+    router_id: of this process and no other one, since decode nodes take two of one id for one.
+    """
 
     def __init__(self, config: RouterConfig, router_id: str, access: Access = OPEN) -> None:
         self.contract = ClusterContract()
@@ -91,9 +92,7 @@ class Registry:
         self.mismatches = 0
         """Samples whose repeated run gave other bits, audits included, since the router started."""
         self._config = config
-        # Decode nodes must not take two processes for one, be it that a restarted router, or another by mistake, has
-        # the same name: a later session ends the earlier ones' leases.
-        self._router_id = f"{router_id[: MAX_NAME_LENGTH - 9]}-{secrets.token_hex(4)}"
+        self._router_id = router_id
         self._access = access
         self._decodes: dict[str, DecodeMember] = {}
         self._prefills: dict[str, PrefillMember] = {}

@@ -30,6 +30,8 @@ class Engine:
         self.sharing.set()
         self.error: Exception | None = None
         self.share_error: Exception | None = None
+        self.is_ending = False
+        """The lease of what is held ends too soon for another reader."""
         self.computed: list[str] = []
         self.readers: dict[str, set[str]] = {}
 
@@ -57,9 +59,10 @@ class Engine:
         await self.sharing.wait()
         if self.share_error:
             raise self.share_error
-        if request_id in self.readers:
+        is_there = request_id in self.readers and not self.is_ending
+        if is_there:
             self.readers[request_id].update(readers)
-        return request_id in self.readers
+        return is_there
 
     async def release(self, request_id: str, reader: str) -> None:
         await self.sharing.wait()  # Calls to an engine are answered in turn.
@@ -341,3 +344,17 @@ async def test_what_is_gone_is_forgotten(engine: Engine, sharing: Sharing) -> No
         engine.read(f"r{index}", f"r{index}")
     await ask(sharing, "last", prompt_token_ids=(9,))
     assert [made.name for made in sharing._computations.values()] == ["last"]
+
+
+async def test_kv_that_nobody_may_join_any_more_is_still_given_back(engine: Engine, sharing: Sharing) -> None:
+    """By each of its readers: else it would wait for the end of its lease."""
+    await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"))
+    engine.is_ending = True
+    assert (await ask(sharing, "t")).request_id == "t"
+    await sharing.release("s")
+    assert engine.readers == {"r": {"r"}, "t": {"t"}}
+    await sharing.release("r")
+    await sharing.release("t")
+    assert engine.readers == {}
+    await ask(sharing, "u")
+    assert [made.name for made in (*sharing._computations.values(), *sharing._ending)] == ["u"]

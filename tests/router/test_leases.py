@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from corun.cluster import NodeState
+from corun.errors import UnavailableError
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
 from corun.v1 import decode_service_pb2 as pb
@@ -161,3 +163,54 @@ class Unanswered:
             return answer
 
         monkeypatch.setattr(DecodeService, method, call)
+
+
+class TestRetries:
+    async def test_a_retry_reads_the_kv_that_its_lost_node_has_not_read(self, model: str) -> None:
+        async with cluster(model, decodes=2, **PATIENT) as fake:
+            prefill, d1, d2 = fake.nodes
+            async with prefill.engine.turn:
+                run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+                await fake.until(lambda: prefill.service.queued_prompts == 1)
+                used, other = (d1, d2) if d1.used_slots else (d2, d1)
+                await used.kill()
+                await fake.until(lambda: fake.state(used.info.ref.node_id) is NodeState.LOST)
+            (output,) = await run
+            assert right(output, PROMPT, PARAMS, 1)
+            assert output.receipt.decode_node == other.info.ref
+            assert prefill.engine.prefilled == [PROMPT]
+
+    async def test_samples_that_lost_their_node_compute_their_prompt_once_again_together(self, model: str) -> None:
+        async with cluster(model, **PATIENT) as fake:
+            prefill, decode = fake.nodes
+            decode.engine.step_ms = 5
+            run = asyncio.ensure_future(generate(fake, PROMPT, replace(LONG, n=4), seed=9))
+            await fake.until(lambda: decode.drawn_tokens > 20)
+            async with prefill.engine.turn:
+                await decode.kill()
+                await fake.add_decode("d2")
+                await fake.until(lambda: prefill.service.queued_prompts == 4)
+            assert all(right(output, PROMPT, LONG, output.seed) for output in await run)
+            assert prefill.engine.prefilled == [PROMPT] * 2
+
+    async def test_kv_that_its_reader_refused_is_not_read_again(self, model: str) -> None:
+        """Nor by those who come for it later."""
+        async with cluster(model, decodes=2, **PATIENT) as fake:
+            prefill, d1, d2 = fake.nodes
+            d1.engine.fail_after = d2.engine.fail_after = 0
+            (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
+            assert right(output, PROMPT, PARAMS, 1)
+            assert prefill.engine.prefilled == [PROMPT] * 3
+
+    @pytest.mark.parametrize("share_kv", [True, False])
+    async def test_a_sample_that_cannot_be_run_again_leaves_no_kv(self, model: str, share_kv: bool) -> None:
+        async with cluster(model, node_wait_s=0.1, share_kv=share_kv, **PATIENT) as fake:
+            prefill, decode = fake.nodes
+            async with prefill.engine.turn:
+                run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+                await fake.until(lambda: prefill.service.queued_prompts == 1)
+                await decode.kill()
+            with pytest.raises(UnavailableError):
+                await run
+            await fake.idle()
+            assert prefill.engine.prefilled == [PROMPT]

@@ -184,7 +184,7 @@ class TestRequests:
             samples = await fake.router.generator.accept(request, deadline)
             assert [bool(sample.need.kv_key) for sample in samples] == [False, True]
 
-    async def test_a_run_after_a_fault_has_a_prefill_of_its_own(self, model: str) -> None:
+    async def test_a_run_after_kv_that_could_not_be_read_has_a_prefill_of_its_own(self, model: str) -> None:
         """Else it could get the very KV that the fault came from."""
         async with cluster(model) as fake:
             fake.nodes[1].engine.fail_after = 0
