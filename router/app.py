@@ -132,6 +132,7 @@ class Router:
             audit=self.auditor.status(),
             nodes=self.registry.statuses(),
             has_pair=not self.registry.missing(),
+            still_s=self.registry.clock.still_s,
         )
 
     def _tell_health(self) -> None:

@@ -124,6 +124,8 @@ class History:
         self.first_token_at: float | None = None
         """On the loop's clock."""
         self._give_back_kv: Callable[[], None] = _nothing
+        self.num_failed = 0
+        """Runs without an end, whoever has to answer for it."""
         self._reached: list[tuple[int, Seat]] = []
         self._faults: list[NodeRef] = []
         self._losses = 0
@@ -137,9 +139,12 @@ class History:
         """A run has ended; the sample had so many tokens then."""
         self._reached.append((num_tokens, seat))
 
-    def note_fault(self, fault: NodeFaultError) -> None:
-        self._faults.append(fault.member.info.ref)
-        self._losses += fault.is_loss
+    def note_failed(self, fault: NodeFaultError, *, is_excused: bool) -> None:
+        """A run has no end. is_excused: neither the node nor the request has to answer for that."""
+        self.num_failed += 1
+        if not is_excused:
+            self._faults.append(fault.member.info.ref)
+            self._losses += fault.is_loss
 
     def keep_kv(self, give_back: Callable[[], None]) -> None:
         """A run has left KV that nobody has read; the next one may read it."""
@@ -216,6 +221,7 @@ class SampleRunner:
 
     async def _try(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt | None:
         """One run; None if a node failed it. Raises DeadlineError if the sample's time is over."""
+        still_before = self._registry.clock.still_s
         try:
             return await self._run_once(sample, ticket, output, history)
         except NodeFaultError as fault:
@@ -224,11 +230,21 @@ class SampleRunner:
                 raise DeadlineError(f"the deadline passed in a run of {sample}") from fault
             log.warning("a run of %s failed: %s", sample, fault)
             self.tally.retries["lost" if fault.is_loss else "fault"] += 1
-            history.note_fault(fault)
+            history.note_failed(fault, is_excused=self._stood_still(self._registry.clock.still_s - still_before))
             self._registry.note_fault(fault.member, fault.error)
             shares = not fault.doubts_kv(output.position)
             ticket.need = ticket.need.again(fault.member.node_id, shares=shares)
             return None
+
+    def _stood_still(self, still_s: float) -> bool:
+        """Whether this router itself was silent in a run for longer than a node may be.
+
+        Nodes end the streams and leases of such a router, so a failed run is no fault of theirs, and no reason to give
+        the request up before its deadline. Each such run takes so long that a request which does kill nodes kills few.
+        """
+        if excused := still_s > self._config.heartbeat_timeout_ms / 1000:
+            log.warning("it does not count: this router stood still for %.1f s in it", still_s)
+        return excused
 
     async def _run_once(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt:
         with sample.span.child("attempt", _attempt_facts(sample, history)) as span:
@@ -397,7 +413,7 @@ class Run:
         ended = self._lease.ended
         with _faults_of(self.seat.decode):
             while not ended.done():
-                left = self._lease.last_row_at + self._config.step_timeout_s - asyncio.get_running_loop().time()
+                left = self._config.step_timeout_s - self.seat.decode.client.silent_s(self._lease)
                 if left <= 0:
                     raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
                 if not self._output.position:  # The KV may not have been read yet.
@@ -440,7 +456,7 @@ def _nothing() -> None:
 def _attempt_facts(sample: Sample, history: History) -> dict[str, Value]:
     return {
         "corun.sample_index": sample.index,
-        "corun.attempt": history.num_faults + 1,
+        "corun.attempt": history.num_failed + 1,
         "gen_ai.request.seed": sample.seed,
         "gen_ai.usage.input_tokens": len(sample.prompt_token_ids),
     }

@@ -26,6 +26,8 @@ class Member(Generic[C]):
         self.client = client
         self.load = NodeLoad()
         self.heartbeat_at = now
+        self.heard_at = 0.0
+        """Of its last registration or heartbeat, on the clock that stands still with the router (`router.lag`)."""
         self.draining = False
         self.is_open = False
         """Its own preparation is done; what may still miss is a connection to a node of the other role."""

@@ -34,12 +34,16 @@ class Figures:
     nodes: Sequence[NodeStatus]
     has_pair: bool
     """A certified pair of nodes takes work."""
+    still_s: float
+    """For how long the event loop has stood still (`router.lag`)."""
 
 
 def families(now: Figures) -> Iterator[Metric]:
     """All of a router's metrics."""
     facts = {"router": now.router_id, "version": now.version, "fingerprint": now.fingerprint}
     yield info(f"{P}info", "What this router is; always 1", facts)
+    text = "Seconds in which the event loop stood still, so that nothing was read or sent"
+    yield counter(f"{P}still_seconds", text, now.still_s)
     yield from _requests(now)
     yield from _samples(now)
     yield from _audits(now)

@@ -34,6 +34,7 @@ from corun.trace_context import Metadata
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
+from router.lag import AwakeClock
 
 CLEANUP_TIMEOUT_S = 5.0
 """Longest call that only gives something back; what it was to free ends by itself later."""
@@ -48,10 +49,11 @@ log = logging.getLogger(__name__)
 
 
 class NodeClient:
-    """What clients of both roles share: the channel, calls, and being given up."""
+    """What clients of both roles share: the channel, calls, and being given up. clock: measures the node's silences."""
 
-    def __init__(self, info: NodeInfo, access: Access = OPEN) -> None:
+    def __init__(self, info: NodeInfo, clock: AwakeClock, access: Access = OPEN) -> None:
         self.ref = info.ref
+        self._clock = clock
         self._channel = channel(info.address, access=access)
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._background: set[asyncio.Task[None]] = set()
@@ -62,10 +64,14 @@ class NodeClient:
 
     async def open(self, timeout_s: float) -> None:
         """Reaches the node for the first time. Raises UnavailableError if that takes too long."""
+        ready = asyncio.ensure_future(self._channel.channel_ready())
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), timeout_s)
-        except asyncio.TimeoutError:
-            raise UnavailableError(f"{self.ref.node_id} could not be reached within {timeout_s:g} s") from None
+            await self._clock.wait((ready,), timeout_s)
+        finally:
+            ready.cancel()
+        if not ready.done():
+            raise UnavailableError(f"{self.ref.node_id} could not be reached within {timeout_s:g} s")
+        ready.result()
 
     def drop(self, reason: str) -> None:
         """Gives the node up: every call in flight ends with UnavailableError, and no other is made."""
@@ -124,8 +130,8 @@ ALONE = Share()
 class PrefillClient(NodeClient):
     """Calls of one prefill node."""
 
-    def __init__(self, info: NodeInfo, access: Access = OPEN) -> None:
-        super().__init__(info, access)
+    def __init__(self, info: NodeInfo, clock: AwakeClock, access: Access = OPEN) -> None:
+        super().__init__(info, clock, access)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def prefill(
@@ -177,7 +183,7 @@ class Start:
 class Lease:
     """A slot of one decode node, from the router's side: asked for, held, ended. Its rows go to `take_token`."""
 
-    __slots__ = ("_take_later", "_take_token", "ended", "first_row_at", "last_row_at", "lease_id", "reserving", "slot")
+    __slots__ = ("_take_later", "_take_token", "ended", "first_row_at", "heard_at", "lease_id", "reserving", "slot")
 
     def __init__(self, take_token: TakeToken) -> None:
         loop = asyncio.get_running_loop()
@@ -186,15 +192,17 @@ class Lease:
         self.reserving: asyncio.Task[Any] | None = None
         self.ended: asyncio.Future[FinishReason] = loop.create_future()
         self.ended.add_done_callback(_retrieve)
-        self.last_row_at = loop.time()
+        self.heard_at = 0.0
+        """When it was started, or its last row came, on the clock that stands still with the router (`router.lag`)."""
         self.first_row_at: float | None = None
+        """On the loop's clock."""
         self._take_token: TakeToken = self._take_first
         self._take_later = take_token
 
     def row(self, token_id: int, logprob: float, now: float) -> None:
         if self.ended.done():
             return
-        self.last_row_at = now
+        self.heard_at = now
         try:
             if self._take_token(token_id, logprob):
                 self.ended.set_result(FinishReason.STOP)
@@ -204,7 +212,7 @@ class Lease:
 
     def _take_first(self, token_id: int, logprob: float) -> bool:
         """In its own place, so that the others cost nothing."""
-        self.first_row_at = self.last_row_at
+        self.first_row_at = asyncio.get_running_loop().time()
         self._take_token = self._take_later
         return self._take_token(token_id, logprob)
 
@@ -231,8 +239,15 @@ class DecodeClient(NodeClient):
     router_id: of this process and no other one.
     """
 
-    def __init__(self, info: NodeInfo, router_id: str, on_lost: Callable[[str], None], access: Access = OPEN) -> None:
-        super().__init__(info, access)
+    def __init__(
+        self,
+        info: NodeInfo,
+        router_id: str,
+        on_lost: Callable[[str], None],
+        clock: AwakeClock,
+        access: Access = OPEN,
+    ) -> None:
+        super().__init__(info, clock, access)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self.router_id = router_id
         self.session = next(_sessions)
@@ -258,7 +273,7 @@ class DecodeClient(NodeClient):
         """Opens the step stream; returns when the node has answered on it."""
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         reading = self._reading = asyncio.ensure_future(self._read_steps(opened))
-        await asyncio.wait((opened, reading, self._gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await self._clock.wait((opened, reading, self._gone), timeout_s)
         if not opened.done():
             self.drop(f"its step stream did not open within {timeout_s:g} s")
         if self._gone.done():
@@ -287,7 +302,7 @@ class DecodeClient(NodeClient):
         )
         lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s + CLEANUP_TIMEOUT_S))
         lease.reserving.add_done_callback(_retrieve)
-        await asyncio.wait((lease.reserving,), timeout=timeout_s)
+        await self._clock.wait((lease.reserving,), timeout_s)
         if not lease.reserving.done():
             raise DeadlineError(f"{self.ref} has not answered a reservation for {timeout_s:g} s")
         lease.reserving.result()
@@ -302,8 +317,12 @@ class DecodeClient(NodeClient):
             sampling_params=wire.sampling_params_to_proto(start.params),
             seed=start.seed,
         )
-        lease.last_row_at = asyncio.get_running_loop().time()
+        lease.heard_at = self._clock.time()
         await self._call(self._stub.Start, request, timeout_s, metadata)
+
+    def silent_s(self, lease: Lease) -> float:
+        """For how long a lease that was started has had no row, while this router could have read one."""
+        return self._clock.time() - lease.heard_at
 
     def release(self, lease: Lease, freed: Callable[[], None]) -> None:
         """Ends a lease, whatever its state, in the background; calls `freed` once when its slot is free again."""
@@ -369,7 +388,7 @@ class DecodeClient(NodeClient):
 
     def _on_step(self, message: decode_pb2.StreamStepsResponse) -> None:
         """One decode step. The hot path: constant work per row, no task is woken for a row."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock.time()
         leases = self._leases
         if not len(message.lease_ids) == len(message.token_ids) == len(message.logprobs):
             raise DataLossError(f"message {message.step} has columns of different lengths")

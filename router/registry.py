@@ -30,6 +30,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.models import served_name
+from router.lag import AwakeClock
 from router.members import DecodeMember, Member, PrefillMember, Seat
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
@@ -91,6 +92,8 @@ class Registry:
         """Known once a tokenizer has been loaded."""
         self.mismatches = 0
         """Samples whose repeated run gave other bits, audits included, since the router started."""
+        self.clock = AwakeClock()
+        """Measures how long nodes are silent."""
         self._config = config
         self._router_id = router_id
         self._access = access
@@ -133,7 +136,7 @@ class Registry:
         self._check_alive(info.ref)
         known = self._member(info.ref.node_id)
         if known is not None and known.info.ref == info.ref and not known.lost:
-            self._expect_heartbeat(known)
+            known.heard_at = self.clock.time()
             return
         if known is not None:
             self._replace(known, info.ref)
@@ -154,7 +157,7 @@ class Registry:
         if stuck and not member.stuck:
             log.warning("node %s takes no work: %s", ref, stuck)
         member.report(load, draining=draining, stuck=stuck, now=_now())
-        self._expect_heartbeat(member)
+        member.heard_at = self.clock.time()
         self.changed()
 
     def lose(self, member: Member[Any], reason: str) -> None:
@@ -281,6 +284,7 @@ class Registry:
                 self._drop(member, "the router is closing")
         if self._closing:
             await asyncio.wait(set(self._closing))
+        self.clock.stop()
 
     def changed(self) -> None:
         """Tells everybody who waits for nodes that something may be possible now."""
@@ -377,11 +381,15 @@ class Registry:
     def _add(self, info: NodeInfo) -> None:
         member: Member[Any]
         if info.role is NodeRole.DECODE:
-            client = DecodeClient(info, self._router_id, lambda reason: self.lose(member, reason), self._access)
-            member = self._decodes[info.ref.node_id] = DecodeMember(info, client, _now())
+            decode = DecodeClient(
+                info, self._router_id, lambda reason: self.lose(member, reason), self.clock, self._access
+            )
+            member = self._decodes[info.ref.node_id] = DecodeMember(info, decode, _now())
         else:
-            member = self._prefills[info.ref.node_id] = PrefillMember(info, PrefillClient(info, self._access), _now())
+            prefill = PrefillClient(info, self.clock, self._access)
+            member = self._prefills[info.ref.node_id] = PrefillMember(info, prefill, _now())
         log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
+        member.heard_at = self.clock.time()
         self._expect_heartbeat(member)
         self._preparing[info.ref] = spawn(self._prepare(member), f"preparing node {info.ref}")
 
@@ -429,11 +437,13 @@ class Registry:
             )
 
     def _expect_heartbeat(self, member: Member[Any]) -> None:
-        if member.silence is not None:
-            member.silence.cancel()
+        """Loses a node once it has been silent for too long, and looks again when that may be."""
         timeout_s = self._config.heartbeat_timeout_ms / 1000
-        loop = asyncio.get_running_loop()
-        member.silence = loop.call_later(timeout_s, self.lose, member, f"no heartbeat for {timeout_s:g} s")
+        left = member.heard_at + timeout_s - self.clock.time()
+        if left <= 0:
+            self.lose(member, f"no heartbeat for {timeout_s:g} s")
+        else:
+            member.silence = asyncio.get_running_loop().call_later(left, self._expect_heartbeat, member)
 
     def _close_soon(self, member: Member[Any]) -> None:
         task = spawn(member.client.close(), f"closing the channel to {member.info.ref}")

@@ -62,6 +62,7 @@ async def test_metrics_are_what_the_router_counts(model: str) -> None:
             'slots{node="d1"}': 8,
         }
         assert {name: found[R + name] for name in expected} == expected
+        assert 0 <= found[f"{R}still_seconds_total"] < WAIT_S
         assert 0 < found[f"{R}time_to_first_token_seconds_sum"] < found[f"{R}sample_seconds_sum"] < WAIT_S
         token_s = found[f"{R}time_per_output_token_seconds_sum"]
         assert token_s == pytest.approx(

@@ -1,0 +1,153 @@
+"""A router that stood still itself concludes nothing about its nodes, and blames neither them nor a request for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from corun.cluster import NodeState
+from corun.errors import DeadlineError, UnavailableError
+from corun.params import SamplingParams
+from router import lag
+from router.lag import AwakeClock
+from tests.fakes import FakeCluster, cluster, expected, generate
+
+TIMEOUT_S = 0.2
+STILL_S = 2 * TIMEOUT_S
+PARAMS = SamplingParams(max_tokens=300, logprobs=True)
+PROMPT = (5, 6, 7)
+HASTY: dict[str, Any] = {"heartbeat_timeout_ms": round(1000 * TIMEOUT_S)}
+PATIENT: dict[str, Any] = {"heartbeat_timeout_ms": 30_000}
+
+
+@pytest.fixture(autouse=True)
+def fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that standing still for a short time is enough."""
+    monkeypatch.setattr(lag, "TICK_S", 0.01)
+    monkeypatch.setattr(lag, "LONGEST_TICK_S", 0.05)
+
+
+def stand_still() -> None:
+    """Keeps the event loop from running."""
+    time.sleep(STILL_S)
+
+
+async def test_the_clock_stands_still_with_its_loop(caplog: pytest.LogCaptureFixture) -> None:
+    clock = AwakeClock()
+    await asyncio.sleep(3 * lag.TICK_S)
+    before = clock.time()
+    assert before >= 3 * lag.TICK_S
+    stand_still()
+    for _ in range(2):  # Before the clock's own timer has run, and after that.
+        assert clock.time() - before <= 2 * lag.LONGEST_TICK_S < STILL_S
+        assert clock.still_s >= STILL_S - 2 * lag.LONGEST_TICK_S
+        await asyncio.sleep(0)
+    assert "the event loop stood still for 0." in caplog.text
+    clock.stop()
+
+
+async def test_a_wait_lasts_as_long_as_the_loop_runs() -> None:
+    clock, never = AwakeClock(), asyncio.get_running_loop().create_future()
+    answer = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(clock.wait((never, answer), TIMEOUT_S))
+    await asyncio.sleep(0)
+    stand_still()
+    await asyncio.sleep(lag.TICK_S)
+    assert not waiting.done()
+    answer.set_result(None)
+    await waiting
+    began = clock.time()
+    await clock.wait((never,), TIMEOUT_S)
+    assert clock.time() - began >= TIMEOUT_S
+    assert not never.done()
+    clock.stop()
+
+
+async def test_a_router_that_stood_still_loses_no_node(model: str) -> None:
+    async with cluster(model, **HASTY) as fake:
+        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 3)
+        for _ in range(3):
+            stand_still()
+            await asyncio.sleep(lag.TICK_S)
+            assert {fake.state(name) for name in ("p1", "d1")} == {NodeState.READY}
+        (output,) = await run
+        assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
+        assert fake.router.runner.tally.retries.total() == 0
+
+
+async def test_a_node_that_is_silent_is_lost_all_the_same(model: str) -> None:
+    async with cluster(model, **HASTY) as fake:
+        await fake.nodes[1].fall_silent()
+        for _ in range(3):
+            stand_still()
+            await asyncio.sleep(lag.TICK_S)
+        await fake.until(lambda: fake.state("d1") is NodeState.LOST)
+        assert fake.state("p1") is not NodeState.LOST
+        assert fake.detail("d1") == f"no heartbeat for {TIMEOUT_S:g} s"
+
+
+async def test_a_stream_that_was_not_read_was_not_silent(model: str) -> None:
+    async with cluster(model, step_timeout_s=TIMEOUT_S, max_attempts=1, **PATIENT) as fake:
+        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 3)
+        stand_still()
+        (output,) = await run
+        assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
+
+
+async def test_an_answer_that_was_not_read_came_in_time(model: str) -> None:
+    async with cluster(model, reserve_timeout_s=TIMEOUT_S, max_attempts=1, **PATIENT) as fake:
+        client = fake.router.registry._decodes["d1"].client
+        reserve = client._reserve
+
+        async def slowly(*args: Any) -> None:
+            await reserve(*args)
+            stand_still()
+            await asyncio.sleep(lag.TICK_S)  # As an answer that is still to be read.
+
+        client._reserve = slowly  # type: ignore[method-assign]
+        (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
+        assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
+
+
+async def lose(fake: FakeCluster, *, after_stillness: bool) -> None:
+    """Loses the decode node once a token of its sample has come; it joins again by itself."""
+
+    def runs() -> bool:
+        leases = fake.router.registry._decodes["d1"].client._leases
+        return any(lease.first_row_at is not None for lease in leases.values())
+
+    await fake.until(runs)
+    if after_stillness:
+        stand_still()
+    fake.router.registry.lose(fake.router.registry._decodes["d1"], "its step stream broke")
+
+
+@pytest.mark.parametrize("after_stillness", [True, False])
+async def test_losses_after_the_routers_own_stillness_are_nobodys_fault(model: str, after_stillness: bool) -> None:
+    """Nodes end a connection that is not read. The request goes on; without the stillness it may be poison."""
+    settings = HASTY if after_stillness else PATIENT
+    async with cluster(model, max_attempts=2, lease_ttl_ms=200, **settings) as fake:
+        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1, timeout_s=30.0))
+        for _ in range(2):
+            await lose(fake, after_stillness=after_stillness)
+        if not after_stillness:
+            with pytest.raises(UnavailableError, match="may be poison: 2 runs of its sample 0"):
+                await run
+            return
+        (output,) = await run
+        assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
+        assert fake.router.runner.tally.retries["lost"] == 2
+
+
+async def test_what_is_nobodys_fault_still_ends_at_the_deadline(model: str) -> None:
+    async with cluster(model, max_attempts=1, lease_ttl_ms=200, **HASTY) as fake:
+        fake.nodes[1].engine.step_ms = 20.0
+        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1, timeout_s=2.0))
+        await lose(fake, after_stillness=True)
+        with pytest.raises(DeadlineError):
+            await run
