@@ -18,6 +18,7 @@ from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
+from corun.node.handshake import UNDER_WAY
 from corun.node.owners import OWNER_PARAM, read_id
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
@@ -129,17 +130,23 @@ class VllmDecodeEngine:
         """See `DecodeEngine.connect`.
 
         Raises:
-            UnavailableError: the handshake failed or took longer than 20 s.
+            UnavailableError: the handshake or a first read failed, or took longer than 20 s; says why.
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         where = (peer.engine_id, peer.host, peer.port, peer.tp_size, peer.stamp_addresses)
-        while time.monotonic() < deadline:
-            if all(await base.call_workers(self._llm, "connect", *where, timeout_s=CONNECT_TIMEOUT_S)):
-                await base.call_workers(self._llm, "warm", peer.engine_id, timeout_s=CONNECT_TIMEOUT_S)
-                await self._note_mapped()
-                return
+        while not await self._ask(peer, "connect", *where):
+            if time.monotonic() > deadline:
+                raise _unconnected(peer, f"the handshake took longer than {CONNECT_TIMEOUT_S:.0f} s")
             await asyncio.sleep(CONNECT_POLL_S)
-        raise UnavailableError(f"no NIXL handshake with {peer.host}:{peer.port} within {CONNECT_TIMEOUT_S:.0f} s")
+        await self._ask(peer, "warm", peer.engine_id)
+        await self._note_mapped()
+
+    async def _ask(self, peer: NixlEndpoint, method: str, *args: Any) -> bool:
+        """Whether all workers have done with a peer what they were asked to. Raises UnavailableError if one failed."""
+        answers = {str(one) for one in await base.call_workers(self._llm, method, *args, timeout_s=CONNECT_TIMEOUT_S)}
+        if failures := sorted(answers - {"", UNDER_WAY}):
+            raise _unconnected(peer, "; ".join(failures))
+        return UNDER_WAY not in answers
 
     async def _note_mapped(self) -> None:
         for pids in await base.call_workers(self._llm, "mapped_pids", timeout_s=CONNECT_TIMEOUT_S):
@@ -283,6 +290,10 @@ def _refuse_changed(params: SamplingParams, made: Any) -> None:
         asked, taken = getattr(params, name), getattr(made, name)
         if asked != taken and not (params.greedy and name in _FILTERS):
             raise InvalidArgumentError(f"sampling_params.{name}", asked, f"the engine would take it for {taken}")
+
+
+def _unconnected(peer: NixlEndpoint, reason: str) -> UnavailableError:
+    return UnavailableError(f"no NIXL connection to {peer.host}:{peer.port}: {reason}")
 
 
 async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:

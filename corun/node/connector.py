@@ -11,9 +11,7 @@ prefill node that its blocks are free: earlier, they could have got a new owner 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import os
@@ -26,12 +24,16 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlConnectorMetadata,
+    compute_nixl_compatibility_hash,
+)
 from vllm.platforms import current_platform
 
 from corun.auth import read_token
 from corun.node import ipc_mappings
 from corun.node.digest import KvDigest, region_words
+from corun.node.handshake import UNDER_WAY, condition, in_words
 from corun.node.owners import OWNER_PARAM, READER, Owned, Prefills
 from corun.node.reads import Claim, ReadChecks, Verdict
 from corun.node.side_channel import sealed
@@ -98,6 +100,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._released: dict[str, float] = {}  # request id -> when to forget the release
         self._readers: dict[str, set[str]] = {}  # of KV that several read: request id -> those that have not yet
         self._handshakes: dict[str, Future[Any]] = {}  # by engine id of the peer
+        self._said: dict[str, str] = {}  # why a handshake failed last, by engine id of the peer
         self._prefills = Prefills()
         self._claims: dict[str, Claim] = {}  # reads under way, by request id
 
@@ -151,12 +154,14 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker.nixl_wrapper.make_prepped_xfer = _silent(worker.nixl_wrapper.make_prepped_xfer)
         self._get_notices = worker.nixl_wrapper.get_new_notifs
         worker.nixl_wrapper.get_new_notifs = self._last_notices
+        self._log_other_failure = worker._log_failure
+        worker._log_failure = self._log_failure
 
     def bind(self, facts: Mapping[str, Any]) -> None:
-        """Makes `facts`, which vLLM's own hash omits, a condition of every handshake with this worker."""
+        """Makes `facts`, which vLLM's own hash omits, a condition of every handshake with this worker, in place of the
+        model's path. Raises what `corun.node.handshake.condition` raises."""
         worker = self.connector_worker
-        text = json.dumps([worker.compat_hash, worker.world_size, facts], sort_keys=True)
-        worker.compat_hash = hashlib.sha256(text.encode()).hexdigest()
+        worker.compat_hash = condition(worker, compute_nixl_compatibility_hash, facts)
         worker.xfer_handshake_metadata = replace(worker.xfer_handshake_metadata, compatibility_hash=worker.compat_hash)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -299,33 +304,53 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         }
         return finished
 
-    def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> bool:
-        """Begins the handshake with a prefill engine; True once it is complete.
+    def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:
+        """Begins the handshake with a prefill engine; to be called again while it answers `UNDER_WAY`.
 
         Args:
             stamp_addresses: where each of the peer's ranks keeps the stamps of its blocks.
 
-        Raises:
-            RuntimeError: the handshake failed, for example because the peers do not have one fingerprint.
+        Returns:
+            Why the handshake failed, in words; the next call begins another. Empty: it is complete.
         """
         worker = self.connector_worker
         self._checks.learn(engine_id, stamp_addresses[worker.tp_rank])
         future = self._handshakes.get(engine_id) or worker._ensure_handshake(engine_id, host, port, tp_size)
-        if future is None:
-            return True
-        self._handshakes[engine_id] = future
-        if future.done():
-            del self._handshakes[engine_id]
-            future.result()
-        return engine_id in worker._remote_agents
+        if future is not None and not future.done():
+            self._handshakes[engine_id] = future
+            return UNDER_WAY
+        self._handshakes.pop(engine_id, None)
+        if future is not None and (error := future.exception()) is not None:
+            return in_words(error)
+        if engine_id not in worker._remote_agents:
+            return UNDER_WAY  # Its thread is about to note what has come of it.
+        self._said.pop(engine_id, None)
+        return ""
 
-    def warm(self, engine_id: str) -> None:
+    def _log_failure(self, failure_type: str, req_id: str | None, **context: Any) -> None:
+        """In place of vLLM's: why handshakes with a peer fail is logged when it changes, and without a traceback. They
+        are tried every few seconds for as long as the peer is there."""
+        if failure_type != "handshake_setup_failed":
+            self._log_other_failure(failure_type=failure_type, req_id=req_id, **context)
+            return
+        engine_id, reason = context["remote_engine_id"], in_words(context["error"])
+        if self._said.get(engine_id) != reason:
+            log.error("no NIXL connection to engine %s: %s", engine_id, reason)
+        self._said[engine_id] = reason
+
+    def warm(self, engine_id: str) -> str:
         """Reads a connected peer's null block and its stamp: what a first transfer sets up is paid here.
 
-        Raises:
-            TimeoutError: it took longer than 10 s.
-            RuntimeError: a transfer failed.
+        Returns:
+            Why that failed or took longer than 10 s, in words; empty if it did not.
         """
+        try:
+            self._read_null_block(engine_id)
+        except Exception as error:  # NIXL's errors share no base.
+            return in_words(error)
+        return ""
+
+    def _read_null_block(self, engine_id: str) -> None:
         worker = self.connector_worker
         agent, info = worker.nixl_wrapper, worker.transfer_topo.get_engine_info(engine_id)
 

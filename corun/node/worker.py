@@ -147,13 +147,16 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         """Where readers of this worker's KV find the stamps of its blocks."""
         return int(get_kv_transfer_group().table.address)
 
-    def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> bool:
-        """Begins the NIXL handshake with a prefill engine; True once it is complete. Call again until then."""
-        return bool(get_kv_transfer_group().connect(engine_id, host, port, tp_size, stamp_addresses))
+    def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:
+        """Begins the NIXL handshake with a prefill engine, to be called again while it answers `UNDER_WAY`.
 
-    def warm(self, engine_id: str) -> None:
-        """Pays for what a first transfer from a connected prefill engine sets up."""
-        get_kv_transfer_group().warm(engine_id)
+        Returns why it failed, in words: what a worker raises is logged with a traceback, and arrives without its type.
+        """
+        return str(get_kv_transfer_group().connect(engine_id, host, port, tp_size, stamp_addresses))
+
+    def warm(self, engine_id: str) -> str:
+        """Pays for what a first transfer from a connected prefill engine sets up. Returns why it failed, in words."""
+        return str(get_kv_transfer_group().warm(engine_id))
 
     def mapped_pids(self) -> list[int]:
         """The processes whose GPU memory is mapped here for reading."""

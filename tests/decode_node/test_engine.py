@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corun.cluster import FinishReason, KvHandle, NodeRef
+from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
@@ -88,6 +88,23 @@ def test_an_end_comes_with_the_last_token_or_alone(engine: VllmDecodeEngine) -> 
     assert rows_of(engine, output("a", [], [], reasons.ERROR), output("b", [], [])) == [
         StepRow("a", None, 0.0, FinishReason.ERROR, detail)
     ]
+
+
+PEER = NixlEndpoint(engine_id="p0-engine", host="10.0.0.9", port=7000, tp_size=1, stamp_addresses=(1,))
+
+
+@pytest.mark.parametrize("failing", ["connect", "warm"])
+async def test_why_a_prefill_node_cannot_be_connected_is_said(
+    engine: VllmDecodeEngine, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """As a typed error: an internal one would be an id, with a traceback, every few seconds."""
+
+    async def call_workers(llm: Any, method: str, *_: Any, timeout_s: float) -> list[str]:
+        return ["", "it has other weights"] if method == failing else ["", ""]
+
+    monkeypatch.setattr(base, "call_workers", call_workers)
+    with pytest.raises(UnavailableError, match=r"10\.0\.0\.9:7000: it has other weights"):
+        await engine.connect(PEER)
 
 
 def sampling(engine: VllmDecodeEngine, **fields: Any) -> Any:

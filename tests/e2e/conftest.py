@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,16 +92,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @contextmanager
 def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator[Cluster]:
-    """A whole cluster, started in an order that nobody would choose: nodes first, router last."""
+    """A whole cluster, started in an order that nobody would choose: nodes first, router last. The nodes' copies of the
+    model lie at different paths."""
     model = str(tiny.ensure())
+    copy = str(shutil.copytree(model, logs / "a copy of the model"))
     port = free_port()
     with Processes(logs) as processes:
         cluster = Cluster(f"127.0.0.1:{port}", model, processes, watch)
         watched = watch.flags if watch else lambda name: ()
-        node = ("--model", model, "--router", cluster.address, "--threads", str(threads))
-        processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS), *watched("decode"))
-        chunks = ("--chunk-size", str(CHUNK), *ALL_CHECKED)
-        processes.start("prefill", "prefill_node", *node, "--node-id", "p0", *chunks, *watched("prefill"))
+        node = ("--router", cluster.address, "--threads", str(threads))
+        slots = ("--node-id", "d0", "--slots", str(SLOTS))
+        processes.start("decode", "decode_node", "--model", copy, *node, *slots, *watched("decode"))
+        chunks = ("--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED)
+        processes.start("prefill", "prefill_node", "--model", model, *node, *chunks, *watched("prefill"))
         seed_key = logs / "seed.key"
         seed_key.write_text("c0ffee" * 4)
         flags = ("--port", str(port), "--seed-key-file", str(seed_key), "--audit-fraction", "0")  # Tests count.

@@ -23,6 +23,7 @@ from corun.bench.nodes import NodePlan, Topology, environment, has_gpu
 from corun.cluster import NixlEndpoint
 from corun.config import DecodeConfig, PrefillConfig, parse
 from corun.node import engine as base
+from corun.node.handshake import UNDER_WAY
 from corun.processes import descendants, end_tree
 from tests.e2e import engines
 
@@ -196,14 +197,17 @@ def _left(began: float, topology: Topology) -> float:
 
 
 def connect(decode: EngineProcess, peer: NixlEndpoint) -> None:
-    """As a decode node does it. Raises TimeoutError if it takes longer than 30 s."""
+    """As a decode node does it. Raises TimeoutError if it takes longer than 30 s, RuntimeError if it fails."""
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     where = (peer.engine_id, peer.host, peer.port, peer.tp_size, peer.stamp_addresses)
-    while not all(decode.call("connect", *where)):
+    while reason := max(decode.call("connect", *where)):
+        if reason != UNDER_WAY:
+            raise RuntimeError(f"no NIXL connection to {peer.host}:{peer.port}: {reason}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"no NIXL handshake with {peer.host}:{peer.port} within {CONNECT_TIMEOUT_S:.0f} s")
         time.sleep(CONNECT_POLL_S)
-    decode.call("warm", peer.engine_id)
+    if reason := max(decode.call("warm", peer.engine_id)):
+        raise RuntimeError(f"no first read from {peer.host}:{peer.port}: {reason}")
 
 
 def measure(

@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
+from corun.node.handshake import UNDER_WAY
 from corun.node.owners import Owned
 from corun.node.reads import Claim, Verdict
 from corun.node.stamps import StampTable
 from tests.loading import load
 
 FOREVER = 10.0**9
+PEER = ("p0", "127.0.0.1", 7000, 2, (4096, 8192))
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,11 @@ def connector(module: ModuleType) -> Any:
     worker._engine_last_active = {}
     worker._engine_clock_offset = {}
     worker._evict_stale_engines = lambda: None
-    worker._log_failure = lambda **_: None
     made = object.__new__(module.CorunNixlConnector)
     made.connector_worker = worker
+    made.failures = []
+    worker._log_failure = lambda failure_type, **_: made.failures.append(failure_type)
+    made._said = {}
     made._released = {}
     made._readers = {}
     made.expired = 0
@@ -283,27 +288,77 @@ def test_connect_is_complete_when_the_handshake_is(connector: Any) -> None:
     worker = connector.connector_worker
     handshake: Future[Any] = Future()
     worker._handshake_initiation_executor = SimpleNamespace(submit=lambda *args: handshake)
-    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
-    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
+    assert connector.connect(*PEER) == UNDER_WAY
+    assert connector.connect(*PEER) == UNDER_WAY
     handshake.set_result(({(0, 0): "agent"}, 0.0))
-    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is True
-    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is True
+    assert connector.connect(*PEER) == ""
+    assert connector.connect(*PEER) == ""
     assert connector._handshakes == {}
     assert connector._checks.addresses == {"p0": 8192}, "the rank that this rank reads from"
 
 
-def test_a_failed_handshake_is_raised_once_and_then_tried_again(connector: Any) -> None:
+def test_a_failed_handshake_is_told_once_and_then_tried_again(connector: Any) -> None:
     worker = connector.connector_worker
     handshakes = [Future[Any](), Future[Any]()]
     attempts = iter(handshakes)
     worker._handshake_initiation_executor = SimpleNamespace(submit=lambda *args: next(attempts))
-    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
+    assert connector.connect(*PEER) == UNDER_WAY
     handshakes[0].set_exception(RuntimeError("another KV layout"))
-    with pytest.raises(RuntimeError, match="another KV layout"):
-        connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192))
-    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is False
+    assert connector.connect(*PEER) == "another KV layout"
+    assert connector.connect(*PEER) == UNDER_WAY
     handshakes[1].set_result(({(0, 0): "agent"}, 0.0))
-    assert connector.connect("p0", "127.0.0.1", 7000, 2, (4096, 8192)) is True
+    assert connector.connect(*PEER) == ""
+
+
+def fails_with(error: Exception) -> Any:
+    def submit(*_: Any) -> Future[Any]:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+    return SimpleNamespace(submit=submit)
+
+
+WHY_NOT = {
+    "a closed port": (zmq.Again(), "it has not answered the NIXL handshake for 5 s"),
+    "another hash": (RuntimeError("NIXL compatibility hash mismatch. Local: 1, Remote: 2."), "it has other weights"),
+    "another engine": (RuntimeError("Remote NIXL agent engine ID mismatch. Expected a,received b."), "another engine"),
+    "without words": (AssertionError(), "AssertionError"),
+}
+
+
+@pytest.mark.parametrize(("error", "words"), WHY_NOT.values(), ids=WHY_NOT)
+def test_why_a_handshake_fails_is_said_in_words(connector: Any, error: Exception, words: str) -> None:
+    connector.connector_worker._handshake_initiation_executor = fails_with(error)
+    assert words in connector.connect(*PEER)
+
+
+def test_a_handshake_that_keeps_failing_is_logged_when_the_reason_changes(
+    connector: Any, module: ModuleType, monkeypatch: Any
+) -> None:
+    """Without a traceback: the router tries every 5 s."""
+    lines: list[str] = []
+    monkeypatch.setattr(module.log, "error", lambda text, *parts: lines.append(text % parts))
+    worker = connector.connector_worker
+    for error in (zmq.Again(), zmq.Again(), RuntimeError("another KV layout"), RuntimeError("another KV layout")):
+        worker._handshake_initiation_executor = fails_with(error)
+        assert connector.connect(*PEER)
+    assert ["p0" in line for line in lines] == [True, True]
+    assert "another KV layout" in lines[1]
+    worker._log_failure(failure_type="transfer_failed", req_id="r")
+    assert connector.failures == ["transfer_failed"], "all else is vLLM's own"
+
+
+def test_a_peer_that_cannot_be_read_ahead_is_told_in_words(connector: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the peer is gone")
+
+    worker = connector.connector_worker
+    worker.num_blocks = worker._physical_blocks_per_logical_kv_block = 1
+    worker.src_xfer_handles_by_block_size, worker.dst_xfer_side_handles = {16: 1}, {"p0": {1: 2}}
+    worker._compute_desc_ids = lambda *args: [0]
+    worker.nixl_wrapper.make_prepped_xfer = broken
+    assert connector.warm("p0") == "the peer is gone"
 
 
 def received(connector: Any) -> tuple[set[str], set[int]]:
@@ -394,22 +449,57 @@ def test_claims_hold_the_engines_block_ids(connector: Any, module: ModuleType) -
     assert connector._claims == {"a": claim("a")}
 
 
-def test_a_handshake_needs_equal_facts(connector: Any) -> None:
-    """Weights, for one: vLLM's own hash leaves them out."""
+def bound(connector: Any, facts: dict[str, Any], *, ranks: int = 2, **model: Any) -> str:
+    """The hash that peers must have, for a model of these settings."""
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
     worker = connector.connector_worker
+    values = {"model": "/models/a", "dtype": "bfloat16", "heads": 2, "size": 16, "layers": 4, **model}
+    config = SimpleNamespace(
+        model=values["model"],
+        dtype=values["dtype"],
+        get_total_num_kv_heads=lambda: values["heads"],
+        get_head_size=lambda: values["size"],
+        get_total_num_hidden_layers=lambda: values["layers"],
+    )
+    worker.vllm_config = SimpleNamespace(
+        model_config=config,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+    worker.backend_name, worker.transfer_topo.cross_layers_blocks, worker.world_size = "CPU_ATTN", False, ranks
+    own = nixl.compute_nixl_compatibility_hash(worker.vllm_config, "CPU_ATTN", False)
+    worker.compat_hash, worker.xfer_handshake_metadata = own, nixl.NixlHandshakePayload(own, b"agent")
+    connector.bind(facts)
+    assert worker.xfer_handshake_metadata == nixl.NixlHandshakePayload(worker.compat_hash, b"agent")
+    assert config.model == values["model"], "the engine's own settings stay"
+    return str(worker.compat_hash)
 
-    def bound(facts: dict[str, Any], own: str = "vllm's", ranks: int = 2) -> str:
-        worker.compat_hash, worker.world_size = own, ranks
-        worker.xfer_handshake_metadata = nixl.NixlHandshakePayload("vllm's", b"agent")
-        connector.bind(facts)
-        assert worker.xfer_handshake_metadata == nixl.NixlHandshakePayload(worker.compat_hash, b"agent")
-        return str(worker.compat_hash)
 
-    facts = {"weights_digest": "a", "threads": 2}
-    assert bound(facts) == bound(dict(reversed(facts.items()))) != "vllm's"
-    others = [bound({**facts, "weights_digest": "b"}), bound({**facts, "threads": 1}), bound(facts, "other")]
-    assert len({bound(facts), bound(facts, ranks=1), *others}) == 5
+FACTS = {"weights_digest": "a", "threads": 2}
+
+
+def test_a_handshake_needs_equal_facts(connector: Any) -> None:
+    """Weights, for one: vLLM's own hash leaves them out."""
+    assert bound(connector, FACTS) == bound(connector, dict(reversed(FACTS.items())))
+    others = [
+        bound(connector, {**FACTS, "weights_digest": "b"}),
+        bound(connector, {**FACTS, "threads": 1}),
+        bound(connector, FACTS, ranks=1),
+        bound(connector, FACTS, dtype="float16"),
+        bound(connector, FACTS, layers=5),
+    ]
+    assert len({bound(connector, FACTS), *others}) == 6
+
+
+def test_where_the_model_lies_is_no_condition_of_a_handshake(connector: Any) -> None:
+    """vLLM's own hash has its path; the weights' digest, which is in ours, says what the path cannot."""
+    assert bound(connector, FACTS) == bound(connector, FACTS, model="/another/copy")
+
+
+def test_a_hash_that_vllm_makes_otherwise_is_refused(connector: Any, module: ModuleType, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "compute_nixl_compatibility_hash", lambda *_: "another version's")
+    with pytest.raises(RuntimeError, match=r"NIXL compatibility hash .* 0\.26\.0"):
+        bound(connector, FACTS)
 
 
 def test_memory_of_the_dead_is_let_go_between_reads_only(connector: Any, module: ModuleType, monkeypatch: Any) -> None:
