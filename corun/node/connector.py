@@ -35,7 +35,7 @@ from corun.node import ipc_mappings
 from corun.node.digest import KvDigest, region_words
 from corun.node.handshake import UNDER_WAY, condition, in_words
 from corun.node.owners import OWNER_PARAM, READER, Owned, Prefills
-from corun.node.reads import Claim, ReadChecks, Verdict
+from corun.node.reads import Claim, Peer, ReadChecks, Verdict
 from corun.node.side_channel import sealed
 from corun.node.stamps import StampTable, finish
 
@@ -183,11 +183,13 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """vLLM's completed reads; the blocks of those that are refused are marked as not loaded."""
         worker = self.connector_worker
         done: set[str] = self._pop_done(transfers)
-        for name in sorted(done - set(worker._failed_recv_reqs.queue)):
-            claim = self._claims.get(name)
-            began = time.monotonic()
-            verdict = self._judge(claim) if claim else Verdict("nobody said whose KV it must be")
-            self.handoffs.check_seconds += time.monotonic() - began
+        read = sorted(done - set(worker._failed_recv_reqs.queue))
+        claims = {name: self._claims[name] for name in read if name in self._claims}
+        began = time.monotonic()
+        verdicts = dict(zip(claims, self._judge(list(claims.values())), strict=True))
+        self.handoffs.check_seconds += time.monotonic() - began
+        for name in read:
+            claim, verdict = claims.get(name), verdicts.get(name, Verdict("nobody said whose KV it must be"))
             self.handoffs.checked += verdict.checked
             if verdict.refusal:
                 self.handoffs.refused += 1
@@ -197,11 +199,17 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                 self._thank(claim)
         return done
 
-    def _judge(self, claim: Claim) -> Verdict:
+    def _judge(self, claims: Sequence[Claim]) -> Sequence[Verdict]:
+        if not claims:
+            return ()
+        peers = {engine_id: self._source(engine_id) for engine_id in {claim.engine_id for claim in claims}}
+        return self._checks.judge(claims, self.connector_worker.nixl_wrapper, peers)
+
+    def _source(self, engine_id: str) -> Peer:
         worker = self.connector_worker
-        info = worker.transfer_topo.get_engine_info(claim.engine_id)
-        num_blocks = worker.dst_num_blocks[claim.engine_id] // info.remote_physical_blocks_per_logical
-        return self._checks.judge(claim, worker.nixl_wrapper, self._peer(claim.engine_id), num_blocks)
+        info = worker.transfer_topo.get_engine_info(engine_id)
+        num_blocks = worker.dst_num_blocks[engine_id] // info.remote_physical_blocks_per_logical
+        return Peer(agent=self._peer(engine_id), num_blocks=num_blocks)
 
     def _thank(self, claim: Claim) -> None:
         """Tells the prefill node that its blocks are read, as the transfer itself would have (nixl/pull_worker.py)."""
@@ -364,10 +372,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             worker.dst_xfer_side_handles[engine_id][worker.tp_rank],
             descriptors(worker.dst_num_blocks[engine_id], info.remote_physical_blocks_per_logical),
         )
-        try:
-            finish(agent, handle, WARM_TIMEOUT_S)
-        finally:
-            agent.release_xfer_handle(handle)
+        finish(agent, handle, WARM_TIMEOUT_S)
         self._checks.warm(engine_id, agent, self._peer(engine_id), WARM_TIMEOUT_S)
 
     def mapped_pids(self) -> list[int]:

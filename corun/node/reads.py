@@ -6,7 +6,7 @@ to a read that is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from corun.node.stamps import DIGEST, PeerTable, Rows, StampTable, stranger
 
 FETCH_TIMEOUT_S = 1.0
+"""For the stamps of all reads that one step finds completed: the engine's own thread waits for them, so all rows do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,15 @@ class Claim:
     theirs: tuple[int, ...]
     """The peer's block ids, in the prompt's order."""
     ours: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """An engine whose KV is read."""
+
+    agent: str
+    """Its name in our NIXL agent."""
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +68,35 @@ class ReadChecks:
         table = PeerTable(agent=peer, address=self._addresses[engine_id], num_blocks=1)
         self._table.fetch(agent, table, (0,), timeout_s)
 
-    def judge(self, claim: Claim, agent: Any, peer: str, num_blocks: int) -> Verdict:
-        """Compares what the peer's table says now with the claim.
+    def judge(self, claims: Sequence[Claim], agent: Any, peers: Mapping[str, Peer]) -> list[Verdict]:
+        """Compares what the peers' tables say now with the claims, which are of different blocks of ours.
 
         Args:
-            agent: our NIXL agent, which knows the peer by the name `peer`.
-            num_blocks: the peer's.
+            agent: our NIXL agent.
+            peers: those of the claims, by engine id.
         """
+        unfit = [self._unfit(claim) for claim in claims]
+        fit = [claim for claim, refusal in zip(claims, unfit, strict=True) if not refusal]
+        wanted = [(self._table_of(claim.engine_id, peers[claim.engine_id]), claim.theirs) for claim in fit]
+        found = iter(self._table.fetch_all(agent, wanted, FETCH_TIMEOUT_S))
+        return [
+            Verdict(refusal) if refusal else self._verdict(next(found), claim)
+            for claim, refusal in zip(claims, unfit, strict=True)
+        ]
+
+    def _unfit(self, claim: Claim) -> str:
         if claim.engine_id not in self._addresses:
-            return Verdict(f"where {claim.engine_id} keeps its stamps is not known")
+            return f"where {claim.engine_id} keeps its stamps is not known"
         if len(claim.theirs) != len(claim.ours):
-            return Verdict(f"{len(claim.theirs)} blocks were offered for {len(claim.ours)}")
-        table = PeerTable(agent=peer, address=self._addresses[claim.engine_id], num_blocks=num_blocks)
-        try:
-            rows = self._table.fetch(agent, table, claim.theirs, FETCH_TIMEOUT_S)
-        except Exception as error:  # NIXL's errors share no base. Whatever it is, nobody vouches for this KV.
-            return Verdict(f"the stamps could not be read: {error}")
+            return f"{len(claim.theirs)} blocks were offered for {len(claim.ours)}"
+        return ""
+
+    def _table_of(self, engine_id: str, peer: Peer) -> PeerTable:
+        return PeerTable(agent=peer.agent, address=self._addresses[engine_id], num_blocks=peer.num_blocks)
+
+    def _verdict(self, rows: Rows | Exception, claim: Claim) -> Verdict:
+        if isinstance(rows, Exception):  # Whatever it is, nobody vouches for this KV.
+            return Verdict(f"the stamps could not be read: {rows}")
         if found := stranger(rows, claim.owner):
             return Verdict(found)
         return self._compare(rows[:, DIGEST], claim)

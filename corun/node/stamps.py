@@ -11,7 +11,7 @@ row is written before the first byte of a new owner's KV, and it is never cleare
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,34 +70,68 @@ class StampTable:
             RuntimeError: the transfer failed.
             ValueError: the peer has no such block.
         """
-        if not 0 < len(blocks) <= len(self.rows) or min(blocks) < 0 or max(blocks) >= peer.num_blocks:
+        (found,) = self.fetch_all(agent, [(peer, blocks)], timeout_s)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def fetch_all(
+        self, agent: Any, wanted: Sequence[tuple[PeerTable, Sequence[int]]], timeout_s: float
+    ) -> list[Rows | Exception]:
+        """As `fetch`, of several tables or parts of them at once, which share the time. In the place of rows that did
+        not come stands the error that `fetch` would raise."""
+        begun: list[_Fetch | Exception] = []
+        at, later = 0, sum(len(blocks) for _, blocks in wanted)
+        for peer, blocks in wanted:
+            later -= len(blocks)
+            try:
+                fetch = self._begin(agent, peer, blocks, at, room=len(self.rows) - at - later)
+                at = fetch.end
+                begun.append(fetch)
+            except Exception as error:  # NIXL's errors share no base.
+                begun.append(error)
+        handles = [fetch.handle for fetch in begun if isinstance(fetch, _Fetch)]
+        ends = iter(finish_all(agent, handles, timeout_s))
+        return [fetch if isinstance(fetch, Exception) else next(ends) or self.rows[fetch.places] for fetch in begun]
+
+    def _begin(self, agent: Any, peer: PeerTable, blocks: Sequence[int], at: int, *, room: int) -> _Fetch:
+        """Prepares a transfer to the rows from `at` on, of which it may take `room`."""
+        if not 0 < len(blocks) <= room or min(blocks) < 0 or max(blocks) >= peer.num_blocks:
             raise ValueError(f"blocks {min(blocks, default=-1)} to {max(blocks, default=-1)} of {peer.num_blocks}")
-        parts, places = self._plan(blocks)
-        here, there = zip(*self._transfers(peer.address, parts), strict=True)
+        parts, places = _plan(blocks, at, room)
+        here, there = zip(*self._transfers(peer.address, parts, at), strict=True)
         local, remote = (agent.get_xfer_descs(list(descriptors), "DRAM") for descriptors in (here, there))
         handle = agent.initialize_xfer("READ", local, remote, peer.agent)
-        try:
-            finish(agent, handle, timeout_s)
-        finally:
-            agent.release_xfer_handle(handle)
-        fetched: Rows = self.rows[places]
-        return fetched
+        return _Fetch(handle, places, at + sum(count for _, count in parts))
 
-    def _plan(self, blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-        """The runs to transfer, and where each block's row lands: with many runs, one that spans them all."""
-        parts = list(runs(blocks))
-        low, count = min(blocks), max(blocks) - min(blocks) + 1
-        if len(parts) > MAX_RUNS and count <= len(self.rows):
-            return [(low, count)], [block - low for block in blocks]
-        return parts, list(range(len(blocks)))
-
-    def _transfers(self, address: int, parts: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    def _transfers(
+        self, address: int, parts: Sequence[tuple[int, int]], at: int
+    ) -> Iterator[tuple[tuple[int, int, int], ...]]:
         """(address, bytes, device) here and there, for each run of the peer's rows."""
-        done = 0
         for first, count in parts:
             size = count * ROW_BYTES
-            yield (self.address + done * ROW_BYTES, size, 0), (address + first * ROW_BYTES, size, 0)
-            done += count
+            yield (self.address + at * ROW_BYTES, size, 0), (address + first * ROW_BYTES, size, 0)
+            at += count
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """A transfer that is prepared."""
+
+    handle: Any
+    places: list[int]
+    """Where each block's row lands."""
+    end: int
+    """The first row behind those that it takes."""
+
+
+def _plan(blocks: Sequence[int], at: int, room: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """The runs to transfer, and where each block's row lands: with many runs, one that spans them all."""
+    parts = list(runs(blocks))
+    low, count = min(blocks), max(blocks) - min(blocks) + 1
+    if len(parts) > MAX_RUNS and count <= room:
+        return [(low, count)], [at + block - low for block in blocks]
+    return parts, list(range(at, at + len(blocks)))
 
 
 def stamps(owner: int, first: int, count: int) -> Rows:
@@ -122,13 +156,38 @@ def stranger(rows: Rows, owner: int) -> str:
 
 
 def finish(agent: Any, handle: Any, timeout_s: float) -> None:
-    """Runs a transfer to its end. Raises TimeoutError if that takes longer, RuntimeError if the transfer failed."""
+    """Runs a transfer to its end and releases it. Raises TimeoutError if it takes longer, RuntimeError if it failed."""
+    (error,) = finish_all(agent, (handle,), timeout_s)
+    if error is not None:
+        raise error
+
+
+def finish_all(agent: Any, handles: Sequence[Any], timeout_s: float) -> list[Exception | None]:
+    """Runs transfers to their ends at the same time, and releases them. In the place of one that did not end in time,
+    or failed, stands the error; else None."""
     deadline = time.monotonic() + timeout_s
-    state = agent.transfer(handle)
-    while state == "PROC":
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the transfer did not end within {timeout_s:g} s")
+    states = [_ask(agent.transfer, handle) for handle in handles]
+    while "PROC" in states and time.monotonic() <= deadline:
         time.sleep(POLL_S)
-        state = agent.check_xfer_state(handle)
-    if state != "DONE":
-        raise RuntimeError(f"the transfer ended as {state}")
+        for i, handle in enumerate(handles):
+            if states[i] == "PROC":
+                states[i] = _ask(agent.check_xfer_state, handle)
+    released = [_ask(agent.release_xfer_handle, handle) for handle in handles]
+    return [_error(state, end, timeout_s) for state, end in zip(states, released, strict=True)]
+
+
+def _ask(question: Callable[[Any], Any], handle: Any) -> Any:
+    """The answer, or the error in its place: NIXL's share no base."""
+    try:
+        return question(handle)
+    except Exception as error:
+        return error
+
+
+def _error(state: Any, released: Any, timeout_s: float) -> Exception | None:
+    if state == "PROC":
+        return TimeoutError(f"the transfer did not end within {timeout_s:g} s")
+    for answer in (state, released):
+        if isinstance(answer, Exception):
+            return answer
+    return None if state == "DONE" else RuntimeError(f"the transfer ended as {state}")

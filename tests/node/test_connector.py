@@ -18,7 +18,7 @@ import zmq
 
 from corun.node.handshake import UNDER_WAY
 from corun.node.owners import Owned
-from corun.node.reads import Claim, Verdict
+from corun.node.reads import Claim, Peer, Verdict
 from corun.node.stamps import StampTable
 from tests.loading import load
 
@@ -120,9 +120,9 @@ class Checks:
     def learn(self, engine_id: str, address: int) -> None:
         self.addresses[engine_id] = address
 
-    def judge(self, claim: Claim, *where: Any) -> Verdict:
-        self.judged.append((claim, *where))
-        return Verdict(self.refusals.get(claim.request_id, ""), checked=True)
+    def judge(self, claims: list[Claim], *where: Any) -> list[Verdict]:
+        self.judged += [(claim, *where) for claim in claims]
+        return [Verdict(self.refusals.get(claim.request_id, ""), checked=True) for claim in claims]
 
 
 def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = True) -> None:
@@ -375,9 +375,41 @@ def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: A
     assert (connector._checks.judged, agent.told) == ([], [])
     agent.states["read a"] = "DONE"
     assert received(connector) == ({"a"}, set())
-    assert connector._checks.judged == [(claim("a"), agent, "agent of p0", 32)]
+    assert connector._checks.judged == [(claim("a"), agent, {"p0": Peer(agent="agent of p0", num_blocks=32)})]
     assert agent.told == [("agent of p0", b"p-a:2")]
     assert (connector.handoffs.checked, connector.handoffs.refused, connector._claims) == (1, 0, {})
+
+
+def test_the_stamps_of_all_reads_of_a_step_are_waited_for_together(
+    connector: Any, module: ModuleType, monkeypatch: Any
+) -> None:
+    """All rows stand still meanwhile: k reads of a node that has stopped must not cost k timeouts."""
+    monkeypatch.setattr("corun.node.reads.FETCH_TIMEOUT_S", 0.01)
+    agent = connector.connector_worker.nixl_wrapper
+    events: list[str] = []
+
+    def initialize(*_: Any) -> str:
+        name = f"stamps {len(events)}"
+        agent.states[name] = "PROC"
+        return name
+
+    def post(handle: str) -> str:
+        events.append("posted")
+        return "PROC"
+
+    def release(handle: str) -> None:
+        if handle.startswith("stamps"):
+            events.append("given up")
+
+    agent.get_xfer_descs, agent.initialize_xfer = lambda *_: None, initialize
+    agent.transfer, agent.release_xfer_handle = post, release
+    connector._checks = module.ReadChecks(StampTable(8), lambda blocks: np.zeros(len(blocks), np.uint64))
+    connector._checks.learn("p0", 4096)
+    for name in ("a", "b"):
+        reads(connector, name, state="DONE")
+    assert received(connector)[0] == {"a", "b"}
+    assert events == ["posted", "posted", "given up", "given up"]
+    assert connector.handoffs.refused == 2
 
 
 def test_transfers_themselves_tell_nobody(connector: Any) -> None:

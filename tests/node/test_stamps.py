@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.node.reads import Claim, ReadChecks
+from corun.node.reads import Claim, Peer, ReadChecks
 from corun.node.stamps import DIGEST, OWNER, PeerTable, StampTable, runs, stamps, stranger
 
 A, B = 2**64 - 2, 123
@@ -142,7 +142,13 @@ def judge(pair: Pair, checker: ReadChecks, **changes: Any) -> Any:
         "theirs": (8, 9, 2),
         "ours": (1, 2, 3),
     }
-    return checker.judge(Claim(**{**values, **changes}), pair.agents[1], pair.peer.agent, 64)
+    claim = Claim(**{**values, **changes})
+    (verdict,) = checker.judge([claim], pair.agents[1], dict.fromkeys(["engine", "other"], source(pair.peer.agent)))
+    return verdict
+
+
+def source(agent: str) -> Peer:
+    return Peer(agent=agent, num_blocks=64)
 
 
 def test_the_owners_kv_is_accepted(pair: Pair) -> None:
@@ -184,8 +190,10 @@ def test_a_peer_that_is_gone_is_a_refusal(pair: Pair) -> None:
         def get_xfer_descs(self, *_: Any) -> Any:
             raise RuntimeError("the peer is gone")
 
-    verdict = checks(pair).judge(
-        Claim(owner=B, engine_id="engine", request_id="r", theirs=(1,), ours=(1,)), Broken(), "writer", 64
+    (verdict,) = checks(pair).judge(
+        [Claim(owner=B, engine_id="engine", request_id="r", theirs=(1,), ours=(1,))],
+        Broken(),
+        {"engine": source("writer")},
     )
     assert verdict.refusal == "the stamps could not be read: the peer is gone"
 
@@ -209,8 +217,28 @@ def test_stamps_that_do_not_come_are_a_refusal(pair: Pair, monkeypatch: pytest.M
     monkeypatch.setattr("corun.node.reads.FETCH_TIMEOUT_S", 0.02)
     slow = Slow()
     claim = Claim(owner=B, engine_id="engine", request_id="r", theirs=(1,), ours=(1,))
-    assert "did not end within 0.02 s" in checks(pair).judge(claim, slow, "writer", 64).refusal
-    assert slow.released == 1
+    verdicts = checks(pair).judge([claim, claim], slow, {"engine": source("writer")})
+    assert ["did not end within 0.02 s" in verdict.refusal for verdict in verdicts] == [True, True]
+    assert slow.released == 2
+
+
+def test_reads_of_one_step_are_judged_each_by_its_own_stamps(pair: Pair) -> None:
+    """Their rows land side by side; one that cannot be fetched, or is a stranger's, refuses no other."""
+    many = tuple(range(21, 60, 2))  # So many runs that all between them would come over, too, had the others no need.
+    for owner, blocks in ((A, (8, 9)), (B, many), (B + 500, (3, 60))):
+        pair.writer.own(blocks, owner, 0)
+    wanted = [(A, (8, 9)), (A, (64, 65)), (B, many), (A, (3, 60)), (B + 500, (3, 60))]
+    claims = [
+        Claim(owner=owner, engine_id="engine", request_id="r", theirs=theirs, ours=theirs) for owner, theirs in wanted
+    ]
+    verdicts = checks(pair).judge(claims, pair.agents[1], {"engine": source(pair.peer.agent)})
+    assert [verdict.refusal for verdict in verdicts] == [
+        "",
+        "the stamps could not be read: blocks 64 to 65 of 64",
+        "",
+        "block 0 of 2 is not this prompt's (2 are not)",
+        "",
+    ]
 
 
 def test_columns() -> None:
