@@ -64,11 +64,11 @@ class Condition(enum.Enum):
     ALONE = "alone"
     """One sample at a time."""
     CROWDED = "crowded"
-    """Beside as many other samples as there are slots."""
+    """Beside as many other samples as there are idle slots, and as the client may have."""
     OTHER_SLOTS = "other_slots"
     """Behind samples that hold the first slots."""
     SHUFFLED = "shuffled"
-    """All cases at once, in another order."""
+    """Many cases at once, in another order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,6 +286,8 @@ class VerifyCase:
     seed: int
     output_digest: str = ""
     """Expected. Empty: the first condition's run sets it."""
+    text: str = ""
+    """That the prompt's token ids were made of, to check that they were. Empty: not checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,6 +302,8 @@ class VerifyResult:
     """Of the run that was compared; None when the run failed."""
     error: str = ""
     """Set when the run itself failed; then match is False."""
+    text_digest: str = ""
+    """Over the text of the run that was compared; 64 hex digits (`corun.receipt.text_digest`)."""
 
 
 def new_generation() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from corun.cluster import FinishReason
 from corun.errors import DataLossError
-from corun.receipt import Receipt, output_digest, prompt_digest
+from corun.receipt import Receipt, output_digest, prompt_digest, tokens_digest
 
 Prompt = str | Sequence[int]
 """Text, or the token ids of it."""
@@ -123,6 +123,8 @@ def check_receipt(sample: Sample) -> None:
         "finish reason": (sample.finish_reason, receipt.finish_reason),
         "number of tokens": (len(sample.token_ids), receipt.num_output_tokens),
     }
+    if receipt.tokens_digest:  # A router of an earlier version gives none.
+        facts["tokens digest"] = (tokens_digest(sample.token_ids), receipt.tokens_digest)
     if len(sample.logprobs) == len(sample.token_ids):
         facts["output digest"] = (output_digest(sample.token_ids, sample.logprobs), receipt.output_digest)
     check_facts(sample.index, facts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from corun.cluster import FinishReason, NodeRef
@@ -17,7 +17,10 @@ from corun.errors import InvalidArgumentError
 
 _PROMPT_TAG = b"corun.v1.prompt\0"
 _OUTPUT_TAG = b"corun.v1.output\0"
+_TOKENS_TAG = b"corun.v1.tokens\0"
+_TEXT_TAG = b"corun.v1.text\0"
 _RECORD = struct.Struct("<If")
+_TOKEN_ID = struct.Struct("<I")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,8 @@ class Receipt:
     finish_reason: FinishReason
     prefill_node: NodeRef
     decode_node: NodeRef
+    tokens_digest: str = ""
+    """Over the token ids of the output alone; 64 hex digits. Empty in receipts of earlier versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -48,7 +53,10 @@ class Receipt:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Receipt:
-        """Back from `to_dict`. Raises InvalidArgumentError for a missing, unknown or mistyped field."""
+        """Back from `to_dict`. Raises InvalidArgumentError for an unknown, mistyped or missing field.
+
+        What receipts of earlier versions lack may be missing.
+        """
         _check_fields("receipt", cls, values)
         read: dict[str, Any] = {
             name: _READERS.get(name, _read_scalar)(f"receipt.{name}", value) for name, value in values.items()
@@ -57,12 +65,13 @@ class Receipt:
 
 
 class OutputDigest:
-    """SHA-256 over (token id, fp32 log probability bits) of one sample's tokens, in order."""
+    """SHA-256 over (token id, fp32 log probability bits) of one sample's tokens, in order, and over their ids alone."""
 
-    __slots__ = ("_hash", "_num_tokens")
+    __slots__ = ("_hash", "_num_tokens", "_tokens")
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256(_OUTPUT_TAG)
+        self._tokens = hashlib.sha256(_TOKENS_TAG)
         self._num_tokens = 0
 
     @property
@@ -72,11 +81,16 @@ class OutputDigest:
     def update(self, token_id: int, logprob: float) -> None:
         """Adds one token; `logprob` is rounded to fp32 (the bits of an fp32 value are kept)."""
         self._hash.update(_RECORD.pack(token_id, logprob))
+        self._tokens.update(_TOKEN_ID.pack(token_id))
         self._num_tokens += 1
 
     def hexdigest(self) -> str:
         """Of the tokens so far; more may follow."""
         return self._hash.hexdigest()
+
+    def tokens_hexdigest(self) -> str:
+        """Of the token ids so far, without their log probabilities."""
+        return self._tokens.hexdigest()
 
 
 def output_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
@@ -96,19 +110,40 @@ def records_digest(records: bytes | bytearray) -> str:
     return digest.hexdigest()
 
 
+def records_tokens_digest(records: bytes | bytearray) -> str:
+    """The digest of the token ids of a whole output that is there as records."""
+    with memoryview(records) as view, view.cast("I") as words:  # Only moves them, so their byte order stays.
+        return hashlib.sha256(_TOKENS_TAG + words[::2].tobytes()).hexdigest()
+
+
 def prompt_digest(token_ids: Iterable[int]) -> str:
     """SHA-256 over a prompt's token ids, each a little-endian uint32."""
+    return _ids_digest(_PROMPT_TAG, token_ids)
+
+
+def tokens_digest(token_ids: Iterable[int]) -> str:
+    """SHA-256 over an output's token ids, each a little-endian uint32."""
+    return _ids_digest(_TOKENS_TAG, token_ids)
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 over an output's text in UTF-8."""
+    return hashlib.sha256(_TEXT_TAG + text.encode()).hexdigest()
+
+
+def _ids_digest(tag: bytes, token_ids: Iterable[int]) -> str:
     ids = tuple(token_ids)
-    return hashlib.sha256(_PROMPT_TAG + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
+    return hashlib.sha256(tag + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
 def _check_fields(name: str, cls: type[Any], values: object) -> None:
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(name, values, "must be an object")
     known = {field.name for field in fields(cls)}
+    required = {field.name for field in fields(cls) if field.default is MISSING}
     if unknown := sorted(map(str, set(values) - known)):
         raise InvalidArgumentError(f"{name}.{unknown[0]}", values.get(unknown[0]), "is not a known field")
-    if missing := sorted(known - set(values)):
+    if missing := sorted(required - set(values)):
         raise InvalidArgumentError(f"{name}.{missing[0]}", None, "must be set")
 
 

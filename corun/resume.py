@@ -75,6 +75,8 @@ class Received:
             "number of tokens": (self._digest.num_tokens, receipt.num_output_tokens),
             "output digest": (self._digest.hexdigest(), receipt.output_digest),
         }
+        if receipt.tokens_digest:  # A router of an earlier version gives none.
+            facts["tokens digest"] = (self._digest.tokens_hexdigest(), receipt.tokens_digest)
         check_facts(self._index, facts)
 
 

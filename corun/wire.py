@@ -383,6 +383,7 @@ def receipt_to_proto(receipt: Receipt) -> types_pb2.Receipt:
         finish_reason=finish_reason_to_proto(receipt.finish_reason),
         prefill_node=node_ref_to_proto(receipt.prefill_node),
         decode_node=node_ref_to_proto(receipt.decode_node),
+        tokens_digest=receipt.tokens_digest,
     )
 
 
@@ -400,6 +401,7 @@ def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
         finish_reason=_member(_FINISH_REASONS, "receipt.finish_reason", message.finish_reason),
         prefill_node=node_ref_from_proto(message.prefill_node),
         decode_node=node_ref_from_proto(message.decode_node),
+        tokens_digest=message.tokens_digest,
     )
 
 
@@ -431,6 +433,7 @@ def verify_case_to_proto(case: VerifyCase) -> cluster_pb2.VerifyCase:
         sampling_params=sampling_params_to_proto(case.sampling_params),
         seed=case.seed,
         output_digest=case.output_digest,
+        text=case.text,
     )
 
 
@@ -440,6 +443,7 @@ def verify_case_from_proto(message: cluster_pb2.VerifyCase) -> VerifyCase:
         sampling_params=sampling_params_from_proto(message.sampling_params),
         seed=message.seed,
         output_digest=message.output_digest,
+        text=message.text,
     )
 
 
@@ -451,6 +455,7 @@ def verify_result_to_proto(result: VerifyResult) -> cluster_pb2.VerifyResponse:
         expected_digest=result.expected_digest,
         receipt=None if result.receipt is None else receipt_to_proto(result.receipt),
         error=result.error,
+        text_digest=result.text_digest,
     )
 
 
@@ -462,6 +467,7 @@ def verify_result_from_proto(message: cluster_pb2.VerifyResponse) -> VerifyResul
         expected_digest=message.expected_digest,
         receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
         error=message.error,
+        text_digest=message.text_digest,
     )
 
 

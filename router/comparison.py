@@ -47,6 +47,9 @@ class Comparison:
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
 
+    def tokens_hexdigest(self) -> str:
+        return self._digest.tokens_hexdigest()
+
     def tokens(self) -> tuple[Drawn | None, Drawn | None]:
         """What the client got and what the audit gave where they differ; None where a run had ended."""
         assert self.differs_at is not None

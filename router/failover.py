@@ -333,6 +333,9 @@ class Output(Protocol):
     def hexdigest(self) -> str:
         """Of the sample's tokens (`corun.receipt.OutputDigest`)."""
 
+    def tokens_hexdigest(self) -> str:
+        """Of their ids alone."""
+
 
 class Run:
     """One run of one sample on one pair of nodes, and what it holds there."""
@@ -509,4 +512,5 @@ def receipt_of(sample: Sample, fingerprint: str, output: Output, seat: Seat, rea
         finish_reason=reason,
         prefill_node=seat.prefill.info.ref,
         decode_node=seat.decode.info.ref,
+        tokens_digest=output.tokens_hexdigest(),
     )

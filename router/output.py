@@ -15,7 +15,7 @@ from corun.cluster import FinishReason, ResumePoint
 from corun.config import MAX_UNSENT_TOKENS
 from corun.errors import CorunError, DataLossError, OverloadedError
 from corun.params import SamplingParams
-from corun.receipt import Receipt, records_digest
+from corun.receipt import Receipt, records_digest, records_tokens_digest
 from router.text import Detokenizer, StopMatcher
 
 RECORD = struct.Struct("<If")
@@ -213,6 +213,9 @@ class SampleOutput:
 
     def hexdigest(self) -> str:
         return records_digest(self.records)
+
+    def tokens_hexdigest(self) -> str:
+        return records_tokens_digest(self.records)
 
     @property
     def _is_armed(self) -> bool:

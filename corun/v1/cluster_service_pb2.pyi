@@ -185,16 +185,18 @@ class NodeStatus(_message.Message):
     def __init__(self, node: _Optional[_Union[_registry_service_pb2.NodeInfo, _Mapping]] = ..., load: _Optional[_Union[_registry_service_pb2.NodeLoad, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., detail: _Optional[str] = ..., last_heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class VerifyCase(_message.Message):
-    __slots__ = ("prompt_token_ids", "sampling_params", "seed", "output_digest")
+    __slots__ = ("prompt_token_ids", "sampling_params", "seed", "output_digest", "text")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling_params: _types_pb2.SamplingParams
     seed: int
     output_digest: str
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., output_digest: _Optional[str] = ...) -> None: ...
+    text: str
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., output_digest: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("cases", "conditions", "order_seed")
@@ -207,17 +209,19 @@ class VerifyRequest(_message.Message):
     def __init__(self, cases: _Optional[_Iterable[_Union[VerifyCase, _Mapping]]] = ..., conditions: _Optional[_Iterable[_Union[Condition, str]]] = ..., order_seed: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("case_index", "condition", "match", "expected_digest", "receipt", "error")
+    __slots__ = ("case_index", "condition", "match", "expected_digest", "receipt", "error", "text_digest")
     CASE_INDEX_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_DIGEST_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    TEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     case_index: int
     condition: Condition
     match: bool
     expected_digest: str
     receipt: _types_pb2.Receipt
     error: str
-    def __init__(self, case_index: _Optional[int] = ..., condition: _Optional[_Union[Condition, str]] = ..., match: bool = ..., expected_digest: _Optional[str] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+    text_digest: str
+    def __init__(self, case_index: _Optional[int] = ..., condition: _Optional[_Union[Condition, str]] = ..., match: bool = ..., expected_digest: _Optional[str] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., error: _Optional[str] = ..., text_digest: _Optional[str] = ...) -> None: ...

@@ -71,7 +71,8 @@ class ClusterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Runs cases again under chosen conditions and compares every bit; one answer per case and condition.
+        """Runs cases again under chosen conditions and compares every bit; one answer per case and condition. One call at a
+        time for each client, of the lowest priority; what is left when its time is over ends with DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

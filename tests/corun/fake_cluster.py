@@ -6,11 +6,13 @@ Its outputs are a pure function of (prompt, seed, position), as a cluster's are.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -31,9 +33,9 @@ from corun.cluster import (
     VerifyResult,
 )
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
-from corun.errors import CorunError, to_status
+from corun.errors import CorunError, DeadlineError, to_status
 from corun.params import SamplingParams
-from corun.receipt import Receipt, output_digest, prompt_digest
+from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
 from corun.seeds import sample_seed
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
@@ -70,6 +72,14 @@ class FakeCluster(ClusterServiceServicer):
         """Verify nothing."""
         self.broken: set[Condition] = set()
         """Conditions under which bits differ."""
+        self.stopping: set[Condition] = set()
+        """Conditions under which samples end for another reason."""
+        self.unsaid: set[str] = set()
+        """Digests that a router of an earlier version does not give."""
+        self.results_per_call: int | None = None
+        """Results after which the time of a verification is over."""
+        self.on_result: Callable[[int], None] = lambda _: None
+        """Called before each result of a verification, with its number in its call."""
         self.status = healthy_status()
         self._lock = threading.Lock()
 
@@ -113,9 +123,14 @@ class FakeCluster(ClusterServiceServicer):
         self._refuse("", context)
         if self.silent:
             return
-        for condition in map(wire.condition_from_proto, request.conditions):
-            for index, case in enumerate(map(wire.verify_case_from_proto, request.cases)):
-                yield wire.verify_result_to_proto(self._verify(index, case, condition))
+        cases = [wire.verify_case_from_proto(case) for case in request.cases]
+        todo = itertools.product(map(wire.condition_from_proto, request.conditions), enumerate(cases))
+        for number, (condition, (index, case)) in enumerate(todo):
+            self.on_result(number)
+            if number == self.results_per_call:
+                error = DeadlineError("the verification's time is over")
+                context.abort_with_status(rpc_status.to_status(to_status(error)))
+            yield wire.verify_result_to_proto(self._verify(index, case, condition))
 
     def _refuse(self, text: str, context: Any) -> None:
         while text in self.refused_prompts and self.running <= self.refused_beside and context.is_active():
@@ -161,8 +176,16 @@ class FakeCluster(ClusterServiceServicer):
         receipt = make_receipt("verify", 0, prompt=case.prompt_token_ids, seed=case.seed, params=params, tokens=tokens)
         expected = case.output_digest or receipt.output_digest
         match = expected == receipt.output_digest and condition not in self.broken
+        text = text_digest("".join(text_of(token_id) for token_id, _ in tokens))
+        if condition in self.stopping:
+            receipt = replace(receipt, finish_reason=FinishReason.STOP)
         return VerifyResult(
-            case_index=index, condition=condition, match=match, expected_digest=expected, receipt=receipt
+            case_index=index,
+            condition=condition,
+            match=match,
+            expected_digest=expected,
+            receipt=replace(receipt, tokens_digest="") if "tokens_digest" in self.unsaid else receipt,
+            text_digest="" if "text_digest" in self.unsaid else text,
         )
 
 
@@ -197,6 +220,7 @@ def make_receipt(
         finish_reason=FinishReason.LENGTH,
         prefill_node=PREFILL,
         decode_node=DECODE,
+        tokens_digest=tokens_digest(token_id for token_id, _ in tokens),
     )
 
 

@@ -28,6 +28,7 @@ RECEIPT = Receipt(
     finish_reason=FinishReason.STOP,
     prefill_node=NodeRef(node_id="p1", generation="1" * 16),
     decode_node=NodeRef(node_id="d1", generation="2" * 16),
+    tokens_digest="t" * 64,
 )
 DENORMAL = struct.unpack("<f", struct.pack("<I", 1))[0]
 CASES: dict[str, dict[str, Any]] = {

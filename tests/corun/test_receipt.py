@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 
 from corun.cluster import FinishReason, NodeRef
 from corun.errors import InvalidArgumentError
-from corun.receipt import OutputDigest, Receipt, output_digest, prompt_digest
+from corun.receipt import (
+    OutputDigest,
+    Receipt,
+    output_digest,
+    prompt_digest,
+    records_tokens_digest,
+    text_digest,
+    tokens_digest,
+)
 
 IDS = st.integers(0, 2**32 - 1)
 LOGPROBS = st.floats(width=32, max_value=0, allow_nan=False)
@@ -32,6 +41,7 @@ RECEIPT = Receipt(
     finish_reason=FinishReason.STOP,
     prefill_node=NodeRef(node_id="p", generation="0" * 16),
     decode_node=NodeRef(node_id="d", generation="1" * 16),
+    tokens_digest="d" * 64,
 )
 
 
@@ -39,6 +49,8 @@ def test_digests_are_what_anybody_would_compute() -> None:
     assert prompt_digest([1, 2]) == hashlib.sha256(b"corun.v1.prompt\0" + struct.pack("<II", 1, 2)).hexdigest()
     expected = hashlib.sha256(b"corun.v1.output\0" + struct.pack("<IfIf", 1, -0.5, 2, -1.25)).hexdigest()
     assert output_digest([1, 2], [-0.5, -1.25]) == expected
+    assert tokens_digest([1, 2]) == hashlib.sha256(b"corun.v1.tokens\0" + struct.pack("<II", 1, 2)).hexdigest()
+    assert text_digest("ä") == hashlib.sha256(b"corun.v1.text\0" + "ä".encode()).hexdigest()
 
 
 def test_digests_are_pinned() -> None:
@@ -53,6 +65,7 @@ def test_incremental_equals_whole(rows: list[tuple[int, float]]) -> None:
         assert digest.num_tokens == i
         digest.update(token_id, logprob)
         digest.hexdigest()
+    assert digest.tokens_hexdigest() == tokens_digest(token_id for token_id, _ in rows)
     assert digest.hexdigest() == output_digest([t for t, _ in rows], [p for _, p in rows])
 
 
@@ -69,8 +82,16 @@ def test_zeros_of_either_sign_differ() -> None:
     assert output_digest([1], [0.0]) != output_digest([1], [-0.0])
 
 
+@given(st.lists(st.tuples(IDS, LOGPROBS), max_size=20))
+def test_the_tokens_of_records_are_their_ids(rows: list[tuple[int, float]]) -> None:
+    records = bytearray(b"".join(struct.pack("<If", *row) for row in rows))
+    assert records_tokens_digest(records) == records_tokens_digest(bytes(records))
+    assert records_tokens_digest(records) == tokens_digest(token_id for token_id, _ in rows)
+    records += b"more"  # Nothing holds them any longer.
+
+
 def test_domains_differ() -> None:
-    assert prompt_digest([]) != output_digest([], [])
+    assert len({prompt_digest([]), output_digest([], []), tokens_digest([]), text_digest("")}) == 4
 
 
 def test_columns_must_be_equally_long() -> None:
@@ -88,6 +109,7 @@ def test_json_round_trip() -> None:
         ({"seed": "1"}, "receipt.seed"),
         ({"seed": True}, "receipt.seed"),
         ({"fingerprint": 5}, "receipt.fingerprint"),
+        ({"tokens_digest": None}, "receipt.tokens_digest"),
         ({"finish_reason": "tired"}, "receipt.finish_reason"),
         ({"finish_reason": None}, "receipt.finish_reason"),
         ({"finish_reason": []}, "receipt.finish_reason"),
@@ -101,6 +123,12 @@ def test_bad_receipts(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         Receipt.from_dict({**RECEIPT.to_dict(), **change})
     assert caught.value.field == field
+
+
+def test_receipts_of_earlier_versions_have_no_digest_of_the_tokens() -> None:
+    values = RECEIPT.to_dict()
+    del values["tokens_digest"]
+    assert Receipt.from_dict(values) == replace(RECEIPT, tokens_digest="")
 
 
 def test_missing_field_and_no_object() -> None:

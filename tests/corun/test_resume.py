@@ -39,6 +39,13 @@ def last(*ids: int, tokens: list[tuple[int, float]], **changes: Any) -> Chunk:
     return chunk(*ids, finish_reason=FinishReason.LENGTH, receipt=receipt, **changes)
 
 
+def lying(*ids: int, tokens: list[tuple[int, float]]) -> Chunk:
+    """A sample's end whose receipt is right but for the digest of its tokens alone."""
+    whole = last(*ids, tokens=tokens)
+    assert whole.receipt is not None
+    return replace(whole, receipt=replace(whole.receipt, tokens_digest="0" * 64))
+
+
 def test_it_asks_for_what_is_missing() -> None:
     rest = resumption()
     assert not rest.job().request.resume
@@ -72,6 +79,7 @@ def test_requests_are_drawn_an_id_and_ask_for_what_checks_them() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        (lying(2, tokens=[(1, -1.0), (2, -1.0)]), DataLossError, "its tokens digest is"),
         (chunk(2, seed=8), DataLossError, "began with seed 7 and went on with 8"),
         (chunk(2, logprobs=()), DataLossError, "0 log probabilities for 1 tokens"),
         (chunk(2, sample_index=2), DataLossError, "sample 2 of 2"),
