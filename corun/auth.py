@@ -40,6 +40,8 @@ class Caller:
     """Of its share, where there is not enough for all."""
     max_priority: Priority = Priority.HIGH
     """The best one that it may ask for."""
+    max_requests: int = 0
+    """Requests that it may have in progress; 0: any number."""
 
 
 ANYONE = Caller()
@@ -58,7 +60,9 @@ class ClientToken:
 
     @property
     def caller(self) -> Caller:
-        return Caller(name=self.name, weight=self.weight, max_priority=self.max_priority)
+        return Caller(
+            name=self.name, weight=self.weight, max_priority=self.max_priority, max_requests=self.max_requests
+        )
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:

@@ -174,7 +174,10 @@ class Client:
         order_seed: int = 0,
         timeout_s: float | None = None,
     ) -> Iterator[VerifyResult]:
-        """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come."""
+        """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come.
+
+        In idle slots and at the lowest priority. A router ends a long call with DeadlineError: ask it for the rest.
+        """
         request = wire.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._endpoint.deadline(timeout_s), _Calls())
 
@@ -351,7 +354,10 @@ class AsyncClient:
         order_seed: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[VerifyResult]:
-        """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come."""
+        """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come.
+
+        In idle slots and at the lowest priority. A router ends a long call with DeadlineError: ask it for the rest.
+        """
         request = wire.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._endpoint.deadline(timeout_s))
 

@@ -23,6 +23,7 @@ from router.admission import AdmissionQueue
 from router.audit import Auditor
 from router.failover import SampleRunner
 from router.generations import Generator
+from router.idle import IdleRuns
 from router.metrics import Figures, families
 from router.registry import Registry
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
@@ -53,9 +54,11 @@ class Router:
             max_wait_s=config.max_queue_wait_s,
         )
         self.registry.subscribe(self.queue.pump_soon)
-        self.auditor = Auditor(self.registry, self.queue, config)
+        self.idle = IdleRuns(self.registry, self.queue, config)
+        self.auditor = Auditor(self.registry, self.idle, config)
+        self.registry.watch(self.idle.give_way)
+        self.registry.subscribe(self.idle.review)
         self.registry.subscribe(self.auditor.pump)  # After the queue: what that leaves.
-        self.registry.watch(self.auditor.give_way)
         self.server = GrpcServer(
             config.host,
             config.port,
@@ -77,6 +80,10 @@ class Router:
             max_unsent_tokens=config.max_unsent_tokens,
             share_kv=config.share_kv,
         )
+        self.verifier = Verifier(
+            self.generator, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
+        )
+        self.registry.subscribe(self.verifier.pump)  # After the audits.
         self._config = config
         self._activity = Activity()
         self._is_ready = False
@@ -116,6 +123,7 @@ class Router:
         await self.server.stop(0.0)
         await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
         await self.auditor.close()
+        await self.idle.close()
         await self.registry.close()
         await self.observation.stop()
 
@@ -151,7 +159,7 @@ class Router:
             queue=self.queue,
             runner=self.runner,
             generator=self.generator,
-            verifier=Verifier(self.generator, self.registry, max_cases=config.max_queued_samples),
+            verifier=self.verifier,
             auditor=self.auditor,
             max_queued_samples=config.max_queued_samples,
         )

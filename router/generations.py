@@ -89,16 +89,14 @@ class Generation:
         """Where its output waits."""
         return self._outbox
 
-    async def receipt(self) -> Receipt:
-        """Runs a request of one sample to its end."""
+    async def to_end(self) -> tuple[str, Receipt]:
+        """Runs a request of one sample to its end: its text and its receipt."""
+        texts: list[str] = []
         while True:
             for piece in await self._outbox.take():
+                texts.append(piece.text)
                 if piece.receipt is not None:
-                    return piece.receipt
-
-    async def first_token(self) -> None:
-        """Waits until the request has output. Takes that output."""
-        await self._outbox.take()
+                    return "".join(texts), piece.receipt
 
     def cancel(self) -> None:
         """Tells what still runs to end."""
@@ -194,6 +192,10 @@ class Generator:
         if not self._registry.missing() and not self._registry.could_hold(total):
             limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"
             raise InvalidArgumentError("sampling_params.max_tokens", params.max_tokens, limit)
+
+    async def is_text_of(self, text: str, prompt: tuple[int, ...], model: Model) -> bool:
+        """Whether a request with this text would be computed from these token ids."""
+        return await self._token_ids(text, model) == prompt
 
     def start(self, samples: Sequence[Sample]) -> Generation:
         """Queues the samples of one request, in order, and runs them. Raises OverloadedError if the queue is full."""

@@ -133,6 +133,10 @@ class Seat:
         return self.prefill.info.ref, self.decode.info.ref
 
     @property
+    def holds_slot(self) -> bool:
+        return self._holds_slot
+
+    @property
     def is_prefilling(self) -> bool:
         return self._holds_turn
 

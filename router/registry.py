@@ -202,6 +202,10 @@ class Registry:
             watcher(seat)
         return seat
 
+    def has_place(self, need: Need) -> bool:
+        """Whether `place` would claim a pair now."""
+        return choose_pair(need, *self._candidates(), self._pairs.is_warm) is not None
+
     def place_idle(self, need: Need, spare_slots: int) -> Seat | None:
         """Claims a pair that has nothing better to do, away from the nodes of `need.avoid`; None if there is none."""
         return self._seat(choose_idle_pair(need, *self._candidates(), self._pairs.is_warm, spare_slots), need)

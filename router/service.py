@@ -146,6 +146,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.VerifyRequest, context: Context
     ) -> AsyncIterator[cluster_pb2.VerifyResponse]:
         with self._activity.call():
+            self._verifier.check_size(len(request.cases), len(request.conditions))
             cases = [_case(index, case) for index, case in enumerate(request.cases)]
             conditions = [wire.condition_from_proto(condition) for condition in request.conditions]
             results = self._verifier.verify(

@@ -1,37 +1,45 @@
 """Runs cases again under chosen conditions and compares every bit of their output.
 
 Each condition changes what must not matter: who runs beside a sample, which slot it gets, in which order samples
-arrive. The samples take the same way as every other. This module must not know gRPC messages.
+arrive. Cases take the same way as every other sample, at the lowest priority, and leave slots free for others; their
+company takes idle slots only (`router.crowd`). This module must not know gRPC messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from corun.auth import Caller
-from corun.cluster import Condition, NodeInfo, VerifyCase, VerifyResult
-from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
-from corun.params import SamplingParams, check_seed
-from corun.receipt import Receipt, prompt_digest
-from corun.seeds import MAX_SEED
+from corun.cluster import Condition, NodeInfo, Priority, VerifyCase, VerifyResult
+from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
+from corun.params import check_seed
+from corun.receipt import Receipt, prompt_digest, text_digest
+from router.admission import MIN_RETRY_S
+from router.audit import Auditor
+from router.crowd import Crowd, Fillers
 from router.failover import Sample
-from router.generations import Generation, Generator
+from router.generations import Generator
+from router.idle import SPARE_SLOTS, IdleRuns
 from router.registry import Model, Registry
 
+LONGEST_S = 900.0
+"""Longest verification: who has more to verify comes again, and others had their turn."""
 BUSY_RETRY_S = 5.0
-MAX_FILLER_PROMPT = 48
-"""Tokens."""
 CROWD_TOKENS = 64
-"""Prompt and output of one sample of a crowd: enough to meet others at every stage, few enough to come and go."""
+"""Least prompt and output of one sample of a crowd: enough to meet others at every stage, few enough to come and go."""
+CROWD_TOKENS_PER_SLOT = 2
+"""Prompts are computed one after the other: the more slots, the longer a sample has to stay for all to be taken."""
+CROWD_WAIT_S = 10.0
+"""Longest wait for company to be there before a case is run."""
+ROOM_WAIT_S = 1.0
+"""Longest wait, before a case queues, for the slot that its crowd leaves to it."""
 MAX_HELD_SLOTS = 16
 """Slots per node that are held ahead of a case; more would test nothing new and take longer."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,91 +48,44 @@ class Outcome:
 
     case_index: int
     receipt: Receipt | None = None
+    text_digest: str = ""
     error: str = ""
+    is_late: bool = False
+    """The time of the verification was over."""
 
 
-class Fillers:
-    """Samples that only keep others company: random prompts and parameters, drawn from a seed."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One verification, checked."""
 
-    def __init__(self, generator: Generator, model: Model, rng: random.Random, deadline: float, caller: Caller) -> None:
-        self._generator = generator
-        self._model = model
-        self._rng = rng
-        self._deadline = deadline
-        self._caller = caller
-
-    @asynccontextmanager
-    async def crowd(self, size: int) -> AsyncIterator[None]:
-        """Keeps `size` samples queued or running; one that ends is replaced by another."""
-        running: list[Generation] = []
-        renewals: list[asyncio.Task[None]] = []
-        try:
-            for place in range(size):
-                running.append(self._start(CROWD_TOKENS))
-                renewals.append(asyncio.ensure_future(self._renew(running, place)))
-            yield
-        finally:
-            for renewal in renewals:
-                renewal.cancel()
-            await asyncio.gather(*renewals, return_exceptions=True)
-            for generation in running:
-                await generation.close()
-
-    @asynccontextmanager
-    async def holding(self, count: int, num_tokens: int) -> AsyncIterator[None]:
-        """Holds `count` slots with samples of up to `num_tokens` prompt and output tokens."""
-        async with AsyncExitStack() as stack:
-            holders = []
-            for _ in range(count):
-                holders.append(self._start(num_tokens, endless=True))
-                stack.push_async_callback(holders[-1].close)
-            for holder in holders:
-                await holder.first_token()
-            yield
-
-    async def _renew(self, running: list[Generation], place: int) -> None:
-        try:
-            while True:
-                await running[place].receipt()
-                await running[place].close()
-                running[place] = self._start(CROWD_TOKENS)
-        except CorunError as error:  # The crowd gets thinner; what is compared is not the crowd.
-            log.warning("a filler of a verification failed: %s", error)
-
-    def _start(self, num_tokens: int, *, endless: bool = False) -> Generation:
-        return self._generator.start([self._draw(num_tokens, endless=endless)])
-
-    def _draw(self, num_tokens: int, *, endless: bool) -> Sample:
-        rng = self._rng
-        room = self._model.max_model_len
-        num_prompt = rng.randint(1, max(1, min(MAX_FILLER_PROMPT, room // 4, num_tokens // 2)))
-        longest = max(1, min(num_tokens, room) - num_prompt)
-        params = SamplingParams(
-            temperature=rng.choice((0.0, 0.6, 1.0)),
-            max_tokens=longest if endless else rng.randint(max(1, longest // 2), longest),
-            ignore_eos=True,
-        )
-        prompt = tuple(rng.randrange(self._model.vocab_size) for _ in range(num_prompt))
-        return Sample(
-            request_id=f"filler-{rng.getrandbits(64):016x}",
-            index=0,
-            prompt_token_ids=prompt,
-            prompt_digest=prompt_digest(prompt),
-            params=params,
-            seed=rng.randint(0, MAX_SEED),
-            deadline=self._deadline,
-            caller=self._caller,
-        )
+    samples: Sequence[tuple[int, Sample]]
+    """Those to run, with the index of their case."""
+    changed: Sequence[int]
+    """Cases that are not run: they are not what they say."""
+    fillers: Fillers
+    rng: random.Random
+    limit: int
+    """Samples of company, and cases at once, that its caller may have."""
 
 
 class Verifier:
-    """Runs verifications, one at a time."""
+    """Runs verifications, one at a time for each caller. `pump` has to be called when the registry changes."""
 
-    def __init__(self, generator: Generator, registry: Registry, *, max_cases: int) -> None:
+    def __init__(
+        self, generator: Generator, registry: Registry, idle: IdleRuns, auditor: Auditor, *, max_cases: int
+    ) -> None:
         self._generator = generator
         self._registry = registry
+        self._idle = idle
+        self._auditor = auditor
         self._max_cases = max_cases
-        self._is_busy = False
+        self._callers: set[str] = set()
+        self._crowds: set[Crowd] = set()
+
+    def pump(self) -> None:
+        """Starts what may start."""
+        for crowd in tuple(self._crowds):
+            crowd.pump()
 
     async def verify(
         self,
@@ -137,96 +98,159 @@ class Verifier:
     ) -> AsyncGenerator[VerifyResult, None]:
         """One result per case and condition, as they come.
 
-        Raises InvalidArgumentError, before anything runs, for a case that cannot be run, and OverloadedError while
-        another verification runs.
+        Raises:
+            InvalidArgumentError: a case cannot be run; before anything runs.
+            OverloadedError: another verification of this caller runs.
+            DeadlineError: the time of the call, or LONGEST_S, was over before all was run.
         """
-        if self._is_busy:
-            raise OverloadedError("another verification is running", BUSY_RETRY_S)
-        self._is_busy = True
-        try:
+        conditions = conditions or tuple(Condition)
+        with self._only_one_of(caller):
+            deadline = min(deadline, asyncio.get_running_loop().time() + LONGEST_S)
             model = await self._generator.model(deadline)
-            self._check(cases, model)
-            judge = Judge(cases)
-            for condition in conditions or tuple(Condition):
+            self._check_conditions(conditions)
+            changed = await self._check(cases, model)
+            judge, done = Judge(cases), 0
+            for condition in conditions:
                 rng = random.Random(f"{order_seed} {condition.value}")  # Text seeds are stable across processes.
-                fillers = Fillers(self._generator, model, rng, deadline, caller)
-                samples = [_sample(case, index, deadline, caller) for index, case in enumerate(cases)]
-                async with aclosing(self._under(condition, samples, fillers, rng)) as outcomes:
+                samples = [(index, _sample(case, index, deadline, caller)) for index, case in enumerate(cases)]
+                job = Job(
+                    samples=[(index, sample) for index, sample in samples if index not in changed],
+                    changed=changed,
+                    fillers=Fillers(model, rng, deadline, caller),
+                    rng=rng,
+                    limit=caller.max_requests or self._num_slots,
+                )
+                async with aclosing(self._under(condition, job)) as outcomes:
                     async for outcome in outcomes:
+                        if outcome.is_late:
+                            runs = f"{done} of {len(cases) * len(conditions)} runs"
+                            raise DeadlineError(f"the time of the verification is over, with {runs} done")
+                        done += 1
                         yield judge.result(condition, outcome)
+
+    @contextmanager
+    def _only_one_of(self, caller: Caller) -> Iterator[None]:
+        if caller.name in self._callers:
+            who = f"client {caller.name}: " if caller.name else ""
+            raise OverloadedError(f"{who}another verification is running", BUSY_RETRY_S)
+        self._callers.add(caller.name)
+        try:
+            yield
         finally:
-            self._is_busy = False
+            self._callers.discard(caller.name)
 
-    def _under(
-        self, condition: Condition, samples: Sequence[Sample], fillers: Fillers, rng: random.Random
-    ) -> AsyncGenerator[Outcome, None]:
-        runs: dict[Condition, Callable[[], AsyncGenerator[Outcome, None]]] = {
-            Condition.ALONE: lambda: self._alone(samples),
-            Condition.CROWDED: lambda: self._crowded(samples, fillers),
-            Condition.OTHER_SLOTS: lambda: self._in_other_slots(samples, fillers, rng),
-            Condition.SHUFFLED: lambda: self._shuffled(samples, rng),
+    @property
+    def _num_slots(self) -> int:
+        return sum(node.slots for node in self._registry.decode_nodes())
+
+    async def _under(self, condition: Condition, job: Job) -> AsyncGenerator[Outcome, None]:
+        for index in job.changed:
+            yield Outcome(case_index=index, error="its prompt's text gives other token ids than its own")
+        runs: dict[Condition, Callable[[Job], AsyncGenerator[Outcome, None]]] = {
+            Condition.ALONE: self._alone,
+            Condition.CROWDED: self._crowded,
+            Condition.OTHER_SLOTS: self._in_other_slots,
+            Condition.SHUFFLED: self._shuffled,
         }
-        return runs[condition]()
+        async with aclosing(runs[condition](job)) as outcomes:
+            async for outcome in outcomes:
+                yield outcome
 
-    async def _alone(self, samples: Sequence[Sample]) -> AsyncGenerator[Outcome, None]:
-        for index, sample in enumerate(samples):
+    async def _alone(self, job: Job) -> AsyncGenerator[Outcome, None]:
+        for index, sample in job.samples:
             yield await self._run(index, sample)
 
-    async def _crowded(self, samples: Sequence[Sample], fillers: Fillers) -> AsyncGenerator[Outcome, None]:
-        size = sum(node.slots for node in self._registry.decode_nodes())
-        async with AsyncExitStack() as stack:
-            try:
-                await stack.enter_async_context(fillers.crowd(size))
-            except CorunError as error:
-                for index, _ in enumerate(samples):
-                    yield Outcome(case_index=index, error=f"no crowd: {error}")
-                return
-            for index, sample in enumerate(samples):
+    async def _crowded(self, job: Job) -> AsyncGenerator[Outcome, None]:
+        num_tokens = _crowd_tokens(self._registry.decode_nodes(), [sample for _, sample in job.samples])
+        async with self._crowd(job, self._num_slots - 1, partial(job.fillers.draw, num_tokens)) as crowd:
+            await crowd.stand(CROWD_WAIT_S)
+            for index, sample in job.samples:
+                crowd.spare_slots = 1
+                await crowd.until(partial(self._registry.has_place, sample.need), ROOM_WAIT_S)
+                crowd.spare_slots = 0  # It waits in the queue, or has the slot that was left to it.
                 yield await self._run(index, sample)
 
-    async def _in_other_slots(
-        self, samples: Sequence[Sample], fillers: Fillers, rng: random.Random
-    ) -> AsyncGenerator[Outcome, None]:
-        for index, sample in enumerate(samples):
-            nodes = self._registry.decode_nodes()
-            held = rng.randint(1, MAX_HELD_SLOTS)
-            try:
-                async with fillers.holding(*_holding(nodes, sample, held)):
-                    outcome = await self._run(index, sample)
-            except CorunError as error:
-                outcome = Outcome(case_index=index, error=str(error))
+    async def _in_other_slots(self, job: Job) -> AsyncGenerator[Outcome, None]:
+        for index, sample in job.samples:
+            held = job.rng.randint(1, MAX_HELD_SLOTS)
+            count, num_tokens = _holding(self._registry.decode_nodes(), sample, held)
+            async with self._crowd(job, count, partial(job.fillers.draw, num_tokens, endless=True)) as crowd:
+                await crowd.stand(CROWD_WAIT_S)
+                outcome = await self._run(index, sample)
             yield outcome
 
-    async def _shuffled(self, samples: Sequence[Sample], rng: random.Random) -> AsyncGenerator[Outcome, None]:
-        order = list(enumerate(samples))
-        rng.shuffle(order)
-        tasks = [asyncio.ensure_future(self._run(index, sample)) for index, sample in order]
+    @asynccontextmanager
+    async def _crowd(self, job: Job, size: int, draw: Callable[[], Sample]) -> AsyncIterator[Crowd]:
+        crowd = Crowd(self._idle, draw, min(size, job.limit), lambda: self._auditor.waiting > 0)
+        self._crowds.add(crowd)
+        try:
+            yield crowd
+        finally:
+            await crowd.close()
+            self._crowds.discard(crowd)
+
+    async def _shuffled(self, job: Job) -> AsyncGenerator[Outcome, None]:
+        order = list(job.samples)
+        job.rng.shuffle(order)
+        left_free = sum(min(SPARE_SLOTS, node.slots - 1) for node in self._registry.decode_nodes())
+        gate = asyncio.Semaphore(max(1, min(job.limit, self._num_slots - left_free)))
+
+        async def run(index: int, sample: Sample) -> Outcome:
+            async with gate:
+                return await self._run(index, sample)
+
+        tasks = [asyncio.ensure_future(run(index, sample)) for index, sample in order]
         try:
             for done in asyncio.as_completed(tasks):
                 yield await done
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            if tasks:
+                await asyncio.wait(tasks)
 
     async def _run(self, index: int, sample: Sample) -> Outcome:
+        """One run. A queue without room for the lowest priority is asked again until the time is over."""
+        while True:
+            try:
+                text, receipt = await self._run_once(sample)
+                return Outcome(case_index=index, receipt=receipt, text_digest=text_digest(text))
+            except OverloadedError as error:
+                if asyncio.get_running_loop().time() + error.retry_after_s >= sample.deadline:
+                    return Outcome(case_index=index, error=str(error), is_late=True)
+                await asyncio.sleep(max(MIN_RETRY_S, error.retry_after_s))
+            except CorunError as error:
+                return Outcome(case_index=index, error=str(error), is_late=isinstance(error, DeadlineError))
+
+    async def _run_once(self, sample: Sample) -> tuple[str, Receipt]:
+        generation = self._generator.start([sample])
         try:
-            generation = self._generator.start([sample])
-        except CorunError as error:
-            return Outcome(case_index=index, error=str(error))
-        try:
-            return Outcome(case_index=index, receipt=await generation.receipt())
-        except CorunError as error:
-            return Outcome(case_index=index, error=str(error))
+            return await generation.to_end()
         finally:
             await generation.close()
 
-    def _check(self, cases: Sequence[VerifyCase], model: Model) -> None:
-        if not 1 <= len(cases) <= self._max_cases:
-            raise InvalidArgumentError("cases", len(cases), f"must be 1 to {self._max_cases} cases")
+    def check_size(self, num_cases: int, num_conditions: int) -> None:
+        """Raises InvalidArgumentError for a call that is not worth looking at."""
+        if not 1 <= num_cases <= self._max_cases:
+            raise InvalidArgumentError("cases", num_cases, f"must be 1 to {self._max_cases} cases")
+        if num_conditions > len(Condition):
+            raise InvalidArgumentError("conditions", num_conditions, f"must be at most {len(Condition)} conditions")
+
+    def _check_conditions(self, conditions: Sequence[Condition]) -> None:
+        for index, condition in enumerate(conditions):
+            if condition in conditions[:index]:
+                raise InvalidArgumentError(f"conditions[{index}]", condition.value, "must be given once")
+
+    async def _check(self, cases: Sequence[VerifyCase], model: Model) -> list[int]:
+        """The cases whose text is not that of their prompt. Raises InvalidArgumentError for one that cannot be run."""
+        changed = []
         for index, case in enumerate(cases):
             with naming_case(index):
                 self._check_case(case, model)
+                if case.text and not await self._generator.is_text_of(case.text, case.prompt_token_ids, model):
+                    changed.append(index)
+            await asyncio.sleep(0)  # Streams go on meanwhile.
+        return changed
 
     def _check_case(self, case: VerifyCase, model: Model) -> None:
         if case.sampling_params.n != 1:
@@ -236,10 +260,12 @@ class Verifier:
 
 
 class Judge:
-    """Compares what came out with what had to: the digest given with a case, else that of its first run."""
+    """Compares what came out with what had to: the digest given with a case, else that of its first run; and the text
+    and the finish reason of its first run."""
 
     def __init__(self, cases: Sequence[VerifyCase]) -> None:
         self._expected = [case.output_digest for case in cases]
+        self._endings: dict[int, tuple[object, str]] = {}  # Of first runs, by case.
 
     def result(self, condition: Condition, outcome: Outcome) -> VerifyResult:
         index, receipt = outcome.case_index, outcome.receipt
@@ -249,11 +275,17 @@ class Judge:
         return VerifyResult(
             case_index=index,
             condition=condition,
-            match=receipt is not None and receipt.output_digest == expected,
+            match=receipt is not None and receipt.output_digest == expected and self._ends_as_before(outcome),
             expected_digest=expected,
             receipt=receipt,
             error=outcome.error,
+            text_digest=outcome.text_digest,
         )
+
+    def _ends_as_before(self, outcome: Outcome) -> bool:
+        assert outcome.receipt is not None
+        ending = outcome.receipt.finish_reason, outcome.text_digest
+        return self._endings.setdefault(outcome.case_index, ending) == ending
 
 
 @contextmanager
@@ -275,7 +307,15 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
         seed=case.seed,
         deadline=deadline,
         caller=caller,
+        priority=Priority.LOW,  # Which every caller may ask for.
     )
+
+
+def _crowd_tokens(nodes: Sequence[NodeInfo], samples: Sequence[Sample]) -> int:
+    """The most tokens of each sample of a crowd: with KV for a whole crowd and any of the samples."""
+    rooms = [_blocks_left(node, sample) // max(1, node.slots) * node.block_size for node in nodes for sample in samples]
+    wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
+    return max(CROWD_TOKENS, min(wanted, *rooms)) if rooms else CROWD_TOKENS
 
 
 def _holding(nodes: Sequence[NodeInfo], sample: Sample, held: int) -> tuple[int, int]:
@@ -283,18 +323,13 @@ def _holding(nodes: Sequence[NodeInfo], sample: Sample, held: int) -> tuple[int,
 
     Beside them, every node keeps a slot and the KV for the sample itself.
     """
-    if not nodes:
-        raise UnavailableError("no decode node is in use")
-    per_node = [min(held, node.slots - 1, _blocks_left(node, sample)) for node in nodes]
-    count = sum(per_node)
-    if count == 0:
-        return 0, 0
-    room = min(
+    per_node = [max(0, min(held, node.slots - 1, _blocks_left(node, sample))) for node in nodes]
+    rooms = [
         _blocks_left(node, sample) // number * node.block_size
         for node, number in zip(nodes, per_node, strict=True)
         if number
-    )
-    return count, room
+    ]
+    return sum(per_node), min(rooms, default=0)
 
 
 def _blocks_left(node: NodeInfo, sample: Sample) -> int:

@@ -120,7 +120,7 @@ def test_a_token_says_who_calls_and_what_that_client_may(path: Path) -> None:
         with gate.admit(GENERATE, bearer(token)) as called[token]:
             pass
     assert called[ALICE] == Caller(name="alice", weight=3, max_priority=Priority.LOW)
-    assert called[BOB] == Caller(name="line-2")
+    assert called[BOB] == Caller(name="line-2", max_requests=1)
     assert called[CLUSTER] == Caller(name="cluster")
     with Gate().admit(GENERATE, bearer(ALICE)) as nobody:
         assert nobody is None  # A token that nobody checked says nothing.

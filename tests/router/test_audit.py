@@ -25,6 +25,7 @@ from router import audit, reproductions
 from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
 from router.comparison import Comparison
 from router.failover import Finished
+from router.idle import IdleRuns
 from router.output import RECORD
 from tests.chaos.fakes import CONFIG, Chaos
 from tests.chaos.fakes import add as add_to_chaos
@@ -126,7 +127,8 @@ class EmptyQueue:
 
 def auditor_of(fraction: float, seed: int = 1) -> Auditor:
     config = RouterConfig(audit_fraction=fraction)
-    return Auditor(NoNodes(), EmptyQueue(), config, random.Random(seed))  # type: ignore[arg-type]
+    idle = IdleRuns(NoNodes(), EmptyQueue(), config)  # type: ignore[arg-type]
+    return Auditor(NoNodes(), idle, config, random.Random(seed))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -275,7 +277,7 @@ async def test_a_sample_gets_the_slot_that_an_audit_holds(model: str) -> None:
 
 async def test_an_audit_that_does_not_give_way_is_in_the_way(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(Auditor, "_cancel", lambda auditor, tasks: None)
+    monkeypatch.setattr(IdleRuns, "_cancel", lambda idle, tasks: None)
     async with cluster(model, slots=1, **ALL) as fake:
         await start_audit(fake)
         fake.nodes[1].engine.hanging = True
@@ -311,7 +313,7 @@ async def test_an_audit_that_never_gets_to_its_end_is_skipped(model: str) -> Non
         auditor = fake.router.auditor
         for number in range(1, MAX_TRIES + 1):
             await fake.until(lambda number=number: [r.audit.tries for r in auditor._running.values()] == [number])
-            auditor.give_way(None)
+            fake.router.idle.give_way(None)
         await fake.until(lambda: not auditor.status().waiting)
         assert auditor.status() == AuditStatus(skipped=1)
         assert auditor._tokens == 0

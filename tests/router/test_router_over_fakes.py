@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun import wire
 from corun.channel import channel
-from corun.cluster import Condition, FinishReason, ModelStatus, NodeState, ResumePoint, VerifyCase
+from corun.cluster import FinishReason, ModelStatus, NodeState, ResumePoint
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -29,11 +28,10 @@ from corun.errors import (
     InvalidArgumentError,
     OverloadedError,
     UnavailableError,
-    from_rpc_error,
 )
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
-from corun.receipt import output_digest, prompt_digest
+from corun.receipt import output_digest, prompt_digest, tokens_digest
 from corun.seeds import derive_seed, sample_seed
 from corun.v1 import cluster_service_pb2 as pb
 from decode_node.service import DecodeService
@@ -49,7 +47,6 @@ from tests.fakes import (
     Output,
     cluster,
     expected,
-    expected_digest,
     generate,
     send,
     take,
@@ -66,6 +63,7 @@ def check(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed:
     assert output.logprobs == (logprobs if params.logprobs else [])
     receipt = output.receipt
     assert receipt.output_digest == output_digest(ids, logprobs)
+    assert receipt.tokens_digest == tokens_digest(ids)
     assert (receipt.prompt_digest, receipt.params_digest) == (prompt_digest(prompt), params.digest())
     assert (receipt.seed, receipt.finish_reason) == (seed, reason)
     assert (receipt.num_prompt_tokens, receipt.num_output_tokens) == (len(prompt), len(ids))
@@ -194,13 +192,6 @@ class TestRequests:
             for index, output in enumerate(outputs):
                 check(output, PROMPT, PARAMS, sample_seed(9, index))
             assert fake.nodes[0].engine.prefilled == [PROMPT, PROMPT]
-
-    async def test_what_verifies_a_run_shares_nothing(self, model: str) -> None:
-        async with cluster(model) as fake:
-            fake.nodes[0].engine.delay_s = 0.05
-            case = VerifyCase(prompt_token_ids=PROMPT, sampling_params=PARAMS, seed=5)
-            await verify(fake, [case, case], (Condition.SHUFFLED,))
-            assert fake.nodes[0].engine.prefilled == [PROMPT] * 2
 
     async def test_stop_tokens_and_stop_strings(self, model: str) -> None:
         async with cluster(model) as fake:
@@ -764,99 +755,3 @@ class TestDrain:
                 await run
             assert fake.nodes[1].used_slots == 0
             assert fake.kv.held == {}
-
-
-async def verify(
-    fake: FakeCluster, cases: list[VerifyCase], conditions: tuple[Condition, ...] = (), *, order_seed: int = 0
-) -> list[Any]:
-    request = wire.verify_request(cases, conditions, order_seed=order_seed)
-    try:
-        async with fake.stub() as stub:
-            call = stub.Verify(request, timeout=WAIT_S)
-            return [wire.verify_result_from_proto(message) async for message in call]
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
-
-
-def case(number: int, *, digest: str = "", max_tokens: int = 10) -> VerifyCase:
-    params = SamplingParams(max_tokens=max_tokens)
-    return VerifyCase(prompt_token_ids=(number, 3), sampling_params=params, seed=number, output_digest=digest)
-
-
-class TestVerify:
-    async def test_all_conditions_match(self, model: str) -> None:
-        async with cluster(model, decodes=2, slots=4) as fake:
-            cases = [case(i) for i in range(3)]
-            results = await verify(fake, cases)
-            assert len(results) == len(cases) * len(Condition)
-            assert all(result.match and not result.error for result in results)
-            for result in results:
-                wanted = cases[result.case_index]
-                digest = expected_digest(wanted.prompt_token_ids, wanted.sampling_params, wanted.seed)
-                assert result.expected_digest == result.receipt.output_digest == digest
-            assert [r.condition for r in results] == [c for c in Condition for _ in cases]
-
-    async def test_a_wrong_digest_does_not_match(self, model: str) -> None:
-        async with cluster(model) as fake:
-            (result,) = await verify(fake, [case(1, digest="0" * 64)], (Condition.ALONE,))
-            assert (result.match, result.expected_digest) == (False, "0" * 64)
-            assert result.receipt is not None
-
-    async def test_the_crowd_fills_every_slot(self, model: str) -> None:
-        async with cluster(model, slots=4) as fake:
-            results = await verify(fake, [case(i, max_tokens=20) for i in range(2)], (Condition.CROWDED,))
-            assert all(result.match for result in results)
-            assert fake.nodes[1].engine.most_running == 4
-
-    async def test_other_slots_are_other_slots(self, model: str) -> None:
-        async with cluster(model, slots=4) as fake:
-            slots = set()
-            real = failover.Run.start
-
-            async def start(run: failover.Run, handle: Any) -> None:
-                if run._sample.request_id.startswith("verify"):
-                    slots.add(run._lease.slot)
-                await real(run, handle)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(failover.Run, "start", start)
-                results = await verify(fake, [case(i) for i in range(4)], (Condition.OTHER_SLOTS,))
-            assert all(result.match for result in results)
-            assert slots
-            assert 0 not in slots
-
-    async def test_one_slot_has_no_other_slots(self, model: str) -> None:
-        async with cluster(model, slots=1) as fake:
-            assert all(result.match for result in await verify(fake, [case(1)]))
-
-    async def test_a_run_that_fails_is_a_result(self, model: str) -> None:
-        async with cluster(model) as fake:
-            fake.nodes[0].engine.errors = [RuntimeError("secret")] * 3
-            results = await verify(fake, [case(1), case(2)], (Condition.ALONE,))
-            assert [result.match for result in results] == [False, True]
-            assert "failed 3 runs" in results[0].error
-            assert results[0].receipt is None
-
-    async def test_bad_cases_are_refused_before_anything_runs(self, model: str) -> None:
-        async with cluster(model) as fake:
-            bad = VerifyCase(prompt_token_ids=(1, 999), sampling_params=SamplingParams(), seed=0)
-            with pytest.raises(InvalidArgumentError) as caught:
-                await verify(fake, [case(1), bad])
-            assert caught.value.field == "cases[1].prompt.token_ids[1]"
-            several = VerifyCase(prompt_token_ids=(1,), sampling_params=SamplingParams(n=2), seed=0)
-            with pytest.raises(InvalidArgumentError, match=r"cases\[0\]\.sampling_params\.n"):
-                await verify(fake, [several])
-            with pytest.raises(InvalidArgumentError, match="cases"):
-                await verify(fake, [])
-            assert fake.nodes[0].engine.prefilled == []
-
-    async def test_one_verification_at_a_time(self, model: str) -> None:
-        async with cluster(model) as fake:
-            fake.nodes[1].engine.hanging = True
-            first = asyncio.ensure_future(verify(fake, [case(1)], (Condition.ALONE,)))
-            await fake.until(lambda: fake.nodes[1].used_slots == 1)
-            with pytest.raises(OverloadedError, match="another verification"):
-                await verify(fake, [case(2)])
-            fake.nodes[1].engine.hanging = False
-            assert (await first)[0].match
-            assert (await verify(fake, [case(2)], (Condition.SHUFFLED,)))[0].match

@@ -1,0 +1,173 @@
+"""The company of a verification: samples that only keep others company, in idle slots, and give way to every client.
+
+This module must not know what is verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from corun.auth import Caller
+from corun.cluster import Priority
+from corun.params import SamplingParams
+from corun.receipt import OutputDigest, prompt_digest
+from corun.seeds import MAX_SEED
+from router.failover import Sample
+from router.idle import SPARE_SLOTS, IdleRun, IdleRuns
+from router.registry import Model
+
+MAX_FILLER_PROMPT = 48
+"""Tokens."""
+CLOSE_TIMEOUT_S = 5.0
+FILTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.9},
+    {"top_k": 40},
+    {"top_p": 0.95, "top_k": 50, "presence_penalty": 0.5},
+    {"min_p": 0.05, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.1},
+)
+"""Every kind in turn: engines choose and compile the kernel of a step by what the samples of it ask for together."""
+
+log = logging.getLogger(__name__)
+
+
+class Fillers:
+    """Random prompts and parameters, drawn from a seed."""
+
+    def __init__(self, model: Model, rng: random.Random, deadline: float, caller: Caller) -> None:
+        self._model = model
+        self._rng = rng
+        self._deadline = deadline
+        self._caller = caller
+        self._filters = itertools.cycle(FILTERS)
+
+    def draw(self, num_tokens: int, *, endless: bool = False) -> Sample:
+        """A sample of at most so many tokens, prompt and output; an endless one has all of them."""
+        rng, room = self._rng, min(num_tokens, self._model.max_model_len)
+        num_prompt = rng.randint(1, max(1, min(MAX_FILLER_PROMPT, room // 4)))
+        longest = max(1, room - num_prompt)
+        filters = next(self._filters)
+        params = SamplingParams(
+            temperature=rng.choice((0.0, 0.6, 1.0)),
+            max_tokens=longest if endless else rng.randint(max(1, longest // 2), longest),
+            ignore_eos=True,
+            **filters | ({"top_k": min(filters["top_k"], self._model.vocab_size)} if "top_k" in filters else {}),
+        )
+        prompt = tuple(rng.randrange(self._model.vocab_size) for _ in range(num_prompt))
+        return Sample(
+            request_id=f"filler-{rng.getrandbits(64):016x}",
+            index=0,
+            prompt_token_ids=prompt,
+            prompt_digest=prompt_digest(prompt),
+            params=params,
+            seed=rng.randint(0, MAX_SEED),
+            deadline=self._deadline,
+            caller=self._caller,
+            priority=Priority.LOW,
+        )
+
+
+class Unread:
+    """Output that nobody reads (`router.failover.Output`)."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self.position = 0
+        self._on_first = on_first
+        self._digest = OutputDigest()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.position
+
+    def take(self, token_id: int, logprob: float) -> bool:
+        self.position += 1
+        if self.position == 1:
+            self._on_first()
+        return False
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+    def tokens_hexdigest(self) -> str:
+        return self._digest.tokens_hexdigest()
+
+
+class Crowd:
+    """Up to `size` fillers; one that ends, or gave way, is replaced as soon as a slot is idle.
+
+    `pump` has to be called when the registry changes. Close it, whatever happens.
+    """
+
+    def __init__(self, idle: IdleRuns, draw: Callable[[], Sample], size: int, has_audits: Callable[[], bool]) -> None:
+        self.spare_slots = 1
+        """That stay free on each node: for what is verified, until it has its own."""
+        self._idle = idle
+        self._draw = draw
+        self._size = size
+        self._has_audits = has_audits
+        self._running: dict[IdleRun, Unread] = {}
+        self._leaving: set[IdleRun] = set()
+        """Ended ones whose slot is not free yet."""
+        self._has_turned = False
+        """A filler has come to its end: there are others at every stage."""
+        self._changed = asyncio.Event()
+        self._next: Sample | None = None
+
+    def pump(self) -> None:
+        """Starts what may start."""
+        self._leaving = {run for run in self._leaving if run.seat.holds_slot}
+        while len(self._running) < self._size and self._start():
+            pass
+        self._changed.set()
+
+    async def stand(self, timeout_s: float) -> None:
+        """Waits until all of it, or as much of it as there are idle slots, is there."""
+        self.pump()
+        await self.until(lambda: self._stands, timeout_s)
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Waits until a condition holds that can only change with the registry or with a filler; not for longer."""
+        end = asyncio.get_running_loop().time() + timeout_s
+        while not condition() and (left := end - asyncio.get_running_loop().time()) > 0:
+            self._changed.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+
+    async def close(self) -> None:
+        """Ends all of it, and returns when its slots are free."""
+        self._size = 0
+        self._idle.end(self._running)
+        await self.until(lambda: not self._running and not self._leaving, CLOSE_TIMEOUT_S)
+
+    @property
+    def _stands(self) -> bool:
+        begun = sum(output.position > 0 for output in self._running.values())
+        nobody_moves = begun == len(self._running) and not self._leaving
+        return begun >= self._size or nobody_moves or self._has_turned
+
+    def _start(self) -> bool:
+        # Audits are few and in no hurry, but a crowd would keep them out for as long as it is there.
+        spare = SPARE_SLOTS + 1 if self._has_audits() else self.spare_slots
+        sample, output = self._next or self._draw(), Unread(self.pump)
+        run = self._idle.start(sample, sample.need, output, self._ended, spare_slots=spare)
+        if run is None:
+            self._next = sample
+            return False
+        self._next = None
+        self._running[run] = output
+        return True
+
+    def _ended(self, run: IdleRun) -> None:
+        del self._running[run]
+        self._leaving.add(run)
+        self._has_turned = self._has_turned or run.reason is not None
+        if run.error is not None:  # The crowd gets thinner; what is compared is not the crowd.
+            log.warning("a filler of a verification failed: %s", run.error)
+            self._size -= 1
