@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,10 @@ class ProgressBar:
         self._timer.daemon = True
         self._lock = threading.Lock()
         self._bar: Progress | None = None
+        self._began = 0.0
 
     def __enter__(self) -> ProgressBar:
+        self._began = time.monotonic()
         if self._shown and self._total:
             self._timer.start()
         return self
@@ -48,16 +51,34 @@ class ProgressBar:
         with self._lock:
             self._done += count
             if self._bar is not None:
-                self._bar.update(self._bar.task_ids[0], completed=self._done)
+                self._bar.update(self._bar.task_ids[0], completed=self._done, left=self._left())
 
     def _show(self) -> None:
         bar = _new_bar()
         with self._lock:
             if not self._shown:
                 return
-            bar.add_task(self._label, total=self._total, completed=self._done)
+            bar.add_task(self._label, total=self._total, completed=self._done, left=self._left())
             bar.start()
             self._bar = bar
+
+    def _left(self) -> str:
+        return left(self._done, self._total, time.monotonic() - self._began)
+
+
+def left(done: int, total: int, elapsed_s: float) -> str:
+    """How long the rest takes at the pace from the beginning on, in words; empty if nothing is done yet.
+
+    Rich's own estimate goes by the last 30 seconds, in which slow work may have ended nothing.
+    """
+    if not done or done >= total:
+        return ""
+    rest_s = elapsed_s / done * (total - done)
+    if rest_s < 90:
+        return f"about {max(1, round(rest_s))} s left"
+    if rest_s < 90 * 60:
+        return f"about {round(rest_s / 60)} min left"
+    return f"about {round(rest_s / 3600)} h left"
 
 
 def _new_bar() -> Progress:
@@ -70,6 +91,6 @@ def _new_bar() -> Progress:
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[left]}"),
     )
     return progress.Progress(*columns, console=Console(stderr=True))

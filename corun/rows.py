@@ -18,6 +18,8 @@ from corun.params import SamplingParams, check_seed, check_text, check_token_ids
 
 _ROW_FIELDS = ("id", "prompt", "seed", "params")
 _PARAM_FIELDS = tuple(field.name for field in fields(SamplingParams))
+SAMPLE_FIELDS = ("seed", "text", "token_ids", "logprobs", "finish_reason", "receipt")
+"""What a result says of each sample."""
 _RESULT_START = b'{"id": '
 _FP32 = struct.Struct("<f")
 
@@ -57,6 +59,7 @@ def result_row(row_id: str, prompt: Prompt, params: SamplingParams, done: Genera
     }
     if isinstance(prompt, str):
         row["prompt_token_ids"] = list(done.prompt_token_ids)
+    row["request_id"] = done.request_id
     row |= _sample_values(done.samples[0])
     if len(done.samples) > 1:
         row["samples"] = [{"sample_index": sample.index, **_sample_values(sample)} for sample in done.samples]

@@ -1,7 +1,7 @@
 """Checks a cluster against itself: runs results or built-in prompts again and compares every bit.
 
-Owns which cases are run and what the answers add up to; the runs themselves are the router's `Verify`. This module
-must not know how a report is shown.
+Owns which cases are run and what the answers add up to; the runs themselves are the router's `Verify`, and what a row
+says of itself is checked by `corun.claims`. This module must not know how a report is shown.
 """
 
 from __future__ import annotations
@@ -9,33 +9,35 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from corun.claims import NamedCase
 from corun.client import Client
 from corun.cluster import ClusterStatus, Condition, NodeState, VerifyCase, VerifyResult
-from corun.errors import DataLossError, InvalidArgumentError, UnavailableError
-from corun.params import SamplingParams, check_token_ids
-from corun.receipt import Receipt, output_digest, prompt_digest
-from corun.rows import located, params_from_dict
+from corun.errors import DataLossError, DeadlineError, InvalidArgumentError, UnavailableError
+from corun.links import Deadline
+from corun.params import SamplingParams
+from corun.receipt import Receipt
 
 CASES_PER_CALL = 256
-"""Cases that one call to the router carries; they are each other's crowd."""
+"""Cases that one call to the router carries."""
+TIMEOUT_S = 3600.0
+"""For the cases of one call, over as many calls as their router needs for them."""
 BUILT_IN_CASES = 12
 _MAX_PROMPT = 200
 _BUILT_IN_OUTPUT = 24
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NamedCase:
-    """A case, what to call it, and the fingerprint under which it was first run (empty: never)."""
-
-    name: str
-    case: VerifyCase
-    fingerprint: str = ""
-    audit_digest: str = ""
-    """What the run gave that was found to differ, for a case from a reproduction file."""
+_SAME = {
+    "tokens_digest": "tokens were",
+    "num_output_tokens": "number of tokens was",
+    "num_prompt_tokens": "number of prompt tokens was",
+    "finish_reason": "finish reason was",
+    "prompt_digest": "prompt was",
+    "params_digest": "parameters were",
+    "seed": "seed was",
+}
+"""What two receipts of one case have in common beside their contract and their output, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,24 +54,35 @@ class Difference:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What all runs add up to."""
+    """What all runs add up to, also when they were interrupted."""
 
     num_cases: int
+    num_runs: int
+    """That were asked for."""
     runs: Counter[Condition] = field(default_factory=Counter)
+    """That have a result."""
     equal: Counter[Condition] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
     fingerprints: set[str] = field(default_factory=set)
+    _first: dict[NamedCase, VerifyResult] = field(default_factory=dict)
+    """The first whole result of each case."""
 
     @property
     def match(self) -> bool:
-        """True if there were runs and every one of them was equal."""
-        return not self.differences and bool(self.runs)
+        """True if there were runs, all of them were run, and every one of them was equal."""
+        return not self.differences and bool(self.runs) and not self.num_missing
+
+    @property
+    def num_missing(self) -> int:
+        """Runs without a result."""
+        return self.num_runs - self.runs.total()
 
     def add(self, named: NamedCase, result: VerifyResult) -> None:
         self.runs[result.condition] += 1
         if result.receipt is not None:
             self.fingerprints.add(result.receipt.fingerprint)
-        if reason := _difference(named, result):
+            self._first.setdefault(named, result)
+        if reason := _difference(named, self._first.get(named), result):
             self.differ(named, result.condition, reason)
         else:
             self.equal[result.condition] += 1
@@ -77,17 +90,54 @@ class Report:
     def differ(self, named: NamedCase, condition: Condition, reason: str) -> None:
         self.differences.append(Difference(name=named.name, condition=condition, reason=reason))
 
+    def case(self, named: NamedCase) -> VerifyCase:
+        """The case as it has to be run next: a later call has to give what an earlier one did."""
+        first = self._first.get(named)
+        if named.case.output_digest or first is None or first.receipt is None:
+            return named.case
+        return replace(named.case, output_digest=first.receipt.output_digest)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         counts = {c.value: {"runs": self.runs[c], "equal": self.equal[c]} for c in Condition if self.runs[c]}
         return {
             "match": self.match,
             "cases": self.num_cases,
-            "runs": sum(self.runs.values()),
+            "runs": self.runs.total(),
+            "missing_runs": self.num_missing,
             "conditions": counts,
             "fingerprints": sorted(self.fingerprints),
             "differences": [difference.to_dict() for difference in self.differences],
         }
+
+
+class Verification:
+    """Cases that are run again under conditions (none given: all of them). Its report grows as results come."""
+
+    def __init__(
+        self, cases: Sequence[NamedCase], conditions: Sequence[Condition] = (), *, order_seed: int = 0
+    ) -> None:
+        self._cases = cases
+        self._conditions = tuple(conditions) or tuple(Condition)
+        if len(set(self._conditions)) != len(self._conditions):
+            raise InvalidArgumentError("conditions", " ".join(c.value for c in conditions), "must each be given once")
+        self._order_seed = order_seed
+        self.report = Report(num_cases=len(cases), num_runs=len(cases) * len(self._conditions))
+
+    def run(
+        self, client: Client, *, timeout_s: float = TIMEOUT_S, on_result: Callable[[], None] = lambda: None
+    ) -> Report:
+        """Runs everything. timeout_s: for each 256 cases. Whatever is raised, the report has what came before."""
+        for start in range(0, len(self._cases), CASES_PER_CALL):
+            part = _Part(self, self._cases[start : start + CASES_PER_CALL], self._order_seed + start, on_result)
+            deadline = Deadline(timeout_s)
+            while part.owed:
+                part.call(client, deadline)
+        return self.report
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        return self._conditions
 
 
 def run(
@@ -96,19 +146,64 @@ def run(
     conditions: Sequence[Condition] = (),
     *,
     order_seed: int = 0,
-    timeout_s: float | None = None,
-    on_result: Callable[[], None] = lambda: None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Report:
-    """Runs every case under every condition (none given: all). timeout_s: of each call, of up to 256 cases."""
-    report = Report(num_cases=len(cases))
-    conditions = tuple(conditions) or tuple(Condition)
-    for start in range(0, len(cases), CASES_PER_CALL):
-        part = cases[start : start + CASES_PER_CALL]
+    """Runs every case under every condition; see `Verification`."""
+    return Verification(cases, conditions, order_seed=order_seed).run(client, timeout_s=timeout_s)
+
+
+class _Part:
+    """Cases that are run together, over as many calls as it takes: a router ends a long one."""
+
+    def __init__(
+        self, whole: Verification, cases: Sequence[NamedCase], order_seed: int, on_result: Callable[[], None]
+    ) -> None:
+        self.owed = {condition: list(range(len(cases))) for condition in whole.conditions}
+        """Cases without a result, by condition."""
+        self._report = whole.report
+        self._cases = cases
+        self._order_seed = order_seed
+        self._on_result = on_result
+
+    def call(self, client: Client, deadline: Deadline) -> None:
+        """Runs what is owed, or what the next call can be asked for. Raises DeadlineError if no call would help."""
+        indices = next(iter(self.owed.values())).copy()
+        conditions = [condition for condition, owed in self.owed.items() if owed == indices]
+        before = self._num_owed
         results = client.verify(
-            [named.case for named in part], conditions, order_seed=order_seed + start, timeout_s=timeout_s
+            [self._report.case(self._cases[index]) for index in indices],
+            conditions,
+            order_seed=self._order_seed,
+            timeout_s=deadline.remaining_s or None,
         )
-        _collect(report, part, conditions, results, on_result)
-    return report
+        try:
+            self._collect(indices, results)
+        except DeadlineError:
+            if self._num_owed == before or not deadline.remaining_s:
+                raise
+            return
+        for condition in conditions:  # What was not run was not verified.
+            for index in self.owed.pop(condition, ()):
+                self._report.runs[condition] += 1
+                self._report.differ(self._cases[index], condition, "the router gave no answer")
+
+    @property
+    def _num_owed(self) -> int:
+        return sum(map(len, self.owed.values()))
+
+    def _collect(self, indices: Sequence[int], results: Iterable[VerifyResult]) -> None:
+        for result in results:
+            condition = result.condition
+            index = indices[result.case_index] if result.case_index < len(indices) else -1
+            if index not in self.owed.get(condition, ()):
+                raise DataLossError(
+                    f"the router answered case {result.case_index} under {condition.value}, which was not asked"
+                )
+            self.owed[condition].remove(index)
+            if not self.owed[condition]:
+                del self.owed[condition]
+            self._report.add(self._cases[index], result)
+            self._on_result()
 
 
 def built_in_cases(status: ClusterStatus, count: int = BUILT_IN_CASES) -> list[NamedCase]:
@@ -126,87 +221,41 @@ def built_in_cases(status: ClusterStatus, count: int = BUILT_IN_CASES) -> list[N
     return [_built_in_case(i, vocab_size, 1 + (i * 37) % room, max_tokens) for i in range(count)]
 
 
-def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
-    """The samples of one row of `corun batch`. Raises DataLossError if the row is not what its own receipt says."""
-    samples = row.get("samples") or [row]
-    names = [str(row["id"])] if len(samples) == 1 else [f"{row['id']}[{i}]" for i in range(len(samples))]
-    try:
-        return [_case_of(name, row, sample) for name, sample in zip(names, samples, strict=True)]
-    except InvalidArgumentError as error:
-        raise located(where, error) from None
-    except (AttributeError, KeyError, TypeError, ValueError, struct.error):
-        raise InvalidArgumentError(where, row, "is not a result of corun batch") from None
-
-
-def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
-    """The sample of a file that an audit wrote; expected is what the client got."""
-    (named,) = cases_from_row(where, row)
-    try:
-        audit = Receipt.from_dict(row["audit"]["receipt"])
-    except InvalidArgumentError as error:
-        raise located(where, error) from None
-    return replace(named, audit_digest=audit.output_digest)
-
-
-def _collect(
-    report: Report,
-    part: Sequence[NamedCase],
-    conditions: Sequence[Condition],
-    results: Iterable[VerifyResult],
-    on_result: Callable[[], None],
-) -> None:
-    owed = {(index, condition): None for condition in conditions for index in range(len(part))}
-    for result in results:
-        key = (result.case_index, result.condition)
-        if key not in owed:
-            raise DataLossError(f"the router answered case {key[0]} under {key[1].value}, which was not asked")
-        del owed[key]
-        report.add(part[result.case_index], result)
-        on_result()
-    for index, condition in owed:  # What was not run was not verified.
-        report.runs[condition] += 1
-        report.differ(part[index], condition, "the router gave no answer")
-
-
-def _case_of(name: str, row: Mapping[str, Any], sample: Mapping[str, Any]) -> NamedCase:
-    receipt = Receipt.from_dict(sample["receipt"])
-    field = "prompt_token_ids" if isinstance(row["prompt"], str) else "prompt"
-    prompt = check_token_ids(row[field], 2**32, field)
-    params = replace(params_from_dict(row["params"]), n=1)  # Each sample is run by itself, with its own seed.
-    _check_row(name, receipt, prompt, params, sample)
-    case = VerifyCase(
-        prompt_token_ids=prompt, sampling_params=params, seed=receipt.seed, output_digest=receipt.output_digest
-    )
-    return NamedCase(name=name, case=case, fingerprint=receipt.fingerprint)
-
-
-def _check_row(
-    name: str, receipt: Receipt, prompt: Sequence[int], params: SamplingParams, sample: Mapping[str, Any]
-) -> None:
-    found = {
-        "seed": (sample.get("seed"), receipt.seed),
-        "prompt": (prompt_digest(prompt), receipt.prompt_digest),
-        "parameters": (params.digest(), receipt.params_digest),
-    }
-    if sample.get("logprobs"):
-        digest = output_digest(sample.get("token_ids", ()), sample["logprobs"])
-        found["tokens and log probabilities"] = (digest, receipt.output_digest)
-    for what, (row_value, stated) in found.items():
-        if row_value != stated:
-            raise DataLossError(f"row {name}: its {what} are not those of its receipt: the row was changed")
-
-
-def _difference(named: NamedCase, result: VerifyResult) -> str:
-    """Why a run is not what it had to be; empty if it is."""
+def _difference(named: NamedCase, first: VerifyResult | None, result: VerifyResult) -> str:
+    """Why a run is not what it had to be; empty if it is. first: of the case's runs; its own receipt comes before."""
     if result.error:
         return f"failed: {result.error}"
-    found = "" if result.receipt is None else result.receipt.output_digest
-    if not result.match:
-        known = ", as the audit did" if found and found == named.audit_digest else ""
-        return f"expected {result.expected_digest}, got {found}{known}"
-    if result.receipt is not None and named.fingerprint not in ("", result.receipt.fingerprint):
-        return f"made under contract {named.fingerprint}, run under {result.receipt.fingerprint}"
-    return ""
+    if result.receipt is None or first is None or first.receipt is None:
+        return "the router gave no receipt"
+    expected = named.receipt or first.receipt
+    return next(_differences(named, expected, named.text_digest or first.text_digest, result, result.receipt), "")
+
+
+def _differences(
+    named: NamedCase, expected: Receipt, text_digest: str, result: VerifyResult, found: Receipt
+) -> Iterator[str]:
+    known = ", as the audit did" if named.audit and _output(named.audit) == _output(found) else ""
+    if not result.match or found.output_digest != expected.output_digest:
+        yield f"expected {expected.output_digest}, got {found.output_digest}{known}"
+    if found.fingerprint != expected.fingerprint:
+        yield f"made under contract {expected.fingerprint}, run under {found.fingerprint}"
+    for name, value in (("tokens_digest", found.tokens_digest), ("text_digest", result.text_digest)):
+        if not value:
+            yield f"the router gave no {name}: it cannot be checked"
+    for name, words in _SAME.items():
+        was, now = getattr(expected, name), getattr(found, name)
+        if was and was != now:
+            yield f"its {words} {_shown(was)}, is {_shown(now)}{known}"
+    if result.text_digest != text_digest:
+        yield "its text is not that of its tokens" if named.text_digest else "its text is another than it was first"
+
+
+def _output(receipt: Receipt) -> tuple[str, object]:
+    return receipt.output_digest, receipt.finish_reason
+
+
+def _shown(value: Any) -> object:
+    return getattr(value, "value", value)
 
 
 def _built_in_case(index: int, vocab_size: int, length: int, max_tokens: int) -> NamedCase:

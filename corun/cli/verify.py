@@ -12,16 +12,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun import verify
+from corun.claims import NamedCase, case_from_reproduction, cases_from_row
 from corun.cli.options import OptionalInt, OptionalPath, RouterOptions
 from corun.client import Client
 from corun.cluster import Condition
-from corun.errors import InvalidArgumentError
+from corun.errors import CorunError, InvalidArgumentError
 from corun.progress import ProgressBar
 from corun.reproduction import read_reproduction
 from corun.rows import read_results, to_line
+from corun.verify import TIMEOUT_S, Report, Verification, built_in_cases
 
-VERIFY_TIMEOUT_S = 3600.0
 MAX_SHOWN_DIFFERENCES = 20
 
 
@@ -30,7 +30,9 @@ class Verify:
     """Run results again and compare every bit.
 
     Each case runs alone, in a crowd, in other slots and in another order. Prints a table and one JSON object; the exit
-    code is 3 if anything differs.
+    code is 3 if anything differs. Ctrl-C prints what came until then.
+    A row is checked against its receipt in full before it is run: tokens, counts, finish reason, seed, parameters; its
+    text, and that of its prompt, by the run. Runs take idle slots only and give way to other requests.
 
     examples:
       corun verify                                         built-in prompts: each condition against the first
@@ -55,39 +57,47 @@ class Verify:
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
     """Also write the JSON object to this file."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(
-        default_factory=lambda: RouterOptions(timeout_s=VERIFY_TIMEOUT_S)
+        default_factory=lambda: RouterOptions(timeout_s=TIMEOUT_S)
     )
 
     def run(self) -> int:
         with self.cluster.client() as client:
-            cases = self._cases(client)
-            with ProgressBar(len(cases) * len(self.conditions), "runs") as bar:
-                report = verify.run(client, cases, self.conditions, order_seed=self.order_seed, on_result=bar.advance)
+            found = Verification(self._cases(client), self.conditions, order_seed=self.order_seed)
+            try:
+                with ProgressBar(found.report.num_runs, "runs") as bar:
+                    found.run(client, timeout_s=self.cluster.timeout_s, on_result=bar.advance)
+            except (KeyboardInterrupt, CorunError):
+                if found.report.runs:  # What has been found is not lost, however this ends.
+                    self._print(found.report)
+                raise
+        self._print(found.report)
+        return 0 if found.report.match else 3
+
+    def _print(self, report: Report) -> None:
         line = to_line(report.to_dict())
         if not self.json:
             show(report)
         print(line)
         if self.output is not None:
             self.output.write_text(line + "\n", encoding="utf-8")
-        return 0 if report.match else 3
 
-    def _cases(self, client: Client) -> list[verify.NamedCase]:
+    def _cases(self, client: Client) -> list[NamedCase]:
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError("limit", self.limit, "must be at least 1")
         if self.reproduction is not None:
             if self.results is not None:
                 raise InvalidArgumentError("reproduction", str(self.reproduction), "must be given without results")
-            return [verify.case_from_reproduction(*read_reproduction(self.reproduction))]
+            return [case_from_reproduction(*read_reproduction(self.reproduction))]
         if self.results is None:
-            return verify.built_in_cases(client.get_cluster())[: self.limit]
+            return built_in_cases(client.get_cluster())[: self.limit]
         rows = read_results(self.results)
-        cases = list(islice((case for row in rows for case in verify.cases_from_row(*row)), self.limit))
+        cases = list(islice((case for row in rows for case in cases_from_row(*row)), self.limit))
         if not cases:
             raise InvalidArgumentError("results", str(self.results), "must hold at least one result")
         return cases
 
 
-def show(report: verify.Report) -> None:
+def show(report: Report) -> None:
     """The report as a table, with the first differences."""
     console = Console(highlight=False, markup=False)
     table = Table("condition", "runs", "equal", "different", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -102,5 +112,7 @@ def show(report: verify.Report) -> None:
         console.print(line, style="red", soft_wrap=True)
     if more := len(report.differences[MAX_SHOWN_DIFFERENCES:]):
         console.print(f"and {more} more", style="red")
-    verdict = "every bit agrees" if report.match else "BITS DIFFER"
-    console.print(f"{report.num_cases} cases, {report.runs.total()} runs: {verdict}", style="bold", soft_wrap=True)
+    verdict = "BITS DIFFER" if report.differences else "every bit agrees"
+    missing = f"; {report.num_missing} of {report.num_runs} runs were not run" if report.num_missing else ""
+    line = f"{report.num_cases} cases, {report.runs.total()} runs: {verdict}{missing}"
+    console.print(line, style="bold", soft_wrap=True)

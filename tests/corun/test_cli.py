@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from corun.cluster import AuditStatus, Condition, NodeRole, NodeState
 from corun.errors import (
     ContractMismatchError,
     CorunError,
+    DeadlineError,
     InternalError,
     InvalidArgumentError,
     OverloadedError,
@@ -31,6 +33,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.params import SamplingParams
+from corun.progress import ProgressBar
 from corun.receipt import Receipt, output_digest
 from corun.rows import params_from_dict, params_to_dict, short_fp32
 from corun.spec import read
@@ -488,23 +491,161 @@ def test_verify_does_not_take_silence_for_agreement(corun: Any, fake: FakeCluste
     assert json.loads(done.out)["differences"][0]["reason"] == "the router gave no answer"
 
 
+def change_row(results: Path, row_id: str, **change: Any) -> Path:
+    """Changes a row; `receipt` and `last` change fields of its receipt and of its last sample."""
+    rows = read_rows(results)
+    row = next(row for row in rows if row["id"] == row_id)
+    row["receipt"] |= change.pop("receipt", {})
+    if last := change.pop("last", {}):
+        row["samples"][-1] |= last
+    row |= change
+    return write_rows(results, *rows)
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("row_id", "change"),
     [
-        {"seed": 1},
-        {"prompt": [1, 2, 4]},
-        {"params": {"temperature": 0.5}},
-        {"token_ids": [1, 2]},
-        {"logprobs": [-0.5] * 16},
+        ("plain", {"seed": 1}),
+        ("plain", {"prompt": [1, 2, 4]}),
+        ("plain", {"params": {"temperature": 0.5}}),
+        ("plain", {"token_ids": [1, 2]}),
+        ("plain", {"logprobs": [-0.5] * 16}),
+        ("plain", {"logprobs": []}),
+        ("quiet", {"token_ids": list(range(16))}),
+        ("quiet", {"token_ids": [1, 2, 3]}),
+        ("quiet", {"token_ids": "tokens"}),
+        ("quiet", {"finish_reason": "stop"}),
+        ("quiet", {"request_id": "another"}),
+        ("quiet", {"receipt": {"num_output_tokens": 15}}),
+        ("quiet", {"receipt": {"num_prompt_tokens": 2}}),
+        ("quiet", {"receipt": {"sample_index": 1}}),
+        ("quiet", {"receipt": {"finish_reason": "stop"}}),
+        ("many", {"token_ids": [1, 2, 3, 4, 5]}),  # Beside its samples, the row repeats the first of them.
+        ("many", {"text": "other"}),
+        ("many", {"last": {"token_ids": [1, 2, 3, 4, 5]}}),
+        ("many", {"last": {"finish_reason": "stop"}}),
+        ("many", {"last": {"sample_index": 0}}),
+        ("many", {"samples": []}),
     ],
 )
 def test_verify_finds_rows_that_were_changed(
-    corun: Any, fake: FakeCluster, results: Path, change: dict[str, Any]
+    corun: Any, fake: FakeCluster, results: Path, row_id: str, change: dict[str, Any]
 ) -> None:
-    rows = read_rows(results)
-    index = next(i for i, row in enumerate(rows) if row["id"] == "plain")
-    rows[index] |= change
-    assert corun("verify", write_rows(results, *rows)).code in (2, 3)
+    done = corun("verify", change_row(results, row_id, **change))
+    assert (done.code in (2, 3), "corun: " in done.err) == (True, True)
+    assert not fake.verified
+
+
+@pytest.mark.parametrize("name", ["text", "token_ids", "finish_reason", "logprobs"])
+def test_verify_refuses_rows_that_lost_a_part(corun: Any, fake: FakeCluster, results: Path, name: str) -> None:
+    rows = [row for row in read_rows(results) if row["id"] == "plain"]
+    del rows[0][name]
+    done = corun("verify", write_rows(results, *rows))
+    assert (done.code, f"results.jsonl:1: {name} = None: must be set" in done.err) == (2, True)
+    assert not fake.verified
+
+
+@pytest.mark.parametrize(
+    ("row_id", "change", "reason"),
+    [
+        ("quiet", {"text": "other"}, "its text is not that of its tokens"),
+        ("many", {"last": {"text": ""}}, "its text is not that of its tokens"),
+        # Rows and receipts that were changed together agree with each other, and with no run.
+        ("quiet", {"finish_reason": "stop", "receipt": {"finish_reason": "stop"}}, "finish reason was stop, is length"),
+        ("quiet", {"receipt": {"output_digest": "0" * 64}}, f"expected {'0' * 64}"),
+    ],
+)
+def test_verify_finds_what_only_a_run_can_tell(
+    corun: Any, results: Path, row_id: str, change: dict[str, Any], reason: str
+) -> None:
+    done = corun("verify", change_row(results, row_id, **change), "--json", "--conditions", "alone")
+    report = json.loads(done.out)
+    assert (done.code, report["match"], report["runs"]) == (3, False, 6)
+    (difference,) = report["differences"]
+    assert difference["case"].startswith(row_id)
+    assert reason in difference["reason"]
+
+
+def test_verify_checks_tokens_that_a_receipt_has_no_digest_of(corun: Any, fake: FakeCluster, results: Path) -> None:
+    """Those of earlier versions: the run tells whether a row's tokens are what came out."""
+    (row,) = (row for row in read_rows(results) if row["id"] == "quiet")
+    del row["receipt"]["tokens_digest"]
+    assert corun("verify", write_rows(results, row)).code == 0
+    done = corun("verify", write_rows(results, row | {"token_ids": list(range(16))}), "--json")
+    assert (done.code, fake.verified != []) == (3, True)
+    assert "tokens were" in json.loads(done.out)["differences"][0]["reason"]
+
+
+@pytest.mark.parametrize("name", ["tokens_digest", "text_digest"])
+def test_verify_does_not_take_a_router_that_says_less_for_agreement(
+    corun: Any, fake: FakeCluster, results: Path, name: str
+) -> None:
+    fake.unsaid = {name}
+    done = corun("verify", results, "--json")
+    assert done.code == 3
+    assert {d["reason"].partition(":")[0] for d in json.loads(done.out)["differences"]} == {
+        f"the router gave no {name}"
+    }
+
+
+def test_verify_compares_all_that_a_built_in_prompt_gave_first(corun: Any, fake: FakeCluster) -> None:
+    fake.stopping = {Condition.SHUFFLED}
+    done = corun("verify", "--json")
+    report = json.loads(done.out)
+    assert (done.code, report["conditions"]["alone"]["equal"], report["conditions"]["shuffled"]["equal"]) == (3, 12, 0)
+    assert report["differences"][0]["reason"] == "its finish reason was length, is stop"
+
+
+def test_verify_goes_on_where_a_router_ended_a_call(corun: Any, fake: FakeCluster) -> None:
+    fake.results_per_call = 20
+    done = corun("verify", "--json")
+    report = json.loads(done.out)
+    assert (done.code, report["runs"], report["missing_runs"]) == (0, 48, 0)
+    assert report["conditions"] == {c.value: {"runs": 12, "equal": 12} for c in Condition}
+    # A later call has to give what an earlier one gave.
+    assert [len(request.cases) * len(request.conditions) for request in fake.verified] == [48, 4, 24, 4]
+    assert [bool(request.cases[0].output_digest) for request in fake.verified] == [False, True, True, True]
+
+
+def test_verify_ends_with_what_it_has_when_a_call_gives_nothing(corun: Any, fake: FakeCluster) -> None:
+    fake.errors = [DeadlineError("no slot was idle")]
+    done = corun("verify")
+    assert (done.code, done.out) == (1, "")
+    assert "no slot was idle" in done.err
+
+
+def test_verify_shows_its_results_when_the_cluster_goes(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    def go(number: int) -> None:
+        if number == 13:
+            raise RuntimeError("gone")
+
+    fake.on_result = go
+    done = corun("verify", "-o", tmp_path / "report.json")
+    assert (done.code, done.err.startswith("corun: ")) == (1, True)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["match"], report["runs"], report["missing_runs"]) == (False, 13, 35)
+    assert "12 cases, 13 runs: every bit agrees; 35 of 48 runs were not run" in done.out
+
+
+def test_verify_shows_its_results_at_ctrl_c(corun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = itertools.count(1)
+
+    def advance(bar: ProgressBar) -> None:
+        if next(counted) == 13:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ProgressBar, "advance", advance)
+    done = corun("verify")
+    assert (done.code, done.err) == (130, "")
+    report = json.loads(done.out.splitlines()[-1])
+    assert (report["match"], report["runs"], report["missing_runs"]) == (False, 13, 35)
+    assert report["conditions"]["alone"] == {"runs": 12, "equal": 12}
+    assert "35 of 48 runs were not run" in done.out
+
+
+def test_verify_takes_each_condition_once(corun: Any, fake: FakeCluster) -> None:
+    done = corun("verify", "--conditions", "alone", "alone")
+    assert (done.code, done.err) == (2, "corun: conditions = 'alone alone': must each be given once\n")
     assert not fake.verified
 
 

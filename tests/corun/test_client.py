@@ -29,7 +29,7 @@ from corun import (
     wire,
 )
 from corun.cluster import Priority, VerifyCase
-from corun.progress import ProgressBar
+from corun.progress import ProgressBar, left
 from corun.receipt import output_digest
 from corun.seeds import sample_seed
 from tests.corun.fake_cluster import WAIT_S, FakeCluster, sample_output, text_of
@@ -405,10 +405,25 @@ def test_only_long_work_shows_a_bar(
     shown, deadline = "", time.monotonic() + WAIT_S
     with ProgressBar(2, "prompts", shown=True, delay_s=0.01) as bar:
         bar.advance()
-        while "prompts" not in shown and time.monotonic() < deadline:
+        while "left" not in shown and time.monotonic() < deadline:
             time.sleep(0.01)
             shown += capsys.readouterr().err
     assert "prompts" in shown
+    assert "s left" in shown
+
+
+@pytest.mark.parametrize(
+    ("done", "elapsed_s", "words"),
+    [
+        (0, 60, ""),
+        (12, 360, "about 14 min left"),  # Runs of 30 s each, of which none may end within half a minute.
+        (39, 39, "about 1 s left"),
+        (1, 360, "about 4 h left"),
+        (40, 1200, ""),
+    ],
+)
+def test_what_is_left_goes_by_the_pace_of_the_whole(done: int, elapsed_s: float, words: str) -> None:
+    assert left(done, 40, elapsed_s) == words
 
 
 def test_get_cluster(client: Client, fake: FakeCluster) -> None:

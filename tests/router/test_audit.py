@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from corun import Client
+from corun.claims import NamedCase, case_from_reproduction
 from corun.cluster import AuditStatus, FinishReason, NodeRole, NodeState
 from corun.config import RouterConfig
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.reproduction import Drawn, read_reproduction
-from corun.verify import NamedCase, Report, case_from_reproduction, run
+from corun.verify import Report, run
 from router import audit, reproductions
 from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
 from router.comparison import Comparison
@@ -415,7 +416,8 @@ async def test_a_node_that_lies_is_found(model: str, tmp_path: Path, caplog: pyt
         assert row["audit"]["receipt"]["output_digest"] == output_digest(right[0], right[1])
         named = case_from_reproduction(*read_reproduction(path))
         assert named.case.output_digest == output_digest(right[0], [-1.0] * 20)
-        assert named.audit_digest == output_digest(right[0], right[1])
+        assert named.audit is not None
+        assert named.audit.output_digest == output_digest(right[0], right[1])
         fake.router.auditor.stop()
         for node in fake.nodes:
             await node.kill()

@@ -1,0 +1,139 @@
+"""What a row of `corun batch` says of itself, checked against its receipts before it is run again.
+
+A receipt is a row's own word, too: what was changed in both is found by the run. What neither can tell, since nobody
+can compute it again, is who ran the row: its request id and its nodes. This module must not know how cases are run.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from corun.cluster import VerifyCase
+from corun.errors import DataLossError, InvalidArgumentError
+from corun.params import SamplingParams, check_token_ids
+from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
+from corun.rows import SAMPLE_FIELDS, located, params_from_dict
+from corun.seeds import sample_seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedCase:
+    """A case, what to call it, and what is known of its output."""
+
+    name: str
+    case: VerifyCase
+    receipt: Receipt | None = None
+    """Of the run that it was made from; None: there was none."""
+    text_digest: str = ""
+    """Over the text that its row has; empty: it has none."""
+    audit: Receipt | None = None
+    """Of the run that was found to differ, for a case from a reproduction file."""
+
+
+def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
+    """The samples of one row of `corun batch`.
+
+    Raises DataLossError if the row is not what its own receipts say, and InvalidArgumentError if a part is missing.
+    """
+    try:
+        prompt, params = _prompt(row), params_from_dict(row["params"])
+        samples = _samples(row, params)
+        names = [str(row["id"])] if len(samples) == 1 else [f"{row['id']}[{i}]" for i in range(len(samples))]
+        return [
+            _checked(name, row, index, sample, prompt, replace(params, n=1))
+            for index, (name, sample) in enumerate(zip(names, samples, strict=True))
+        ]
+    except InvalidArgumentError as error:
+        raise located(where, error) from None
+    except (AttributeError, KeyError, TypeError, ValueError, struct.error):
+        raise InvalidArgumentError(where, row, "is not a result of corun batch") from None
+
+
+def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
+    """The sample of a file that an audit wrote, which has no output; expected is what the client got."""
+    try:
+        prompt, params = _prompt(row), replace(params_from_dict(row["params"]), n=1)
+        receipt, audit = Receipt.from_dict(row["receipt"]), Receipt.from_dict(row["audit"]["receipt"])
+        name = str(row["id"])
+        _compare(name, {"seed": (row["seed"], receipt.seed)} | _asked(prompt, params, receipt))
+        return replace(_named(name, prompt, params, receipt), audit=audit)
+    except InvalidArgumentError as error:
+        raise located(where, error) from None
+    except (AttributeError, KeyError, TypeError, ValueError, struct.error):
+        raise InvalidArgumentError(where, row, "is not a file that an audit wrote") from None
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[int, ...]:
+    name = "prompt_token_ids" if isinstance(row["prompt"], str) else "prompt"
+    return check_token_ids(row[name], 2**32, name)
+
+
+def _samples(row: Mapping[str, Any], params: SamplingParams) -> Sequence[Mapping[str, Any]]:
+    """All samples of a row, each with all its parts; with several of them, the row repeats the first."""
+    samples = row.get("samples", [row])
+    if len(samples) != params.n:
+        raise DataLossError(f"row {row['id']}: it has {len(samples)} samples of {params.n}: the row was changed")
+    for sample in (row, *samples):
+        missing = [name for name in SAMPLE_FIELDS if name not in sample]
+        if missing:
+            raise InvalidArgumentError(missing[0], None, "must be set: is this the output of corun batch?")
+    _compare(str(row["id"]), {name: (row[name], samples[0][name]) for name in SAMPLE_FIELDS}, "sample 0")
+    return samples  # type: ignore[no-any-return]
+
+
+def _checked(
+    name: str,
+    row: Mapping[str, Any],
+    index: int,
+    sample: Mapping[str, Any],
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+) -> NamedCase:
+    receipt = Receipt.from_dict(sample["receipt"])
+    of_tokens = tokens_digest(check_token_ids(sample["token_ids"], 2**32, "token_ids"))
+    receipt = replace(receipt, tokens_digest=receipt.tokens_digest or of_tokens)  # Then the run has to say the same.
+    facts: dict[str, tuple[object, object]] = {
+        "seed": (sample["seed"], receipt.seed),
+        "request's seed": (sample_seed(row["seed"], index), receipt.seed),
+        "sample index": (sample.get("sample_index", 0), receipt.sample_index),
+        "place among its samples": (index, receipt.sample_index),
+        "request id": (row.get("request_id", receipt.request_id), receipt.request_id),
+        "finish reason": (sample["finish_reason"], receipt.finish_reason.value),
+        "number of tokens": (len(sample["token_ids"]), receipt.num_output_tokens),
+        "tokens": (of_tokens, receipt.tokens_digest),
+    }
+    if params.logprobs or sample["logprobs"]:
+        digest = output_digest(sample["token_ids"], sample["logprobs"])
+        facts["tokens and log probabilities"] = (digest, receipt.output_digest)
+    _compare(name, _asked(prompt, params, receipt) | facts)
+    text = row["prompt"] if isinstance(row["prompt"], str) else ""
+    return replace(_named(name, prompt, params, receipt, text), text_digest=text_digest(sample["text"]))
+
+
+def _asked(prompt: tuple[int, ...], params: SamplingParams, receipt: Receipt) -> dict[str, tuple[object, object]]:
+    return {
+        "prompt": (prompt_digest(prompt), receipt.prompt_digest),
+        "number of prompt tokens": (len(prompt), receipt.num_prompt_tokens),
+        "parameters": (params.digest(), receipt.params_digest),
+    }
+
+
+def _named(name: str, prompt: tuple[int, ...], params: SamplingParams, receipt: Receipt, text: str = "") -> NamedCase:
+    case = VerifyCase(
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        seed=receipt.seed,
+        output_digest=receipt.output_digest,
+        text=text,
+    )
+    return NamedCase(name=name, case=case, receipt=receipt)
+
+
+def _compare(name: str, facts: Mapping[str, tuple[object, object]], what: str = "its receipt") -> None:
+    """Raises DataLossError for the first fact on which the row and what it is compared with differ."""
+    for fact, (found, stated) in facts.items():
+        if found != stated or type(found) is not type(stated):  # A truth value is no number.
+            raise DataLossError(f"row {name}: its {fact} is not that of {what}: the row was changed")
