@@ -1,6 +1,8 @@
-"""`python -m tests.fuzz`: hostile bytes and hostile clients against a router and nodes of fake engines; prints JSON.
+"""`python -m tests.fuzz`: hostile bytes and hostile clients against a router and nodes; prints JSON.
 
-Exit code 1 if anything was found. A case found is run again with `--seed S --first NUMBER --cases 1`.
+Engines are fakes, in one process with everything. `--engines real` is another run: for `--minutes`, assaults on a whole
+real cluster with another client's streams beside them. Exit code 1 if anything was found. A case found on fakes
+runs again with `--seed S --first NUMBER --cases 1`.
 """
 
 from __future__ import annotations
@@ -8,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
+from tests.fuzz.beside import besiege
 from tests.fuzz.hostile import SCALES, measure
 from tests.fuzz.observed import running
 from tests.fuzz.runner import fuzzing
@@ -22,12 +27,21 @@ from tests.fuzz.runner import fuzzing
 class Options:
     """A run."""
 
+    engines: Literal["fake", "real"] = "fake"
+    minutes: float = 30.0
+    """Real engines only: how long the assaults go on."""
+    threads: int = 1
+    """Real engines only: CPU threads of each engine."""
+    calm_s: float = 60.0
+    """Real engines only: for the bystander's streams without assaults, which the others are compared with."""
+    logs: str = ""
+    """Real engines only: a directory to keep the logs of all processes in."""
     seed: int = 1
     cases: int = 10_000
     first: int = 0
     """Number of the first case."""
-    at_once: int = 96
-    """Cases at a time."""
+    at_once: int = 0
+    """Cases at a time; 0: 96 on fake engines, 6 on real ones."""
     attack: tuple[Literal["slowloris", "idle", "giant", "slow_reader", "many_streams"], ...] = ()
     """Hostile clients instead of cases."""
     server: Literal["open", "guarded"] = "open"
@@ -55,13 +69,28 @@ async def run_attacks(options: Options) -> dict[str, Any]:
 
 async def run(options: Options) -> dict[str, Any]:
     async with running(options.log) as target, fuzzing(target, options.seed) as fuzzer:
-        report = await fuzzer.run(first=options.first, cases=options.cases, at_once=options.at_once, canary_every=200)
+        at_once = options.at_once or 96
+        report = await fuzzer.run(first=options.first, cases=options.cases, at_once=at_once, canary_every=200)
+    return report.as_dict()
+
+
+async def run_real(options: Options) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        report = await besiege(
+            seed=options.seed,
+            minutes=options.minutes,
+            at_once=options.at_once or 6,
+            calm_s=options.calm_s,
+            logs=Path(options.logs or scratch),
+            threads=options.threads,
+        )
     return report.as_dict()
 
 
 def main() -> int:
     options = tyro.cli(Options, prog="tests.fuzz")
-    report = asyncio.run(run_attacks(options) if options.attack else run(options))
+    wanted = run_real if options.engines == "real" else run_attacks if options.attack else run
+    report = asyncio.run(wanted(options))
     print(json.dumps(report))
     return 1 if report["findings"] else 0
 

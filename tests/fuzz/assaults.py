@@ -1,0 +1,277 @@
+"""Cheap requests that could hurt somebody else's stream: prompts, parameters and bodies, each drawn from its number.
+
+Owns what an attacker sends to a router and a gateway, and how it goes away. An assault returns how it was answered;
+what must not happen to others is judged elsewhere. Tests only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import string
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+
+from corun.channel import channel
+from corun.v1 import cluster_service_pb2 as pb
+from corun.v1 import types_pb2
+from tests.fuzz.messages import Maker
+
+CALL_S = 20.0
+"""Deadline of one assault."""
+_GENERATE, _VERIFY = "/corun.v1.ClusterService/Generate", "/corun.v1.ClusterService/Verify"
+_MATERIAL = (
+    "\u9fa5", "\U0001f600", " ", "\n", "a", "e\u0301\u0327", "\u200d", "<|endoftext|>", "1234567890", "\0", "\u202e",
+    "\ufdfa", "lorem ipsum dolor ", "'s", "\ufeff", "\uff41", "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+)  # fmt: skip
+_SIZES = (1_000, 20_000, 200_000, 1_000_000, 6_000_000, 15_000_000)
+"""UTF-8 bytes of a text."""
+_CORNERS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, 0.01, 0.009, 1e-40, 2.0, 2.001, 2.5, 1e30, float("nan"), float("inf"), -0.0),
+    "top_p": (1e-300, 1e-6, 1.0, 0.0, 1.0000001),
+    "top_k": (0, 1, 511, 512, 513, 2**31 - 1, -1),
+    "min_p": (0.0, 1.0, 1e-300, 0.999999),
+    "presence_penalty": (-2.0, 2.0, 2.1),
+    "frequency_penalty": (-2.0, 2.0, float("nan")),
+    "repetition_penalty": (1e-40, 1e-38, 1e-4, 0.01, 2.0, 0.0, 5e-324),
+    "min_tokens": (0, 1, 16, 17, 2**32 - 1),
+    "max_tokens": (1, 2, 16, 64),
+    "n": (1, 2, 16, 256, 257, 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Victim:
+    """What is attacked: a router and a gateway that anyone may use."""
+
+    link: grpc.aio.Channel
+    session: aiohttp.ClientSession
+    url: str
+    """The gateway's."""
+    vocab_size: int
+    max_model_len: int
+
+    async def call(self, method: str, request: bytes, *, take: int = 10_000, after_s: float = 0.0) -> str:
+        """The status of a call that reads `take` messages and, with `after_s`, waits so long before it reads."""
+        call = self.link.unary_stream(method)(request, timeout=CALL_S)
+        try:
+            await asyncio.sleep(after_s)
+            async for _ in call:
+                take -= 1
+                if take <= 0:
+                    break
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+        finally:
+            call.cancel()
+        return "OK"
+
+    async def post(self, body: bytes | AsyncIterator[bytes], *, token: str = "") -> str:
+        """The status of a request to the gateway."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        data = io.BytesIO(body) if isinstance(body, bytes) else body
+        try:
+            async with self.session.post(
+                f"{self.url}/v1/completions", data=data, headers=headers, timeout=timeout
+            ) as response:
+                await response.read()
+                return f"HTTP {response.status}"
+        except asyncio.TimeoutError:
+            return "HTTP timeout"
+        except aiohttp.ClientError as error:
+            return f"HTTP {type(error).__name__}"
+
+
+@asynccontextmanager
+async def victim(router: str, url: str, *, vocab_size: int, max_model_len: int) -> AsyncIterator[Victim]:
+    """Connections to what is attacked."""
+    async with channel(router, max_message_bytes=2**26) as link, aiohttp.ClientSession() as session:
+        yield Victim(link=link, session=session, url=url, vocab_size=vocab_size, max_model_len=max_model_len)
+
+
+async def big_text(victim: Victim, rng: random.Random) -> str:
+    """A text of up to 15 MB: one character, or words that no tokenizer has seen."""
+    size = rng.choice(_SIZES)
+    if rng.random() < 0.3:
+        words = ("".join(rng.choices(string.printable, k=rng.randrange(1, 40))) for _ in range(500))
+        material = " ".join(words)
+    else:
+        material = rng.choice(_MATERIAL)
+    text = material * max(1, size // len(material.encode()))
+    request = pb.GenerateRequest(text=text, sampling_params=types_pb2.SamplingParams(max_tokens=4))
+    return await victim.call(_GENERATE, request.SerializeToString())
+
+
+async def fitting_text(victim: Victim, rng: random.Random) -> str:
+    """A text around the model's length, where no bound on bytes can refuse it."""
+    text = rng.choice(_MATERIAL) * rng.randrange(1, 2 * victim.max_model_len)
+    request = pb.GenerateRequest(text=text, sampling_params=types_pb2.SamplingParams(max_tokens=2))
+    return await victim.call(_GENERATE, request.SerializeToString())
+
+
+async def big_ids(victim: Victim, rng: random.Random) -> str:
+    """Millions of token ids, or as many as fit, some of which are none."""
+    count = rng.choice((0, victim.max_model_len - 2, victim.max_model_len + 1, 300_000, 4_000_000, 15_000_000))
+    ids = bytes([rng.randrange(1, 127)]) * count if rng.random() < 0.8 else b"\xff\xff\xff\xff\x0f" * (count // 5)
+    packed = _field(1, ids)
+    return await victim.call(_GENERATE, _field(3, packed) + _field(4, b"\x28\x02"))
+
+
+async def wide(victim: Victim, rng: random.Random) -> str:
+    """A short prompt with a very long list, or a very long word, of something else."""
+    count = rng.choice((1_000, 100_000, 400_000))
+    entry = b"\x08\x01\x15\x00\x00\x80\x3f"  # Token 1 with a bias of 1.
+    lists = (_field(7, b"x") * count, _field(8, b"\x03" * count), _field(13, entry) * count)
+    words = (_field(6, b"\x08\x00") * count, _field(1, b"x" * 10 * count), _field(7, b"x" * 10 * count))
+    params = rng.choice((b"", *lists))
+    wide = rng.choice(words) if not params else b""
+    return await victim.call(_GENERATE, _field(2, b"a") + _field(4, params + b"\x28\x02") + wide)
+
+
+async def corner(victim: Victim, rng: random.Random) -> str:
+    """Parameters at their limits and beyond, several at a time, on tokens of the prompt."""
+    request = pb.GenerateRequest(seed=rng.getrandbits(62))
+    prompt = [rng.randrange(victim.vocab_size) for _ in range(rng.choice((1, 3, 16, 17)))]
+    request.token_ids.ids.extend(prompt)
+    params = request.sampling_params
+    params.max_tokens, params.logprobs = 8, True
+    for name in rng.sample(list(_CORNERS), rng.randrange(1, 5)):
+        setattr(params, name, rng.choice(_CORNERS[name]))
+    if rng.random() < 0.5:
+        params.logit_bias.update({token: rng.choice((-100.0, 100.0, 1e-45)) for token in prompt})
+    if rng.random() < 0.2:
+        params.logit_bias.update(dict.fromkeys(range(min(1024, victim.vocab_size)), -100.0))
+    return await victim.call(_GENERATE, request.SerializeToString())
+
+
+async def changed(victim: Victim, rng: random.Random) -> str:
+    """A right request with one to three fields, at any depth, set to something else."""
+    request = pb.GenerateRequest(seed=1)
+    request.token_ids.ids.extend((1, 2, 3))
+    request.sampling_params.max_tokens = 8
+    data = Maker(rng).changed(request).SerializeToString()
+    return await victim.call(_GENERATE, data)
+
+
+async def flood(victim: Victim, rng: random.Random) -> str:
+    """Long prompts at once, whose client goes away in the middle of everything."""
+    length = rng.randrange(1, victim.max_model_len - 64)
+    request = pb.GenerateRequest()
+    request.token_ids.ids.extend(rng.randrange(victim.vocab_size) for _ in range(length))
+    request.sampling_params.max_tokens, request.sampling_params.n = 64, rng.choice((1, 4, 256))
+    request.priority = rng.choice((0, 1, 2, 3))
+    data = request.SerializeToString()
+    calls = [asyncio.ensure_future(victim.call(_GENERATE, data)) for _ in range(24)]
+    await asyncio.wait(calls, timeout=rng.choice((0.0, 0.02, 0.2, 1.0)))
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    return "left"
+
+
+async def slow_reader(victim: Victim, rng: random.Random) -> str:
+    """Many tokens that are asked for and not read."""
+    request = pb.GenerateRequest(text="a")
+    request.sampling_params.max_tokens, request.sampling_params.n = 400, 64
+    request.sampling_params.ignore_eos = True
+    return await victim.call(_GENERATE, request.SerializeToString(), after_s=rng.uniform(1, 4), take=3)
+
+
+async def verification(victim: Victim, rng: random.Random) -> str:
+    """A verification of many cases under every condition, some of them several times, that is left after a while."""
+    request = pb.VerifyRequest(conditions=rng.choices((1, 2, 3, 4), k=rng.choice((1, 4, 4000))))
+    for _ in range(rng.choice((1, 50, 300))):
+        case = request.cases.add(seed=rng.getrandbits(62))
+        case.prompt_token_ids.extend(rng.randrange(victim.vocab_size) for _ in range(rng.choice((3, 100, 100_000))))
+        case.sampling_params.max_tokens = rng.choice((8, 200))
+    data = request.SerializeToString()
+    call = asyncio.ensure_future(victim.call(_VERIFY, data))
+    await asyncio.wait((call,), timeout=rng.uniform(0.5, 4.0))
+    if call.done():
+        return call.result()
+    call.cancel()
+    await asyncio.wait((call,))
+    return "left"
+
+
+async def http_body(victim: Victim, rng: random.Random) -> str:
+    """A large body for the gateway: text, numbers, nesting, or no JSON at all."""
+    size = rng.choice((10_000, 1_000_000, 15_000_000))
+    body = rng.choice(
+        (
+            b'{"prompt":"' + b"a" * size + b'"}',
+            b'{"prompt":"' + b"\\u9fa5" * (size // 6) + b'"}',
+            b'{"prompt":[' + b"1," * (size // 2) + b"1]}",
+            b'{"prompt":[' + b"[1]," * (size // 4) + b"[1]]}",
+            b'{"prompt":"a","logit_bias":{' + b'"1":1,' * (size // 6) + b'"2":1}}',
+            b'{"prompt":"a","stop":[' + b'"x",' * (size // 4) + b'"x"]}',
+            b'{"seed":' + b"9" * size + b"}",
+            b"[" * size,
+            b'{"a":' * (size // 5),
+            rng.randbytes(size),
+        )
+    )
+    return await victim.post(body, token=rng.choice(("", "Bearer ", "Bearer x", "Basic eDp5")))
+
+
+async def http_corner(victim: Victim, rng: random.Random) -> str:
+    """Parameters at their limits and beyond, over HTTP."""
+    name = rng.choice(list(_CORNERS))
+    value = rng.choice((*_CORNERS[name], "x", None, [], {}, True, 1e400))
+    text = {float("inf"): "1e999"}.get(value) if isinstance(value, float) else None
+    shown = text or repr(value).replace("'", '"').replace("None", "null").replace("True", "true").replace("nan", "NaN")
+    return await victim.post(f'{{"prompt":[1,2,3],"max_tokens":4,"{name}":{shown}}}'.encode())
+
+
+async def http_slow(victim: Victim, rng: random.Random) -> str:
+    """A body that comes a piece at a time."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"prompt":"'
+        for _ in range(rng.randrange(5, 30)):
+            await asyncio.sleep(0.2)
+            yield b"a" * rng.choice((1, 1000, 100_000))
+        yield b'"}'
+
+    return await victim.post(pieces())
+
+
+ASSAULTS: dict[str, tuple[int, Callable[[Victim, random.Random], Awaitable[str]]]] = {
+    "text": (20, big_text),
+    "fitting text": (8, fitting_text),
+    "ids": (10, big_ids),
+    "wide": (8, wide),
+    "corner": (20, corner),
+    "changed": (20, changed),
+    "flood": (4, flood),
+    "slow reader": (3, slow_reader),
+    "verification": (4, verification),
+    "http body": (12, http_body),
+    "http corner": (10, http_corner),
+    "http slow": (3, http_slow),
+}
+"""By name, with how often each is drawn."""
+
+
+def draw(seed: int, number: int) -> tuple[str, random.Random]:
+    """The assault of a number, and its random stream."""
+    rng = random.Random(f"{seed} {number}")
+    names = list(ASSAULTS)
+    return rng.choices(names, [weight for weight, _ in ASSAULTS.values()])[0], rng
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """A length-delimited field of a message, without making a Python object of each of its items."""
+    size, length = len(data), b""
+    while size >= 0x80:
+        length += bytes([size & 0x7F | 0x80])
+        size >>= 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + data

@@ -1,0 +1,231 @@
+"""Assaults on a real cluster for some minutes, with another client's streams beside them, and what these went through.
+
+Found is whatever an assault did to somebody else: a stream that ended, changed a bit or paused for more than a tenth of
+a second longer than any did in calm, a node that was lost, a run that was repeated, a process that died, an internal
+error, memory beyond its bound, or something that is still held at the end. Tests only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corun import AsyncClient, ClusterStatus, CorunError, tiny
+from corun.bench.children import Processes
+from corun.cluster import NodeState
+from tests.chaos.report import quantiles
+from tests.fuzz.assaults import ASSAULTS, CALL_S, Victim, draw, victim
+from tests.machine import free_port
+
+SLOTS = 8
+START_S = 300.0
+SETTLE_S = 60.0
+CALM_S = 60.0
+"""Of streams without assaults, before them."""
+SLOWER_S = 0.1
+"""By which the longest pause of a stream may exceed that of all streams in calm."""
+ROUTER_MIB = 1024.0
+"""Memory of a router in the smallest deployment (k8s/overlays/cpu-demo)."""
+NICENESS = 15
+"""Of the attacker: what it computes is not to take the cores from those it attacks."""
+MAX_FINDINGS = 50
+_BAD = re.compile(r"^.*(?: is lost: |a run of sample| internal error |Traceback |never retrieved).*$", re.MULTILINE)
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a run did and found. Times in seconds, memory in MiB."""
+
+    seed: int
+    minutes: float
+    assaults: dict[str, Counter[str]] = field(default_factory=dict)
+    """Answers by kind."""
+    streams: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Those of the bystander, in calm and beside the assaults: how many, pauses, first tokens."""
+    memory_mib: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of each process with its engine: before, most, and after."""
+    findings: list[str] = field(default_factory=list)
+
+    def find(self, what: str) -> None:
+        if len(self.findings) < MAX_FINDINGS:
+            self.findings.append(what)
+
+    def as_dict(self) -> dict[str, Any]:
+        assaults = {kind: dict(counter.most_common()) for kind, counter in sorted(self.assaults.items())}
+        return {**vars(self), "assaults": assaults, "count": sum(map(Counter.total, self.assaults.values()))}
+
+
+class Siege:
+    """One run against a cluster that is there."""
+
+    def __init__(self, processes: Processes, target: Victim, router: str, report: Report) -> None:
+        self.report = report
+        self._processes = processes
+        self._target = target
+        self._router = router
+        self._told: list[dict[str, Any]] = []
+        self._most: Counter[str] = Counter()
+
+    async def run(self, *, at_once: int, calm_s: float) -> None:
+        """The calm, the assaults, and what is left of them."""
+        async with self._bystander():
+            began = time.time()
+            await asyncio.sleep(calm_s)
+            before, attacked = self._processes.memory(), time.time()
+            await self._attack(at_once, attacked + 60 * self.report.minutes)
+            over = time.time()
+            await self._settled()
+        calm = [told for told in self._told if began <= told["at"] < attacked]
+        beside = [told for told in self._told if attacked <= told["at"] < over + CALL_S]
+        self._judge(calm, beside)
+        after = self._processes.memory()
+        self.report.memory_mib = {"before": before, "most": dict(self._most), "after": after}
+        if self._most["router"] > ROUTER_MIB:
+            self.report.find(f"the router took {self._most['router']:.0f} MiB, more than {ROUTER_MIB:.0f}")
+
+    async def _attack(self, at_once: int, until: float) -> None:
+        numbers = iter(range(1 << 40))
+        workers = [asyncio.create_task(self._assaults(numbers, until)) for _ in range(at_once)]
+        while not all(worker.done() for worker in workers):
+            await asyncio.wait(workers, timeout=1.0)
+            for name, mib in self._processes.memory().items():
+                self._most[name] = max(self._most[name], mib)  # type: ignore[type-var]
+            self._check_alive()
+        await asyncio.gather(*workers)
+
+    async def _assaults(self, numbers: Any, until: float) -> None:
+        while time.time() < until:
+            number = next(numbers)
+            kind, rng = draw(self.report.seed, number)
+            began = time.monotonic()
+            answer = await ASSAULTS[kind][1](self._target, rng)
+            self.report.assaults.setdefault(kind, Counter())[answer] += 1
+            if answer in ("INTERNAL", "UNKNOWN", "HTTP 500"):
+                self.report.find(f"assault {number}, {kind}: {answer}")
+            if time.monotonic() - began > 2 * CALL_S:
+                self.report.find(f"assault {number}, {kind}: not over after {2 * CALL_S:.0f} s")
+
+    def _check_alive(self) -> None:
+        for name, process in self._processes.running.items():
+            if (code := process.poll()) is not None:
+                self.report.find(f"{name} ended with {code}")
+
+    def _judge(self, calm: list[dict[str, Any]], beside: list[dict[str, Any]]) -> None:
+        report = self.report
+        report.streams = {"calm": _summed(calm), "beside": _summed(beside)}
+        if not calm or not beside:
+            report.find(f"{len(calm)} streams in calm and {len(beside)} beside the assaults: nothing was compared")
+            return
+        for told in (*calm, *beside):
+            if told["error"] or not told["equal"]:
+                report.find(f"a stream over {told['way']} {told['error'] or 'has other bits'}")
+        for way in {told["way"] for told in calm}:
+            bound = SLOWER_S + max(told["longest_pause_s"] for told in calm if told["way"] == way)
+            slow = [told for told in beside if told["way"] == way and told["longest_pause_s"] > bound]
+            for told in slow:
+                report.find(f"a stream over {way} paused for {told['longest_pause_s']} s, more than {bound:.3f} s")
+        for name in ("router", "gateway", "prefill", "decode"):
+            for line in sorted(set(_BAD.findall(self._processes.log(name)))):
+                report.find(f"in the log of {name}: {line[:300]}")
+
+    async def _settled(self) -> None:
+        """Waits until nothing of the assaults is left; what is left all the same is found."""
+        end = time.monotonic() + SETTLE_S
+        while (held := await self._held()) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+        if held:
+            self.report.find(f"still held after {SETTLE_S:.0f} s: {held}")
+
+    async def _held(self) -> str:
+        status = await _status(self._router)
+        if status is None:
+            return "the router does not answer"
+        of_bystander = 3  # Its streams go on.
+        used = sum(node.load.used_slots for node in status.nodes)
+        return f"{used} slots, {status.queued_samples} waiting" if used > of_bystander or status.queued_samples else ""
+
+    @asynccontextmanager
+    async def _bystander(self) -> AsyncIterator[None]:
+        command = [sys.executable, "-m", "tests.fuzz.bystander", self._router, self._target.url]
+        process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, limit=2**20)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        learned = await asyncio.wait_for(process.stdout.readline(), START_S)
+        assert learned, "the bystander got no right answers"
+        reading = asyncio.create_task(self._read(process.stdout))
+        os.nice(NICENESS)  # From here on, this process is the attacker.
+        try:
+            yield
+        finally:
+            process.stdin.close()
+            await asyncio.wait_for(process.wait(), START_S)
+            await reading
+
+    async def _read(self, stdout: asyncio.StreamReader) -> None:
+        while line := await stdout.readline():
+            self._told.append(json.loads(line))
+
+
+async def besiege(*, seed: int, minutes: float, at_once: int, calm_s: float, logs: Path, threads: int) -> Report:
+    """A whole run on a cluster of its own."""
+    report = Report(seed=seed, minutes=minutes)
+    router, url, model = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}", str(tiny.ensure())
+    async with AsyncExitStack() as stack:
+        processes = stack.enter_context(Processes(logs))
+        _start(processes, router, url, model, threads)
+        await _until(lambda: _ready(processes, router), START_S)
+        facts = json.loads((Path(model) / "config.json").read_text())
+        sizes = {"vocab_size": facts["vocab_size"], "max_model_len": facts["max_position_embeddings"]}
+        target = await stack.enter_async_context(victim(router, url, **sizes))
+        await Siege(processes, target, router, report).run(at_once=at_once, calm_s=calm_s)
+        ended = await asyncio.to_thread(processes.stop)
+        for name, code in ended.items():
+            if code:
+                report.find(f"{name} ended with {code}")
+    return report
+
+
+def _start(processes: Processes, router: str, url: str, model: str, threads: int) -> None:
+    node = ("--model", model, "--router", router, "--threads", str(threads))
+    processes.start("router", "router", "--port", router.rpartition(":")[2])
+    processes.start("prefill", "prefill_node", *node, "--node-id", "p0")
+    processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS))
+    processes.start("gateway", "corun", "gateway", "--router", router, "--port", url.rpartition(":")[2])
+
+
+async def _ready(processes: Processes, router: str) -> bool:
+    processes.check()
+    status = await _status(router)
+    return status is not None and {NodeState.READY} == {node.state for node in status.nodes} and len(status.nodes) == 2
+
+
+async def _status(router: str) -> ClusterStatus | None:
+    """None if the router does not answer."""
+    async with AsyncClient(router, timeout_s=5.0) as client:
+        try:
+            return await client.get_cluster()
+        except CorunError:
+            return None
+
+
+async def _until(check: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not await check():
+        assert time.monotonic() < end, f"the cluster was not ready within {seconds:.0f} s"
+        await asyncio.sleep(0.5)
+
+
+def _summed(told: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("first_s", "longest_pause_s", "seconds")
+    ways = {way: [each for each in told if each["way"] == way] for way in sorted({each["way"] for each in told})}
+    return {way: {name: quantiles([each[name] for each in found]) for name in names} for way, found in ways.items()}

@@ -1,0 +1,3 @@
+from tests.over_fakes import model
+
+__all__ = ["model"]

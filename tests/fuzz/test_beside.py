@@ -1,0 +1,90 @@
+"""Assaults and their judgement without engines: each is answered with a typed error, and what hurts others is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun.bench.children import Processes
+from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, cluster
+from tests.fuzz import assaults
+from tests.fuzz.assaults import ASSAULTS, draw, victim
+from tests.fuzz.beside import SLOWER_S, Report, Siege
+from tests.fuzz.target import PATIENT
+from tests.gateway.serving import serving
+
+CALM = {"way": "grpc", "at": 0.0, "first_s": 0.1, "longest_pause_s": 0.05, "seconds": 1.0, "equal": True, "error": ""}
+FINE = {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "left"}
+FINE |= {"HTTP 200", "HTTP 400", "HTTP 401", "HTTP 408", "HTTP 413", "HTTP 429", "HTTP ClientOSError"}
+"""A server that closes a connection in the middle of a large body is a ClientOSError for whoever still sends it."""
+
+
+@pytest.mark.timeout(300)
+async def test_every_assault_is_answered_with_a_typed_error(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assaults, "_SIZES", (1000, 200_000))
+    sizes = {"vocab_size": VOCAB_SIZE, "max_model_len": MAX_MODEL_LEN}
+    answers: dict[str, str] = {}
+    async with cluster(model, **PATIENT) as fake, serving(fake) as http:
+        async with victim(fake.address, http.gateway.url, **sizes) as target:
+            for number in range(60):
+                kind, rng = draw(1, number)
+                answers[f"{kind} {number}"] = await ASSAULTS[kind][1](target, rng)
+        await fake.idle()
+    assert {kind.rpartition(" ")[0] for kind in answers} >= set(ASSAULTS) - {"http slow", "slow reader", "flood"}
+    assert {kind: answer for kind, answer in answers.items() if answer not in FINE} == {}
+
+
+def test_an_assault_is_drawn_from_its_number() -> None:
+    def drawn(number: int) -> tuple[str, float]:
+        kind, rng = draw(3, number)
+        return kind, rng.random()
+
+    assert [drawn(number) for number in range(200)] == [drawn(number) for number in range(200)]
+    assert {draw(3, number)[0] for number in range(500)} == set(ASSAULTS)
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, ""),
+        ({"longest_pause_s": CALM["longest_pause_s"] + SLOWER_S / 2}, ""),
+        ({"longest_pause_s": 0.3}, "a stream over grpc paused for 0.3 s, more than 0.150 s"),
+        ({"equal": False}, "a stream over grpc has other bits"),
+        ({"equal": False, "error": "UnavailableError: x"}, "a stream over grpc UnavailableError: x"),
+    ],
+)
+def test_what_became_of_others_is_judged(tmp_path: Path, told: dict[str, Any], found: str) -> None:
+    siege = sieged(tmp_path)
+    siege._judge([CALM, CALM], [CALM, {**CALM, **told}])
+    assert siege.report.findings == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "12:00 WARNING router.registry: node d0@1 is lost: no heartbeat for 5 s",
+        "12:00 WARNING router.failover: a run of sample 0 of request 'x' failed: d0: ...",
+        "12:00 ERROR corun.server: internal error 1234 in Generate",
+    ],
+)
+def test_words_of_the_log_are_found(tmp_path: Path, line: str) -> None:
+    siege = sieged(tmp_path, f"12:00 INFO fine\n{line}\n")
+    siege._judge([CALM], [CALM])
+    assert siege.report.findings == [f"in the log of router: {line}"]
+
+
+def test_nothing_compared_is_a_finding(tmp_path: Path) -> None:
+    siege = sieged(tmp_path)
+    siege._judge([], [CALM])
+    assert siege.report.findings == ["0 streams in calm and 1 beside the assaults: nothing was compared"]
+
+
+def sieged(logs: Path, router_log: str = "") -> Siege:
+    for name in ("router", "gateway", "prefill", "decode"):
+        (logs / f"{name}.log").write_text(router_log if name == "router" else "")
+    target: Any = None
+    return Siege(Processes(logs), target, "127.0.0.1:1", Report(seed=1, minutes=0.0))
