@@ -51,7 +51,7 @@ class NodeState(enum.Enum):
     JOINING = "joining"
     """Registered; its NIXL pairs are still being warmed."""
     LOST = "lost"
-    """No heartbeat."""
+    """No heartbeat, or its step stream broke. A node that was told to end comes to this, too: `GONE_AS_PLANNED`."""
     REFUSED = "refused"
     """Its contract differs from the cluster's, it failed its self-test, or it may have given other bits."""
     DRAINING = "draining"
@@ -190,6 +190,17 @@ class Demand:
     """Prompt and most output tokens of the first of them."""
     lasts_ms: int = 0
     """Unless the router says otherwise before."""
+
+
+GONE_AS_PLANNED = "gone as planned"
+"""The detail of a LOST node that had said before that it would end."""
+
+
+def state_in_words(state: NodeState, detail: str) -> str:
+    """A node's state for people, to whom a node that ended as planned is not lost."""
+    if detail == GONE_AS_PLANNED:
+        return detail
+    return f"{state.value}: {detail}" if detail else state.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,6 +55,11 @@ class Member(Generic[C]):
         return self.is_open and not out
 
     @property
+    def was_to_end(self) -> bool:
+        """It has said so, for no other reason than that it was told to."""
+        return self.draining and not (self.stuck or self.quarantined)
+
+    @property
     def state(self) -> NodeState:
         if self.quarantined:
             return NodeState.REFUSED

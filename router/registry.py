@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from corun.channel import OPEN, Access
-from corun.cluster import Demand, ModelStatus, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
+from corun.cluster import (
+    GONE_AS_PLANNED,
+    Demand,
+    ModelStatus,
+    NodeInfo,
+    NodeLoad,
+    NodeRef,
+    NodeRole,
+    NodeState,
+    NodeStatus,
+    state_in_words,
+)
 from corun.config import RouterConfig
 from corun.contract import Contract
 from corun.errors import (
@@ -162,9 +173,14 @@ class Registry:
 
     def lose(self, member: Member[Any], reason: str) -> None:
         """Gives a node up: its calls end, its leases fail, its pairs are forgotten. It may register again."""
-        if not member.lost:
+        if member.lost:
+            return
+        if member.was_to_end:
+            reason = GONE_AS_PLANNED
+            log.info("node %s is %s", member.info.ref, reason)
+        else:
             log.warning("node %s is lost: %s", member.info.ref, reason)
-            self._drop(member, reason)
+        self._drop(member, reason)
 
     def quarantine(self, refs: Iterable[NodeRef], sample: str) -> None:
         """Two runs of `sample` on these nodes gave different bits: none of them is used again before it has restarted,
@@ -494,4 +510,4 @@ def _gap(role: NodeRole, members: Collection[Member[Any]]) -> str:
 
 
 def _explain(members: Iterable[Member[Any]]) -> str:
-    return "; ".join(f"{member.node_id} is {member.state.value}: {member.detail}" for member in members)
+    return "; ".join(f"{member.node_id} is {state_in_words(member.state, member.detail)}" for member in members)

@@ -16,7 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from corun.cli.options import OptionalFloat, RouterOptions
-from corun.cluster import AuditStatus, ClusterStatus, NodeRole, NodeState, NodeStatus
+from corun.cluster import (
+    GONE_AS_PLANNED,
+    AuditStatus,
+    ClusterStatus,
+    NodeRole,
+    NodeState,
+    NodeStatus,
+    state_in_words,
+)
 from corun.errors import InvalidArgumentError
 from corun.rows import to_line
 
@@ -149,10 +157,10 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
     for name in ("node", "role", "state", "generation", "load", "done", "heard"):
         table.add_column(name, overflow="fold")  # Nothing is cut off, however narrow the terminal.
     for status in nodes:
-        node, style = status.node, _STYLES[status.state]
-        state = Text(status.state.value, style=style)
-        if status.detail:
-            state.append(f": {status.detail}")
+        node = status.node
+        state = Text(state_in_words(status.state, status.detail))
+        if status.detail != GONE_AS_PLANNED:
+            state.stylize(_STYLES[status.state], 0, len(status.state.value))
         ref = node.ref
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
         table.add_row(ref.node_id, node.role.value, state, ref.generation, _load(status), _done(status), heard)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from corun.client import Client
-from corun.cluster import ClusterStatus, NodeState, NodeStatus
+from corun.cluster import ClusterStatus, NodeState, NodeStatus, state_in_words
 from corun.config import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
 from corun.launch import runtime
@@ -228,9 +228,8 @@ class Cluster:
         """By their ids."""
         running = {member.name for member in self._fleet.running}
         for name, node in nodes.items():
-            detail = f": {node.detail}" if node.detail else ""
             if name in running:
-                self._say.change(f"{name} in cluster", f"{node.state.value}{detail}")
+                self._say.change(f"{name} in cluster", state_in_words(node.state, node.detail))
             if node.state is NodeState.REFUSED and not is_ready:
                 raise UnavailableError(f"the router refused {name}: {node.detail}")
 

@@ -178,10 +178,13 @@ class Life:
                 return
             await asyncio.sleep(0.05)
 
-    async def refuse(self) -> None:
-        """Takes no new work, and says so."""
+    async def refuse(self, error: CorunError | None) -> None:
+        """Takes no new work, and says so. error: what ends the process, if nobody has told it to end."""
         self._role.service.draining = self._agent.draining = True
-        self._agent.tell()
+        if error is None:
+            self._agent.tell()
+        else:
+            self._say(str(error))
         await self._tell_health()
         await self._agent.heard(NEWS_TIMEOUT_S)  # A node with nothing to do is gone right after this.
 
@@ -256,7 +259,7 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event, observation:
     life = Life(config, role, observation)
     await life.start()
     error = await life.until_over(stop)
-    await life.refuse()
+    await life.refuse(error)
     if error is None:
         await life.drain()
     elif isinstance(error, DataLossError):

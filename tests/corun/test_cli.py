@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from corun.cli import COMMANDS, main, up
 from corun.cli.generate import for_terminal
 from corun.cli.up import Up
-from corun.cluster import AuditStatus, Condition, NodeRole, NodeState
+from corun.cluster import GONE_AS_PLANNED, AuditStatus, Condition, NodeRole, NodeState
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -724,6 +724,17 @@ def test_status_says_why_a_node_is_not_used(corun: Any, fake: FakeCluster, monke
     done = corun("status")
     assert done.code == 4
     assert "refused: model.dtype: [bold]x[/] != y" in done.out
+
+
+def test_status_does_not_call_a_node_lost_that_was_told_to_end(
+    corun: Any, fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    prefill, decode = fake.status.nodes
+    fake.status = replace(fake.status, nodes=(prefill, replace(decode, state=NodeState.LOST, detail=GONE_AS_PLANNED)))
+    out = corun("status").out
+    assert "gone as planned" in out
+    assert "lost" not in out
 
 
 def test_status_shows_audits(corun: Any, fake: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:

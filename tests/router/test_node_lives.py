@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -330,6 +331,31 @@ class TestDrain:
             nodes.fake.kv.held.clear()  # It was that process's.
             d1.engine.hanging = False
             assert right(await run, 8)
+
+    async def test_a_node_that_was_told_to_end_is_gone(self, model: str, caplog: pytest.LogCaptureFixture) -> None:
+        """It is not lost: somebody wanted it so. A decode node's stream ends, a prefill node falls silent."""
+        caplog.set_level(logging.INFO)
+        async with pool(model, "p1", "d1", router={"heartbeat_timeout_ms": 1000}) as nodes:
+            for node in nodes.nodes:
+                name = node.ref.node_id
+                node.stop.set()
+                await node.end()
+                await nodes.fake.until(lambda name=name: nodes.fake.state(name) is NodeState.LOST)  # type: ignore[misc]
+                assert nodes.fake.detail(name) == "gone as planned"
+                assert f"node {node.ref} is gone as planned" in caplog.text
+            assert "lost" not in caplog.text
+            assert "(p1 is gone as planned); no decode" in nodes.fake.router.registry.missing()
+
+    async def test_a_node_whose_engine_died_is_lost(self, model: str) -> None:
+        """It takes no new work then, as in a drain, and says why."""
+        async with pool(model, "p1", "d1") as nodes:
+            d1 = nodes.nodes[1]
+            d1.engine.on_death()
+            await nodes.fake.until(lambda: "the engine died" in nodes.fake.detail("d1"))
+            with pytest.raises(UnavailableError, match="the engine died"):
+                await d1.end()
+            await nodes.fake.until(lambda: nodes.fake.state("d1") is NodeState.LOST)
+            assert nodes.fake.detail("d1") != "gone as planned"
 
     async def test_readiness_of_a_router_ends_when_its_last_pair_drains(self, model: str) -> None:
         """While what runs is finished; it comes back with the next node."""
