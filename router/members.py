@@ -102,7 +102,8 @@ class DecodeMember(Member[DecodeClient]):
 
     def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
         super().report(load, draining=draining, stuck=stuck, now=now)
-        self.room.report(load)
+        if self.is_open:  # What was used before may be what an earlier session of ours held: the new stream ended that.
+            self.room.report(load)
 
 
 class PrefillMember(Member[PrefillClient]):

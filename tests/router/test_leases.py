@@ -89,12 +89,14 @@ class TestSlowPrompts:
 
 class TestSessions:
     async def test_a_node_that_was_lost_by_mistake_has_its_slots_when_it_is_back(self, model: str) -> None:
-        """At once, and not first when the leases of the dropped session expire: that is a minute here."""
-        async with cluster(model, slots=2, **PATIENT) as fake:
+        """At once, and not first when the leases of the dropped session expire, or with the next heartbeat: that is a
+        minute here."""
+        async with cluster(model, slots=2, heartbeat_interval_ms=60_000, heartbeat_timeout_ms=120_000) as fake:
             decode = fake.nodes[1]
             run = await hold(fake, decode)
             old, leases = member_of(fake, decode), set(decode.service._table._leases)
             fake.router.registry.lose(old, "a test gave it up")
+            decode.agent.tell()
             await fake.until(lambda: decode.used_slots == 2 and not leases & set(decode.service._table._leases))
             decode.engine.hanging = False
             assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
