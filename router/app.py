@@ -122,6 +122,7 @@ class Router:
         self._activity.draining = True
         await self.server.stop(0.0)
         await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
+        self.generator.close()
         await self.auditor.close()
         await self.idle.close()
         await self.registry.close()

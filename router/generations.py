@@ -37,10 +37,8 @@ from router.admission import AdmissionQueue
 from router.failover import Sample, SampleRunner
 from router.lanes import Ticket
 from router.output import Outbox, Piece, SampleOutput
+from router.prompts import PromptEncoder
 from router.registry import Model, Registry
-
-LONG_TEXT = 8192
-"""Characters beyond which a prompt is tokenized beside the event loop."""
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +47,8 @@ log = logging.getLogger(__name__)
 class Request:
     """What a client asks for, as it came."""
 
-    prompt: str | tuple[int, ...]
-    """Text or token ids."""
+    prompt: str | Sequence[int]
+    """Text or token ids: nothing has been done for each of them yet."""
     params: SamplingParams
     request_id: str = ""
     """Empty: the router draws one."""
@@ -130,6 +128,11 @@ class Generator:
         self._node_wait_s = node_wait_s
         self._max_unsent_tokens = max_unsent_tokens
         self._share_kv = share_kv
+        self._texts = PromptEncoder()
+
+    def close(self) -> None:
+        """Ends its threads, when no request is accepted any more."""
+        self._texts.close()
 
     async def accept(self, request: Request, deadline: float) -> list[Sample]:
         """The samples of a request that are to run; nothing is reserved for them yet.
@@ -142,7 +145,7 @@ class Generator:
             UnavailableError: nodes are missing, and were until `deadline` or for `node_wait_s`.
         """
         check_priority(request.priority, request.caller)
-        tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)
+        tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)  # Of text, as many as are known.
         with self._queue.arriving(request.params.n, tokens, deadline, caller=request.caller, priority=request.priority):
             return await self._accept(request, deadline)
 
@@ -155,7 +158,7 @@ class Generator:
         received = _received(request, seed)
         model = await self.model(deadline)
         self._check_fingerprint(request.fingerprint)
-        prompt = await self._token_ids(request.prompt, model)
+        prompt = await self._token_ids(request.prompt, model, deadline)
         self.check(prompt, request.params, model)
         digest = prompt_digest(prompt)
         return [
@@ -185,9 +188,9 @@ class Generator:
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams, model: Model) -> None:
         """Raises InvalidArgumentError for what this model, or every node in use, cannot run."""
+        check_lengths(len(prompt), params.max_tokens, model.max_model_len)
         check_token_ids(prompt, model.vocab_size)
         check_vocabulary(params, model.vocab_size)
-        check_lengths(len(prompt), params.max_tokens, model.max_model_len)
         total = len(prompt) + params.max_tokens
         if not self._registry.missing() and not self._registry.could_hold(total):
             limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"
@@ -239,14 +242,11 @@ class Generator:
             differences = {"fingerprint": (expected, found)}
             raise ContractMismatchError("the request began under another contract", differences)
 
-    async def _token_ids(self, prompt: str | tuple[int, ...], model: Model) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return prompt
-        encode = model.tokenizer.encode
-        ids = await asyncio.to_thread(encode, prompt) if len(prompt) > LONG_TEXT else encode(prompt)
-        if not ids:
-            raise InvalidArgumentError("prompt", Shown(f"{len(prompt)} characters"), "must have at least one token")
-        return ids
+    async def _token_ids(self, prompt: str | Sequence[int], model: Model, deadline: float) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return await self._texts.encode(prompt, model, deadline)
+        check_lengths(len(prompt), 1, model.max_model_len)
+        return tuple(prompt)
 
 
 def check_priority(priority: Priority, caller: Caller) -> None:

@@ -10,18 +10,22 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import tokenizers
 
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, Shown, UnavailableError
 
 VERSION: str = tokenizers.__version__
 """Of the library: another one may turn a text into other tokens."""
 TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+PIECE = 64 * 1024
+"""Characters of a text that are tokenized at once to see how many tokens it has."""
+_LONGEST_CHARACTER = 4
+"""UTF-8 bytes."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """What a ByteFallback decoder makes bytes of, a whole run at a time."""
 
@@ -48,15 +52,9 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = decoder.get("type") == "ByteLevel"
-        self.max_token_bytes = self._longest(token.content for token in added.values())
-        """UTF-8 bytes of the longest token: no prompt of n tokens has more than n times so many."""
+        self.max_token_bytes = self._max_token_bytes()
+        """UTF-8 bytes of a prompt that one token may stand for, at most."""
         self._token_bytes: dict[int, bytes] = {}
-
-    def _longest(self, added: Iterable[str]) -> int:
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        if self._is_byte_level:  # Each character stands for a byte.
-            return max([1, *map(len, vocabulary), *(len(token.encode()) for token in added)])
-        return max([1, *(len(token.encode()) for token in (*vocabulary, *added))])
 
     @classmethod
     def load(cls, model_dir: str) -> Tokenizer:
@@ -69,9 +67,18 @@ class Tokenizer:
         except Exception as error:  # The tokenizers library raises bare Exception for a malformed file.
             raise UnavailableError(f"the tokenizer {path} cannot be used: {error}") from error
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds."""
-        return tuple(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds.
+
+        Other threads run meanwhile. Raises InvalidArgumentError if the text has more than `max_tokens` tokens; that
+        takes no longer, and no more memory, the more it has. None: it may have any number.
+        """
+        if max_tokens is not None and self._is_far_longer(text, max_tokens):
+            raise _too_long(f"more than {2 * max_tokens}", max_tokens)
+        encoding = self._encode(text)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise _too_long(str(len(encoding)), max_tokens)
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of whole outputs; ids that the tokenizer does not have give none."""
@@ -93,6 +100,33 @@ class Tokenizer:
         if found is None:
             found = self._token_bytes[token_id] = _bytes_of(self.token(token_id) or "")
         return found
+
+    def _encode(self, text: str, *, special: bool = True) -> tokenizers.Encoding:
+        # `encode` gives the same ids, and offsets, which nobody needs; and it holds the GIL to its end.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+
+    def _is_far_longer(self, text: str, max_tokens: int) -> bool:
+        """Whether a text has more than twice `max_tokens` tokens when it is cut into pieces. The whole text has more
+        than `max_tokens` then: a cut adds a few tokens at most, to the hundreds or more that a piece has."""
+        count = 0
+        for start in range(0, len(text) if len(text) > PIECE else 0, PIECE):
+            count += len(self._encode(text[start : start + PIECE], special=False))
+            if count > 2 * max_tokens:
+                return True
+        return False
+
+    def _max_token_bytes(self) -> int:
+        """A token stands for no more bytes than it is spelled with: spellings of bytes (Ġ, <0x0A>), of spaces (▁) and
+        of parts of words (##) are longer than what they stand for. A token for what is unknown is a character's. A
+        normalizer may make a character shorter, or one of several: NFC up to three times (Hangul, the Kelvin sign),
+        NFKC up to four times.
+
+        What a tokenizer drops has no token to stand for it: white space without end, runs of unknown characters that
+        become one token. A text that is longer than this bound only for such is refused all the same.
+        """
+        longest = max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=0)
+        shrinks = _LONGEST_CHARACTER if self._tokenizer.normalizer is not None else 1
+        return shrinks * max(longest, _LONGEST_CHARACTER)
 
 
 class ByteLevelDetokenizer:
@@ -185,6 +219,11 @@ class StopMatcher:
     def _take(self, length: int, *, drop_rest: bool = False) -> str:
         taken, self._held = self._held[:length], "" if drop_rest else self._held[length:]
         return taken
+
+
+def _too_long(found: str, max_tokens: int) -> InvalidArgumentError:
+    limit = f"must be at most {max_tokens} tokens, the model's length {max_tokens + 1} less one for output"
+    return InvalidArgumentError("prompt.text", Shown(f"{found} tokens"), limit)
 
 
 def _byte_alphabet() -> dict[str, int]:

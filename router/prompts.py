@@ -1,0 +1,99 @@
+"""Text prompts to token ids: bounded by the model before any work, beside the event loop, few at a time.
+
+Owns: how long a text may be, the two threads that tokenize, and who waits for them. This module must not know samples,
+queues or nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, Shown
+from router.registry import Model
+
+SHORT = 512
+"""Bytes of a text that is tokenized in the event loop itself: about a millisecond."""
+LONG = 64 * 1024
+"""Bytes beyond which a text waits for other long ones only, and the rest does not wait for it."""
+MAX_WAITING = 64 * 1024 * 1024
+"""Bytes of the texts that wait for others like them."""
+LARGEST = 4 * 1024 * 1024
+TOKEN_BYTES = 8
+"""Tokenizing takes some 150 bytes of memory for a byte of text, so that a text may have `LARGEST` bytes, or so many for
+each token that the model takes, if that is more. Hardly any text that fits a model is longer."""
+
+
+def longest_text(model: Model) -> int:
+    """Bytes that a text prompt may have: what fits the model if every token is its longest, and memory."""
+    fits = model.max_model_len * model.tokenizer.max_token_bytes
+    return min(fits, max(LARGEST, model.max_model_len * TOKEN_BYTES))
+
+
+class PromptEncoder:
+    """Tokenizes one long text at a time, and one other. Close it, when nothing runs any more."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(2, "tokenize")
+        self._long = _Lane(self._threads)
+        self._other = _Lane(self._threads)
+
+    async def encode(self, text: str, model: Model, deadline: float) -> tuple[int, ...]:
+        """Token ids of a prompt.
+
+        Raises:
+            InvalidArgumentError: the text has no token, or is longer than the model; names what it has and the limit.
+            OverloadedError: too many others wait to be tokenized.
+            DeadlineError: it was not its turn, or not done, before `deadline`, on the loop's clock.
+        """
+        size = len(text.encode())
+        if size > (limit := longest_text(model)):
+            text_limit = f"must be at most {limit} bytes with this model of {model.max_model_len} tokens"
+            raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), f"{text_limit}; token ids may be more")
+        if size <= SHORT:
+            ids = model.tokenizer.encode(text, model.max_model_len - 1)
+        else:
+            lane = self._long if size > LONG else self._other
+            ids = await lane.encode(text, size, model, deadline)
+        if not ids:
+            raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), "must have at least one token")
+        return ids
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False)
+
+
+class _Lane:
+    """Texts that are tokenized one after the other, oldest first."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+        self._turn = asyncio.Lock()
+        self._waiting = 0  # Bytes.
+
+    async def encode(self, text: str, size: int, model: Model, deadline: float) -> tuple[int, ...]:
+        if self._waiting + size > MAX_WAITING:
+            raise OverloadedError(f"{self._waiting} bytes of text wait to be tokenized, of at most {MAX_WAITING}")
+        self._waiting += size
+        encoding = asyncio.ensure_future(self._in_turn(text, model))
+        try:
+            await asyncio.wait((encoding,), timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+        finally:
+            self._waiting -= size
+            encoding.cancel()  # Does nothing to one that is done.
+        if not encoding.done():
+            raise DeadlineError("the prompt was not tokenized before the deadline")
+        return encoding.result()
+
+    async def _in_turn(self, text: str, model: Model) -> tuple[int, ...]:
+        await self._turn.acquire()
+        encode, max_tokens = model.tokenizer.encode, model.max_model_len - 1
+        work = asyncio.get_running_loop().run_in_executor(self._threads, encode, text, max_tokens)
+        work.add_done_callback(self._done)
+        return await asyncio.shield(work)  # A thread goes on to its end, whoever is gone: until then it is its turn.
+
+    def _done(self, work: asyncio.Future[tuple[int, ...]]) -> None:
+        self._turn.release()
+        if not work.cancelled():
+            work.exception()  # Nobody may be there any more to be told.
