@@ -12,7 +12,7 @@ import math
 import numbers
 import operator
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -232,10 +232,10 @@ def _logit_bias(field: str, value: Any) -> tuple[tuple[int, float], ...]:
 def _items(field: str, value: Any, limit: int, unit: str) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InvalidArgumentError(field, value, f"must be a sequence of {unit}")
-    items = tuple(value)
-    if len(items) > limit:
+    items = value if isinstance(value, Sized) else tuple(value)
+    if len(items) > limit:  # Before any of them is looked at: there may be millions.
         raise InvalidArgumentError(field, Shown(f"{len(items)} {unit}"), f"must be at most {limit}")
-    return items
+    return tuple(items)
 
 
 def _exact(value: Any) -> Any:

@@ -97,13 +97,14 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
     """Unset fields get their defaults. Raises InvalidArgumentError for a value outside its limit."""
+    # Lists go in as they are: they may be long, and are counted before they are copied.
     # Only these have presence on the wire; a field without it reads as its default, which is zero or empty.
     values = {name: getattr(message, name) for name in _SCALAR_PARAMS if not _unset(message, name)}
     return SamplingParams(
         **values,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=dict(message.logit_bias),
+        stop=message.stop,
+        stop_token_ids=message.stop_token_ids,
+        logit_bias=message.logit_bias,
     )
 
 

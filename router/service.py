@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from corun import wire
-from corun.cluster import ClusterStatus, VerifyCase
+from corun.cluster import ClusterStatus, Condition, VerifyCase
 from corun.encoding import ResponseEncoder
-from corun.errors import DataLossError, UnavailableError
+from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
+from corun.params import MAX_SAMPLES, check_lengths
 from corun.pump import Source
 from corun.receipt import Receipt
 from corun.server import Context, caller
@@ -27,7 +28,7 @@ from router.audit import Auditor
 from router.failover import Sample, SampleRunner
 from router.generations import Generation, Generator, Request
 from router.output import Piece
-from router.registry import Registry
+from router.registry import Model, Registry
 from router.verify import Verifier, naming_case
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
@@ -147,7 +148,11 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[cluster_pb2.VerifyResponse]:
         with self._activity.call():
             self._verifier.check_size(len(request.cases), len(request.conditions))
-            cases = [_case(index, case) for index, case in enumerate(request.cases)]
+            model = await self._generator.model(_deadline(context))
+            cases = []
+            for index, case in enumerate(request.cases):
+                cases.append(_case(index, case, model))
+                await asyncio.sleep(0)  # Their prompts may be 16 MiB together.
             conditions = [wire.condition_from_proto(condition) for condition in request.conditions]
             results = self._verifier.verify(
                 cases, conditions, order_seed=request.order_seed, deadline=_deadline(context), caller=caller()
@@ -237,9 +242,9 @@ def _given(receipts: Sequence[Receipt]) -> dict[str, Value]:
 
 
 def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
-    text = message.WhichOneof("prompt") == "text"
+    _check_number("resume", len(message.resume), MAX_SAMPLES, least=0)
     return Request(
-        prompt=message.text if text else tuple(message.token_ids.ids),
+        prompt=_prompt(message),
         params=wire.sampling_params_from_proto(message.sampling_params),
         request_id=message.request_id,
         seed=message.seed if message.HasField("seed") else None,
@@ -251,9 +256,20 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
     )
 
 
-def _case(index: int, message: cluster_pb2.VerifyCase) -> VerifyCase:
+def _prompt(message: cluster_pb2.GenerateRequest) -> str | Sequence[int]:
+    """Token ids as they are in the message: copied only when the model is known to take so many."""
+    return message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
+
+
+def _case(index: int, message: cluster_pb2.VerifyCase, model: Model) -> VerifyCase:
     with naming_case(index):
+        check_lengths(len(message.prompt_token_ids), 1, model.max_model_len)
         return wire.verify_case_from_proto(message)
+
+
+def _check_number(field: str, number: int, most: int, *, least: int = 1) -> None:
+    if not least <= number <= most:
+        raise InvalidArgumentError(field, Shown(f"{number} entries"), f"must be {least} to {most}")
 
 
 class Responses(Source):

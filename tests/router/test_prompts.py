@@ -126,6 +126,7 @@ async def ticking() -> AsyncIterator[list[float]]:
     ticker = asyncio.ensure_future(tick())
     try:
         yield gaps
+        await asyncio.sleep(0.02)  # For the gap that lasted to the end.
     finally:
         ticker.cancel()
 
@@ -135,7 +136,7 @@ async def test_a_text_beyond_the_model_is_refused_before_anything_is_done(model:
     async with cluster(model) as fake, ticking() as gaps:
         with pytest.raises(InvalidArgumentError, match=r"prompt\.text = \d+ bytes: must be at most 2048 bytes"):
             await generate(fake, prompt, timeout_s=FAR_S)
-        assert max(gaps) < 0.5
+    assert max(gaps) < 0.5
 
 
 async def test_the_loop_runs_while_a_long_text_is_tokenized() -> None:

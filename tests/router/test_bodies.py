@@ -1,0 +1,114 @@
+"""What a request may have of anything is compared with its limit before each of it is looked at.
+
+Sixteen MiB are as many as eight million entries: made into Python's objects, they stop the event loop for seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from corun import wire
+from corun.cluster import VerifyCase
+from corun.errors import InvalidArgumentError, from_rpc_error
+from corun.params import SamplingParams
+from corun.v1 import cluster_service_pb2 as pb
+from router import service
+from router.generations import Request
+from tests.fakes import MAX_MODEL_LEN, WAIT_S, FakeCluster, cluster, send
+
+PROMPT = (5, 6, 7)
+
+
+class Unread(Sequence[Any], Mapping[Any, Any]):  # type: ignore[misc]  # Only its length may be asked for.
+    """Has a length, and fails whoever looks at an entry."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("an entry was read")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("an entry was read")
+
+
+@pytest.mark.parametrize(("field", "limit"), [("stop", 16), ("stop_token_ids", 64), ("logit_bias", 1024)], ids=str)
+def test_parameters_are_counted_first(field: str, limit: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"sampling_params\.{field} = 9999999 .*: must be at most {limit}"):
+        SamplingParams(**{field: Unread(9_999_999)})
+
+
+def test_parameters_of_a_message_are_not_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(wire, "SamplingParams", lambda **values: seen.update(values))
+    message = pb.GenerateRequest().sampling_params
+    wire.sampling_params_from_proto(message)
+    for field in ("stop", "stop_token_ids", "logit_bias"):
+        assert type(seen[field]) is type(getattr(message, field))
+
+
+async def test_a_prompt_is_counted_first(model: str) -> None:
+    async with cluster(model) as fake:
+        request = Request(prompt=Unread(9_999_999), params=SamplingParams())
+        with pytest.raises(InvalidArgumentError, match=rf"9999999 tokens: must be at most {MAX_MODEL_LEN - 1} tokens"):
+            await fake.router.generator.accept(request, asyncio.get_running_loop().time() + WAIT_S)
+
+
+async def test_a_prompt_of_a_message_is_not_copied_before() -> None:
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+    assert type(service._prompt(message)) is type(message.token_ids.ids)
+
+
+async def test_resume_points_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "resume_point_from_proto", lambda _: pytest.fail("an entry was read"))
+    async with cluster(model) as fake:
+        request = wire.generate_request(PROMPT, SamplingParams(n=2), request_id="r")
+        request.resume.extend(pb.ResumePoint() for _ in range(257))
+        with pytest.raises(InvalidArgumentError, match="resume = 257 entries: must be 0 to 256"):
+            await send(fake, request)
+
+
+async def verify(fake: FakeCluster, request: pb.VerifyRequest) -> None:
+    async with fake.stub() as stub:
+        try:
+            async for _ in stub.Verify(request, timeout=WAIT_S):
+                pass
+        except Exception as error:
+            raise from_rpc_error(error) if hasattr(error, "code") else error from None
+
+
+async def test_cases_and_their_prompts_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "verify_case_from_proto", lambda _: pytest.fail("an entry was read"))
+    long = VerifyCase(prompt_token_ids=(1,) * MAX_MODEL_LEN, sampling_params=SamplingParams(), seed=1)
+    refused = {
+        r"cases\[0\]\.prompt\.token_ids = 512 tokens: must be at most 511": wire.verify_request([long]),
+        "cases = 9 entries: must be 1 to 8": pb.VerifyRequest(cases=[pb.VerifyCase()] * 9),
+        "conditions = 5 entries: must be 0 to 4": pb.VerifyRequest(cases=[pb.VerifyCase()], conditions=[1] * 5),
+    }
+    async with cluster(model, max_queued_samples=8) as fake:
+        for message, request in refused.items():
+            with pytest.raises(InvalidArgumentError, match=message):
+                await verify(fake, request)
+
+
+async def test_the_loop_runs_between_two_cases(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    read = wire.verify_case_from_proto
+
+    def note(message: pb.VerifyCase) -> VerifyCase:
+        order.append("case")
+        asyncio.get_running_loop().call_soon(order.append, "loop")
+        return read(message)
+
+    monkeypatch.setattr(wire, "verify_case_from_proto", note)
+    case = VerifyCase(prompt_token_ids=PROMPT, sampling_params=SamplingParams(max_tokens=1), seed=1)
+    async with cluster(model) as fake:
+        await verify(fake, wire.verify_request([case, case]))
+    assert order[:4] == ["case", "loop", "case", "loop"]
