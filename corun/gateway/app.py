@@ -18,6 +18,7 @@ import corun
 from corun.config import TlsConfig
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.gateway.activity import Activity
+from corun.gateway.bodies import Room, when_read
 from corun.gateway.clients import Catalog, Clients, Health, Served, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
@@ -40,8 +41,9 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.activity = Activity(config.max_requests)
         self.clients = Clients(config)
+        self.room = Room(config.max_bodies_bytes)
         self._config = config
-        self._catalog = Catalog(config.served_name)
+        self._catalog = Catalog(config, self.clients)
         self._health = Health(self.clients, config.own_token())
         self._started_at = int(time.time())
         self._runner = web.AppRunner(
@@ -108,9 +110,9 @@ class Gateway:
 
     def _app(self) -> web.Application:
         config = self._config
-        app = web.Application(client_max_size=config.max_body_bytes, middlewares=[self._heard, translated])
-        completions = Completions(config, self.clients, self._catalog, self.activity)
-        app.router.add_post("/v1/completions", completions.post)
+        app = web.Application(middlewares=[self._heard, translated])
+        completions = Completions(config, self.clients, self._catalog, self.activity, self.room)
+        app.router.add_post("/v1/completions", completions.post, expect_handler=when_read)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/health", self._get_health)
@@ -149,8 +151,8 @@ class Gateway:
         return web.json_response(self._card(served))
 
     async def _served(self, request: web.Request) -> Served:
-        with self.clients.lease(bearer_token(request.headers.get("Authorization"))) as client:
-            return self._catalog.read(await client.get_cluster())  # Never from memory: the router looks at the token.
+        token = bearer_token(request.headers.get("Authorization"))
+        return await self._catalog.asked(token)  # Never from memory: the router looks at the token.
 
     def _card(self, served: Served) -> dict[str, Any]:
         return {

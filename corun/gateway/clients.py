@@ -22,7 +22,7 @@ from corun.gateway.config import GatewayConfig
 MAX_CALLS = 1000
 """Of one client: a router takes 1024 calls on a connection, and further ones would wait unseen."""
 FRESH_S = 10.0
-"""How long the served model's name is taken to be the same."""
+"""How long the served model, and a token that the routers took, are taken to be the same."""
 HEALTH_FRESH_S = 1.0
 """How long an answer about the cluster's health is given again."""
 RETRY_S = 1.0
@@ -55,6 +55,11 @@ class Clients:
             yield kept.client
         finally:
             kept.calls -= calls
+
+    def forget(self, token: str) -> None:
+        """Ends the idle connections of a token that the routers do not take: they would be in the way of others'."""
+        if not any(each.calls for each in self._kept.get(token, ())):
+            self._drop(token)
 
     async def close(self) -> None:
         """Ends every call in flight."""
@@ -90,13 +95,15 @@ class Clients:
     def _drop_one(self) -> None:
         for token, kept in self._kept.items():
             if not any(each.calls for each in kept):
-                del self._kept[token]
-                for each in kept:
-                    task = asyncio.ensure_future(each.client.close())
-                    self._closing.add(task)
-                    task.add_done_callback(self._closing.discard)
+                self._drop(token)
                 return
         raise OverloadedError(f"requests with {len(self._kept)} different tokens are in progress", RETRY_S)
+
+    def _drop(self, token: str) -> None:
+        for each in self._kept.pop(token, ()):
+            task = asyncio.ensure_future(each.client.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
 
 def bearer_token(authorization: str | None) -> str:
@@ -126,43 +133,77 @@ class Served:
     """As the nodes do, a path, where the cluster tells its clients; else the cluster's own name for it."""
     max_model_len: int
     """Tokens of prompt and output together."""
+    max_prompt_bytes: int
+    """UTF-8 bytes; no longer text can be a prompt."""
+
+
+class _Known:
+    """What is known of the holder of a token."""
+
+    def __init__(self) -> None:
+        self.served: Served | None = None
+        self.asked_at = 0.0
+        self.lock = asyncio.Lock()
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.served is not None and time.monotonic() - self.asked_at < FRESH_S
 
 
 class Catalog:
-    """What the cluster serves, asked for now and then."""
+    """What the cluster serves whoever has a token. A router that says it has looked at the token."""
 
-    def __init__(self, served_name: str) -> None:
-        self._served_name = served_name
-        self._known: Served | None = None
-        self._asked_at = -FRESH_S
-        self._lock = asyncio.Lock()
+    def __init__(self, config: GatewayConfig, clients: Clients) -> None:
+        self._config = config
+        self._clients = clients
+        self._known: OrderedDict[str, _Known] = OrderedDict()
 
-    async def served(self, client: AsyncClient) -> Served:
-        """The model; asked anew every 10 s, since a cluster may come back with another one. The last answer stands
-        while there is none. Raises UnavailableError, or what the router refuses the call with."""
-        if self._known is not None and time.monotonic() - self._asked_at < FRESH_S:
-            return self._known
-        async with self._lock:
-            if self._known is None or time.monotonic() - self._asked_at >= FRESH_S:
-                self._known = await self._ask(client)
-                self._asked_at = time.monotonic()
-            return self._known
+    async def served(self, token: str) -> Served:
+        """The model; asked anew every 10 s, since a cluster may come back with another one, and a token may be taken
+        away. The last answer stands while there is none. Raises what the router refuses the call with, or
+        UnavailableError."""
+        known = self._known.setdefault(token, _Known())
+        self._known.move_to_end(token)
+        if len(self._known) > self._config.max_tokens_kept:
+            self._known.popitem(last=False)
+        if known.served is not None and known.is_fresh:
+            return known.served
+        async with known.lock:
+            if known.served is None or not known.is_fresh:
+                known.served, known.asked_at = await self._ask(token, known.served), time.monotonic()
+            return known.served
 
-    def read(self, status: ClusterStatus) -> Served:
-        """Of a status. Raises UnavailableError if no node has joined."""
+    async def asked(self, token: str) -> Served:
+        """The same, never from memory."""
+        try:
+            with self._clients.lease(token) as client:
+                return self._read(await client.get_cluster())
+        except UnauthenticatedError:
+            self._clients.forget(token)
+            raise
+
+    async def _ask(self, token: str, last: Served | None) -> Served:
+        try:
+            return await self.asked(token)
+        except UnauthenticatedError:
+            self._known.pop(token, None)
+            raise
+        except (OverloadedError, UnavailableError):
+            if last is None:
+                raise
+            return last
+
+    def _read(self, status: ClusterStatus) -> Served:
+        """Raises UnavailableError if no node has joined."""
         model = status.model
         if model is None:
             raise UnavailableError("no node has joined the cluster yet", RETRY_S)
-        root = next((each.node.model for each in status.nodes if each.node.model), model.name)
-        return Served(name=self._served_name or model.name, root=root, max_model_len=model.max_model_len)
-
-    async def _ask(self, client: AsyncClient) -> Served:
-        try:
-            return self.read(await client.get_cluster())
-        except UnavailableError:
-            if self._known is None:
-                raise
-            return self._known
+        return Served(
+            name=self._config.served_name or model.name,
+            root=next((each.node.model for each in status.nodes if each.node.model), model.name),
+            max_model_len=model.max_model_len,
+            max_prompt_bytes=model.max_prompt_bytes,
+        )
 
 
 class Health:

@@ -15,9 +15,10 @@ from typing import Any, cast
 from aiohttp import web
 
 from corun.client import AsyncClient
-from corun.errors import CorunError, InvalidArgumentError, NotFoundError
+from corun.errors import CorunError, InvalidArgumentError, NotFoundError, shown
 from corun.gateway.activity import Activity
-from corun.gateway.clients import Catalog, Clients, bearer_token
+from corun.gateway.bodies import Hold, Limits, Room, read_body
+from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import event_of, typed
 from corun.gateway.requests import CompletionRequest, read_request
@@ -37,31 +38,41 @@ Numbered = AsyncGenerator[tuple[int, Chunk], None]
 class Completions:
     """Answers completion requests."""
 
-    def __init__(self, config: GatewayConfig, clients: Clients, catalog: Catalog, activity: Activity) -> None:
+    def __init__(
+        self, config: GatewayConfig, clients: Clients, catalog: Catalog, activity: Activity, room: Room
+    ) -> None:
         self._config = config
         self._clients = clients
         self._catalog = catalog
         self._activity = activity
+        self._room = room
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         """The handler."""
         token = bearer_token(request.headers.get("Authorization"))
         caller = read((TRACEPARENT, value) for value in request.headers.getall(TRACEPARENT, ()))
-        with self._activity.request(), within(caller):
-            asked = read_request(
-                await self._body(request),
-                request_id=request.headers.get("X-Request-Id"),
-                max_prompts=self._config.max_prompts,
-            )
+        with self._activity.request(), within(caller), self._room.hold() as hold:
+            served = await self._catalog.served(token)  # First of all: a body is for those whom the cluster knows.
+            asked = await self._read(request, served, hold)
             calls = len(asked.prompts)
             with self._activity.more(calls - 1), self._clients.lease(token, calls) as client:
-                return await self._answer(request, asked, client)
+                return await self._answer(request, asked, client, served.name)
 
-    async def _answer(self, request: web.Request, asked: CompletionRequest, client: AsyncClient) -> web.StreamResponse:
-        served = await self._catalog.served(client)
+    async def _read(self, request: web.Request, served: Served, hold: Hold) -> CompletionRequest:
+        limits = Limits.of_model(served.max_model_len, served.max_prompt_bytes, self._config.max_body_bytes)
+        asked = read_request(
+            await read_body(request, limits, hold, self._config.client_timeout_s),
+            request_id=request.headers.get("X-Request-Id"),
+            max_prompts=self._config.max_prompts,
+        )
         if asked.model not in (None, served.name):
-            raise NotFoundError(f"the model {asked.model!r} does not exist: this is {served.name!r}")
-        head = Head(request_id=asked.request_id, created=int(time.time()), model=served.name)
+            raise NotFoundError(f"the model {shown(asked.model)} does not exist: this is {served.name!r}")
+        return asked
+
+    async def _answer(
+        self, request: web.Request, asked: CompletionRequest, client: AsyncClient, model: str
+    ) -> web.StreamResponse:
+        head = Head(request_id=asked.request_id, created=int(time.time()), model=model)
         if asked.stream:
             return await self._stream(request, asked, client, head)
         with self._activity.told():
@@ -83,17 +94,6 @@ class Completions:
                 raise  # It can still have a status of its own.
             last = event_of(typed(error))
         return await answer.end(last + DONE)
-
-    async def _body(self, request: web.Request) -> bytes:
-        if request.content_type != "application/json":  # Nor can another site's page send it then, unasked.
-            raise web.HTTPUnsupportedMediaType(text="the header Content-Type must be application/json")
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise web.HTTPUnsupportedMediaType(text="the header Content-Encoding must be identity")
-        try:
-            return await asyncio.wait_for(request.read(), self._config.client_timeout_s)
-        except asyncio.TimeoutError:
-            limit = f"the request did not arrive in {self._config.client_timeout_s:g} s"
-            raise web.HTTPRequestTimeout(text=limit) from None
 
 
 class EventStream:

@@ -10,7 +10,13 @@ from corun.config import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig, is_loop
 from corun.errors import InvalidArgumentError
 from corun.links import check_timeout, read_addresses
 
-_COUNTS = {"max_requests": 2**20, "max_prompts": 2**16, "max_tokens_kept": 2**16, "max_body_bytes": 2**29}
+_COUNTS = {
+    "max_requests": 2**20,
+    "max_prompts": 2**16,
+    "max_tokens_kept": 2**16,
+    "max_body_bytes": 2**29,
+    "max_bodies_bytes": 2**40,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +61,9 @@ class GatewayConfig:
     max_tokens_kept: int = 256
     """Different tokens of clients whose connections to the router are kept."""
     max_body_bytes: int = MAX_MESSAGE_BYTES
-    """Largest request, in bytes."""
+    """Largest request, in bytes, however long the model: see docs/security.md."""
+    max_bodies_bytes: int = 256 * 1024 * 1024
+    """Bytes of all requests in progress together; more are refused with a retry delay."""
     client_timeout_s: float = CLIENT_TIMEOUT_S
     """Longest that a client may take to send its request, or to take a part of the answer, in seconds."""
     drain_grace_s: float = 30.0

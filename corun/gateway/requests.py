@@ -15,7 +15,7 @@ from corun.calls import read_priority
 from corun.cluster import Priority
 from corun.errors import InvalidArgumentError, Shown
 from corun.generation import Prompt
-from corun.params import SamplingParams, check_request_id, check_seed
+from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_request_id, check_seed
 
 _SAMPLING = (
     "temperature",
@@ -188,6 +188,8 @@ def _logprobs(fields: Mapping[str, Any]) -> bool:
 def _logit_bias(value: Any) -> dict[int, Any]:
     if not isinstance(value, dict):
         raise InvalidArgumentError("logit_bias", value, "must be an object of token ids and biases")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidArgumentError("logit_bias", Shown(f"{len(value)} entries"), f"must be at most {MAX_LOGIT_BIAS}")
     found: dict[int, Any] = {}
     for name, bias in value.items():
         if not (name.isascii() and name.isdigit() and len(name) <= 10) or int(name) in found:

@@ -128,7 +128,7 @@ async def test_one_bad_prompt_of_several_ends_all(model: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"\xff", b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "top_p": NaN}', b"[" * 100_000],
+    [b"", b"{", b"[]", b"\xff", b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "top_p": NaN}', b"[" * 5000],
 )
 async def test_a_body_that_is_no_request_is_refused(model: str, body: bytes) -> None:
     async with cluster(model) as fake, serving(fake) as http:
