@@ -319,8 +319,8 @@ class PrefillConfig(NodeConfig):
 class DecodeConfig(NodeConfig):
     """A decode node: draws every token, in steps of a fixed shape."""
 
-    slots: int = field(default=256, metadata=CONTRACT | {"unit": "rows"})
-    """Rows of every step; part of the contract."""
+    slots: int = field(default=0, metadata=CONTRACT | {"unit": "rows"})
+    """Rows of every step; part of the contract. 0: 256 on a GPU, 8 on a CPU."""
     smaller_steps: bool = True
     """Steps of few requests have fewer rows, where the self-test has found the bits of a step of all slots."""
     prefill_first_ms: int = 100
@@ -332,7 +332,7 @@ class DecodeConfig(NodeConfig):
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)
-        _check_range("slots", self.slots, 1, 4096)
+        _check_range("slots", self.slots, 0, 4096)
         _check_range("prefill_first_ms", self.prefill_first_ms, 0, 10_000)
         _check_range("lease_ttl_ms", self.lease_ttl_ms, 100, 2**32 - 1)
 

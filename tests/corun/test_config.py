@@ -69,7 +69,7 @@ def test_router_limits(name: str, values: list[Any]) -> None:
         (PrefillConfig, "chunk_size", [0]),
         (PrefillConfig, "kv_check_fraction", [-0.1, 1.1, math.nan]),
         (PrefillConfig, "port", [-1]),
-        (DecodeConfig, "slots", [0, 4097]),
+        (DecodeConfig, "slots", [-1, 4097]),
         (DecodeConfig, "lease_ttl_ms", [0]),
         (DecodeConfig, "port", [-1]),
     ],
@@ -91,7 +91,7 @@ def test_defaults() -> None:
     assert NodeConfig(model="m", router=("[::1]:50051",)).router == ("[::1]:50051",)
     assert NodeConfig(model="m", advertise="proxy:1").advertise == "proxy:1"
     assert PrefillConfig(model="m").chunk_size == 2048
-    assert DecodeConfig(model="m").slots == 256
+    assert DecodeConfig(model="m").slots == 0  # As suits the device of the node that starts.
 
 
 def test_a_secret_stays_out_of_the_error() -> None:
@@ -115,7 +115,7 @@ def test_parse() -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--model", "m", "--slots", "0"], "node: slots = 0: must be an integer in [1, 4096]"),
+        (["--model", "m", "--slots", "-1"], "node: slots = -1: must be an integer in [0, 4096]"),
         (["--model", "m", "--slots", "many"], "--slots"),
         (["--model", "m", "--bogus", "1"], "--bogus"),
         ([], "--model"),

@@ -67,7 +67,7 @@ def test_the_least_that_a_file_may_say(file: Path) -> None:
     ("old", "new", "message"),
     [
         ("slots = 8", "slot = 8", r"[pools.main.decode] slot = 8: is not a key here; the nearest is slots"),
-        ("slots = 8", "slots = 0", r"[pools.main.decode] slots = 0: must be an integer in [1, 4096]"),
+        ("slots = 8", "slots = -1", r"[pools.main.decode] slots = -1: must be an integer in [0, 4096]"),
         ("slots = 8", 'slots = "8"', r"[pools.main.decode] slots = '8': must be an integer"),
         ("slots = 8", "slots = true", r"[pools.main.decode] slots = True: must be an integer"),
         ("smaller_steps = false", "smaller_steps = 0", r"[pools.main.decode] smaller_steps = 0: must be true or false"),
@@ -202,7 +202,7 @@ def test_scaled(file: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"decode": {"slots": 0}}, "slots"),
+        ({"decode": {"slots": -1}}, "slots"),
         ({"router": {"port": 65536}}, "port"),
         ({"router": {"host": ""}}, "host"),
         ({"prefill": {"chunk_size": 0}}, "chunk_size"),
@@ -240,7 +240,7 @@ class TestProcess:
             (DecodeConfig, ["--config", "FILE", "--pool", "x"], "prog: pool = 'x': must be one of main"),
             (DecodeConfig, ["--pool", "x"], "must come with --config"),
             (DecodeConfig, ["--config", "/none"], "config = '/none': must be a readable TOML file: No such file"),
-            (DecodeConfig, ["--config", "FILE", "--slots", "0"], "prog: slots = 0: must be an integer"),
+            (DecodeConfig, ["--config", "FILE", "--slots", "-1"], "prog: slots = -1: must be an integer"),
             (RouterConfig, ["--config", "FILE", "--seed-key", "c0ffee"], "use seed_key_file"),
             (RouterConfig, ["--config"], "--config: expected one argument"),
         ],

@@ -1,0 +1,159 @@
+"""What a cluster needs of a machine, and what a machine is seen to have."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun.errors import UnavailableError
+from corun.extras import VLLM_VERSION
+from corun.launch import machine
+from corun.launch.machine import Machine, Weights, weights
+from corun.launch.preflight import GIB, Finding, failing, look
+from corun.spec import ClusterSpec, PoolSpec
+
+LAPTOP = Machine(
+    engine="cpu", engine_version=VLLM_VERSION, memory=16 * GIB, shared_memory=GIB, cores=2, open_files=1 << 20
+)
+H200 = replace(LAPTOP, engine="gpu", gpus=(140 * GIB,), memory=256 * GIB, cores=16)
+QWEN = Weights(size=16 * GIB, stored_as="bfloat16")
+TINY = Weights(size=GIB // 16)
+
+
+def spec(common: dict[str, Any] | None = None, **fields: Any) -> ClusterSpec:
+    return ClusterSpec(pools=(PoolSpec(common={"model": "m", **(common or {})}, router={"port": 0}, **fields),))
+
+
+def found(machine: Machine, size: Weights = TINY, wanted: ClusterSpec | None = None) -> dict[str, Finding]:
+    return {one.what: one for one in look(wanted or spec(), machine, lambda model: size)}
+
+
+def fails(machine: Machine, size: Weights = TINY, wanted: ClusterSpec | None = None) -> list[str]:
+    return failing([*found(machine, size, wanted).values()])
+
+
+def test_the_tiny_model_starts_on_a_laptop_and_a_real_one_on_a_gpu() -> None:
+    assert fails(LAPTOP) == []
+    assert fails(H200, QWEN) == []
+
+
+def test_a_real_model_does_not_start_on_a_laptop() -> None:
+    assert fails(LAPTOP, QWEN) == ["memory"]
+    assert found(LAPTOP, QWEN)["memory"] == Finding("memory", "about 37.0 GiB", "16.0 GiB free", "fails")
+
+
+def test_weights_grow_with_their_type() -> None:
+    twice = spec({"dtype": "float32"})
+    assert found(LAPTOP, QWEN, twice)["memory"].needs == "about 69.0 GiB"
+    assert found(H200, QWEN, twice)["GPU memory of main"].needs == "about 34.0 GiB a node"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"engine": "", "engine_version": ""}, ["engine", "GPUs"]),
+        ({"engine_version": "0.25.1"}, ["engine"]),
+        ({"missing": ("nixl", "ray")}, ["packages"]),
+        ({"memory": GIB}, ["memory"]),
+        ({"shared_memory": 64 * 2**20}, ["/dev/shm"]),
+        ({"engine": "gpu"}, ["GPUs"]),
+    ],
+)
+def test_what_is_not_there_is_named(change: dict[str, Any], what: list[str]) -> None:
+    assert fails(replace(LAPTOP, **change)) == what
+
+
+def test_what_is_only_slow_does_not_fail() -> None:
+    slow = found(replace(LAPTOP, cores=1, open_files=1024))
+    assert [one.what for one in slow.values() if one.state == "slow"] == ["cores", "open files"]
+    assert fails(replace(LAPTOP, cores=1, open_files=1024)) == []
+
+
+def test_gpus_are_shared_by_nodes_and_engines() -> None:
+    assert found(H200, QWEN)["GPU memory of main"].has == "63.0 GiB a node"  # Half of 0.9 of it.
+    assert fails(replace(H200, gpus=(24 * GIB,)), QWEN) == ["GPU memory of main"]
+    assert fails(replace(H200, gpus=(24 * GIB,) * 2), QWEN) == []
+    assert fails(H200, QWEN, spec({"tensor_parallel_size": 2})) == ["GPUs"]
+
+
+def test_gpus_that_the_engine_does_not_use_are_said() -> None:
+    seen = found(replace(LAPTOP, gpus=(GIB,)))["GPUs"]
+    assert (seen.state, "unused; in the repository: make setup" in seen.has) == ("ok", True)
+
+
+def test_a_model_that_cannot_be_had() -> None:
+    def weigh(model: str) -> Weights:
+        raise UnavailableError("the hub does not answer")
+
+    (model,) = [one for one in look(spec(), LAPTOP, weigh) if one.state == "fails"]
+    assert (model.what, model.has) == ("model of main", "the hub does not answer")
+    assert fails(H200, Weights(size=16 * GIB, to_fetch=16 * GIB, room=GIB)) == ["model of main"]
+
+
+def test_ports_that_are_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wanted = spec(decode={"metrics_port": port})
+        assert found(LAPTOP, wanted=wanted)["ports"].has == f"metrics_port {port} of decode-0 is taken"
+        of_router = ClusterSpec(pools=(replace(wanted.pools[0], router={"port": port}, decode={}),))
+        assert fails(LAPTOP, wanted=of_router) == ["ports"]
+
+
+class TestMachine:
+    def test_this_one_is_seen(self) -> None:
+        seen = machine.here()
+        assert seen.cores > 0
+        assert seen.memory > 2**20
+        assert seen.open_files > 100
+
+    def test_missing_packages_are_found_without_importing_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else real(name))
+        assert "nixl" in machine.here().missing
+
+    def test_gpus_are_those_that_are_visible(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text("#!/bin/sh\necho '0, GPU-a, 100'; echo '1, GPU-b, 200'\n")
+        smi.chmod(0o700)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        for visible, memory in ((None, [100, 200]), ("1", [200]), ("GPU-a", [100]), ("", [])):
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            if visible is not None:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            assert [gpu // machine.MIB for gpu in machine.here().gpus] == memory
+
+    def test_a_directory_is_weighed(self, tmp_path: Path) -> None:
+        with pytest.raises(UnavailableError, match="no weights"):
+            weights(str(tmp_path))
+        for number in range(2):
+            (tmp_path / f"model-{number}.safetensors").write_bytes(b"x" * 1000)
+        (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
+        assert weights(str(tmp_path)) == Weights(size=2000, stored_as="bfloat16")
+
+    def test_a_model_of_the_hub_is_asked_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import huggingface_hub
+        from huggingface_hub import HfApi, constants
+
+        def absent(*_: object, **options: object) -> str:
+            assert options["local_files_only"]
+            raise OSError("not in the cache")
+
+        def info(*_: object, **options: object) -> Any:
+            raise ConnectionError("no network")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(HfApi, "model_info", info)
+        with pytest.raises(UnavailableError, match="the hub does not answer: no network"):
+            weights("org/model")
+        (tmp_path / "model.safetensors").write_bytes(b"x" * 30)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path))
+        assert weights("org/model").size == 30
