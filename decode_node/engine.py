@@ -18,6 +18,7 @@ from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
 from corun.handle import owner_of
 from corun.node import engine as base
+from corun.node.facts import decode_contract, model_contract
 from corun.node.handshake import UNDER_WAY
 from corun.node.owners import OWNER_PARAM, read_id
 from corun.params import SamplingParams, check_seed, check_vocabulary
@@ -94,7 +95,7 @@ class VllmDecodeEngine:
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
         certified = await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)
-        engine = cls(llm, facts, base.decode_contract(base.model_contract(llm, config, seen), seen, facts))
+        engine = cls(llm, facts, decode_contract(model_contract(llm, config, seen), seen, facts))
         engine.ladder = Ladder.of(config.slots, certified)
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine

@@ -16,6 +16,7 @@ from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
 from corun.handle import bound, is_checked, owner
 from corun.node import engine as base
+from corun.node.facts import model_contract, prefill_contract
 from corun.node.owners import CHECK_PARAM, OWNER_PARAM
 from corun.params import check_lengths
 from corun.receipt import prompt_digest
@@ -89,8 +90,8 @@ class VllmPrefillEngine:
         llm = AsyncLLM.from_engine_args(made)
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
-        model = base.model_contract(llm, config, seen)
-        contract = base.prefill_contract(model, seen, config.chunk_size, buckets)
+        model = model_contract(llm, config, seen)
+        contract = prefill_contract(model, seen, config.chunk_size, buckets)
         stamps = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
         endpoint = replace(endpoint, stamp_addresses=tuple(stamps))
         return cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction)

@@ -438,16 +438,14 @@ class Registry:
     async def _load_tokenizer(self, info: NodeInfo) -> None:
         """Any node's copy will do: all nodes of the cluster have the same."""
         contract = Contract.from_json(info.contract_json).model
-        expected = contract.tokenizer_digest
         async with self._loading:
             if self.model is not None:
                 return
             if contract.tokenizers != VERSION:
-                advice = f"install tokenizers=={contract.tokenizers} for the router"
-                versions = {"model.tokenizers": (contract.tokenizers, VERSION)}
-                raise ContractMismatchError(f"the router turns text into tokens in its own way: {advice}", versions)
+                reason = f"text may become other tokens here: install tokenizers=={contract.tokenizers} for the router"
+                raise ContractMismatchError(reason, {"model.tokenizers": (contract.tokenizers, VERSION)})
             tokenizer = await asyncio.to_thread(Tokenizer.load, info.model)
-            if tokenizer.digest != expected:
+            if tokenizer.digest != (expected := contract.tokenizer_digest):
                 raise UnavailableError(f"the tokenizer in {info.model} is not the one of the contract, {expected}")
             self.model = Model(
                 tokenizer=tokenizer,

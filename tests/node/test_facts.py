@@ -14,7 +14,8 @@ import pytest
 from corun import tiny
 from corun.config import DecodeConfig
 from corun.contract import Contract, diff
-from corun.node import engine as base
+from corun.node import facts
+from corun.node.engine import facts as engine_facts
 from tests.loading import load
 from tests.node.test_pin import seen as settings_seen
 
@@ -51,8 +52,8 @@ def contract_of(directory: Path, **seen: Any) -> Contract:
     cache = SimpleNamespace(num_gpu_blocks=9, block_size=16, cache_dtype="auto")
     llm = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model, cache_config=cache))
     found = SEEN | seen
-    shared = base.model_contract(llm, DecodeConfig(model=str(directory)), found)
-    return base.decode_contract(shared, found, base.facts(llm, finding=""))
+    shared = facts.model_contract(llm, DecodeConfig(model=str(directory)), found)
+    return facts.decode_contract(shared, found, engine_facts(llm, finding=""))
 
 
 def change(file: Path, **fields: Any) -> None:
@@ -93,18 +94,18 @@ def test_what_kernels_are_chosen_by_is_in_the_contract(
 
 @pytest.mark.parametrize("name", ["params.json", "hf_quant_config.json", "my_quantize_config.json"])
 def test_files_that_vllm_reads_beside_config_json_are_in_its_digest(directory: Path, name: str) -> None:
-    before = base.config_digest(directory)
+    before = facts.config_digest(directory)
     (directory / name).write_text('{"quantized": true}')
-    first = base.config_digest(directory)
+    first = facts.config_digest(directory)
     (directory / name).write_text('{"quantized": false}')
-    assert len({before, first, base.config_digest(directory)}) == 3
+    assert len({before, first, facts.config_digest(directory)}) == 3
 
 
 def test_files_that_move_no_bit_are_not_in_it(directory: Path) -> None:
-    before = base.config_digest(directory)
+    before = facts.config_digest(directory)
     for name in ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "README.md"):
         (directory / name).write_text("{}")
-    assert base.config_digest(directory) == before
+    assert facts.config_digest(directory) == before
 
 
 def test_libraries_that_read_a_models_files_are_in_the_contract(directory: Path) -> None:
