@@ -653,10 +653,12 @@ async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> 
     """One that comes when no stream stands, or ahead of its own, has a clock until that is there."""
     await node.reserve(session=1)
     await node.until_free()
-    await node.steps(session=1)
+    first = await node.steps(session=1)
     (early,) = await node.started(session=2)
+    assert list(node.service._expiry) == [early]
     node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
     await node.steps(session=2)
+    assert await first.read() == grpc.aio.EOF
     assert node.service._expiry == {}
     assert await node.slots_in_use() == (0,)
     await node.release(early)

@@ -196,13 +196,17 @@ class TestRetries:
             assert prefill.engine.prefilled == [PROMPT] * 2
 
     async def test_kv_that_its_reader_refused_is_not_read_again(self, model: str) -> None:
-        """Nor by those who come for it later."""
+        """Though it is still there, for another sample that has not read it."""
         async with cluster(model, decodes=2, **PATIENT) as fake:
             prefill, d1, d2 = fake.nodes
-            d1.engine.fail_after = d2.engine.fail_after = 0
-            (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
-            assert right(output, PROMPT, PARAMS, 1)
-            assert prefill.engine.prefilled == [PROMPT] * 3
+            d2.engine.hanging, d1.engine.fail_after = True, 0
+            async with prefill.engine.turn:
+                run = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, n=2), seed=9))
+                await fake.until(lambda: prefill.service.queued_prompts == 2)
+            await fake.until(lambda: len(d2.service._running) == 2)
+            assert prefill.engine.prefilled == [PROMPT] * 2
+            d2.engine.hanging = False
+            assert all(right(output, PROMPT, PARAMS, output.seed) for output in await run)
 
     @pytest.mark.parametrize("share_kv", [True, False])
     async def test_a_sample_that_cannot_be_run_again_leaves_no_kv(self, model: str, share_kv: bool) -> None:

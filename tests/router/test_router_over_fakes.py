@@ -182,17 +182,6 @@ class TestRequests:
             samples = await fake.router.generator.accept(request, deadline)
             assert [bool(sample.need.kv_key) for sample in samples] == [False, True]
 
-    async def test_a_run_after_kv_that_could_not_be_read_has_a_prefill_of_its_own(self, model: str) -> None:
-        """Else it could get the very KV that the fault came from."""
-        async with cluster(model) as fake:
-            fake.nodes[1].engine.fail_after = 0
-            async with gathering(fake, fake.nodes[0], 3):
-                run = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, n=3), seed=9))
-            outputs = await run
-            for index, output in enumerate(outputs):
-                check(output, PROMPT, PARAMS, sample_seed(9, index))
-            assert fake.nodes[0].engine.prefilled == [PROMPT, PROMPT]
-
     async def test_stop_tokens_and_stop_strings(self, model: str) -> None:
         async with cluster(model) as fake:
             tokenizer = fake.router.registry.model.tokenizer  # type: ignore[union-attr]
