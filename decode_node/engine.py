@@ -6,7 +6,9 @@ Owns: the engine's arguments, requests into the engine and whole steps out of it
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -31,6 +33,7 @@ CONNECT_POLL_S = 0.05
 LAST_REPORT_S = 2.0
 REPORT_S = 5.0
 LET_GO_S = 2.0
+NOT_FINITE = "the logits of the next token are not finite"
 _SAME = (
     "temperature",
     "top_p",
@@ -319,10 +322,22 @@ def _rows(output: Any) -> list[StepRow]:
         return [StepRow(output.request_id, None, 0.0, finish, detail)] if finish else []
     logprobs = output.new_logprobs.logprobs[:, 0].tolist()
     last = len(tokens) - 1
-    return [
+    rows = [
         StepRow(output.request_id, token, logprob, *((finish, detail) if i == last else (None, "")))
         for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
     ]
+    return rows if all(map(math.isfinite, logprobs)) else _until_not_finite(rows)
+
+
+def _until_not_finite(rows: list[StepRow]) -> list[StepRow]:
+    """The rows before the first token that means nothing, and the end of its request there.
+
+    Both samplers give such a token a log probability that is not finite (decode_node/sampling.py). It has gone into
+    the engine's next step already, which only this request reads.
+    """
+    good = list(itertools.takewhile(lambda row: math.isfinite(row.logprob), rows))
+    name = rows[0].request_id
+    return [*good, StepRow(name, None, 0.0, FinishReason.ERROR, NOT_FINITE, not_finite=True)]
 
 
 def _finish(reason: Any) -> tuple[FinishReason | None, str]:

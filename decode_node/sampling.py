@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,27 +46,52 @@ def variate(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Draws one token per row.
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token per row, whatever is in the row and in its draw.
 
     Args:
         logits: [rows, vocab] fp32, after penalties and biases.
         draws: one per row; idle rows hold `IDLE`.
 
     Returns:
-        [rows] int64 token ids.
+        [rows] int64 token ids, each in the vocabulary, and [rows] bool: whether the token means anything. Nothing can
+        be drawn from a row that has a NaN or is infinite, or in which no token is left.
     """
     greedy = logits.argmax(dim=-1)
+    largest = logits.gather(-1, greedy.unsqueeze(-1)).squeeze(-1)  # A NaN, if there is one.
     if all(draw.temperature == 0 for draw in draws):
-        return greedy
+        return greedy, largest.isfinite()
     temperature = _column([draw.temperature or 1.0 for draw in draws], logits)
     scaled = logits / temperature
     if any(draw.filters for draw in draws):
         scaled = _filtered(scaled, draws)
     uniform = torch.tensor([variate(draw.seed, draw.position) for draw in draws], dtype=torch.float64)
-    drawn = _inverse_cdf(scaled.softmax(dim=-1), uniform.to(logits.device))
+    probs = scaled.softmax(dim=-1)
+    drawn = _inverse_cdf(probs, uniform.to(logits.device))
+    chance = probs.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
     is_greedy = torch.tensor([draw.temperature == 0 for draw in draws], device=logits.device)
-    return torch.where(is_greedy, greedy, drawn)
+    return torch.where(is_greedy, greedy, drawn), largest.isfinite() & (is_greedy | (chance > 0))
+
+
+def total(draw: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """vLLM's draw of the GPU runner (vllm/v1/worker/gpu/sample/sampler.py: `Sampler.sample`), made total, too.
+
+    Its argmax may give a number beyond the vocabulary for a row of NaN; read as a token, that would end the engine or
+    reach into another request's counts. Where the logit that was drawn is not finite, the row's raw logit of that token
+    becomes NaN, and so does its log probability, which is computed after this. No other bit changes: 0 is added to all
+    others. There is no look at values, so the GPU does not wait for the CPU.
+    """
+
+    def drawn(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, vocab] raw logits -> [rows] int64 token ids, [rows, vocab] logits that they were drawn from."""
+        tokens, processed = draw(logits, *args, **kwargs)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)
+        at = tokens.unsqueeze(-1)
+        found = processed.gather(-1, at)
+        logits.scatter_add_(-1, at, (found - found).to(logits.dtype))
+        return tokens, processed
+
+    return drawn
 
 
 def _filtered(scaled: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -86,11 +112,14 @@ def _filtered(scaled: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulated probability exceeds uniform * total; never one of probability 0."""
+    """The first token whose cumulated probability exceeds uniform * total; never one of probability 0.
+
+    In a row of NaN no number exceeds another: it gives the last token.
+    """
     cdf = probs.double().cumsum(dim=-1)
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).squeeze(-1)
+    return torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,8 @@ class StepRow:
     logprob: float
     finish: FinishReason | None = None
     detail: str = ""
+    not_finite: bool = False
+    """The logits of the next token are not finite. The engine does not know yet that the request is over."""
 
 
 class DecodeEngine(Protocol):
@@ -84,10 +86,12 @@ class StepStream:
             self._pending.token_ids.append(row.token_id)
             self._pending.logprobs.append(row.logprob)
         if row.finish is not None:
-            end = pb.LeaseEnd(
-                lease_id=lease_id, finish_reason=wire.finish_reason_to_proto(row.finish), detail=row.detail
+            self._pending.ended.add(
+                lease_id=lease_id,
+                finish_reason=wire.finish_reason_to_proto(row.finish),
+                detail=row.detail,
+                not_finite=row.not_finite,
             )
-            self._pending.ended.append(end)
 
     def flush(self) -> None:
         self._ready.set()
@@ -200,6 +204,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             tokens += row.token_id is not None
             if row.finish is None:
                 goes_on = True
+            elif row.not_finite:
+                self._drop(lease)
             else:
                 self._end(lease)
             if (stream := self._stream_of(lease)) is not None:

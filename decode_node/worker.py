@@ -25,7 +25,7 @@ from corun.node.steps import Stepper
 from corun.node.worker import NodeWorker
 from decode_node.certify import Certification
 from decode_node.ladder import Ladder, smaller_than
-from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample
+from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample, total
 
 RowsOf = Callable[[int], int]
 """From the live requests of a step to its rows."""
@@ -166,14 +166,18 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         self._runner = runner
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *_: Any, **__: Any) -> SamplerOutput:
-        """[rows, vocab] logits -> the live requests' tokens and raw log probabilities."""
+        """[rows, vocab] logits -> the live requests' tokens and raw log probabilities.
+
+        A token that means nothing has a log probability that is not finite: it ends its request where it is read
+        (decode_node/engine.py), and neither this engine nor another request.
+        """
         live = self._runner.input_batch.num_reqs
         logprobs = self.compute_logprobs(logits)
         logits = logits.to(torch.float32, copy=True)
         # Biases and penalties work on one element at a time: the number of rows cannot move a bit there.
         logits[:live] = self.apply_logits_processors(logits[:live], sampling_metadata, False)
-        tokens = sample(logits, self._draws(logits.shape[0]))
-        picked = logprobs.gather(-1, tokens.unsqueeze(-1))[:live]
+        tokens, sound = sample(logits, self._draws(logits.shape[0]))
+        picked = logprobs.gather(-1, tokens.unsqueeze(-1))[:live].masked_fill(~sound[:live, None], torch.nan)
         tokens = tokens[:live].to(torch.int32).unsqueeze(-1)
         ranks = torch.zeros(live, dtype=torch.int64)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, picked, ranks))
@@ -209,6 +213,7 @@ def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
         output = cut(runner.sampler(logits, padded), batch.num_reqs)
         return output, output.num_sampled, output.num_rejected
 
+    runner.sampler.sample = total(runner.sampler.sample)
     runner.sample = sample_fixed_rows
 
 

@@ -26,6 +26,7 @@ from corun.errors import (
     DeadlineError,
     InvalidArgumentError,
     OverloadedError,
+    Shown,
     StaleGenerationError,
     UnavailableError,
 )
@@ -35,13 +36,15 @@ from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
 from router.members import Member, PrefillMember, Seat
-from router.nodes import ALONE, Lease, Share, Start
+from router.nodes import ALONE, Lease, NotFiniteError, Share, Start
 from router.output import SampleOutput
 from router.placement import Need
 from router.registry import Registry
 from router.tally import Tally
 
 CLOCK_SLACK_S = 0.1
+NOT_FINITE_RUNS = 2
+"""How many runs must have nothing to draw from before it is the request's: one may have been on a broken node."""
 SOURCE_CHECK_S = 0.5
 """How often a sample without a token looks whether the node that holds its KV is still there."""
 
@@ -129,6 +132,7 @@ class History:
         self._reached: list[tuple[int, Seat]] = []
         self._faults: list[NodeRef] = []
         self._losses = 0
+        self._not_finite: list[tuple[int, Seat]] = []  # Runs that had nothing to draw from, as in `_reached`.
 
     @property
     def num_faults(self) -> int:
@@ -145,6 +149,8 @@ class History:
         if not is_excused:
             self._faults.append(fault.member.info.ref)
             self._losses += fault.is_loss
+        if isinstance(fault.error, NotFiniteError):
+            self._not_finite.append(self._reached[-1])
 
     def keep_kv(self, give_back: Callable[[], None]) -> None:
         """A run has left KV that nobody has read; the next one may read it."""
@@ -155,13 +161,28 @@ class History:
         self._give_back_kv()
         self._give_back_kv = _nothing
 
+    @property
+    def contradicted(self) -> tuple[NodeRef, ...]:
+        """Nodes that had nothing to draw from where the last run, which ended well, drew its tokens; those of that run
+        only if there are no others."""
+        refs = [ref for _, seat in self._not_finite for ref in seat.refs]
+        return tuple(ref for ref in refs if ref not in self._reached[-1][1].refs) or tuple(refs)
+
     def source(self, position: int) -> Seat | None:
         """Where the token at `position` was drawn first."""
         return next((seat for num_tokens, seat in self._reached if num_tokens > position), None)
 
-    def given_up(self, sample: Sample) -> UnavailableError:
-        """Names the nodes; and the request, if it seems to take its nodes with it wherever it runs."""
+    def given_up(self, sample: Sample, max_attempts: int) -> CorunError | None:
+        """What ends the sample after its newest fault; None: it runs again.
+
+        Names the nodes; and the request, if it seems to take its nodes with it wherever it runs, or if two runs of it
+        had nothing to draw from.
+        """
         nodes = ", ".join(map(str, self._faults))
+        if len(self._not_finite) >= min(NOT_FINITE_RUNS, max_attempts):
+            return _not_finite(sample, self._not_finite[-1][0], nodes)
+        if self.num_faults < max_attempts:
+            return None
         if self._losses == self.num_faults:
             return UnavailableError(
                 f"request {sample.request_id!r} may be poison: {self._losses} runs of its sample {sample.index} "
@@ -195,14 +216,14 @@ class SampleRunner:
             DeadlineError: the sample's deadline has passed.
             OverloadedError: it had to go for others before it ever had a seat.
             UnavailableError: nodes are missing, or failed `max_attempts` runs.
+            InvalidArgumentError: an engine refuses the request, or two runs had nothing to draw from.
             DataLossError: a repeated run gave other bits than the one before, or than the client received.
         """
         history = History()
         try:
             while (receipt := await self._try(sample, ticket, output, history)) is None:
-                if history.num_faults == self._config.max_attempts:
-                    error = history.given_up(sample)
-                    log.error("%s", error)
+                if error := history.given_up(sample, self._config.max_attempts):
+                    log.error("%s: %s", sample, error)
                     raise error
                 output.restart()
                 self._queue.again(ticket, ran=True)
@@ -214,6 +235,8 @@ class SampleRunner:
                 sample.arrived, history.first_token_at, receipt.num_prompt_tokens, receipt.num_output_tokens
             )
         output.deliver(receipt)
+        if history.contradicted:
+            self._registry.quarantine(history.contradicted, str(sample))
         self._on_finished(
             Finished(sample=sample, receipt=receipt, records=output.records, node_reason=output.node_reason)
         )
@@ -454,6 +477,12 @@ class Run:
 
 def _nothing() -> None:
     pass
+
+
+def _not_finite(sample: Sample, position: int, nodes: str) -> InvalidArgumentError:
+    """The model's numbers overflow for this very request: no client is to send it again as it is."""
+    limit = f"has logits that are not finite at output token {position} with these parameters ({nodes})"
+    return InvalidArgumentError("prompt", Shown(f"{len(sample.prompt_token_ids)} tokens"), limit)
 
 
 def _attempt_facts(sample: Sample, history: History) -> dict[str, Value]:

@@ -180,6 +180,10 @@ class Start:
     seed: int
 
 
+class NotFiniteError(InternalError):
+    """A node could draw no token, since the logits were not finite. Other nodes find the same, unless one is broken."""
+
+
 class Lease:
     """A slot of one decode node, from the router's side: asked for, held, ended. Its rows go to `take_token`."""
 
@@ -216,11 +220,12 @@ class Lease:
         self._take_token = self._take_later
         return self._take_token(token_id, logprob)
 
-    def end(self, reason: FinishReason, detail: str) -> None:
+    def end(self, reason: FinishReason, detail: str, *, not_finite: bool = False) -> None:
         if self.ended.done():
             return
         if reason is FinishReason.ERROR:
-            self.ended.set_exception(InternalError(detail or "the node ended the sample without a reason"))
+            kind = NotFiniteError if not_finite else InternalError
+            self.ended.set_exception(kind(detail or "the node ended the sample without a reason"))
         else:
             self.ended.set_result(reason)
 
@@ -399,7 +404,8 @@ class DecodeClient(NodeClient):
         for end in message.ended:
             ended = leases.pop(end.lease_id, None)
             if ended is not None:
-                ended.end(wire.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR, end.detail)
+                reason = wire.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR
+                ended.end(reason, end.detail, not_finite=end.not_finite)
 
 
 async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeout_s: float, metadata: Metadata) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from corun import wire
-from corun.cluster import ClusterStatus, Condition, VerifyCase
+from corun.cluster import ClusterStatus, VerifyCase
 from corun.encoding import ResponseEncoder
 from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
 from corun.params import MAX_SAMPLES, check_lengths

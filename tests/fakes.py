@@ -197,6 +197,8 @@ class FakeDecodeEngine:
         self.hanging = False
         self.fail_after: int | None = None
         """Ends the next request that has so many tokens with an error, once."""
+        self.not_finite: list[int] = []
+        """Finds no finite logits for these tokens, from 0, of any request; once each."""
         self.start_errors: list[Exception] = []
         """Raised by the next starts, one each."""
         self.corrupt = False
@@ -242,6 +244,10 @@ class FakeDecodeEngine:
             self.fail_after = None if has_kv else self.fail_after
             del self._running[request.request_id]
             return StepRow(request.request_id, None, 0.0, FinishReason.ERROR, "the KV could not be loaded")
+        if drawn in self.not_finite:
+            self.not_finite.remove(drawn)
+            del self._running[request.request_id]
+            return StepRow(request.request_id, None, 0.0, FinishReason.ERROR, "not finite", not_finite=True)
         token_id, logprob = token(request.prompt_token_ids, request.params, request.seed, drawn)
         reason = finish_reason(request.params, token_id, drawn + 1)
         if reason is None:

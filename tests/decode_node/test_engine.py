@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import struct
 from dataclasses import replace
@@ -67,6 +68,18 @@ def test_log_probabilities_keep_their_bits(engine: VllmDecodeEngine) -> None:
     value = struct.unpack("<f", struct.pack("<I", 0xBDCCCCCD))[0]
     (row,) = rows_of(engine, output("a", [7], [value]))
     assert struct.pack("<f", row.logprob) == struct.pack("<I", 0xBDCCCCCD)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_not_finite_ends_its_request_alone(engine: VllmDecodeEngine, value: float) -> None:
+    """Whatever made it so, on either runner: the token means nothing, and nothing after it does."""
+    rows = rows_of(engine, output("a", [7, 8, 9], [-1.0, value, -1.0]), output("b", [8], [-0.25]))
+    detail = "the logits of the next token are not finite"
+    assert rows == [
+        StepRow("a", 7, -1.0),
+        StepRow("a", None, 0.0, FinishReason.ERROR, detail, not_finite=True),
+        StepRow("b", 8, -0.25),
+    ]
 
 
 def test_every_reason_of_vllm_has_a_meaning(engine: VllmDecodeEngine) -> None:

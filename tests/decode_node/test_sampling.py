@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node import sampling
-from decode_node.sampling import IDLE, Draw, sample, variate
+from decode_node.sampling import IDLE, Draw, total, variate
 
 STEPS = 2**53
 """Values that R can take."""
 SAMPLED = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42, position=0)
-INF = math.inf
+INF, NAN = math.inf, math.nan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,6 +35,13 @@ def one_thread() -> Iterator[None]:
 def swept(monkeypatch: pytest.MonkeyPatch) -> None:
     """R is position / 2^53, so that a test can ask for any variate."""
     monkeypatch.setattr(sampling, "variate", lambda seed, position: position / STEPS)
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """The tokens of rows that can all be drawn from."""
+    tokens, sound = sampling.sample(logits, draws)
+    assert sound.all()
+    return tokens
 
 
 def logits_of(probs: Sequence[float]) -> list[float]:
@@ -280,3 +287,46 @@ def allowed(logits: Sequence[float], draw: Draw, slack: float = 1e-4) -> set[int
             chosen.add(i)
         before += weights[i]
     return chosen
+
+
+VALUES = st.floats(allow_nan=True, allow_infinity=True, width=32)
+ANY_DRAW = st.builds(
+    Draw,
+    temperature=VALUES,
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=VALUES,
+    min_p=VALUES,
+    seed=st.integers(0, 2**63 - 1),
+    position=st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=500)
+@given(st.lists(VALUES, min_size=9, max_size=9), ANY_DRAW, SOURCES)
+def test_a_token_is_in_the_vocabulary_whatever_the_row_and_its_draw_are(
+    row: list[float], draw: Draw, source: random.Random
+) -> None:
+    """And it is drawn with a chance, or said to mean nothing; the row beside it does not notice."""
+    neighbour, beside = random_logits(source, 9), random_draw(source)
+    tokens, sound = sampling.sample(torch.tensor([row, neighbour]), [draw, beside])
+    assert 0 <= tokens[0] < 9
+    assert math.isfinite(row[tokens[0]]) or not sound[0]
+    if any(math.isnan(value) or value == INF for value in row) or max(row) == -INF:
+        assert not sound[0]
+    alone = sampling.sample(torch.tensor([[0.0] * 9, neighbour]), [IDLE, beside])
+    assert (tokens[1], sound[1]) == (alone[0][1], alone[1][1])
+    assert sound[1]
+
+
+def test_the_gpu_runners_draw_is_made_total() -> None:
+    """Over a draw like vLLM's there: it gives a token beyond the vocabulary for a row of NaN, and keeps the raw logits
+    apart from those that it draws from."""
+    raw = torch.tensor([[0.5, -0.0, 2.0], [NAN] * 3, [1.0, 2.0, 3.0], [-INF] * 3, [1.0, 2.0, 3.0]])
+    processed = raw.clone()
+    processed[2, 1], processed[4] = INF, torch.tensor([-INF] * 3)
+    given_logits = raw.clone()
+    tokens, used = total(lambda logits, **_: (torch.tensor([1, 4, 1, 0, 0]), processed))(given_logits, pos=None)
+    assert (tokens.tolist(), used is processed) == ([1, 2, 1, 0, 0], True)
+    picked = given_logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
+    assert picked.isfinite().tolist() == [True, False, False, False, False]
+    assert torch.equal(given_logits[0], raw[0])

@@ -508,6 +508,18 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
     assert (await node.reserve()).slot == 0
 
 
+async def test_a_request_with_nothing_to_draw_from_is_ended_in_the_engine_too(node: Node) -> None:
+    """The engine would go on with it; its router hears why it ended."""
+    steps = await node.steps()
+    (lease,) = await node.started()
+    (name,) = node.engine.ids()
+    node.service.on_step([StepRow(name, None, 0.0, FinishReason.ERROR, "not finite", not_finite=True)])
+    (end,) = (await steps.read()).ended
+    assert (end.lease_id, end.detail, end.not_finite) == (lease, "not finite", True)
+    await until(lambda: node.engine.aborted == [name])
+    assert await node.slots_in_use() == ()
+
+
 async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
     steps = await node.steps()
     leases = await node.started(2)

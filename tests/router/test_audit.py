@@ -368,6 +368,20 @@ async def test_an_audit_that_a_node_fails_is_counted_and_forgotten(model: str) -
         assert fake.state("d1") is NodeState.READY
 
 
+async def test_an_audit_with_nothing_to_draw_from_differs(model: str, tmp_path: Path) -> None:
+    """The first run did draw its tokens: one of both nodes is broken."""
+    async with cluster(model, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
+        fake.nodes[2].engine.not_finite = [7]
+        await generate(fake, PROMPT, PARAMS, seed=8)
+        status = await audited(fake, 1)
+        assert (status.matched, status.failed, status.mismatched) == (0, 0, 1)
+        assert "differs at token 7" in status.last_mismatch
+        assert {fake.state(name) for name in ("p1", "d1", "d2")} == {NodeState.REFUSED}
+        await fake.until(lambda: any(tmp_path.glob("audit-*.json")))
+        row, *_ = read_reproduction(files(tmp_path)[0])
+        assert row is not None
+
+
 # A node that lies
 
 

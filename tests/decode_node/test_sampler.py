@@ -1,0 +1,193 @@
+"""The CPU engine's sampler is total: no parameters and no logits end it, and a bad row touches no other row.
+
+It runs as in the engine: over vLLM's own biases, minimum lengths and penalties, which come before the draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.loading import load
+
+VOCAB = 32
+PROMPT = [5, 6, 7]
+QUIET: dict[str, Any] = {"temperature": 1.0}
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vllm() -> Iterator[None]:
+    """Loaded once; one thread, since waking a second takes far longer than these tiny tensors do."""
+    load("decode_node.worker")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def requested(fields: dict[str, Any]) -> Any:
+    """vLLM's parameters, also those that it would refuse."""
+    params = load("vllm.sampling_params").SamplingParams(seed=7)
+    for name, value in fields.items():
+        setattr(params, name, value)
+    params._all_stop_token_ids = set(params.stop_token_ids)
+    return params
+
+
+def column(batch: Sequence[Any], name: str) -> torch.Tensor:
+    return torch.tensor([getattr(params, name) for params in batch], dtype=torch.float32)
+
+
+def metadata(batch: Sequence[Any], outputs: list[list[int]]) -> Any:
+    """As the runner makes it for these requests, all of whose prompts are `PROMPT`."""
+    processors = load("vllm.v1.sample.logits_processor.builtin")
+    update = SimpleNamespace(
+        batch_size=len(batch),
+        added=[(i, params, PROMPT, outputs[i]) for i, params in enumerate(batch)],
+        removed=[],
+        moved=[],
+    )
+    used = [
+        processors.LogitBiasLogitsProcessor(None, torch.device("cpu"), False),
+        processors.MinTokensLogitsProcessor(None, torch.device("cpu"), False),
+    ]
+    for processor in used:
+        processor.update_state(update)
+    return load("vllm.v1.sample.metadata").SamplingMetadata(
+        temperature=None,
+        all_greedy=False,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=0,
+        no_penalties=False,
+        prompt_token_ids=torch.tensor([PROMPT] * len(batch)),
+        frequency_penalties=column(batch, "frequency_penalty"),
+        presence_penalties=column(batch, "presence_penalty"),
+        repetition_penalties=column(batch, "repetition_penalty"),
+        output_token_ids=outputs,
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=load("vllm.v1.sample.logits_processor").LogitsProcessors(used),
+    )
+
+
+def drawn(logits: torch.Tensor, *fields: dict[str, Any]) -> list[tuple[int, float]]:
+    """Each request's token and log probability in one step; the last row of the logits belongs to nobody."""
+    batch = [requested(each) for each in fields]
+    outputs = [[9] * 3 for _ in batch]
+    names = [str(i) for i in range(len(batch))]
+    states = {
+        name: SimpleNamespace(sampling_params=params, output_token_ids=output)
+        for name, params, output in zip(names, batch, outputs, strict=True)
+    }
+    runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=len(batch), req_ids=names), requests=states)
+    output = load("decode_node.worker").FixedRowSampler(runner)(logits, metadata(batch, outputs))
+    tokens = output.sampled_token_ids[:, 0].tolist()
+    assert tokens == output.logprobs_tensors.logprob_token_ids[:, 0].tolist()
+    return list(zip(tokens, output.logprobs_tensors.logprobs[:, 0].tolist(), strict=True))
+
+
+def rows(count: int, seed: int = 0, scale: float = 5.0) -> torch.Tensor:
+    """Logits of so many requests and of one row that nobody uses."""
+    return torch.randn(count + 1, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def test_an_infinite_logit_ends_its_request_alone() -> None:
+    """1 / 1e-40 is infinite in fp32, so a positive logit of the prompt becomes infinite, and the softmax NaN."""
+    poison = {"temperature": 1.0, "repetition_penalty": 1e-40, "logit_bias": {5: 100.0}}
+    logits = rows(3)
+    before = drawn(logits.clone(), QUIET, QUIET, QUIET)
+    after = drawn(logits.clone(), QUIET, poison, QUIET)
+    assert (after[0], after[2]) == (before[0], before[2])
+    assert 0 <= after[1][0] < VOCAB
+    assert math.isnan(after[1][1])
+
+
+ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
+TOKENS = st.integers(0, VOCAB - 1)
+LEGAL = st.fixed_dictionaries(
+    {"temperature": st.just(0.0) | st.floats(0.01, 2)},
+    optional={
+        "top_p": st.floats(1e-9, 1),
+        "top_k": st.integers(0, 2**31 - 1),
+        "min_p": st.floats(0, 1),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.01, 2),
+        "logit_bias": st.dictionaries(TOKENS, st.floats(-100, 100, width=32)),
+        "min_tokens": st.integers(0, 5),
+        "stop_token_ids": st.lists(TOKENS, max_size=VOCAB - 1),
+    },
+)
+ILLEGAL = st.fixed_dictionaries(
+    {"temperature": ANY},
+    optional={
+        "top_p": ANY,
+        "top_k": st.integers(-(2**63), 2**63 - 1),
+        "min_p": ANY,
+        "presence_penalty": ANY,
+        "frequency_penalty": ANY,
+        "repetition_penalty": ANY,
+        "logit_bias": st.dictionaries(TOKENS, ANY),
+        "min_tokens": st.integers(0, 5),
+        "stop_token_ids": st.lists(TOKENS),
+    },
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LEGAL, LEGAL, st.integers(0, 99), st.sampled_from([1e-3, 1.0, 30.0, 1e4, 1e30]))
+def test_legal_parameters_draw_from_every_finite_row(
+    one: dict[str, Any], other: dict[str, Any], seed: int, scale: float
+) -> None:
+    for token, logprob in drawn(rows(2, seed, scale), one, other):
+        assert 0 <= token < VOCAB
+        assert math.isfinite(logprob)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ILLEGAL, LEGAL, st.lists(ANY, min_size=VOCAB, max_size=VOCAB))
+def test_nothing_ends_the_sampler_nor_moves_another_row(
+    poison: dict[str, Any], other: dict[str, Any], values: list[float]
+) -> None:
+    """Whatever the parameters of a request and its logits are, its token is one, and the others' bits stay."""
+    logits = rows(3)
+    before = drawn(logits.clone(), QUIET, QUIET, other)
+    for row in (logits[1], torch.tensor(values)):
+        logits[1] = row
+        after = drawn(logits.clone(), QUIET, poison, other)
+        assert (after[0], after[2]) == (before[0], before[2])
+        assert 0 <= after[1][0] < VOCAB
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_a_row_of_the_model_that_is_not_finite_is_told(
+    temperature: float, value: float, filters: dict[str, float]
+) -> None:
+    for at in (0, 9, VOCAB - 1):
+        logits = rows(1)
+        logits[0, at] = value
+        ((token, logprob),) = drawn(logits, {"temperature": temperature, **filters})
+        assert 0 <= token < VOCAB
+        assert math.isnan(logprob)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_in_which_nothing_is_left_is_told(temperature: float) -> None:
+    """Every token is held back until there are enough tokens."""
+    fields = {"temperature": temperature, "min_tokens": 4, "stop_token_ids": list(range(VOCAB))}
+    ((token, logprob),) = drawn(rows(1), fields)
+    assert 0 <= token < VOCAB
+    assert math.isnan(logprob)
