@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ RETRY_S = 1.0
 MAX_DIGITS = 9
 """Of a number in a file of client tokens."""
 
-_LINE = "[NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low] [weight=N]"
+_LINE = "[NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low] [weight=N] [operator]"
+_NAME_DIGITS = 12
+"""Of the name of a token that was given none, in hexadecimal."""
 _SCHEME = "Bearer "
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
@@ -42,6 +45,8 @@ class Caller:
     """The best one that it may ask for."""
     max_requests: int = 0
     """Requests that it may have in progress; 0: any number."""
+    is_operator: bool = False
+    """It may see all of the cluster's status, other clients' part in it included."""
 
 
 ANYONE = Caller()
@@ -57,11 +62,16 @@ class ClientToken:
     """Requests in progress at once; 0: any number."""
     weight: int = 1
     max_priority: Priority = Priority.HIGH
+    is_operator: bool = False
 
     @property
     def caller(self) -> Caller:
         return Caller(
-            name=self.name, weight=self.weight, max_priority=self.max_priority, max_requests=self.max_requests
+            name=self.name,
+            weight=self.weight,
+            max_priority=self.max_priority,
+            max_requests=self.max_requests,
+            is_operator=self.is_operator,
         )
 
 
@@ -89,11 +99,12 @@ def read_token(field: str, path: str) -> str:
 
 def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
     """A file of client tokens, a line each, but for empty ones and # comments: `[NAME:] TOKEN [max_requests=N]
-    [max_priority=high|normal|low] [weight=N]`."""
+    [max_priority=high|normal|low] [weight=N] [operator]`. A token without a name is named by its digest: it keeps that
+    name, and what goes by it, when the file is edited."""
     found = [_client_token(field, path, number, line) for number, line in _lines(field, path)]
     if not found:
         raise InvalidArgumentError(field, path, "must hold at least one token")
-    for what, values in (("names", [token.name for token in found]), ("tokens", [token.digest for token in found])):
+    for what, values in (("tokens", [token.digest for token in found]), ("names", [token.name for token in found])):
         if len(set(values)) != len(found):
             raise InvalidArgumentError(field, path, f"must not hold two equal {what}")
     return tuple(found)
@@ -110,9 +121,9 @@ class Gate:
     def __init__(
         self, *, cluster: str = "", clients: Sequence[ClientToken] | Callable[[], Sequence[ClientToken]] = ()
     ) -> None:
-        self._cluster = (ClientToken(name="cluster", digest=_digest(cluster)),) if cluster else ()
+        self._cluster = (ClientToken(name="cluster", digest=_digest(cluster), is_operator=True),) if cluster else ()
         self._clients = clients if callable(clients) else lambda: clients
-        self._running: dict[str, int] = {}
+        self._running: Counter[str] = Counter()
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[Caller | None]:
         """What a call has to hold while it runs. Entering it gives the caller, if tokens tell them apart, and raises
@@ -134,7 +145,7 @@ class Gate:
 
     @contextmanager
     def _hold(self, token: ClientToken) -> Iterator[Caller]:
-        running = self._running.get(token.name, 0)
+        running = self._running[token.name]
         if running >= token.max_requests:
             raise OverloadedError(f"client {token.name} has {running} requests in progress, as many as it may", RETRY_S)
         self._running[token.name] = running + 1
@@ -142,6 +153,8 @@ class Gate:
             yield token.caller
         finally:
             self._running[token.name] -= 1
+            if not self._running[token.name]:
+                del self._running[token.name]
 
 
 def _given(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -168,21 +181,30 @@ def _digest(token: str) -> bytes:
 def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
     first, _, rest = line.partition(":")
     named = bool(rest) and first == first.strip() and " " not in first
-    name, words = (first, rest.split()) if named else (f"line-{number}", line.split())
+    name, words = (first, rest.split()) if named else ("", line.split())
     settings = {key: value for key, _, value in (word.partition("=") for word in words[1:])}
-    if len(words) != 1 + len(settings) or not all(_can_set(key, value) for key, value in settings.items()):
+    if len(words) != 1 + len(settings) or not all(map(_can_set, words[1:])):
         raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '{_LINE}' ({path})")
     token = check_token(field, words[0], f"{path}, line {number}")
     return ClientToken(
-        name=name,
+        name=name or _name_of(token),
         digest=_digest(token),
         max_requests=int(settings.get("max_requests", 0)),
         weight=int(settings.get("weight", 1)),
         max_priority=Priority(settings.get("max_priority", Priority.HIGH.value)),
+        is_operator="operator" in settings,
     )
 
 
-def _can_set(key: str, value: str) -> bool:
+def _name_of(token: str) -> str:
+    """A name that stays a token's own. Of another digest than the one that is compared: it is shown."""
+    return f"token-{hashlib.sha256(b'corun client name ' + token.encode()).hexdigest()[:_NAME_DIGITS]}"
+
+
+def _can_set(word: str) -> bool:
+    key, _, value = word.partition("=")
+    if word == "operator":
+        return True
     if key == "max_priority":
         return value in {priority.value for priority in Priority}
     is_number = value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS

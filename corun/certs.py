@@ -29,7 +29,7 @@ CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
 
 def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[Path]:
     """Writes an authority, a certificate for the members, reached at `hosts`, one for clients, a token for each, and
-    the routers' seed key.
+    the routers' seed key. The client's token is an operator's: whoever makes a cluster wants to see it.
 
     Keys and tokens are for their owner's eyes only. Raises InvalidArgumentError if a file is there already.
     """
@@ -43,12 +43,14 @@ def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[
         unsigned = _unsigned(f"corun {name}", key, authority.subject, days).add_extension(_names(names), critical=False)
         unsigned = unsigned.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         written += _write(directory, name, unsigned.sign(authority_key, hashes.SHA256()), key)
-    tokens = {"cluster.token": "", "clients.tokens": "client: "}
-    for name, prefix in tokens.items():
-        written.append(_new(directory / name, f"{prefix}{secrets.token_hex(TOKEN_BYTES)}\n".encode(), 0o600))
-    written.append(_new(directory / "seed.key", f"{secrets.token_hex(SEED_KEY_BYTES)}\n".encode(), 0o600))
-    token = (directory / "clients.tokens").read_text().partition(" ")[2]
-    return [*written, _new(directory / "client.token", token.encode(), 0o600)]
+    client = secrets.token_hex(TOKEN_BYTES)
+    texts = {
+        "cluster.token": secrets.token_hex(TOKEN_BYTES),
+        "clients.tokens": f"client: {client} operator",
+        "client.token": client,
+        "seed.key": secrets.token_hex(SEED_KEY_BYTES),
+    }
+    return [*written, *(_new(directory / name, f"{text}\n".encode(), 0o600) for name, text in texts.items())]
 
 
 def _authority(days: int) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:

@@ -138,7 +138,7 @@ class RouterConfig(MemberConfig):
     without a seed."""
     client_tokens_file: str = ""
     """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low]
-    [weight=N]; empty: anyone may be a client, and clients are told apart by their hosts."""
+    [weight=N] [operator]; empty: anyone may be a client, sees what operators see, and is told apart by its host."""
     tls_clients: bool = False
     """Clients, too, must show a certificate that tls_ca signed."""
     max_queued_samples: int = 4096

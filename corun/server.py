@@ -114,9 +114,10 @@ def raise_file_limit() -> None:
 
 
 def caller() -> Caller:
-    """Who makes the call that is being answered, in a handler: named by its token, else by the host it comes from."""
+    """Who makes the call that is being answered, in a handler: named by its token, else by the host it comes from.
+    Where no tokens tell callers apart, each is an operator."""
     known, peer = _call.get()
-    return known or Caller(name=peer_host(peer))
+    return known or Caller(name=peer_host(peer), is_operator=True)
 
 
 def peer_host(peer: str) -> str:

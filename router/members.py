@@ -7,10 +7,10 @@ warmed or chosen.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Generic, TypeVar
 
-from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeState, NodeStatus
+from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus, state_in_words
 from router.nodes import DecodeClient, NodeClient, PrefillClient
 from router.placement import PREFILLS_IN_FLIGHT, Need
 from router.slots import DecodeRoom, PrefillRoom
@@ -179,3 +179,19 @@ class Seat:
         if held:
             self.prefill.room.give(self._need.num_prompt, self._need.kv_key, is_computed=is_computed)
         return held
+
+
+def gap(role: NodeRole, members: Collection[Member[Any]], *, why: bool) -> str:
+    """Why no node of a role can be used; empty if one can."""
+    if not members:
+        return f"no {role.value} node has joined"
+    if any(member.takes_work for member in members):
+        return ""
+    return f"no {role.value} node is in use ({explain(members, why=why)})"
+
+
+def explain(members: Iterable[Member[Any]], *, why: bool) -> str:
+    """The states of nodes in words; why: with their details."""
+    return "; ".join(
+        f"{member.node_id} is {state_in_words(member.state, member.detail if why else '')}" for member in members
+    )

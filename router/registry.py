@@ -24,7 +24,6 @@ from corun.cluster import (
     NodeRole,
     NodeState,
     NodeStatus,
-    state_in_words,
 )
 from corun.config import RouterConfig
 from corun.contract import Contract
@@ -42,7 +41,7 @@ from corun.errors import (
 )
 from corun.models import served_name
 from router.lag import AwakeClock
-from router.members import DecodeMember, Member, PrefillMember, Seat
+from router.members import DecodeMember, Member, PrefillMember, Seat, explain, gap
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
@@ -108,6 +107,8 @@ class Registry:
         self._config = config
         self._router_id = router_id
         self._access = access
+        self._tells_why = not config.client_tokens_file
+        """Whether errors say why a node is not in use, which may name other clients' requests; statuses do."""
         self._decodes: dict[str, DecodeMember] = {}
         self._prefills: dict[str, PrefillMember] = {}
         self._refused: dict[str, Refusal] = {}
@@ -251,7 +252,7 @@ class Registry:
         would. A node that is lost, or is to end, may never come back."""
         out = {node.node_id for node in self._connected()}
         stay = [node for node in _by_id(self._decodes) if not (node.lost or node.draining or node.node_id in out)]
-        return _explain(node for node in stay if node.room.could_hold(num_tokens))
+        return explain((node for node in stay if node.room.could_hold(num_tokens)), why=self._tells_why)
 
     def could_hold(self, num_tokens: int) -> bool:
         """Whether some decode node, if only later, may have room for a sample."""
@@ -263,12 +264,17 @@ class Registry:
 
     def missing(self) -> str:
         """What is missing before any sample can start, in words; empty if nothing is."""
-        gaps = [_gap(NodeRole.PREFILL, self._prefills.values()), _gap(NodeRole.DECODE, self._decodes.values())]
+        members: dict[NodeRole, Collection[Member[Any]]] = {
+            NodeRole.PREFILL: self._prefills.values(),
+            NodeRole.DECODE: self._decodes.values(),
+        }
+        gaps = [gap(role, found, why=self._tells_why) for role, found in members.items()]
         if any(gaps):
             return "; ".join(gap for gap in gaps if gap)
         if any(self._connected()):
             return ""
-        return f"no decode node is connected to a prefill node yet ({_explain(_usable(self._decodes))})"
+        alone = explain(_usable(self._decodes), why=self._tells_why)
+        return f"no decode node is connected to a prefill node yet ({alone})"
 
     async def wait_ready(self, deadline: float) -> Model:
         """The model, once a pair of nodes is ready. Raises UnavailableError at `deadline`, on the loop's clock."""
@@ -496,16 +502,3 @@ def _by_id(members: Mapping[str, M]) -> list[M]:
 
 def _usable(members: Mapping[str, M]) -> list[M]:
     return [member for member in _by_id(members) if member.takes_work]
-
-
-def _gap(role: NodeRole, members: Collection[Member[Any]]) -> str:
-    """Why no node of a role can be used; empty if one can."""
-    if not members:
-        return f"no {role.value} node has joined"
-    if any(member.takes_work for member in members):
-        return ""
-    return f"no {role.value} node is in use ({_explain(members)})"
-
-
-def _explain(members: Iterable[Member[Any]]) -> str:
-    return "; ".join(f"{member.node_id} is {state_in_words(member.state, member.detail)}" for member in members)

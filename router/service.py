@@ -30,6 +30,7 @@ from router.generations import Generation, Generator, Request
 from router.output import Piece
 from router.registry import Model, Registry
 from router.verify import Verifier, naming_case
+from router.views import for_client
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
 REGISTRY_SERVICE = "corun.v1.RegistryService"
@@ -141,7 +142,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             audit=self._auditor.status(),
             model=None if self._registry.model is None else self._registry.model.status,
         )
-        return wire.cluster_status_to_proto(status)
+        return wire.cluster_status_to_proto(status if caller().is_operator else for_client(status))
 
     async def Verify(
         self, request: cluster_pb2.VerifyRequest, context: Context

@@ -48,7 +48,7 @@ class Fingerprint:
             return self._diff(*self.diff)
         status = self._status()
         if self.json:
-            for node in status.nodes:
+            for node in [node for node in status.nodes if node.node.contract_json]:
                 ref = {"node_id": node.node.ref.node_id, "state": node.state.value, "fingerprint": status.fingerprint}
                 print(to_line(ref | {"contract": json.loads(node.node.contract_json)}))
             return 0

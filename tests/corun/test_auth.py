@@ -107,8 +107,33 @@ def test_every_token_is_compared_whole(gate: Gate, monkeypatch: pytest.MonkeyPat
 
 def test_a_file_of_client_tokens(path: Path) -> None:
     found = tokens(path, f"alice: {ALICE} max_requests=3\n{BOB}\n")
-    assert [(token.name, token.max_requests) for token in found] == [("alice", 3), ("line-2", 0)]
+    assert [(token.name, token.max_requests) for token in found] == [("alice", 3), (found[1].name, 0)]
     assert ALICE not in repr(found)
+
+
+def test_an_unnamed_token_keeps_its_name_wherever_it_stands(path: Path) -> None:
+    """Its requests in progress, its share and its KV go by it: none of them may pass to another token."""
+    (before,) = tokens(path, f"{BOB}\n")
+    other, after = tokens(path, f"# New.\n{ALICE}\n{BOB} max_requests=1\n")
+    assert after.name == before.name
+    assert other.name != before.name
+    assert before.name.startswith("token-")
+    assert BOB not in before.name
+    assert BOB[:8] not in before.name
+
+
+def test_requests_in_progress_stay_with_their_token_when_the_file_is_edited(path: Path) -> None:
+    found = [tokens(path, f"{ALICE} max_requests=1\n")]
+    gate = Gate(cluster=CLUSTER, clients=lambda: found[0])
+    with gate.admit(GENERATE, bearer(ALICE)):
+        found[0] = tokens(path, f"{BOB} max_requests=1\n{ALICE} max_requests=1\n")
+        with gate.admit(GENERATE, bearer(BOB)):
+            pass
+        with pytest.raises(OverloadedError), gate.admit(GENERATE, bearer(ALICE)):
+            pass
+    with gate.admit(GENERATE, bearer(ALICE)):
+        pass
+    assert gate._running == {}
 
 
 def test_a_token_says_who_calls_and_what_that_client_may(path: Path) -> None:
@@ -120,10 +145,19 @@ def test_a_token_says_who_calls_and_what_that_client_may(path: Path) -> None:
         with gate.admit(GENERATE, bearer(token)) as called[token]:
             pass
     assert called[ALICE] == Caller(name="alice", weight=3, max_priority=Priority.LOW)
-    assert called[BOB] == Caller(name="line-2", max_requests=1)
-    assert called[CLUSTER] == Caller(name="cluster")
+    assert called[BOB] == Caller(name=called[BOB].name, max_requests=1)
+    assert called[CLUSTER] == Caller(name="cluster", is_operator=True)
     with Gate().admit(GENERATE, bearer(ALICE)) as nobody:
         assert nobody is None  # A token that nobody checked says nothing.
+
+
+def test_an_operators_token_says_so(path: Path) -> None:
+    gate = Gate(cluster=CLUSTER, clients=tokens(path, f"alice: {ALICE} operator weight=3\nbob: {BOB}\n"))
+    called = {}
+    for token in (ALICE, BOB):
+        with gate.admit(GENERATE, bearer(token)) as called[token]:
+            pass
+    assert [called[ALICE].is_operator, called[BOB].is_operator] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +172,9 @@ def test_a_token_says_who_calls_and_what_that_client_may(path: Path) -> None:
         (f"a: {ALICE} weight=0\n", "line 1"),
         (f"a: {ALICE} weight=1e3\n", "line 1"),
         (f"a: {ALICE} name=b\n", "line 1"),
+        (f"a: {ALICE} operator=no\n", "line 1"),
+        (f"a: {ALICE} operator operator\n", "line 1"),
+        (f"{ALICE}\n{ALICE}\n", "two equal tokens"),
         (f"a: {ALICE}\na: {BOB}\n", "two equal names"),
         (f"a: {ALICE}\nb: {ALICE}\n", "two equal tokens"),
     ],

@@ -1,0 +1,50 @@
+"""What a client that is no operator sees of the cluster's status: what serves it, and how busy that is.
+
+Owns: what is left out. That is why a node is not in use and which sample differed, since both may name another client's
+request; where models and nodes are; the values of environment variables. This module must not know who asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import PurePath
+
+from corun.cluster import ClusterStatus, NodeInfo, NodeStatus
+from corun.contract import Contract
+from corun.errors import InvalidArgumentError
+
+HIDDEN = "(hidden)"
+FOR_OPERATORS = "only an operator's token shows why"
+
+
+def for_client(status: ClusterStatus) -> ClusterStatus:
+    """The status without what is the operators' business or another client's."""
+    audit = status.audit
+    return replace(
+        status,
+        nodes=tuple(map(_status, status.nodes)),
+        audit=replace(audit, last_mismatch=FOR_OPERATORS if audit.last_mismatch else ""),
+    )
+
+
+def _status(status: NodeStatus) -> NodeStatus:
+    return replace(status, node=_node(status.node), detail=FOR_OPERATORS if status.detail else "")
+
+
+def _node(node: NodeInfo) -> NodeInfo:
+    name = PurePath(node.model).name if PurePath(node.model).is_absolute() else node.model
+    finding = HIDDEN if node.finding else ""
+    return replace(
+        node, address="", nixl=None, model=name, finding=finding, contract_json=_contract(node.contract_json)
+    )
+
+
+def _contract(text: str) -> str:
+    """The contract without the values of its variables, so that its hash is another one. Empty if it cannot be read."""
+    try:
+        contract = Contract.from_json(text)
+    except InvalidArgumentError:
+        return ""
+    names = (variable.partition("=")[0] for variable in contract.model.environment)
+    environment = tuple(f"{name}={HIDDEN}" for name in names)
+    return replace(contract, model=replace(contract.model, environment=environment)).canonical_json()
