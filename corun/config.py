@@ -139,6 +139,9 @@ class RouterConfig(MemberConfig):
     client_tokens_file: str = ""
     """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low]
     [weight=N] [operator]; empty: anyone may be a client, sees what operators see, and is told apart by its host."""
+    expected_fingerprint: str = ""
+    """Fingerprint of the contract that the cluster must keep, 64 hexadecimal digits as `corun fingerprint` shows them:
+    nodes that do not give it are not used, whoever comes first. Empty: the first node of each role decides."""
     tls_clients: bool = False
     """Clients, too, must show a certificate that tls_ca signed."""
     max_queued_samples: int = 4096
@@ -191,6 +194,7 @@ class RouterConfig(MemberConfig):
         if self.seed_key and self.seed_key_file:
             raise InvalidArgumentError("seed_key_file", self.seed_key_file, "must be empty when seed_key is given")
         _check_seed_key(self._seed_key_hex())
+        _check_fingerprint("expected_fingerprint", self.expected_fingerprint)
         self._check_clients()
         for name in (
             "max_queued_samples",
@@ -406,6 +410,11 @@ def _check_address(field: str, address: str) -> None:
 def _check_name(field: str, name: str) -> None:
     if len(name) > 128 or not all(c.isascii() and (c.isalnum() or c in "-_.") for c in name):
         raise InvalidArgumentError(field, name, "must be at most 128 letters, digits, '-', '_' or '.'")
+
+
+def _check_fingerprint(field: str, text: str) -> None:
+    if text and (len(text) != 64 or set(text) - set("0123456789abcdef")):
+        raise InvalidArgumentError(field, text, "must be 64 hexadecimal digits, in lower case, or empty")
 
 
 def _check_seed_key(seed_key: str) -> None:

@@ -12,18 +12,29 @@ from corun.params import check_name
 
 MAX_TEXT_LENGTH = 65_536
 """Characters of anything that a node says of itself."""
+MAX_OFFERED = 64
+"""Contracts that are remembered until two of them give the expected fingerprint."""
 
 
 class ClusterContract:
-    """The contract of the cluster: set by the first node of each role, for as long as the router lives."""
+    """The contract of the cluster, for as long as the router lives: that of the first node of each role, or of the
+    first two that give the expected fingerprint together."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: str = "") -> None:
         self.fingerprint = ""
         """Empty until a node of each role has joined."""
+        self._expected = expected
+        self._offered: dict[str, Contract] = {}
+        """Until two of them give the expected fingerprint: what nodes came with, by fingerprint, the newest last."""
         self._pinned: dict[NodeRole, Contract] = {}
 
-    def admit(self, contract: Contract) -> None:
-        """Raises ContractMismatchError unless `contract` is the cluster's, or is free to become it."""
+    def admit(self, contract: Contract) -> str:
+        """Empty if `contract` is the cluster's, or is free to become it; else what it waits for, in words.
+
+        Raises ContractMismatchError if it is another one.
+        """
+        if self._expected and not self._pinned and (waits := self._offer(contract)):
+            return waits
         pinned = self._pinned.get(contract.role)
         differences = diff(pinned, contract) if pinned else self._model_differences(contract)
         if differences:
@@ -31,6 +42,41 @@ class ClusterContract:
         self._pinned[contract.role] = contract
         if len(self._pinned) == len(NodeRole) and not self.fingerprint:
             self.fingerprint = pair_fingerprint(self._pinned[NodeRole.PREFILL], self._pinned[NodeRole.DECODE])
+        return ""
+
+    def _offer(self, contract: Contract) -> str:
+        """Pins the contract with one of the other role, if both give the expected fingerprint. One alone cannot be told
+        from a wrong one, and a wrong one that came first must refuse no right one.
+
+        Returns and raises as `admit` does.
+        """
+        self._remember(contract)
+        errors: list[ContractMismatchError] = []
+        for other in reversed([other for other in self._offered.values() if other.role is not contract.role]):
+            pair = {each.role: each for each in (contract, other)}
+            try:
+                found = pair_fingerprint(pair[NodeRole.PREFILL], pair[NodeRole.DECODE])
+            except ContractMismatchError as error:
+                errors.append(error)
+                continue
+            if found == self._expected:
+                self._pinned, self._offered = pair, {}
+                return ""
+            text = (
+                f"with the contract of a {other.role.value} node it does not give the fingerprint that is expected here"
+            )
+            errors.append(ContractMismatchError(text, {"fingerprint": (self._expected, found)}))
+        if errors:
+            raise errors[0]
+        missing = next(role for role in NodeRole if role is not contract.role)
+        return f"it waits for a {missing.value} node, to give the expected fingerprint {self._expected} with it"
+
+    def _remember(self, contract: Contract) -> None:
+        fingerprint = contract.fingerprint()
+        self._offered.pop(fingerprint, None)
+        self._offered[fingerprint] = contract
+        if len(self._offered) > MAX_OFFERED:
+            del self._offered[next(iter(self._offered))]  # Its node comes with it again.
 
     def _model_differences(self, contract: Contract) -> dict[str, tuple[str, str]]:
         everything = [diff(other, contract) for other in self._pinned.values()]

@@ -45,6 +45,7 @@ from router.members import DecodeMember, Member, PrefillMember, Seat, explain, g
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
+from router.refusals import Refusals
 from router.text import VERSION, Tokenizer
 from router.warmup import Pairs, spawn, until_done
 
@@ -81,15 +82,6 @@ class Model:
         return ModelStatus(name=self.name, max_model_len=self.max_model_len, max_prompt_bytes=most_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """A node that may not join."""
-
-    info: NodeInfo
-    detail: str
-    at: float
-
-
 class Registry:
     """The nodes of one router.
 
@@ -97,7 +89,7 @@ class Registry:
     """
 
     def __init__(self, config: RouterConfig, router_id: str, access: Access = OPEN) -> None:
-        self.contract = ClusterContract()
+        self.contract = ClusterContract(config.expected_fingerprint)
         self.model: Model | None = None
         """Known once a tokenizer has been loaded."""
         self.mismatches = 0
@@ -111,7 +103,7 @@ class Registry:
         """Whether errors say why a node is not in use, which may name other clients' requests; statuses do."""
         self._decodes: dict[str, DecodeMember] = {}
         self._prefills: dict[str, PrefillMember] = {}
-        self._refused: dict[str, Refusal] = {}
+        self._refused = Refusals(FORGET_AFTER_S)
         self._dead: dict[str, deque[str]] = {}  # Generations that were replaced, by node id.
         self._quarantined: dict[NodeRef, str] = {}  # With the reason. Rare, so never forgotten.
         self._pairs = Pairs(self.changed)
@@ -136,6 +128,7 @@ class Registry:
         Raises:
             InvalidArgumentError: the node's own description is not complete.
             ContractMismatchError: its contract differs from the cluster's; the error has the fields.
+            UnavailableError: it failed its self-test, or its contract waits for that of another node.
             StaleGenerationError: this generation was replaced before.
             DataLossError: this generation may have given wrong bits.
             OverloadedError: there are as many nodes as there may be.
@@ -143,7 +136,7 @@ class Registry:
         check_info(info)
         self._check_room(info.ref.node_id)
         if info.ref in self._quarantined and self._member(info.ref.node_id) is None:
-            self._refuse(info, self._quarantined[info.ref])  # Else its member says so in the status.
+            self._refused.note(info, self._quarantined[info.ref])  # Else its member says so in the status.
         self._check_trusted(info.ref)
         self._check_alive(info.ref)
         known = self._member(info.ref.node_id)
@@ -288,18 +281,7 @@ class Registry:
         """Every node, prefill first, by id."""
         now = _now()
         nodes: list[Member[Any]] = [*_by_id(self._prefills), *_by_id(self._decodes)]
-        found = [node.status(now) for node in nodes]
-        refused = [
-            NodeStatus(
-                node=refusal.info,
-                load=NodeLoad(),
-                state=NodeState.REFUSED,
-                detail=refusal.detail,
-                last_heartbeat_ms=round(1000 * (now - refusal.at)),
-            )
-            for _, refusal in sorted(self._refused.items())
-        ]
-        return (*found, *refused)
+        return (*(node.status(now) for node in nodes), *self._refused.statuses())
 
     async def close(self) -> None:
         """Gives every node up, after what is held there has been given back."""
@@ -363,7 +345,7 @@ class Registry:
         return self._decodes.get(node_id) or self._prefills.get(node_id)
 
     def _check_room(self, node_id: str) -> None:
-        known = self._decodes.keys() | self._prefills.keys() | self._refused.keys()
+        known = self._decodes.keys() | self._prefills.keys() | set(self._refused)
         if node_id not in known and len(known) >= MAX_NODES:
             raise OverloadedError(f"{len(known)} nodes are known here, as many as may be", FORGET_AFTER_S)
 
@@ -392,17 +374,14 @@ class Registry:
                 raise InvalidArgumentError("node.contract_json", contract.role.value, f"must be {info.role.value}")
             if info.finding:
                 raise UnavailableError(f"node {info.ref} failed its self-test: {info.finding}")
-            self.contract.admit(contract)
+            waits = self.contract.admit(contract)
         except CorunError as error:
-            self._refuse(info, str(error))
+            self._refused.note(info, str(error))
             raise
-        self._refused.pop(info.ref.node_id, None)
-
-    def _refuse(self, info: NodeInfo, detail: str) -> None:
-        if info.ref.node_id not in self._refused:
-            log.warning("node %s is refused: %s", info.ref, detail)
-            asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget_refused, info.ref.node_id)
-        self._refused[info.ref.node_id] = Refusal(info=info, detail=detail, at=_now())
+        if waits:
+            self._refused.note(info, waits, NodeState.JOINING)
+            raise UnavailableError(f"node {info.ref} is not in use yet: {waits}")
+        self._refused.drop(info.ref.node_id)
 
     def _add(self, info: NodeInfo) -> None:
         member: Member[Any]
@@ -480,16 +459,6 @@ class Registry:
             del self._decodes[member.node_id]
         if self._prefills.get(member.node_id) is member:
             del self._prefills[member.node_id]
-
-    def _forget_refused(self, node_id: str) -> None:
-        refusal = self._refused.get(node_id)
-        if refusal is None:
-            return
-        left = refusal.at + FORGET_AFTER_S - _now()
-        if left > 0:  # It has tried again since.
-            asyncio.get_running_loop().call_later(left, self._forget_refused, node_id)
-        else:
-            del self._refused[node_id]
 
 
 def _now() -> float:

@@ -11,10 +11,10 @@ from corun.config import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
 from router.members import Seat
-from router.pinned import ClusterContract
+from router.pinned import MAX_OFFERED, ClusterContract
 from router.placement import Need
 from router.registry import Registry
-from tests.fakes import cluster, contract, router_config
+from tests.fakes import cluster, contract, generate, router_config
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 
@@ -61,6 +61,68 @@ def test_roles_share_the_model_part_only(model: str) -> None:
     assert caught.value.differences == {"model.dtype": ("float32", "bfloat16")}
     pinned.admit(contract(P, model))
     assert pinned.fingerprint
+
+
+def test_an_expected_fingerprint_waits_for_the_pair_that_gives_it(model: str) -> None:
+    """Whoever comes first: a wrong node must not pin the contract for the router's life."""
+    right, wrong = contract(D, model), contract(D, model, slots=16)
+    expected, other = (pair_fingerprint(contract(P, model), decode) for decode in (right, wrong))
+    pinned = ClusterContract(expected)
+    assert "waits for a prefill node" in pinned.admit(wrong)
+    with pytest.raises(ContractMismatchError) as caught:
+        pinned.admit(contract(P, model))
+    assert caught.value.differences == {"fingerprint": (expected, other)}
+    assert expected in str(caught.value)
+    assert other in str(caught.value)
+    with pytest.raises(ContractMismatchError, match=other):
+        pinned.admit(wrong)
+    assert pinned.fingerprint == ""
+    assert pinned.admit(right) == ""
+    assert pinned.fingerprint == expected
+    assert pinned.admit(contract(P, model)) == ""
+    with pytest.raises(ContractMismatchError) as caught:
+        pinned.admit(wrong)
+    assert caught.value.differences == {"decode.slots": ("8", "16")}
+
+
+def test_contracts_of_other_models_cannot_give_the_expected_fingerprint(model: str) -> None:
+    pinned = ClusterContract(pair_fingerprint(contract(P, model), contract(D, model)))
+    assert pinned.admit(contract(P, model))
+    with pytest.raises(ContractMismatchError) as caught:
+        pinned.admit(contract(D, model, driver="2"))
+    assert caught.value.differences == {"model.driver": ("", "2")}
+    assert pinned.admit(contract(D, model)) == ""
+
+
+def test_few_contracts_are_remembered(model: str) -> None:
+    pinned = ClusterContract("e" * 64)
+    for slots in range(1, 200):
+        pinned.admit(contract(D, model, slots=slots))
+    assert len(pinned._offered) == MAX_OFFERED
+
+
+async def test_a_router_that_expects_a_fingerprint_serves_with_no_other(model: str) -> None:
+    expected = pair_fingerprint(contract(P, model), contract(D, model))
+    async with cluster(model, prefills=0, decodes=0, expected_fingerprint=expected) as fake:
+        await fake.add_decode("wrong", slots=16)
+        await fake.until(lambda: "waits for a prefill node" in fake.detail("wrong"))
+        assert fake.state("wrong") is NodeState.JOINING
+        await fake.add_prefill("p1")
+        await fake.until(lambda: fake.state("p1") is NodeState.REFUSED)
+        assert expected in fake.detail("p1")
+        await fake.add_decode("d1")
+        await fake.ready("p1", "d1")
+        assert fake.router.registry.contract.fingerprint == expected
+        await fake.until(lambda: fake.state("wrong") is NodeState.REFUSED)
+        (output,) = await generate(fake, (5, 6, 7), seed=1)
+        assert output.receipt.fingerprint == expected
+
+
+@pytest.mark.parametrize("value", ["f" * 63, "F" * 64, "f" * 65, "x"])
+def test_a_fingerprint_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="64 hexadecimal digits") as caught:
+        RouterConfig(expected_fingerprint=value)
+    assert caught.value.field == "expected_fingerprint"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""The nodes that may not join, or not yet, for the cluster's status: who, why, and until when they are remembered.
+
+This module must not know what the reasons are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from corun.cluster import NodeInfo, NodeLoad, NodeState, NodeStatus
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A node that may not join."""
+
+    info: NodeInfo
+    state: NodeState
+    """REFUSED, or JOINING where that may change by itself."""
+    detail: str
+    at: float
+
+
+class Refusals:
+    """Refusals by node id, each for `keep_s` seconds after the node's last try."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._known: dict[str, Refusal] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def note(self, info: NodeInfo, detail: str, state: NodeState = NodeState.REFUSED) -> None:
+        """A node has tried to join, in vain."""
+        node_id, known = info.ref.node_id, self._known.get(info.ref.node_id)
+        if known is None:
+            asyncio.get_running_loop().call_later(self._keep_s, self._forget_late, node_id)
+        if known is None or known.detail != detail:
+            log.warning("node %s is %s: %s", info.ref, state.value, detail)
+        self._known[node_id] = Refusal(info=info, state=state, detail=detail, at=_now())
+
+    def drop(self, node_id: str) -> None:
+        """The node has joined."""
+        self._known.pop(node_id, None)
+
+    def statuses(self) -> Iterator[NodeStatus]:
+        """By node id."""
+        for _, refusal in sorted(self._known.items()):
+            yield NodeStatus(
+                node=refusal.info,
+                load=NodeLoad(),
+                state=refusal.state,
+                detail=refusal.detail,
+                last_heartbeat_ms=round(1000 * (_now() - refusal.at)),
+            )
+
+    def _forget_late(self, node_id: str) -> None:
+        refusal = self._known.get(node_id)
+        if refusal is None:
+            return
+        left = refusal.at + self._keep_s - _now()
+        if left > 0:  # It has tried again since.
+            asyncio.get_running_loop().call_later(left, self._forget_late, node_id)
+        else:
+            del self._known[node_id]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
