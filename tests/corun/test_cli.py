@@ -685,6 +685,26 @@ def test_verify_runs_what_an_audit_found(corun: Any, fake: FakeCluster, reproduc
     assert corun("verify", "--reproduction", reproduction).code == 3
 
 
+def test_verify_sees_an_end_for_another_reason_in_what_an_audit_found(
+    corun: Any, fake: FakeCluster, reproduction: Path
+) -> None:
+    """The bits of both runs were equal, so only why they ended can tell who was wrong."""
+    (row,) = read_rows(reproduction)
+    row["audit"]["receipt"]["finish_reason"] = "stop"
+    write_rows(reproduction, row)
+    assert corun("verify", "--reproduction", reproduction).code == 0
+    fake.stopping = {Condition.ALONE}
+    done = corun("verify", "--reproduction", reproduction, "--json", "--conditions", "alone")
+    assert done.code == 3
+    (difference,) = json.loads(done.out)["differences"]
+    assert difference["reason"] == "its finish reason was length, is stop, as the audit did"
+
+
+def test_verify_sends_the_text_of_a_prompt_to_be_tokenized_again(corun: Any, fake: FakeCluster, results: Path) -> None:
+    assert corun("verify", results).code == 0
+    assert [case.text for case in fake.verified[0].cases if case.text] == [PROMPT]
+
+
 def test_verify_refuses_what_is_no_reproduction(corun: Any, results: Path, reproduction: Path, tmp_path: Path) -> None:
     assert "must be a file that an audit wrote" in corun("verify", "--reproduction", results).err
     assert corun("verify", "--reproduction", write_rows(tmp_path / "empty")).code == 2
