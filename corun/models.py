@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from corun import stages
 from corun.errors import InvalidArgumentError, UnavailableError
 
 NOT_NEEDED = ["original/*", "*.gguf", "*.pth"]
@@ -46,6 +47,7 @@ def downloaded(model: str) -> str:
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
+    stages.enter(f"fetching {model} from the hub")
     try:
         return str(snapshot_download(model, ignore_patterns=NOT_NEEDED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corun import guard
+from corun.stages import Reader
 
 USAGE_ERROR = 2
 """The exit code of a process whose configuration is wrong: another start would end the same way."""
@@ -49,6 +50,8 @@ class ProcessStatus:
     """Since the supervisor started."""
     detail: str = ""
     """How it last died, with the last lines of its log; empty if it never did."""
+    doing: str = ""
+    """The stage of its start that it says it is in; empty: it says nothing of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,7 @@ class Supervisor:
         self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(grace_s), *argv]
         self._log = log
         self._log_start = 0  # Where what the process of now says begins.
+        self._stages = Reader(log)
         self._policy = policy or RestartPolicy()
         self._env = dict(os.environ if env is None else env)
         self._lock = threading.Lock()
@@ -99,7 +103,10 @@ class Supervisor:
 
     def status(self) -> ProcessStatus:
         """What the process is doing now."""
-        return self._status
+        status = self._status
+        if status.state is not ProcessState.RUNNING:
+            return status
+        return replace(status, doing=self._stages.stage(self._log_start))
 
     def stop(self) -> None:
         """Asks the process to end and returns at once; asking again kills it. `status` tells when it has ended."""

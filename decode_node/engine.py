@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from corun import stages
 from corun.cluster import FinishReason, KvReads, NixlEndpoint, NodeRole
 from corun.config import DecodeConfig
 from corun.contract import Contract
@@ -308,6 +309,7 @@ async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:
     """
     if not wanted:
         return []
+    stages.enter("testing smaller steps")
     ranks: list[list[int]] = await base.call_workers(llm, "certify_rows", timeout_s=base.CERTIFY_TIMEOUT_S)
     common = sorted(set.intersection(*map(set, ranks)))
     await base.call_workers(llm, "use_rows", common, timeout_s=base.OBSERVE_TIMEOUT_S)

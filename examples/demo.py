@@ -23,7 +23,6 @@ from typing import Any
 from rich.console import Console
 
 from corun import AsyncClient, CorunError, Generation, SamplingParams
-from corun.cluster import NodeRef
 from corun.generation import Assembler
 from corun.processes import descendants, living
 from corun.rows import result_row, to_line
@@ -120,15 +119,12 @@ async def stream(client: AsyncClient, index: int) -> Generation:
 
 
 def show_receipts(done: list[Generation]) -> None:
+    """A line each, of at most 80 columns."""
     for index, receipt in enumerate(generation.receipt for generation in done):
-        nodes = f"{short(receipt.prefill_node)} → {short(receipt.decode_node)}"
         ended = f"{receipt.num_output_tokens:>2} tokens, {receipt.finish_reason.value:<6}"
-        console.print(f"{index:>4} │ seed {receipt.seed:<19} │ {ended} │ bits {receipt.output_digest[:12]} │ {nodes}")
+        nodes = f"{receipt.prefill_node.node_id} → {receipt.decode_node.node_id}"
+        console.print(f"{index:>4} │ {receipt.seed:<19} │ {ended} │ {receipt.output_digest[:8]} │ {nodes}")
     console.print(f"contract fingerprint {done[0].receipt.fingerprint}")
-
-
-def short(node: NodeRef) -> str:
-    return f"{node.node_id}@{node.generation[:4]}"
 
 
 def verify(address: str, done: list[Generation]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Owns the list of commands, their help and what an error means to a shell. This m
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -113,7 +114,7 @@ def parse(argv: Sequence[str]) -> Command:
     """The command of a command line."""
     for words in (2, 1):
         name = " ".join(argv[:words])
-        if len(argv) >= words and name in COMMANDS:
+        if len(argv) >= words and name in COMMANDS and not _is_mistyped(name, argv[words:]):
             command = COMMANDS[name]
             if command is BenchServe and not {"-h", "--help"} & set(argv[words:]):  # Its options are vLLM's.
                 return BenchServe(tuple(argv[words:]))
@@ -123,8 +124,24 @@ def parse(argv: Sequence[str]) -> Command:
     if list(argv) == ["--version"]:
         print(f"corun {corun.__version__}")
         raise SystemExit(OK)
+    if argv and not argv[0].startswith("-"):
+        raise SystemExit(_fail(_mistyped(argv), USAGE))
     _show_commands(argv)
     raise SystemExit(USAGE)
+
+
+def _is_mistyped(name: str, rest: Sequence[str]) -> bool:
+    """Whether a word follows a command that takes none, but has commands of its own."""
+    return name == "bench" and bool(rest) and not rest[0].startswith("-")
+
+
+def _mistyped(argv: Sequence[str]) -> str:
+    """What to say of words that name no command."""
+    group, word = ("bench ", argv[1]) if argv[0] == "bench" else ("", argv[0])
+    known = [name.removeprefix(group) for name in COMMANDS if name.startswith(group) and " " not in name[len(group) :]]
+    if near := difflib.get_close_matches(word, known, n=1):
+        return f"'{group}{word}' is no command; perhaps you meant: corun {group}{near[0]}"
+    return f"'{group}{word}' is no command: it must be one of {', '.join(known)}"
 
 
 def exit_code(error: CorunError) -> int:

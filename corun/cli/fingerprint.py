@@ -131,7 +131,8 @@ def _explain(contracts: Contracts) -> None:
     del parts["role"]
     rows = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
     for name, value in rows.items():
-        table.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        table.add_row(name, text or "(none)")
     _console().print(table)
 
 

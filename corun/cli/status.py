@@ -154,7 +154,7 @@ class _Squares:
 
 def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("node", "role", "state", "generation", "load", "done", "heard"):
+    for name in ("node", "role", "state", "load", "done", "heard"):
         table.add_column(name, overflow="fold")  # Nothing is cut off, however narrow the terminal.
     for status in nodes:
         node = status.node
@@ -163,7 +163,7 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
             state.stylize(_STYLES[status.state], 0, len(status.state.value))
         ref = node.ref
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
-        table.add_row(ref.node_id, node.role.value, state, ref.generation, _load(status), _done(status), heard)
+        table.add_row(f"{ref.node_id}\n@{ref.generation}", node.role.value, state, _load(status), _done(status), heard)
     return table
 
 

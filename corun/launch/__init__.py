@@ -47,6 +47,15 @@ def run(
     logs.mkdir(parents=True, exist_ok=True)
     say = Progress()
     say(f"logs in {logs}")
+    code = _until_stopped(spec, say, logs, ray_address=ray_address, modules=modules)
+    say(f"ended: every process has stopped; logs in {logs}")
+    return code
+
+
+def _until_stopped(
+    spec: ClusterSpec, say: Progress, logs: Path, *, ray_address: str | None, modules: Mapping[str, str]
+) -> int:
+    say("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
     with StopSignals() as signals, runtime.started(ray_address, signals):
         cluster = Cluster(spec, logs, say, modules, joined=ray_address is not None)
         try:

@@ -34,6 +34,7 @@ from corun.launch.members import (
 from corun.launch.placement import Shares, on_joined, on_own
 from corun.launch.progress import Progress
 from corun.launch.reconcile import failure, in_turn, steps
+from corun.launch.starting import Starting, next_steps
 from corun.signals import StopSignals
 from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
@@ -79,6 +80,7 @@ class Cluster:
         self._deaths: dict[Member, int] = {}  # That the user has been told of.
         self._shares: Shares
         self._changes = Changes()
+        self._starting = Starting(say)
         # A router that is started again has to give the same seeds, so that clients can go on.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
 
@@ -131,6 +133,7 @@ class Cluster:
                 self._tell_processes(statuses)
                 for pool, heard in answers:
                     self._hear(pool, heard)
+                self._tell_start(statuses)
                 self._conclude(control, statuses)
                 time.sleep(_POLL_S)
 
@@ -200,6 +203,14 @@ class Cluster:
         if (failed := failure(members(self._spec), statuses, ready)) is not None:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
 
+    def _tell_start(self, statuses: Mapping[Member, ProcessStatus]) -> None:
+        """What the nodes do that no router has in use yet, until all are."""
+        if all(pool.ready for pool in self._pools.values()):
+            return
+        used = set[str]().union(*(nodes for pool in self._pools.values() for nodes in pool.in_use))
+        nodes = {member: status for member, status in statuses.items() if not member.is_router}
+        self._starting.tell({m.name: status.doing for m, status in nodes.items() if m.name not in used})
+
     def _ask(self, spec: PoolSpec) -> list[ClusterStatus]:
         """What a pool's routers say of its nodes, as far as they answer."""
         return [status for client in self._pools[spec.name].clients if (status := _status(client)) is not None]
@@ -223,6 +234,7 @@ class Cluster:
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
             with suppress(BrokenPipeError):
                 print(line if len(self._pools) == 1 else f"{line}, pool {spec.name}", flush=True)
+            self._say("try, in another terminal:\n" + "\n".join(f"  {c}" for c in next_steps(spec, pool.addresses[0])))
 
     def _tell_nodes(self, nodes: Mapping[str, NodeStatus], *, is_ready: bool) -> None:
         """By their ids."""

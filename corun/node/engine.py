@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from corun import stages
 from corun.cluster import NixlEndpoint, NodeRole
 from corun.config import NodeConfig, is_loopback
 from corun.contract import Contract
@@ -111,6 +112,7 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
         devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
         os.environ["CUDA_VISIBLE_DEVICES"] = pin.own_gpus_first(visible, devices)
     pin.environment(os.environ)  # Refuses now what it would refuse after a minute of loading.
+    stages.enter("importing vLLM")
 
 
 def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint, **extra: Any) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
+    stages.enter("starting the engine")
     producer = role is NodeRole.PREFILL
     transfer = KVTransferConfig(
         kv_connector="CorunNixlConnector",
@@ -301,6 +304,7 @@ async def certify(llm: Any) -> str:
     Returns:
         What moved a bit, and in which stage of the model first; empty if nothing did.
     """
+    stages.enter("testing itself: every layer, bit by bit")
     began = time.monotonic()
     differences: list[str] = await call_workers(llm, "certify", timeout_s=CERTIFY_TIMEOUT_S)
     finding = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(differences) if found)

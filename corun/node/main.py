@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from prometheus_client import Metric
 
-from corun import tracing
+from corun import stages, tracing
 from corun.auth import Gate
 from corun.channel import Access
 from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
@@ -276,6 +276,7 @@ async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, ob
     interpreter ends has been seen to keep it from ending.
     """
     code = 0
+    stages.enter("joining the routers")
     try:
         await live(config, role, stop, observation)
     except CorunError as error:

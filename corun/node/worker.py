@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.utils.import_utils import has_deep_gemm
 
+from corun import stages
 from corun.node import pin, processor, switches
 
 if current_platform.is_cpu():
@@ -53,8 +54,18 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
+        stages.enter("loading the weights")
         super().load_model(**kwargs)
+        stages.enter("hashing the weights")
         self.weights_digest = weights_digest(self.model_runner.get_model())
+
+    def determine_available_memory(self) -> Any:
+        stages.enter("compiling, and measuring memory for KV")
+        return super().determine_available_memory()
+
+    def compile_or_warm_up_model(self) -> Any:
+        stages.enter("warming up, and capturing graphs")
+        return super().compile_or_warm_up_model()
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         # vLLM's connector moves the CPU worker's main thread, which computes, to one reserved core

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -17,9 +19,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from corun.cli import COMMANDS, main, up
 from corun.cli.generate import for_terminal
+from corun.cli.status import picture
 from corun.cli.up import Up
 from corun.cluster import GONE_AS_PLANNED, AuditStatus, Condition, NodeRole, NodeState
 from corun.errors import (
@@ -99,6 +103,47 @@ def test_usage_errors_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]
         main(argv)
     assert caught.value.code == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["stauts"], "perhaps you meant: corun status"),
+        (["genrate", "x"], "perhaps you meant: corun generate"),
+        (["bench", "reprot"], "perhaps you meant: corun bench report"),
+        (["frobnicate"], "must be one of up, scale, gateway"),
+        (["bench", "frobnicate"], "it must be one of compare, report, kernels, router, serve"),
+    ],
+)
+def test_a_mistyped_command_says_what_was_meant(
+    argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert (error.count("\n"), meant in error) == (1, True), error
+
+
+def test_the_node_table_fits_80_columns(fake: FakeCluster) -> None:
+    nodes = [
+        replace(node, load=replace(node.load, tokens=1_234_567, steps=123_456, used_kv_blocks=12_345))
+        for node in fake.status.nodes
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(picture(replace(fake.status, nodes=tuple(nodes)), fake.address))
+    text = console.export_text()
+    for node in fake.status.nodes:
+        assert node.node.ref.generation in text
+        assert re.search(rf"^{node.node.ref.node_id} .* ago *$", text, flags=re.MULTILINE), text
+
+
+def test_an_empty_field_of_a_contract_says_so(corun: Any, fake: FakeCluster) -> None:
+    nodes = [
+        replace(n, node=replace(n.node, contract_json=contract(n.node.role, driver=""))) for n in fake.status.nodes
+    ]
+    fake.status = replace(fake.status, nodes=tuple(nodes))
+    assert re.search(r"^model\.driver +\(none\)$", corun("fingerprint", "--explain").out, flags=re.MULTILINE)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from corun.launch.cluster import Cluster
+from corun.launch.cluster import Cluster, _Pool
 from corun.launch.members import members
 from corun.launch.progress import Progress
 from corun.spec import ClusterSpec, PoolSpec
@@ -36,6 +37,19 @@ ALL = [
     "prefill-0: waiting: exit code 1",
     "prefill-0: process 8, start 2",
 ]
+
+
+def test_what_a_node_does_is_told_until_it_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(SPEC, Path("logs"), Progress())
+    cluster._pools = {"main": _Pool(("a:1",), ("a",))}
+    loading = replace(RUNS, doing="loading the weights")
+    cluster._tell_start({members(SPEC)[0]: replace(RUNS, doing="listening"), PREFILL: loading})
+    assert capsys.readouterr().err.endswith("] prefill-0: loading the weights\n")
+    cluster._pools["main"].in_use = ({"prefill-0"},)
+    cluster._tell_start({PREFILL: replace(RUNS, doing="something else")})
+    cluster._pools["main"] = _Pool(("a:1",), ("a",), ready=True)
+    cluster._tell_start({PREFILL: replace(RUNS, doing="something else")})
+    assert capsys.readouterr().err == ""
 
 
 def test_a_death_is_told(capsys: pytest.CaptureFixture[str]) -> None:

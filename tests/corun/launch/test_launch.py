@@ -128,6 +128,10 @@ def test_starts_restarts_and_stops(launch: Callable[..., Launch]) -> None:
     cluster.process.terminate()
     assert cluster.process.wait(60) == 0, cluster.output.read_text()
     assert living(tree) == []
+    assert cluster.said(
+        r"try, in another terminal:\n  corun generate 'Once upon a time' --seed 42 --router 127\.0\.0\.1:\d+$"
+    )
+    assert cluster.said(r"ended: every process has stopped; logs in \S+\n\Z")
 
 
 def test_nothing_outlives_a_killed_launch(launch: Callable[..., Launch]) -> None:
