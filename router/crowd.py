@@ -20,7 +20,7 @@ from corun.receipt import OutputDigest, prompt_digest
 from corun.seeds import MAX_SEED
 from router.failover import Sample
 from router.idle import SPARE_SLOTS, IdleRun, IdleRuns
-from router.registry import Model
+from router.prompts import Model
 
 MAX_FILLER_PROMPT = 48
 """Tokens."""

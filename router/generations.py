@@ -37,8 +37,8 @@ from router.admission import AdmissionQueue
 from router.failover import Sample, SampleRunner
 from router.lanes import Ticket
 from router.output import Outbox, Piece, SampleOutput
-from router.prompts import PromptEncoder
-from router.registry import Model, Registry
+from router.prompts import Model, PromptEncoder
+from router.registry import Registry
 
 log = logging.getLogger(__name__)
 
@@ -196,9 +196,9 @@ class Generator:
             limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"
             raise InvalidArgumentError("sampling_params.max_tokens", params.max_tokens, limit)
 
-    async def is_text_of(self, text: str, prompt: tuple[int, ...], model: Model) -> bool:
+    async def is_text_of(self, text: str, prompt: tuple[int, ...], model: Model, deadline: float) -> bool:
         """Whether a request with this text would be computed from these token ids."""
-        return await self._token_ids(text, model) == prompt
+        return await self._texts.encode(text, model, deadline) == prompt
 
     def start(self, samples: Sequence[Sample]) -> Generation:
         """Queues the samples of one request, in order, and runs them. Raises OverloadedError if the queue is full."""

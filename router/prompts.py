@@ -1,16 +1,18 @@
 """Text prompts to token ids: bounded by the model before any work, beside the event loop, few at a time.
 
-Owns: how long a text may be, the two threads that tokenize, and who waits for them. This module must not know samples,
-queues or nodes.
+Owns: what the router knows of the model, how long a text may be, the two threads that tokenize, and who waits for them.
+This module must not know samples, queues or nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+from corun.cluster import ModelStatus
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, Shown
-from router.registry import Model
+from router.text import Tokenizer
 
 SHORT = 512
 """Bytes of a text that is tokenized in the event loop itself: about a millisecond."""
@@ -24,10 +26,27 @@ TOKEN_BYTES = 8
 each token that the model takes, if that is more. Hardly any text that fits a model is longer."""
 
 
-def longest_text(model: Model) -> int:
-    """Bytes that a text prompt may have: what fits the model if every token is its longest, and memory."""
-    fits = model.max_model_len * model.tokenizer.max_token_bytes
-    return min(fits, max(LARGEST, model.max_model_len * TOKEN_BYTES))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What the router needs to know of the cluster's model."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    """Tokens, prompt and output together."""
+    name: str
+    """What clients call it."""
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        """UTF-8 bytes that a text prompt may have: what fits the model if every token is its longest, and memory."""
+        fits = self.max_model_len * self.tokenizer.max_token_bytes
+        return min(fits, max(LARGEST, self.max_model_len * TOKEN_BYTES))
+
+    @property
+    def status(self) -> ModelStatus:
+        """What clients are told of it."""
+        return ModelStatus(name=self.name, max_model_len=self.max_model_len, max_prompt_bytes=self.max_prompt_bytes)
 
 
 class PromptEncoder:
@@ -47,7 +66,7 @@ class PromptEncoder:
             DeadlineError: it was not its turn, or not done, before `deadline`, on the loop's clock.
         """
         size = len(text.encode())
-        if size > (limit := longest_text(model)):
+        if size > (limit := model.max_prompt_bytes):
             text_limit = f"must be at most {limit} bytes with this model of {model.max_model_len} tokens"
             raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), f"{text_limit}; token ids may be more")
         if size <= SHORT:

@@ -10,14 +10,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from corun.channel import OPEN, Access
 from corun.cluster import (
     GONE_AS_PLANNED,
     Demand,
-    ModelStatus,
     NodeInfo,
     NodeLoad,
     NodeRef,
@@ -45,6 +43,7 @@ from router.members import DecodeMember, Member, PrefillMember, Seat, explain, g
 from router.nodes import DecodeClient, PrefillClient
 from router.pinned import ClusterContract, check_info
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
+from router.prompts import Model
 from router.refusals import Refusals
 from router.text import VERSION, Tokenizer
 from router.warmup import Pairs, spawn, until_done
@@ -62,24 +61,6 @@ MAX_NODES = 4096
 M = TypeVar("M", bound=Member[Any])
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """What the router needs to know of the cluster's model."""
-
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_model_len: int
-    """Tokens, prompt and output together."""
-    name: str
-    """What clients call it."""
-
-    @property
-    def status(self) -> ModelStatus:
-        """What clients are told of it."""
-        most_bytes = self.max_model_len * self.tokenizer.max_token_bytes
-        return ModelStatus(name=self.name, max_model_len=self.max_model_len, max_prompt_bytes=most_bytes)
 
 
 class Registry:

@@ -28,7 +28,8 @@ from router.audit import Auditor
 from router.failover import Sample, SampleRunner
 from router.generations import Generation, Generator, Request
 from router.output import Piece
-from router.registry import Model, Registry
+from router.prompts import Model
+from router.registry import Registry
 from router.verify import Verifier, naming_case
 from router.views import for_client
 

@@ -25,7 +25,8 @@ from router.crowd import Crowd, Fillers
 from router.failover import Sample
 from router.generations import Generator
 from router.idle import SPARE_SLOTS, IdleRuns
-from router.registry import Model, Registry
+from router.prompts import Model
+from router.registry import Registry
 
 LONGEST_S = 900.0
 """Longest verification: who has more to verify comes again, and others had their turn."""
@@ -108,7 +109,7 @@ class Verifier:
             deadline = min(deadline, asyncio.get_running_loop().time() + LONGEST_S)
             model = await self._generator.model(deadline)
             self._check_conditions(conditions)
-            changed = await self._check(cases, model)
+            changed = await self._check(cases, model, deadline)
             judge, done = Judge(cases), 0
             for condition in conditions:
                 rng = random.Random(f"{order_seed} {condition.value}")  # Text seeds are stable across processes.
@@ -241,13 +242,14 @@ class Verifier:
             if condition in conditions[:index]:
                 raise InvalidArgumentError(f"conditions[{index}]", condition.value, "must be given once")
 
-    async def _check(self, cases: Sequence[VerifyCase], model: Model) -> list[int]:
+    async def _check(self, cases: Sequence[VerifyCase], model: Model, deadline: float) -> list[int]:
         """The cases whose text is not that of their prompt. Raises InvalidArgumentError for one that cannot be run."""
         changed = []
         for index, case in enumerate(cases):
             with naming_case(index):
                 self._check_case(case, model)
-                if case.text and not await self._generator.is_text_of(case.text, case.prompt_token_ids, model):
+                prompt = case.prompt_token_ids
+                if case.text and not await self._generator.is_text_of(case.text, prompt, model, deadline):
                     changed.append(index)
             await asyncio.sleep(0)  # Streams go on meanwhile.
         return changed

@@ -15,8 +15,9 @@ from typing import Any
 from corun.cluster import NodeRole
 from corun.config import NodeConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
+from corun.extras import ENGINES
 from corun.node import pin
-from corun.node.engine import DISTRIBUTIONS, EngineFacts, vllm_distribution
+from corun.node.engine import EngineFacts, vllm_distribution
 
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.platform_plugins")
 """Entry points that vLLM calls by itself (plugins/__init__.py, v1/sample/logits_processor/__init__.py)."""
@@ -117,5 +118,5 @@ def _kernel_libraries(seen: Mapping[str, Any]) -> tuple[str, ...]:
 def _plugins() -> tuple[str, ...]:
     """Installed code that vLLM runs by itself, but for its own: "group name object distribution version"."""
     found = [entry for group in PLUGIN_GROUPS for entry in metadata.entry_points(group=group)]
-    owned = [(entry, entry.dist) for entry in found if entry.dist and entry.dist.name not in DISTRIBUTIONS]
+    owned = [(entry, entry.dist) for entry in found if entry.dist and entry.dist.name not in ENGINES.values()]
     return tuple(sorted(f"{one.group} {one.name} {one.value} {dist.name} {dist.version}" for one, dist in owned))

@@ -89,8 +89,8 @@ async def test_cases_and_their_prompts_are_counted_first(model: str, monkeypatch
     long = VerifyCase(prompt_token_ids=(1,) * MAX_MODEL_LEN, sampling_params=SamplingParams(), seed=1)
     refused = {
         r"cases\[0\]\.prompt\.token_ids = 512 tokens: must be at most 511": wire.verify_request([long]),
-        "cases = 9 entries: must be 1 to 8": pb.VerifyRequest(cases=[pb.VerifyCase()] * 9),
-        "conditions = 5 entries: must be 0 to 4": pb.VerifyRequest(cases=[pb.VerifyCase()], conditions=[1] * 5),
+        "cases = 9: must be 1 to 8 cases": pb.VerifyRequest(cases=[pb.VerifyCase()] * 9),
+        "conditions = 5: must be at most 4 conditions": pb.VerifyRequest(cases=[pb.VerifyCase()], conditions=[1] * 5),
     }
     async with cluster(model, max_queued_samples=8) as fake:
         for message, request in refused.items():

@@ -18,8 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from corun.errors import InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
 from router import prompts, text
-from router.prompts import PromptEncoder, longest_text
-from router.registry import Model
+from router.prompts import Model, PromptEncoder
 from router.text import Tokenizer
 from tests.fakes import WAIT_S, cluster, generate
 
@@ -100,14 +99,14 @@ def test_how_much_too_long_a_text_is_is_said_unless_it_is_far_too_long() -> None
 
 
 def model_of(max_model_len: int, tokenizer: Tokenizer = TOKENIZERS["byte level"]) -> Model:
-    return Model(tokenizer=tokenizer, vocab_size=1000, max_model_len=max_model_len)
+    return Model(tokenizer=tokenizer, vocab_size=1000, max_model_len=max_model_len, name="m")
 
 
 def test_the_longest_text_follows_from_the_model() -> None:
     longest = TOKENIZERS["byte level"].max_token_bytes
-    assert longest_text(model_of(100)) == 100 * longest
-    assert longest_text(model_of(512 * 1024)) == 4 * MIB
-    assert longest_text(model_of(MIB)) == 8 * MIB
+    assert model_of(100).max_prompt_bytes == 100 * longest
+    assert model_of(512 * 1024).max_prompt_bytes == 4 * MIB
+    assert model_of(MIB).max_prompt_bytes == 8 * MIB
 
 
 @contextlib.asynccontextmanager

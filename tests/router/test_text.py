@@ -84,11 +84,6 @@ def test_special_and_unknown_tokens_have_no_text() -> None:
     assert pieces(BYTE_LEVEL, [256, 257, 9999]) == ["", "", "", ""]
 
 
-def test_no_token_stands_for_more_bytes_than_the_longest() -> None:
-    assert BYTE_LEVEL.max_token_bytes == len("two wörds".encode())
-    assert SENTENCEPIECE.max_token_bytes == len("<0x00>")
-
-
 def test_a_tokenizer_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="No such file"):
         Tokenizer.load(str(tmp_path))
