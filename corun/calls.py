@@ -35,7 +35,7 @@ class Job:
     """With a request id, so that it can be resumed, and for log probabilities, so that its output can be checked."""
     n: int
     logprobs: bool
-    """Whether the caller asked for log probabilities."""
+    """Whether the caller asked for log probabilities, and so for the texts of tokens."""
     metadata: Metadata = ()
     """The caller's span, if there is one."""
 
@@ -63,6 +63,7 @@ def make_job(
         seed=seed,
         request_id=request_id or secrets.token_hex(16),
         priority=read_priority(priority),
+        token_texts=params.logprobs,
     )
     return Job(request=request, n=params.n, logprobs=params.logprobs, metadata=of_caller())
 
@@ -122,6 +123,7 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
         receipt=wire.receipt_from_proto(response.receipt) if response.HasField("receipt") else None,
         prompt_token_ids=tuple(response.prompt_token_ids),
         fingerprint=response.fingerprint,
+        token_texts=tuple(response.token_texts),
     )
 
 

@@ -14,7 +14,7 @@ from corun.receipt import Receipt
 
 _REQUEST_ID, _SAMPLE_INDEX, _SEED = b"\x0a", b"\x10", b"\x18"
 _TEXT, _TOKEN_IDS, _LOGPROBS, _FINISH_REASON = b"\x22", b"\x2a", b"\x32", b"\x38"
-_RECEIPT, _PROMPT_TOKEN_IDS, _FINGERPRINT = b"\x42", b"\x4a", b"\x52"
+_RECEIPT, _PROMPT_TOKEN_IDS, _FINGERPRINT, _TOKEN_TEXT = b"\x42", b"\x4a", b"\x52", b"\x5a"
 """A field's number and wire type; all numbers are below 16."""
 _ONE_LOGPROB = struct.Struct("<cBf")
 _BYTES = tuple(bytes((value,)) for value in range(256))
@@ -38,8 +38,10 @@ class ResponseEncoder:
         receipt: Receipt | None = None,
         prompt_token_ids: Sequence[int] = (),
         fingerprint: str = "",
+        token_texts: Sequence[str] = (),
     ) -> bytes:
-        """New output. logprobs: fp32 values, one per token id, or none. receipt: in the sample's last message."""
+        """New output. logprobs and token_texts: one per token id, or none; the former fp32 values. receipt: in the
+        sample's last message."""
         parts = [self._head]
         if text:
             parts.append(_bytes(_TEXT, text.encode()))
@@ -56,6 +58,8 @@ class ResponseEncoder:
             parts.append(_bytes(_PROMPT_TOKEN_IDS, b"".join(map(varint, prompt_token_ids))))
         if fingerprint:
             parts.append(_bytes(_FINGERPRINT, fingerprint.encode()))
+        if token_texts:  # An empty one is sent, too: it is that of a token.
+            parts.extend(_bytes(_TOKEN_TEXT, text.encode()) or _TOKEN_TEXT + b"\0" for text in token_texts)
         return b"".join(parts)
 
 

@@ -35,6 +35,9 @@ class Chunk:
     """What the prompt became; in the request's first chunk, if the prompt was text."""
     fingerprint: str = ""
     """Of the contract; in the request's first chunk."""
+    token_texts: tuple[str, ...] = ()
+    """The text that each token completes, often nothing; empty unless log probabilities were asked for. It comes with
+    its token, while `text` may wait for what follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,9 @@ class Sample:
     """fp32 values, one per token id; empty unless asked for."""
     finish_reason: FinishReason
     receipt: Receipt
+    token_texts: tuple[str, ...] = ()
+    """The text that each token completes; empty unless log probabilities were asked for. Together they are `text`, and
+    after it what a stop string cut off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +78,10 @@ class Generation:
     @property
     def logprobs(self) -> tuple[float, ...]:
         return self.samples[0].logprobs
+
+    @property
+    def token_texts(self) -> tuple[str, ...]:
+        return self.samples[0].token_texts
 
     @property
     def seed(self) -> int:
@@ -141,12 +151,22 @@ def _join(index: int, chunks: Sequence[Chunk]) -> Sample:
     last = chunks[-1] if chunks else None
     if last is None or last.finish_reason is None or last.receipt is None:
         raise DataLossError(f"the stream ended before sample {index} did")
+    text = "".join(chunk.text for chunk in chunks)
     return Sample(
         index=index,
         seed=last.seed,
-        text="".join(chunk.text for chunk in chunks),
+        text=text,
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
         finish_reason=last.finish_reason,
         receipt=last.receipt,
+        token_texts=with_rest([piece for chunk in chunks for piece in chunk.token_texts], text),
     )
+
+
+def with_rest(token_texts: Sequence[str], text: str) -> tuple[str, ...]:
+    """The texts of a sample's last tokens, given its text since the first of them. What that has more is of a character
+    that the last token left unfinished, and came after it."""
+    *others, last = token_texts or ("",)
+    rest = text[sum(map(len, token_texts)) :]
+    return (*others, last + rest) if token_texts else ()

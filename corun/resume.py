@@ -30,9 +30,10 @@ from corun.receipt import OutputDigest, Receipt
 class Received:
     """What a client has of one sample."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, with_token_texts: bool = False) -> None:
         self.done = False
         self._index = index
+        self._with_token_texts = with_token_texts
         self._seed: int | None = None
         self._digest = OutputDigest()
         self._text_bytes = 0
@@ -60,6 +61,9 @@ class Received:
         if len(chunk.logprobs) != len(chunk.token_ids):
             limit = f"{len(chunk.logprobs)} log probabilities for {len(chunk.token_ids)} tokens"
             raise DataLossError(f"sample {self._index} came with {limit}")
+        if self._with_token_texts and len(chunk.token_texts) != len(chunk.token_ids):
+            limit = f"{len(chunk.token_texts)} texts for {len(chunk.token_ids)} tokens"
+            raise DataLossError(f"sample {self._index} came with {limit}: the router may be older than this client")
         self._seed = chunk.seed
         self._text_bytes += len(chunk.text.encode())
         for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
@@ -87,7 +91,7 @@ class Resumption:
         self._job = job
         self._endpoint = endpoint
         self._deadline = deadline
-        self._samples = [Received(index) for index in range(job.n)]
+        self._samples = [Received(index, with_token_texts=job.logprobs) for index in range(job.n)]
         self._prompt: tuple[int, ...] = ()
         self._fingerprint = ""
         self._has_begun = False

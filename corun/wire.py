@@ -479,6 +479,7 @@ def generate_request(
     seed: int | None = None,
     request_id: str = "",
     priority: Priority = Priority.NORMAL,
+    token_texts: bool = False,
 ) -> cluster_pb2.GenerateRequest:
     """A checked request. Raises InvalidArgumentError for what no model could take; the router checks the rest."""
     request = cluster_pb2.GenerateRequest(
@@ -486,6 +487,7 @@ def generate_request(
         sampling_params=sampling_params_to_proto(params),
         seed=None if seed is None else check_seed(seed),
         priority=priority_to_proto(priority),
+        token_texts=token_texts,
     )
     if isinstance(prompt, str):
         request.text = check_text("prompt.text", prompt)

@@ -77,6 +77,8 @@ class Sample:
     """Whose equal prompts may get the same KV; empty: nobody's."""
     span: Span = field(default=OFF, repr=False, compare=False)
     """The request's."""
+    token_texts: bool = False
+    """Its client wants the text of each token."""
 
     @property
     def need(self) -> Need:

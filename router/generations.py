@@ -61,6 +61,8 @@ class Request:
     caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
     span: Span = OFF
+    token_texts: bool = False
+    """Whether the text of each token is wanted."""
 
 
 class Generation:
@@ -177,6 +179,7 @@ class Generator:
                 # What is resumed is compared with what the client has: it must not inherit what was wrong with that.
                 share_scope=f"client {request.caller.name}" if self._share_kv and index not in received else "",
                 span=request.span,
+                token_texts=request.token_texts,
             )
             for index in range(request.params.n)
             if index not in received or not received[index].done
@@ -226,6 +229,7 @@ class Generator:
             detokenizer=model.tokenizer.detokenizer(),
             outbox=outbox,
             received=sample.received,
+            with_token_texts=sample.token_texts,
         )
         try:
             await self._runner.run(sample, ticket, output)

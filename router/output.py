@@ -27,7 +27,7 @@ _RECORD_SIZE = RECORD.size
 class Piece:
     """New output of one sample; pieces that wait to be sent grow together. Plain: there is one for most tokens."""
 
-    __slots__ = ("logprobs", "receipt", "sample_index", "seed", "text", "token_ids")
+    __slots__ = ("logprobs", "receipt", "sample_index", "seed", "text", "token_ids", "token_texts")
 
     def __init__(self, sample_index: int, seed: int) -> None:
         self.sample_index = sample_index
@@ -37,6 +37,8 @@ class Piece:
         self.logprobs: list[float] = []
         self.receipt: Receipt | None = None
         """Set in the sample's last piece."""
+        self.token_texts: list[str] | None = None
+        """One per token id, if they are wanted."""
 
 
 class Outbox:
@@ -65,10 +67,13 @@ class Outbox:
             found = self._pending[sample_index] = Piece(sample_index, seed)
         return found
 
-    def add(self, piece: Piece, token_id: int, logprob: float, text: str = "") -> None:
-        """Adds a token to a piece, and the text that it completes."""
+    def add(self, piece: Piece, token_id: int, logprob: float, text: str = "", token_text: str | None = None) -> None:
+        """Adds a token to a piece, and new text. token_text: the token's own, if that is wanted."""
         piece.token_ids.append(token_id)
         piece.logprobs.append(logprob)
+        if token_text is not None:
+            piece.token_texts = piece.token_texts or []
+            piece.token_texts.append(token_text)
         if text:
             piece.text += text
         self._num_tokens += 1
@@ -129,6 +134,7 @@ class SampleOutput:
         detokenizer: Detokenizer,
         outbox: Outbox,
         received: ResumePoint | None = None,
+        with_token_texts: bool = False,
     ) -> None:
         self.position = 0
         """Tokens of the current run."""
@@ -148,6 +154,7 @@ class SampleOutput:
         self._stops = StopMatcher(tuple(params.stop))
         self._has_stops = bool(params.stop)
         self._outbox = outbox
+        self._with_token_texts = with_token_texts
         self._resumes = received is not None
         self._num_received = received.num_tokens if received else 0
         self._received_digest = received.output_digest if received else ""
@@ -173,19 +180,20 @@ class SampleOutput:
         records += record
         # As in vLLM: a stop token is part of the ids and not of the text, a stop string may end after min_tokens.
         text = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
+        own = text if self._with_token_texts else None
         if self._has_stops:
             text = self._stops.push(text, armed=self._is_armed)
         if self._resumes:
-            return self._take_resumed(token_id, logprob, text)
-        self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob, text)
+            return self._take_resumed(token_id, logprob, text, own)
+        self._outbox.add(self._outbox.piece(self._sample_index, self._seed), token_id, logprob, text, own)
         return self._stops.matched
 
-    def _take_resumed(self, token_id: int, logprob: float, text: str) -> bool:
+    def _take_resumed(self, token_id: int, logprob: float, text: str, own: str | None) -> bool:
         """The rest of `take` where the client has the first tokens, or text."""
         self._unsent += text
         if self.num_tokens > self._num_received:
             piece = self._outbox.piece(self._sample_index, self._seed)
-            self._outbox.add(piece, token_id, logprob, self._new_text())
+            self._outbox.add(piece, token_id, logprob, self._new_text(), own)
         elif self.num_tokens == self._num_received:
             self._check_received()
         return self._stops.matched or self.mismatch is not None

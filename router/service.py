@@ -255,6 +255,7 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         caller=caller(),
         priority=wire.priority_from_proto(message.priority),
         span=span,
+        token_texts=message.token_texts,
     )
 
 
@@ -308,4 +309,5 @@ class Responses(Source):
             encoder = ResponseEncoder(self._request_id, piece.sample_index, piece.seed)
             self._encoders[piece.sample_index] = encoder
         logprobs = piece.logprobs if self._with_logprobs else ()
-        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, prompt, fingerprint)
+        token_texts = piece.token_texts or ()
+        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, prompt, fingerprint, token_texts)

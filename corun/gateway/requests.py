@@ -97,6 +97,8 @@ class CompletionRequest:
     continuous_usage: bool
     """The number of tokens so far in every event."""
     return_token_ids: bool
+    tokens_as_ids: bool
+    """Log probabilities name tokens by their ids."""
 
     def id_of(self, prompt_index: int) -> str:
         """The request id of one prompt's own call."""
@@ -126,6 +128,7 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
         include_usage=_flag(options, "include_usage", "stream_options."),
         continuous_usage=_flag(options, "continuous_usage_stats", "stream_options."),
         return_token_ids=_flag(fields, "return_token_ids"),
+        tokens_as_ids=_flag(fields, "return_tokens_as_token_ids"),
     )
 
 
@@ -173,15 +176,12 @@ def _params(fields: Mapping[str, Any]) -> SamplingParams:
 
 
 def _logprobs(fields: Mapping[str, Any]) -> bool:
-    logprobs, as_ids = fields.get("logprobs"), fields.get("return_tokens_as_token_ids")
+    logprobs = fields.get("logprobs")
     if logprobs is None:
         return False
     if isinstance(logprobs, bool) or not isinstance(logprobs, int) or logprobs not in (0, 1):
         limit = "must be 0 or 1: only the sampled token's own log probability is kept"
         raise InvalidArgumentError("logprobs", logprobs, limit)
-    if as_ids is not None and as_ids is not True:
-        limit = "must be true with logprobs: a gateway has no tokenizer"
-        raise InvalidArgumentError("return_tokens_as_token_ids", as_ids, limit)
     return True
 
 

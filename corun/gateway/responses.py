@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from corun.gateway.requests import CompletionRequest
@@ -63,6 +64,10 @@ class _Sent:
     begun: bool = False
     held: Chunk | None = None
     """Its last token, until its receipt is there."""
+    text: int = 0
+    """Characters."""
+    token_texts: int = 0
+    """Characters of its tokens; more than those of the text while some of that waits for what follows."""
 
 
 @dataclass(slots=True)
@@ -113,7 +118,7 @@ class Events:
     def _event(self, prompt_index: int, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
         number = prompt_index * self._asked.params.n + chunk.sample_index
         reason = f'"{chunk.finish_reason.value}"' if chunk.finish_reason else "null"
-        logprobs = _logprobs(chunk) if self._asked.params.logprobs else "null"
+        logprobs = self._logprobs(choice, chunk) if self._asked.params.logprobs else "null"
         text = f'{self._begin}{number},"text":{_quoted(chunk.text)},"logprobs":{logprobs},"finish_reason":{reason}'
         if self._asked.return_token_ids:
             text += self._token_ids(prompt, choice, chunk)
@@ -121,6 +126,15 @@ class Events:
             text += f',"corun":{_dumped(_own(chunk))}'
             choice.begun = True
         return f"{text}}}]{self._after(prompt, choice, chunk)}}}\n\n"
+
+    def _logprobs(self, choice: _Sent, chunk: Chunk) -> str:
+        texts, begin = chunk.token_texts, choice.token_texts
+        choice.text += len(chunk.text)
+        choice.token_texts += sum(map(len, texts))
+        if texts and choice.text > choice.token_texts:  # At the end: a character that its last token left unfinished.
+            late = chunk.text[choice.token_texts - choice.text :]
+            texts = (*texts[:-1], texts[-1] + late)
+        return _logprobs(chunk, texts, begin, as_ids=self._asked.tokens_as_ids)
 
     def _token_ids(self, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
         of_prompt = "null" if choice.begun else _dumped(list(prompt.token_ids))
@@ -143,14 +157,18 @@ def _both(first: Chunk, last: Chunk) -> Chunk:
         text=first.text + last.text,
         token_ids=first.token_ids + last.token_ids,
         logprobs=first.logprobs + last.logprobs,
+        token_texts=first.token_texts + last.token_texts,
     )
 
 
 def _choice(index: int, asked: CompletionRequest, generation: Generation, sample: Sample) -> dict[str, Any]:
+    logprobs = None
+    if asked.params.logprobs:
+        logprobs = json.loads(_logprobs(sample, sample.token_texts, 0, as_ids=asked.tokens_as_ids))
     choice: dict[str, Any] = {
         "index": index,
         "text": sample.text,
-        "logprobs": json.loads(_logprobs(sample)) if asked.params.logprobs else None,
+        "logprobs": logprobs,
         "finish_reason": sample.finish_reason.value,
     }
     if asked.return_token_ids:
@@ -162,14 +180,14 @@ def _own(output: Chunk | Sample) -> dict[str, Any]:
     return {"seed": output.seed} | ({"receipt": output.receipt.to_dict()} if output.receipt else {})
 
 
-def _logprobs(output: Chunk | Sample) -> str:
-    """vLLM's shape with return_tokens_as_token_ids. Where a token's text begins is not known: text comes in pieces of
-    whole characters, whatever the tokens."""
+def _logprobs(output: Chunk | Sample, texts: Sequence[str], begin: int, *, as_ids: bool) -> str:
+    """vLLM's shape. begin: characters of the sample's tokens before these. as_ids: names in place of texts."""
     values = [repr(max(logprob, _LEAST_LOGPROB)) for logprob in output.logprobs]  # Every bit of an fp32 value.
-    names = [f'"token_id:{token_id}"' for token_id in output.token_ids]
+    names = [f'"token_id:{token_id}"' for token_id in output.token_ids] if as_ids else list(map(_quoted, texts))
     tops = ",".join(f"{{{name}:{value}}}" for name, value in zip(names, values, strict=True))
+    offsets = ",".join(map(str, accumulate(map(len, texts[:-1]), initial=begin))) if texts else ""
     tokens = f'"token_logprobs":[{",".join(values)}],"tokens":[{",".join(names)}]'
-    return f'{{"text_offset":[],{tokens},"top_logprobs":[{tops}]}}'
+    return f'{{"text_offset":[{offsets}],{tokens},"top_logprobs":[{tops}]}}'
 
 
 def _dumped(value: Any) -> str:

@@ -70,6 +70,8 @@ class FakeCluster(ClusterServiceServicer):
         """End streams before their samples."""
         self.silent = False
         """Verify nothing."""
+        self.without_texts = False
+        """Know nothing of the texts of tokens, as a router of an earlier version."""
         self.broken: set[Condition] = set()
         """Conditions under which bits differ."""
         self.stopping: set[Condition] = set()
@@ -165,6 +167,7 @@ class FakeCluster(ClusterServiceServicer):
                     text=text_of(token_id),
                     token_ids=[token_id ^ 1 if self.tamper and last else token_id],
                     logprobs=[logprob] if params.logprobs else [],
+                    token_texts=[text_of(token_id)] if request.token_texts and not self.without_texts else [],
                     finish_reason=wire.finish_reason_to_proto(FinishReason.LENGTH if last else None),
                     receipt=wire.receipt_to_proto(receipt) if last else None,
                     prompt_token_ids=prompt if request.text and (position, index) == (0, 0) else (),

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ import corun
 from corun import (
     AsyncClient,
     CancelledByPeerError,
+    Chunk,
     Client,
     Condition,
     DataLossError,
@@ -29,10 +31,11 @@ from corun import (
     wire,
 )
 from corun.cluster import Priority, VerifyCase
+from corun.generation import Assembler
 from corun.progress import ProgressBar, left
 from corun.receipt import output_digest
 from corun.seeds import sample_seed
-from tests.corun.fake_cluster import WAIT_S, FakeCluster, sample_output, text_of
+from tests.corun.fake_cluster import WAIT_S, FakeCluster, make_receipt, sample_output, text_of
 
 PROMPT = "Once upon a time"
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
@@ -101,6 +104,29 @@ def test_logprobs_keep_their_fp32_bits(client: Client) -> None:
     for found, (_, sent) in zip(client.generate(PROMPT, PARAMS, seed=1).logprobs, expected(PROMPT, 1, 6), strict=True):
         assert struct.pack("<f", found) == struct.pack("<f", sent)
         assert struct.unpack("<f", struct.pack("<f", found))[0] == found
+
+
+def test_with_logprobs_come_the_texts_of_the_tokens(client: Client, fake: FakeCluster) -> None:
+    done = client.generate(PROMPT, PARAMS)
+    assert done.token_texts == tuple(text_of(token_id) for token_id in done.token_ids)
+    assert "".join(done.token_texts) == done.text
+    assert client.generate(PROMPT, SamplingParams(max_tokens=3)).token_texts == ()
+    assert [request.token_texts for request in fake.requests] == [True, False]
+    fake.without_texts = True
+    with pytest.raises(DataLossError, match="0 texts for 1 tokens"):
+        client.generate(PROMPT, PARAMS)
+
+
+def test_text_that_comes_after_the_last_token_is_its_own() -> None:
+    """A character that is not finished: its text is known once no more tokens come."""
+    token: dict[str, Any] = {"request_id": "r", "sample_index": 0, "seed": 1, "logprobs": (-0.5,)}
+    receipt = make_receipt("r", 0, prompt=(1,), seed=1, params=PARAMS, tokens=[(5, -0.5), (6, -0.5)])
+    assembler = Assembler(1, (1,))
+    assembler.add(Chunk(text="a", token_ids=(5,), token_texts=("a",), **token))
+    assembler.add(Chunk(text="", token_ids=(6,), token_texts=("",), **token))
+    end = {**token, "logprobs": ()}
+    assembler.add(Chunk(text="\ufffd", token_ids=(), finish_reason=FinishReason.LENGTH, receipt=receipt, **end))
+    assert assembler.finish().token_texts == ("a", "\ufffd")
 
 
 def test_logprobs_are_empty_unless_asked_for(client: Client) -> None:

@@ -45,6 +45,14 @@ CASES: dict[str, dict[str, Any]] = {
         "receipt": replace(RECEIPT, finish_reason=FinishReason.LENGTH),
     },
     "first": {"text": "a", "token_ids": [7], "prompt_token_ids": list(range(500)), "fingerprint": "f" * 64},
+    "texts of tokens": {
+        "text": "ab",
+        "token_ids": [0, 127, 300],
+        "logprobs": [-1.5] * 3,
+        "token_texts": ["", "ä€🦀" * 50, "b"],
+        "fingerprint": "f",
+    },
+    "a text of nothing": {"text": "", "token_ids": [5], "token_texts": [""]},
     "first and last": {"text": "a", "token_ids": [7], "receipt": RECEIPT, "prompt_token_ids": [0], "fingerprint": "f"},
 }
 HEADS = [("r", 0, 0), ("ä" * 64, 1, 1), ("r" * 128, 2**32 - 1, 2**63 - 1)]
@@ -79,6 +87,7 @@ def test_random_messages_are_too() -> None:
             "text": "".join(chr(draw.choice((65, 0xE9, 0x20AC, 0x1F980))) for _ in range(draw.randrange(50))),
             "token_ids": [draw.getrandbits(draw.randrange(1, 33)) for _ in range(count)],
             "logprobs": [struct.unpack("<f", struct.pack("<f", -draw.expovariate(1)))[0] for _ in range(count)],
+            "token_texts": ["é" * draw.randrange(100) for _ in range(count)] if draw.random() < 0.5 else [],
         }
         head = ("request", draw.getrandbits(31), draw.getrandbits(63))
         assert ResponseEncoder(*head).encode(**fields) == protobuf(head, **fields).SerializeToString()
@@ -97,6 +106,7 @@ def test_every_field_of_the_message_is_known_to_the_encoder() -> None:
         "receipt": 8,
         "prompt_token_ids": 9,
         "fingerprint": 10,
+        "token_texts": 11,
     }
 
 

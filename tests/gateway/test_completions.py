@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from corun.client import AsyncClient
 from corun.cluster import Priority
 from corun.params import SamplingParams
 from corun.seeds import derive_seed, sample_seed
+from router.text import Tokenizer
 from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeCluster, cluster, expected
 from tests.gateway.serving import PROMPT, check_choice, joined, serving
 
@@ -52,7 +54,7 @@ WITHOUT_EFFECT: dict[str, list[Any]] = {
     "stop": [None],
     "stream": [None, False],
     "stream_options": [None],
-    "return_tokens_as_token_ids": [True, None],
+    "return_tokens_as_token_ids": [True, False, None],
     "priority": [0, -1, 5, "high", "low"],
 }
 
@@ -146,14 +148,81 @@ async def test_usage_may_come_with_every_event(model: str) -> None:
     assert {event["usage"]["prompt_tokens"] for event in events} == {3}
 
 
-async def test_log_probabilities_have_vllms_shape(model: str) -> None:
+@pytest.mark.parametrize("as_ids", [None, False, True])
+async def test_log_probabilities_have_vllms_shape(model: str, as_ids: bool | None) -> None:
+    more = {} if as_ids is None else {"return_tokens_as_token_ids": as_ids}
     async with cluster(model) as fake, serving(fake) as http:
-        answers = [await http.complete(max_tokens=2, seed=3, logprobs=count) for count in (0, 1)]
+        answers = [await http.complete(max_tokens=2, seed=3, logprobs=count, **more) for count in (0, 1)]
     ids, values, _ = expected(PROMPT, SamplingParams(max_tokens=2), 3)
-    names = [f"token_id:{token_id}" for token_id in ids]
+    texts = texts_of(model, ids)
+    names = [f"token_id:{token_id}" for token_id in ids] if as_ids else texts
     tops = [{name: value} for name, value in zip(names, values, strict=True)]
-    shape = {"text_offset": [], "token_logprobs": values, "tokens": names, "top_logprobs": tops}
+    offsets = [0, len(texts[0])]
+    shape = {"text_offset": offsets, "token_logprobs": values, "tokens": names, "top_logprobs": tops}
     assert [answer["choices"][0]["logprobs"] for answer in answers] == [shape, shape]
+
+
+def texts_of(model: str, ids: list[int]) -> list[str]:
+    """What each of the fakes' tokens, which are bytes, completes."""
+    decoder, tokenizer = codecs.getincrementaldecoder("utf-8")("replace"), Tokenizer.load(model)
+    texts = [decoder.decode(tokenizer.token_bytes(token_id)) for token_id in ids]
+    texts[-1] += decoder.decode(b"", final=True)
+    return texts
+
+
+@pytest.mark.parametrize("paced", [False, True], ids=["at once", "each"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_have_texts_that_add_up(model: str, stream: bool, paced: bool) -> None:
+    async with cluster(model) as fake, serving(fake) as http:
+        if paced:
+            slow(fake)
+        for seed in range(4 if paced else 40):  # Some end within a character.
+            fields = {"max_tokens": 9, "seed": seed, "n": 2, "logprobs": 0, "return_token_ids": True}
+            if stream:
+                events = await http.stream(**fields)
+                choices = [joined(events, index) for index in range(2)]
+            else:
+                choices = (await http.complete(**fields))["choices"]
+            for choice in choices:
+                found = choice["logprobs"]
+                assert found["tokens"] == texts_of(model, choice["token_ids"])
+                assert "".join(found["tokens"]) == choice["text"]
+                assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(9)]
+                assert [list(top) for top in found["top_logprobs"]] == [[text] for text in found["tokens"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_stop_string_cuts_off_is_of_tokens_too(model: str, stream: bool) -> None:
+    """As in vLLM: tokens are whole, and the text ends where the stop string begins."""
+    params = SamplingParams(max_tokens=60, stop=("a",))
+    outputs = {seed: texts_of(model, expected(PROMPT, params, seed)[0]) for seed in range(100)}
+    seed, texts = next((seed, texts) for seed, texts in outputs.items() if "a" in "".join(texts[10:50]))
+    last = next(index for index, text in enumerate(texts) if "a" in text)
+    fields = {"max_tokens": 60, "seed": seed, "logprobs": 0, "stop": "a"}
+    async with cluster(model) as fake, serving(fake) as http:
+        choice = joined(await http.stream(**fields)) if stream else (await http.complete(**fields))["choices"][0]
+    assert (choice["finish_reason"], choice["logprobs"]["tokens"]) == ("stop", texts[: last + 1])
+    assert choice["text"] == "".join(texts).partition("a")[0]
+
+
+async def test_openais_own_client_reads_log_probabilities(model: str) -> None:
+    openai = pytest.importorskip("openai")
+    async with cluster(model) as fake, serving(fake) as http:
+        client = openai.AsyncOpenAI(base_url=http.gateway.url + "/v1", api_key="EMPTY", max_retries=0)
+        async with client:
+            (card,) = (await client.models.list()).data
+            asked = {"model": card.id, "prompt": list(PROMPT), "max_tokens": 8, "seed": 3, "logprobs": 1}
+            whole = (await client.completions.create(**asked)).choices[0]
+            parts = [event.choices[0] async for event in await client.completions.create(**asked, stream=True)]
+            with pytest.raises(openai.NotFoundError, match="there is no such path here"):
+                await client.responses.create(model=card.id, input="a")
+            with pytest.raises(openai.NotFoundError, match="does not exist"):
+                await client.completions.create(**{**asked, "model": model})
+    assert card.id == Path(model).name
+    assert "".join(whole.logprobs.tokens) == whole.text == "".join(part.text for part in parts)
+    assert whole.logprobs.tokens == [token for part in parts for token in part.logprobs.tokens]
+    assert whole.logprobs.text_offset == [offset for part in parts for offset in part.logprobs.text_offset]
+    assert len(whole.logprobs.token_logprobs) == 8
 
 
 @pytest.mark.parametrize("stream", [False, True])

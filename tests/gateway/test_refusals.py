@@ -54,6 +54,7 @@ REFUSED: dict[str, list[Any]] = {
     "request_id": [5, "x" * 129],
     "priority": ["best", 1.5, True],
     "return_token_ids": [1],
+    "return_tokens_as_token_ids": [1, "yes"],
     "echo": [True, 0],
     "best_of": [2, True],
     "suffix": ["x"],
@@ -110,12 +111,6 @@ async def test_stream_options_are_checked(model: str) -> None:
         ):
             await _check_refused(http, field, {"prompt": "a", "stream": True, "stream_options": options})
         await _check_refused(http, "stream_options", {"prompt": "a", "stream_options": {"include_usage": True}})
-
-
-async def test_token_names_need_a_tokenizer(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
-        fields = {"prompt": "a", "logprobs": 0, "return_tokens_as_token_ids": False}
-        await _check_refused(http, "return_tokens_as_token_ids", fields)
 
 
 async def test_one_bad_prompt_of_several_ends_all(model: str) -> None:

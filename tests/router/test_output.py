@@ -132,6 +132,25 @@ async def test_stop_tokens_have_no_text() -> None:
     assert (piece.text, piece.token_ids) == ("a", [0, 9])
 
 
+async def test_texts_of_tokens_are_kept_if_they_are_asked_for() -> None:
+    """Each token has the text that it completes, whatever is held back for a stop string or cut off by one."""
+    outbox, params = Outbox(), SamplingParams(max_tokens=100, stop=["cde"], stop_token_ids=[25])
+    output = SampleOutput(
+        sample_index=0, seed=7, params=params, detokenizer=Letters(), outbox=outbox, with_token_texts=True
+    )
+    for token_id in (0, 1, 2, 3):
+        assert not output.take(token_id, -1.0)
+    piece = await drain(outbox)
+    assert (piece.text, piece.token_texts) == ("ab", ["", "a", "b", "c"])
+    assert not output.take(4, -1.0)
+    assert output.take(5, -1.0)
+    piece = await drain(outbox)
+    assert (piece.text, piece.token_texts) == ("", ["d", "e"])
+    other, outbox = make()
+    other.take(0, -1.0)
+    assert (await drain(outbox)).token_texts is None
+
+
 async def test_a_failure_reaches_whoever_takes_and_the_first_counts() -> None:
     outbox = Outbox()
     outbox.piece(0, 1)

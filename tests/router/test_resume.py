@@ -51,8 +51,9 @@ class Run:
             detokenizer=detokenizer(),
             outbox=self.outbox,
             received=received,
+            with_token_texts=True,
         )
-        self.text, self.ids = "", list[int]()
+        self.text, self.ids, self.token_texts = "", list[int](), list[str]()
         self.states: list[tuple[list[int], str]] = []
 
     def over(self, data: bytes) -> Run:
@@ -71,6 +72,7 @@ class Run:
             assert piece.logprobs == [logprob(token_id) for token_id in piece.token_ids]
             self.ids += piece.token_ids
             self.text += piece.text
+            self.token_texts += piece.token_texts or ()
         self.states.append((list(self.ids), self.text))
 
 
@@ -93,6 +95,17 @@ def test_every_cut_gives_the_rest_and_no_more(name: str) -> None:
         assert ids + rest.ids == whole.ids
         assert text + rest.text == whole.text
         assert (rest.reason, rest.output.hexdigest()) == (whole.reason, whole.output.hexdigest())
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_cut_gives_the_texts_of_the_other_tokens(name: str) -> None:
+    data, stops = TEXTS[name]
+    params = SamplingParams(max_tokens=100, stop=stops, stop_token_ids=[1])
+    whole = Run(params).over(data)
+    assert "".join(whole.token_texts).startswith(whole.text.removesuffix("\N{REPLACEMENT CHARACTER}"))
+    for ids, text in whole.states:
+        rest = Run(params, point(ids, len(text.encode()))).over(data)
+        assert whole.token_texts[len(ids) :] == rest.token_texts
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -37,7 +37,7 @@ from corun.v1 import cluster_service_pb2 as pb
 from decode_node.service import DecodeService
 from router import failover, service
 from router.generations import Request
-from router.text import VERSION
+from router.text import VERSION, Tokenizer
 from tests.fakes import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -90,7 +90,8 @@ class TestRequests:
             assert (output.receipt.prefill_node, output.receipt.decode_node) == (p1.info.ref, d1.info.ref)
             status = await fake.status()
             assert status.finished_samples == 1
-            named = ModelStatus(name=Path(model).name, max_model_len=MAX_MODEL_LEN, max_prompt_bytes=MAX_MODEL_LEN)
+            most_bytes = MAX_MODEL_LEN * Tokenizer.load(model).max_token_bytes
+            named = ModelStatus(name=Path(model).name, max_model_len=MAX_MODEL_LEN, max_prompt_bytes=most_bytes)
             assert status.model == named
 
     async def test_text_is_tokenized_and_decoded(self, model: str) -> None:
