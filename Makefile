@@ -18,6 +18,8 @@ LOCK := locks/$(TARGET).txt
 TOOL := $(VENV)/.uv-$(UV_VERSION)
 # The environment is current while a stamp of this name exists: it says what was installed, and from where.
 STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pyproject.toml 2>/dev/null; } | sha256sum | cut -c1-16)
+# Which checkout the environment imports. Only `make setup` gives it to another one, unless that one is gone.
+OWNER := $(VENV)/.checkout
 export UV_HTTP_TIMEOUT ?= 300
 
 .PHONY: help setup demo test chaos fuzz check proto docs fmt lock clean distclean
@@ -42,7 +44,15 @@ $(TOOL):
 	@touch $@
 
 $(STAMP): | $(TOOL)
+	@owner=$$(cat "$(OWNER)" 2>/dev/null || true); \
+	if [ -n "$$owner" ] && [ "$$owner" != "$(CURDIR)" ] && [ -f "$$owner/pyproject.toml" ]; then \
+		if [ -z "$(filter setup,$(MAKECMDGOALS))" ]; then \
+			echo "make: $(VENV) belongs to the checkout $$owner, which would lose it." >&2; \
+			echo "      Name another one with VENV=…, or give it to this checkout with: make setup VENV=$(VENV)" >&2; \
+			exit 1; fi; \
+		echo "==> $(VENV) was of the checkout $$owner; now it is of this one"; fi
 	@rm -f $(VENV)/.corun-*
+	@echo "$(CURDIR)" > "$(OWNER)"
 	@echo "==> packages of $(LOCK) (a few GB the first time)"
 	@# Compiled now: where bytecode is not written later, every start of an engine would compile torch and vLLM again.
 	@$(UV) pip sync --python $(PY) --require-hashes --compile-bytecode $(LOCK)

@@ -1,0 +1,79 @@
+"""An environment belongs to one checkout: another one takes it only when it is told to."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make command")
+
+
+class Checkout:
+    """The Makefile in a directory of its own, and an environment that other ones share, in which nothing is real."""
+
+    def __init__(self, directory: Path, venv: Path) -> None:
+        (directory / "locks").mkdir(parents=True)
+        (directory / "locks" / "cpu.txt").touch()
+        (directory / "pyproject.toml").touch()
+        shutil.copy(ROOT / "Makefile", directory)
+        self.directory, self.venv = directory, venv
+
+    def make(self, *words: str) -> tuple[int, str]:
+        words = ("make", *words, f"VENV={self.venv}")
+        done = subprocess.run(words, cwd=self.directory, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    found = tmp_path / "venv"
+    (found / "bin").mkdir(parents=True)
+    for name in ("uv", "python"):
+        tool = found / "bin" / name
+        tool.write_text(f'#!/bin/sh\necho "{name} $*"\n')
+        tool.chmod(0o700)
+    (version,) = re.findall(r"^UV_VERSION := (\S+)$", MAKEFILE, flags=re.MULTILINE)
+    (found / f".uv-{version}").touch()
+    return found
+
+
+def test_an_environment_of_another_checkout_is_refused_and_kept(tmp_path: Path, venv: Path) -> None:
+    mine, other = Checkout(tmp_path / "mine", venv), Checkout(tmp_path / "other", venv)
+    assert mine.make("test")[0] == 0
+    before = sorted(venv.iterdir())
+    for verb in ("test", "check", "demo", "chaos", "fuzz", "docs"):
+        code, said = other.make(verb)
+        assert code != 0
+        assert f"{venv} belongs to the checkout {mine.directory}" in said
+        assert "uv pip" not in said
+    assert sorted(venv.iterdir()) == before
+    assert "uv pip" not in mine.make("test")[1]
+
+
+def test_setup_takes_it_and_says_so(tmp_path: Path, venv: Path) -> None:
+    mine, other = Checkout(tmp_path / "mine", venv), Checkout(tmp_path / "other", venv)
+    mine.make("setup")
+    code, said = other.make("setup")
+    assert (code, f"==> {venv} was of the checkout {mine.directory}; now it is of this one" in said) == (0, True)
+    assert "uv pip install" in said
+    assert other.make("test")[0] == 0
+    assert f"{venv} belongs to the checkout {other.directory}" in mine.make("check")[1]
+
+
+def test_ci_takes_it_on_every_checkout(tmp_path: Path, venv: Path) -> None:
+    for name in ("first", "second"):
+        checkout = Checkout(tmp_path / name, venv)
+        assert [checkout.make(verb)[0] for verb in ("setup", "test")] == [0, 0]
+
+
+def test_a_checkout_that_is_gone_owns_nothing(tmp_path: Path, venv: Path) -> None:
+    mine, other = Checkout(tmp_path / "mine", venv), Checkout(tmp_path / "other", venv)
+    mine.make("setup")
+    shutil.rmtree(mine.directory)
+    assert other.make("test")[0] == 0
