@@ -143,7 +143,8 @@ class GrpcServer:
 
     Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until told otherwise.
     tls: with it, and `mutual`, clients must show a certificate that its authorities signed. gate: who may call what;
-    None: anyone, anything. client_timeout_s: longest that a client may take to send its request, or to take a message.
+    None: anyone, anything. request_limit: bytes of a request to a method, looked at before it is parsed; None:
+    max_message_bytes. client_timeout_s: longest that a client may take to send its request, or to take a message.
     longest_call_s: when calls end at the latest; None: never. health: what is said of the process; None: its own.
     Reflection is never served.
     """
@@ -157,6 +158,7 @@ class GrpcServer:
         mutual: bool = True,
         gate: Gate | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        request_limit: Callable[[str], int] | None = None,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         longest_call_s: float | None = None,
         health: HealthService | None = None,
@@ -168,7 +170,9 @@ class GrpcServer:
         self._health = health or HealthService()
         logging.getLogger(_GRPC_LOG).addFilter(_without_clients_faults)
         self._server = grpc.aio.server(
-            interceptors=[_CallInterceptor(gate or Gate(), max_message_bytes, client_timeout_s)],
+            interceptors=[
+                _CallInterceptor(gate or Gate(), request_limit or (lambda _: max_message_bytes), client_timeout_s)
+            ],
             options=server_options(max_message_bytes, longest_call_s),
         )
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
@@ -282,9 +286,9 @@ class _Refused:
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # Generic in the stubs only.
     """The one place where calls are admitted and exceptions become statuses."""
 
-    def __init__(self, gate: Gate, max_message_bytes: int, client_timeout_s: float) -> None:
+    def __init__(self, gate: Gate, request_limit: Callable[[str], int], client_timeout_s: float) -> None:
         self._gate = gate
-        self._max_message_bytes = max_message_bytes
+        self._request_limit = request_limit
         self._client_timeout_s = client_timeout_s
 
     async def intercept_service(
@@ -299,7 +303,7 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             return _refusal(error)
         if handler.request_streaming:
             return handler  # No service of ours takes a stream.
-        deserialize = _guard(handler.request_deserializer, self._max_message_bytes)
+        deserialize = _guard(handler.request_deserializer, self._request_limit(details.method))
         call = _Calls(details.method, permit, self._client_timeout_s)
         # To gRPC, all our methods take a stream: it would wait for ever for the message of a unary call, and would not
         # answer a call that ends without one.

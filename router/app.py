@@ -30,6 +30,7 @@ from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Ac
 from router.verify import Verifier
 from router.warmup import spawn
 
+GENERATE = f"/{CLUSTER_SERVICE}/Generate"
 SEED_KEY_BYTES = 32
 STOP_GRACE_S = 5.0
 """For calls that were cancelled to end, in seconds."""
@@ -41,6 +42,7 @@ class Router:
     """One router. Make it inside a running loop."""
 
     def __init__(self, config: RouterConfig) -> None:
+        self._config = config
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.observation = Observation(config)
         self.observation.metrics.add(LoopCollector(lambda: families(self._figures())))
@@ -66,6 +68,7 @@ class Router:
             mutual=config.tls_clients,
             gate=Gate(cluster=access.token, clients=_client_tokens(config)),
             max_message_bytes=config.max_message_bytes,
+            request_limit=self.request_limit,
             client_timeout_s=config.client_timeout_s,
             longest_call_s=LONGEST_CALL_S,
             health=self.observation.health,
@@ -84,7 +87,6 @@ class Router:
             self.generator, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
         self.registry.subscribe(self.verifier.pump)  # After the audits.
-        self._config = config
         self._activity = Activity()
         self._is_ready = False
         self._add_services()
@@ -127,6 +129,12 @@ class Router:
         await self.idle.close()
         await self.registry.close()
         await self.observation.stop()
+
+    def request_limit(self, method: str) -> int:
+        """Bytes that a request of a method may have, by its full name: to parse what no model takes would cost as much
+        as to parse what it does."""
+        most, model = self._config.max_message_bytes, self.registry.model
+        return most if method != GENERATE or model is None else min(most, model.max_request_bytes)
 
     def _figures(self) -> Figures:
         return Figures(

@@ -24,6 +24,10 @@ LARGEST = 4 * 1024 * 1024
 TOKEN_BYTES = 8
 """Tokenizing takes some 150 bytes of memory for a byte of text, so that a text may have `LARGEST` bytes, or so many for
 each token that the model takes, if that is more. Hardly any text that fits a model is longer."""
+TOKEN_ID_BYTES = 6
+"""Bytes of one id in a message, at most, with the tag of its field."""
+PARAMETERS_BYTES = 1024 * 1024
+"""Bytes of a request without its prompt, at most: that is far more than all limits on them come to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,11 @@ class Model:
         """UTF-8 bytes that a text prompt may have: what fits the model if every token is its longest, and memory."""
         fits = self.max_model_len * self.tokenizer.max_token_bytes
         return min(fits, max(LARGEST, self.max_model_len * TOKEN_BYTES))
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Bytes that a whole request may have, with a prompt of text or of token ids."""
+        return max(self.max_prompt_bytes, self.max_model_len * TOKEN_ID_BYTES) + PARAMETERS_BYTES
 
     @property
     def status(self) -> ModelStatus:

@@ -21,6 +21,7 @@ from router.generations import Request
 from tests.fakes import MAX_MODEL_LEN, WAIT_S, FakeCluster, cluster, send
 
 PROMPT = (5, 6, 7)
+MIB = 2**20
 
 
 class Unread(Sequence[Any], Mapping[Any, Any]):  # type: ignore[misc]  # Only its length may be asked for.
@@ -52,6 +53,20 @@ def test_parameters_of_a_message_are_not_copied_before(monkeypatch: pytest.Monke
     wire.sampling_params_from_proto(message)
     for field in ("stop", "stop_token_ids", "logit_bias"):
         assert type(seen[field]) is type(getattr(message, field))
+
+
+async def test_a_message_is_not_parsed_if_no_prompt_of_the_model_is_so_long(model: str) -> None:
+    most = MAX_MODEL_LEN * 6 + MIB  # Token ids may take more bytes than a text here.
+    async with cluster(model) as fake:
+        request = wire.generate_request("x" * MIB, SamplingParams())
+        with pytest.raises(InvalidArgumentError, match=r"prompt\.text = 1048576 bytes"):
+            await send(fake, request)
+        request.token_ids.ids.extend([1] * most)
+        with pytest.raises(InvalidArgumentError, match=rf"message = \d+ bytes: must be at most {most} bytes"):
+            await send(fake, request)
+        fake.router.registry.model = None  # Nothing is known of it yet.
+        assert fake.router.request_limit("/corun.v1.ClusterService/Generate") == 16 * MIB
+        assert fake.router.request_limit("/corun.v1.ClusterService/Verify") == 16 * MIB
 
 
 async def test_a_prompt_is_counted_first(model: str) -> None:
