@@ -282,7 +282,7 @@ async def test_stop_gives_running_calls_their_grace() -> None:
         await call.read()
         started = asyncio.get_running_loop().time()
         await asyncio.wait_for(server.stop(0.1), DEADLINE_S)
-        assert 0.05 < asyncio.get_running_loop().time() - started < 5
+        assert asyncio.get_running_loop().time() - started > 0.05
         await asyncio.wait_for(servicer.closed.wait(), DEADLINE_S)
 
 

@@ -175,7 +175,7 @@ class TestRouterRestart:
             with pytest.raises(UnavailableError, match=fake.address):
                 async for _ in stream:
                     pass
-            assert asyncio.get_running_loop().time() - started < 3
+            assert asyncio.get_running_loop().time() - started < TIMEOUT_S / 2  # Its own deadline is a second.
 
     async def test_a_draining_router_sends_its_clients_on(self, model: str) -> None:
         async with (
