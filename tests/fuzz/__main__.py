@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import tyro
 
+from corun.bench.nodes import Topology
 from tests.fuzz.beside import besiege
 from tests.fuzz.hostile import SCALES, measure
 from tests.fuzz.observed import running
@@ -30,6 +31,10 @@ class Options:
     engines: Literal["fake", "real"] = "fake"
     minutes: float = 30.0
     """Real engines only: how long the assaults go on."""
+    model: str = "tiny"
+    """Real engines only: directory of a checkpoint, or the built-in one."""
+    slots: int = 8
+    """Real engines only: of the decode node."""
     threads: int = 1
     """Real engines only: CPU threads of each engine."""
     calm_s: float = 60.0
@@ -75,14 +80,15 @@ async def run(options: Options) -> dict[str, Any]:
 
 
 async def run_real(options: Options) -> dict[str, Any]:
+    topology = Topology(model=options.model, threads=options.threads, slots=options.slots)
     with tempfile.TemporaryDirectory() as scratch:
         report = await besiege(
+            topology,
+            Path(options.logs or scratch),
             seed=options.seed,
             minutes=options.minutes,
             at_once=options.at_once or 6,
             calm_s=options.calm_s,
-            logs=Path(options.logs or scratch),
-            threads=options.threads,
         )
     return report.as_dict()
 

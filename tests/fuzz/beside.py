@@ -14,20 +14,19 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corun import AsyncClient, ClusterStatus, CorunError, tiny
+from corun import AsyncClient, ClusterStatus, CorunError
 from corun.bench.children import Processes
-from corun.cluster import NodeState
+from corun.bench.nodes import Topology, running
 from tests.chaos.report import quantiles
 from tests.fuzz.assaults import ASSAULTS, CALL_S, Victim, draw, victim
 from tests.machine import free_port
 
-SLOTS = 8
 START_S = 300.0
 SETTLE_S = 60.0
 CALM_S = 60.0
@@ -74,7 +73,7 @@ class Siege:
         self._target = target
         self._router = router
         self._told: list[dict[str, Any]] = []
-        self._most: Counter[str] = Counter()
+        self._most: dict[str, float] = {}
 
     async def run(self, *, at_once: int, calm_s: float) -> None:
         """The calm, the assaults, and what is left of them."""
@@ -89,7 +88,7 @@ class Siege:
         beside = [told for told in self._told if attacked <= told["at"] < over + CALL_S]
         self._judge(calm, beside)
         after = self._processes.memory()
-        self.report.memory_mib = {"before": before, "most": dict(self._most), "after": after}
+        self.report.memory_mib = {"before": before, "most": self._most, "after": after}
         if self._most["router"] > ROUTER_MIB:
             self.report.find(f"the router took {self._most['router']:.0f} MiB, more than {ROUTER_MIB:.0f}")
 
@@ -99,7 +98,7 @@ class Siege:
         while not all(worker.done() for worker in workers):
             await asyncio.wait(workers, timeout=1.0)
             for name, mib in self._processes.memory().items():
-                self._most[name] = max(self._most[name], mib)  # type: ignore[type-var]
+                self._most[name] = max(self._most.get(name, 0.0), mib)
             self._check_alive()
         await asyncio.gather(*workers)
 
@@ -134,7 +133,7 @@ class Siege:
             slow = [told for told in beside if told["way"] == way and told["longest_pause_s"] > bound]
             for told in slow:
                 report.find(f"a stream over {way} paused for {told['longest_pause_s']} s, more than {bound:.3f} s")
-        for name in ("router", "gateway", "prefill", "decode"):
+        for name in self._processes.commands:
             for line in sorted(set(_BAD.findall(self._processes.log(name)))):
                 report.find(f"in the log of {name}: {line[:300]}")
 
@@ -176,37 +175,22 @@ class Siege:
             self._told.append(json.loads(line))
 
 
-async def besiege(*, seed: int, minutes: float, at_once: int, calm_s: float, logs: Path, threads: int) -> Report:
-    """A whole run on a cluster of its own."""
+async def besiege(topology: Topology, logs: Path, *, seed: int, minutes: float, at_once: int, calm_s: float) -> Report:
+    """A whole run on a cluster of its own, with a gateway before it."""
     report = Report(seed=seed, minutes=minutes)
-    router, url, model = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}", str(tiny.ensure())
-    async with AsyncExitStack() as stack:
-        processes = stack.enter_context(Processes(logs))
-        _start(processes, router, url, model, threads)
-        await _until(lambda: _ready(processes, router), START_S)
-        facts = json.loads((Path(model) / "config.json").read_text())
-        sizes = {"vocab_size": facts["vocab_size"], "max_model_len": facts["max_position_embeddings"]}
-        target = await stack.enter_async_context(victim(router, url, **sizes))
-        await Siege(processes, target, router, report).run(at_once=at_once, calm_s=calm_s)
-        ended = await asyncio.to_thread(processes.stop)
-        for name, code in ended.items():
-            if code:
-                report.find(f"{name} ended with {code}")
+    url = f"http://127.0.0.1:{free_port()}"
+    with running(topology, logs) as nodes:
+        flags = ("--router", nodes.address, "--port", url.rpartition(":")[2])
+        nodes.processes.start("gateway", "corun", "gateway", *flags)
+        vocab_size = json.loads((Path(topology.model_path) / "config.json").read_text())["vocab_size"]
+        sizes = {"vocab_size": vocab_size, "max_model_len": topology.model_len}
+        async with victim(nodes.address, url, **sizes) as target:
+            await Siege(nodes.processes, target, nodes.address, report).run(at_once=at_once, calm_s=calm_s)
+        ended = await asyncio.to_thread(nodes.stop)
+    for name, code in ended.items():
+        if code:
+            report.find(f"{name} ended with {code}")
     return report
-
-
-def _start(processes: Processes, router: str, url: str, model: str, threads: int) -> None:
-    node = ("--model", model, "--router", router, "--threads", str(threads))
-    processes.start("router", "router", "--port", router.rpartition(":")[2])
-    processes.start("prefill", "prefill_node", *node, "--node-id", "p0")
-    processes.start("decode", "decode_node", *node, "--node-id", "d0", "--slots", str(SLOTS))
-    processes.start("gateway", "corun", "gateway", "--router", router, "--port", url.rpartition(":")[2])
-
-
-async def _ready(processes: Processes, router: str) -> bool:
-    processes.check()
-    status = await _status(router)
-    return status is not None and {NodeState.READY} == {node.state for node in status.nodes} and len(status.nodes) == 2
 
 
 async def _status(router: str) -> ClusterStatus | None:
@@ -216,13 +200,6 @@ async def _status(router: str) -> ClusterStatus | None:
             return await client.get_cluster()
         except CorunError:
             return None
-
-
-async def _until(check: Callable[[], Awaitable[bool]], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not await check():
-        assert time.monotonic() < end, f"the cluster was not ready within {seconds:.0f} s"
-        await asyncio.sleep(0.5)
 
 
 def _summed(told: list[dict[str, Any]]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def test_nothing_compared_is_a_finding(tmp_path: Path) -> None:
 
 
 def sieged(logs: Path, router_log: str = "") -> Siege:
-    for name in ("router", "gateway", "prefill", "decode"):
-        (logs / f"{name}.log").write_text(router_log if name == "router" else "")
+    (logs / "router.log").write_text(router_log)
     target: Any = None
-    return Siege(Processes(logs), target, "127.0.0.1:1", Report(seed=1, minutes=0.0))
+    processes = Processes(logs, commands={"router": ("router",)})
+    return Siege(processes, target, "127.0.0.1:1", Report(seed=1, minutes=0.0))
