@@ -122,6 +122,10 @@ class Nodes:
     port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     optional_flags: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=lambda: OPTIONAL_FLAGS)
     router_flags: tuple[str, ...] = ()
+    member_flags: tuple[str, ...] = ()
+    """Of the router and every node."""
+    token: str = ""
+    """That our own calls show the router."""
     on_up: Callable[[str], None] = lambda name: None
     """Called when a node has joined."""
     started: dict[str, float] = field(default_factory=dict)
@@ -135,12 +139,12 @@ class Nodes:
         return f"127.0.0.1:{self.port}"
 
     def client(self, timeout_s: float = 600.0) -> Client:
-        return Client(self.address, timeout_s=timeout_s)
+        return Client(self.address, timeout_s=timeout_s, token=self.token)
 
     def status(self) -> ClusterStatus | None:
         """None while the router does not answer."""
         try:
-            with Client(self.address, connect_timeout_s=2.0) as client:
+            with Client(self.address, connect_timeout_s=2.0, token=self.token) as client:
                 return client.get_cluster(timeout_s=5.0)
         except UnavailableError:
             return None
@@ -150,7 +154,7 @@ class Nodes:
 
         vLLM measures what memory is free while it starts, so engines on one GPU cannot start at the same time.
         """
-        self.processes.start("router", "router", "--port", str(self.port), *self.router_flags)
+        self.processes.start("router", "router", "--port", str(self.port), *self.router_flags, *self.member_flags)
         deadline = time.monotonic() + self.topology.start_timeout_s
         waiting = list(self.topology.nodes)
         while waiting or not self.all_ready():
@@ -165,7 +169,7 @@ class Nodes:
         self._joined()
 
     def start_node(self, node: NodePlan) -> None:
-        flags = ["--router", self.address, *self.topology.flags(node)]
+        flags = ["--router", self.address, *self.topology.flags(node), *self.member_flags]
         wanted = self.optional_flags.get(node.module, ())
         flags += [part for flag in wanted if flag[0] in help_of(node.module) for part in flag]
         with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, node.gpus)) if has_gpu() else None):

@@ -19,7 +19,7 @@ import aiohttp
 import grpc
 import grpc.aio
 
-from corun.channel import channel
+from corun.channel import Access, channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import types_pb2
 from tests.fuzz.messages import Maker
@@ -49,12 +49,13 @@ _CORNERS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """What is attacked: a router and a gateway that anyone may use."""
+    """What is attacked, a router and a gateway, by a client whose token they know."""
 
     link: grpc.aio.Channel
     session: aiohttp.ClientSession
     url: str
     """The gateway's."""
+    token: str
     vocab_size: int
     max_model_len: int
 
@@ -73,9 +74,10 @@ class Victim:
             call.cancel()
         return "OK"
 
-    async def post(self, body: bytes | AsyncIterator[bytes], *, token: str = "") -> str:
-        """The status of a request to the gateway."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})
+    async def post(self, body: bytes | AsyncIterator[bytes], *, key: str | None = None) -> str:
+        """The status of a request to the gateway; key: what to show instead of the right token."""
+        shown = f"Bearer {self.token}" if key is None else key
+        headers = {"Content-Type": "application/json"} | ({"Authorization": shown} if shown else {})
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         data = io.BytesIO(body) if isinstance(body, bytes) else body
         try:
@@ -91,10 +93,11 @@ class Victim:
 
 
 @asynccontextmanager
-async def victim(router: str, url: str, *, vocab_size: int, max_model_len: int) -> AsyncIterator[Victim]:
-    """Connections to what is attacked."""
-    async with channel(router, max_message_bytes=2**26) as link, aiohttp.ClientSession() as session:
-        yield Victim(link=link, session=session, url=url, vocab_size=vocab_size, max_model_len=max_model_len)
+async def victim(router: str, url: str, token: str = "", **sizes: int) -> AsyncIterator[Victim]:
+    """Connections to what is attacked; sizes: `vocab_size` and `max_model_len` of its model."""
+    access = Access(token=token)
+    async with channel(router, access=access, max_message_bytes=2**26) as link, aiohttp.ClientSession() as session:
+        yield Victim(link=link, session=session, url=url, token=token, **sizes)
 
 
 async def big_text(victim: Victim, rng: random.Random) -> str:
@@ -188,9 +191,9 @@ async def slow_reader(victim: Victim, rng: random.Random) -> str:
 async def verification(victim: Victim, rng: random.Random) -> str:
     """A verification of many cases under every condition, some of them several times, that is left after a while."""
     request = pb.VerifyRequest(conditions=rng.choices((1, 2, 3, 4), k=rng.choice((1, 4, 4000))))
+    prompt = [rng.randrange(victim.vocab_size) for _ in range(rng.choice((3, 100, 10_000)))]
     for _ in range(rng.choice((1, 50, 300))):
-        case = request.cases.add(seed=rng.getrandbits(62))
-        case.prompt_token_ids.extend(rng.randrange(victim.vocab_size) for _ in range(rng.choice((3, 100, 100_000))))
+        case = request.cases.add(seed=rng.getrandbits(62), prompt_token_ids=prompt)
         case.sampling_params.max_tokens = rng.choice((8, 200))
     data = request.SerializeToString()
     call = asyncio.ensure_future(victim.call(_VERIFY, data))
@@ -219,7 +222,7 @@ async def http_body(victim: Victim, rng: random.Random) -> str:
             rng.randbytes(size),
         )
     )
-    return await victim.post(body, token=rng.choice(("", "Bearer ", "Bearer x", "Basic eDp5")))
+    return await victim.post(body, key=rng.choice((None, None, None, "", "Bearer ", "Bearer x", "Basic eDp5")))
 
 
 async def http_corner(victim: Victim, rng: random.Random) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import sys
 import time
 from collections import Counter
@@ -20,9 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corun import AsyncClient, ClusterStatus, CorunError
-from corun.bench.children import Processes
-from corun.bench.nodes import Topology, running
+from corun.bench.nodes import Nodes, Topology, running
 from tests.chaos.report import quantiles
 from tests.fuzz.assaults import ASSAULTS, CALL_S, Victim, draw, victim
 from tests.machine import free_port
@@ -64,14 +63,48 @@ class Report:
         return {**vars(self), "assaults": assaults, "count": sum(map(Counter.total, self.assaults.values()))}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Of the cluster and its two clients: to share slots and the queue fairly, it has to tell them apart."""
+
+    folder: Path
+    cluster: str
+    bystander: str
+    attacker: str
+
+    @classmethod
+    def written(cls, folder: Path) -> Tokens:
+        """New ones, in files. The attacker may not ask for the highest priority, which goes before everybody."""
+        folder.mkdir(parents=True, exist_ok=True)
+        made = cls(folder=folder, **{name: secrets.token_hex(16) for name in ("cluster", "bystander", "attacker")})
+        made.file("cluster").write_text(made.cluster)
+        made.file("bystander").write_text(made.bystander)
+        clients = f"bystander: {made.bystander}\nattacker: {made.attacker} max_priority=normal\n"
+        made.file("clients").write_text(clients)
+        return made
+
+    def file(self, name: str) -> Path:
+        return self.folder / f"{name}.token"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of a cluster (`corun.bench.nodes.Nodes`)."""
+        return {
+            "router_flags": ("--client-tokens-file", str(self.file("clients"))),
+            "member_flags": ("--cluster-token-file", str(self.file("cluster"))),
+            "token": self.cluster,
+        }
+
+
 class Siege:
     """One run against a cluster that is there."""
 
-    def __init__(self, processes: Processes, target: Victim, router: str, report: Report) -> None:
+    def __init__(self, nodes: Nodes, target: Victim, tokens: Tokens, report: Report) -> None:
         self.report = report
-        self._processes = processes
+        self._nodes = nodes
+        self._processes = nodes.processes
         self._target = target
-        self._router = router
+        self._tokens = tokens
         self._told: list[dict[str, Any]] = []
         self._most: dict[str, float] = {}
 
@@ -146,7 +179,7 @@ class Siege:
             self.report.find(f"still held after {SETTLE_S:.0f} s: {held}")
 
     async def _held(self) -> str:
-        status = await _status(self._router)
+        status = await asyncio.to_thread(self._nodes.status)
         if status is None:
             return "the router does not answer"
         of_bystander = 3  # Its streams go on.
@@ -155,7 +188,8 @@ class Siege:
 
     @asynccontextmanager
     async def _bystander(self) -> AsyncIterator[None]:
-        command = [sys.executable, "-m", "tests.fuzz.bystander", self._router, self._target.url]
+        told = (self._nodes.address, self._target.url, str(self._tokens.file("bystander")))
+        command = [sys.executable, "-m", "tests.fuzz.bystander", *told]
         process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, limit=2**20)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -179,27 +213,19 @@ async def besiege(topology: Topology, logs: Path, *, seed: int, minutes: float, 
     """A whole run on a cluster of its own, with a gateway before it."""
     report = Report(seed=seed, minutes=minutes)
     url = f"http://127.0.0.1:{free_port()}"
-    with running(topology, logs) as nodes:
+    tokens = Tokens.written(logs)
+    with running(topology, logs, **tokens.settings) as nodes:
         flags = ("--router", nodes.address, "--port", url.rpartition(":")[2])
         nodes.processes.start("gateway", "corun", "gateway", *flags)
         vocab_size = json.loads((Path(topology.model_path) / "config.json").read_text())["vocab_size"]
         sizes = {"vocab_size": vocab_size, "max_model_len": topology.model_len}
-        async with victim(nodes.address, url, **sizes) as target:
-            await Siege(nodes.processes, target, nodes.address, report).run(at_once=at_once, calm_s=calm_s)
+        async with victim(nodes.address, url, tokens.attacker, **sizes) as target:
+            await Siege(nodes, target, tokens, report).run(at_once=at_once, calm_s=calm_s)
         ended = await asyncio.to_thread(nodes.stop)
     for name, code in ended.items():
         if code:
             report.find(f"{name} ended with {code}")
     return report
-
-
-async def _status(router: str) -> ClusterStatus | None:
-    """None if the router does not answer."""
-    async with AsyncClient(router, timeout_s=5.0) as client:
-        try:
-            return await client.get_cluster()
-        except CorunError:
-            return None
 
 
 def _summed(told: list[dict[str, Any]]) -> dict[str, Any]:

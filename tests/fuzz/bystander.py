@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.bystander ROUTER GATEWAY`: another client's streams, one after the other, and how they went.
+"""`python -m tests.fuzz.bystander ROUTER GATEWAY TOKEN_FILE`: another client's streams, and how they went.
 
 Prints a line of JSON once it knows the right answers, then one for every stream that ended. Ends when its stdin does.
 A process of its own, so that what an attacker computes does not look like a pause. Tests only.
@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -151,9 +152,13 @@ def _digest_in(event: dict[str, Any]) -> str:
     return receipts[0]["output_digest"] if receipts else ""
 
 
-async def main(router: str, url: str) -> None:
+async def main(router: str, url: str, token: str) -> None:
     timeout = aiohttp.ClientTimeout(total=STREAM_S)
-    async with AsyncClient(router, timeout_s=STREAM_S) as client, aiohttp.ClientSession(timeout=timeout) as session:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with (
+        AsyncClient(router, timeout_s=STREAM_S, token=token) as client,
+        aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+    ):
         bystander, stop = Bystander(client, session, url), asyncio.Event()
         await bystander.learn()
         print(json.dumps({"cases": NUM_CASES}), flush=True)
@@ -164,4 +169,4 @@ async def main(router: str, url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    asyncio.run(main(*sys.argv[1:3], Path(sys.argv[3]).read_text()))

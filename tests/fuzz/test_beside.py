@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from corun.bench.children import Processes
+from corun.bench.nodes import Nodes, Topology
 from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, cluster
 from tests.fuzz import assaults
 from tests.fuzz.assaults import ASSAULTS, draw, victim
@@ -85,6 +86,6 @@ def test_nothing_compared_is_a_finding(tmp_path: Path) -> None:
 
 def sieged(logs: Path, router_log: str = "") -> Siege:
     (logs / "router.log").write_text(router_log)
-    target: Any = None
-    processes = Processes(logs, commands={"router": ("router",)})
-    return Siege(processes, target, "127.0.0.1:1", Report(seed=1, minutes=0.0))
+    nothing: Any = None
+    nodes = Nodes(Topology(model="tiny"), Processes(logs, commands={"router": ("router",)}))
+    return Siege(nodes, nothing, nothing, Report(seed=1, minutes=0.0))
