@@ -68,7 +68,8 @@ class CorunError(Exception):
 
 
 class InvalidArgumentError(CorunError):
-    """A value is outside its limit. Nothing was started or reserved."""
+    """A value is outside its limit: the same request would end so again. Nothing was started or reserved, unless it is
+    only the model that finds it unfit."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 

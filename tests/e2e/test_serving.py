@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -76,6 +79,46 @@ def test_repetition_penalty_breaks_a_loop(cluster: Cluster) -> None:
     assert len(set(varied.token_ids)) > len(set(plain.token_ids))
 
 
+CORNERS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 0.01, 2),
+    "top_p": (1e-9, 1),
+    "top_k": (1, 2**31 - 1),
+    "min_p": (0, 1),
+    "min_tokens": (0, 6),
+    "stop_token_ids": ((), range(64)),
+    "ignore_eos": (False, True),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 2),
+    "logit_bias": ({0: -100, 5: 100, 511: 100}, dict.fromkeys(range(512), 100), dict.fromkeys(range(512), -100)),
+}
+"""Every parameter of which there can be too much, at both of its limits."""
+
+
+def corners(count: int) -> list[SamplingParams]:
+    """Each corner with the defaults, then mixed; always the same ones."""
+    chosen: list[dict[str, Any]] = [{name: value} for name, values in CORNERS.items() for value in values]
+    draw = random.Random(0)
+    chosen += [{name: draw.choice(values) for name, values in CORNERS.items()} for _ in range(count)]
+    return [SamplingParams(max_tokens=6, logprobs=True, **fields) for fields in chosen]
+
+
+def test_no_legal_parameter_ends_an_engine_or_moves_a_bit_beside_it(cluster: Cluster) -> None:
+    """Nor is anything else than finite numbers drawn."""
+    beside = SamplingParams(max_tokens=150, temperature=1.0, ignore_eos=True, logprobs=True)
+    asked = corners(10)
+    cores = [engine_core(cluster, name) for name in ("decode", "prefill")]
+    with cluster.client() as client, ThreadPoolExecutor(SLOTS) as threads:
+        alone = client.generate("Once upon a time", beside, seed=1)
+        stream = threads.submit(client.generate, "Once upon a time", beside, seed=1)
+        done = list(threads.map(lambda params: client.generate([5, 6, 7, 5], params, seed=2), asked))
+        crowded = stream.result(60)
+    assert (crowded.token_ids, crowded.logprobs) == (alone.token_ids, alone.logprobs)
+    assert all(1 <= len(each.token_ids) <= 6 for each in done)
+    assert all(math.isfinite(logprob) for each in done for logprob in each.logprobs)
+    assert [engine_core(cluster, name) for name in ("decode", "prefill")] == cores
+
+
 @pytest.mark.parametrize(
     ("field", "make"),
     [
@@ -86,6 +129,9 @@ def test_repetition_penalty_breaks_a_loop(cluster: Cluster) -> None:
         ("request_id", lambda r: setattr(r, "request_id", "x" * 129)),
         ("sampling_params.temperature", lambda r: setattr(r.sampling_params, "temperature", math.nan)),
         ("sampling_params.temperature", lambda r: setattr(r.sampling_params, "temperature", -0.5)),
+        ("sampling_params.temperature", lambda r: setattr(r.sampling_params, "temperature", 2.5)),
+        ("sampling_params.temperature", lambda r: setattr(r.sampling_params, "temperature", 0.001)),
+        ("sampling_params.repetition_penalty", lambda r: setattr(r.sampling_params, "repetition_penalty", 1e-40)),
         ("sampling_params.top_p", lambda r: setattr(r.sampling_params, "top_p", 0.0)),
         ("sampling_params.top_p", lambda r: setattr(r.sampling_params, "top_p", 1.5)),
         ("sampling_params.max_tokens", lambda r: setattr(r.sampling_params, "max_tokens", 0)),
