@@ -45,7 +45,7 @@ class MetricsServer:
     async def start(self, host: str, port: int) -> None:
         """Listens; port 0 picks a free one. Raises UnavailableError if the address cannot be had."""
         loop = asyncio.get_running_loop()
-        tasks = Gauge("corun_tasks", "Tasks of the event loop that have not ended.", registry=self._registry)
+        tasks = Gauge("corun_tasks", "Tasks of the event loop that have not ended", registry=self._registry)
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # In a thread, so also while the loop stands still.
         try:
             self._running = await asyncio.to_thread(start_http_server, port, addr=host, registry=self._registry)

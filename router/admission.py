@@ -168,11 +168,14 @@ class AdmissionQueue:
 
     def leave(self, ticket: Ticket) -> None:
         """Takes a ticket out for good; a seat that nobody has taken goes back. Harmless for a ticket that is out."""
+        was_waiting = ticket.is_waiting
         self._lanes.remove(ticket)
         ticket.party = ()  # Else tickets would hold each other until they are found by the garbage collector.
         granted, ticket.granted = ticket.granted, None
         if granted is not None and granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().close()
+        if was_waiting:
+            self.pump()  # What it waited for may be more than the next one needs.
 
     def pump_soon(self) -> None:
         """Pumps once what runs now is done: by then, who lost its seat in it has queued up again."""
