@@ -20,7 +20,7 @@ from corun.reproduction import Reproduction
 from router.comparison import Comparison
 from router.failover import Finished, NodeFaultError, Sample, receipt_of
 from router.idle import SPARE_SLOTS, IdleRun, IdleRuns
-from router.nodes import NotFiniteError
+from router.nodes import is_not_finite
 from router.output import RECORD
 from router.placement import Need
 from router.registry import Registry
@@ -154,7 +154,7 @@ class Auditor:
         running = self._running.pop(run)
         if run.gave_way:
             self._again(running.audit)
-        elif isinstance(run.error, NodeFaultError) and isinstance(run.error.error, NotFiniteError):
+        elif isinstance(run.error, NodeFaultError) and is_not_finite(run.error.error):
             self._judge(running, running.comparison.end(FinishReason.ERROR))  # The first run found tokens to draw.
         elif run.reason is None:
             self._fail(running, run.error)

@@ -36,7 +36,7 @@ from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
 from router.members import Member, PrefillMember, Seat
-from router.nodes import ALONE, Lease, NotFiniteError, Share, Start
+from router.nodes import ALONE, Lease, Share, Start, is_not_finite
 from router.output import SampleOutput
 from router.placement import Need
 from router.registry import Registry
@@ -151,7 +151,7 @@ class History:
         if not is_excused:
             self._faults.append(fault.member.info.ref)
             self._losses += fault.is_loss
-        if isinstance(fault.error, NotFiniteError):
+        if is_not_finite(fault.error):
             self._not_finite.append(self._reached[-1])
 
     def keep_kv(self, give_back: Callable[[], None]) -> None:

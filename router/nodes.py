@@ -180,8 +180,14 @@ class Start:
     seed: int
 
 
-class NotFiniteError(InternalError):
-    """A node could draw no token, since the logits were not finite. Other nodes find the same, unless one is broken."""
+class _NotFiniteError(InternalError):
+    pass
+
+
+def is_not_finite(error: CorunError) -> bool:
+    """Whether a node could draw no token, since the logits were not finite. Other nodes find the same, unless one is
+    broken."""
+    return isinstance(error, _NotFiniteError)
 
 
 class Lease:
@@ -224,7 +230,7 @@ class Lease:
         if self.ended.done():
             return
         if reason is FinishReason.ERROR:
-            kind = NotFiniteError if not_finite else InternalError
+            kind = _NotFiniteError if not_finite else InternalError
             self.ended.set_exception(kind(detail or "the node ended the sample without a reason"))
         else:
             self.ended.set_result(reason)
