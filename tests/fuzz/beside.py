@@ -37,7 +37,8 @@ ROUTER_MIB = 1024.0
 NICENESS = 15
 """Of the attacker: what it computes is not to take the cores from those it attacks."""
 MAX_FINDINGS = 50
-_BAD = re.compile(r"^.*(?: is lost: |a run of sample .* failed| internal error |Traceback |never retrieved).*$", re.MULTILINE)
+_WORDS = (" is lost: ", "a run of sample .* failed", " internal error ", "Traceback ", "never retrieved")
+_BAD = re.compile(rf"^.*(?:{'|'.join(_WORDS)}).*$", re.MULTILINE)
 
 
 @dataclass(kw_only=True)
