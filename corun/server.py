@@ -42,6 +42,7 @@ from corun.errors import (
     too_large_error,
 )
 from corun.health import HealthService
+from corun.messages import has_more_fields
 from corun.pump import Pump, Source
 from corun.renewal import Identity, identity
 
@@ -51,6 +52,8 @@ S = TypeVar("S")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+MAX_FIELDS = 16_384
+"""Fields of a request at its top level, entries of lists included: that is more than all limits on them come to."""
 MAX_STREAMS = 1024
 """Calls in progress on one connection; a client's further ones wait on its side."""
 MAX_CONNECTIONS = 16_384
@@ -338,6 +341,9 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
     def guarded(data: bytes) -> Any:
         if len(data) > max_message_bytes:
             return _Refused(too_large_error(len(data), max_message_bytes))
+        if has_more_fields(data, MAX_FIELDS):
+            found = Shown(f"more than {MAX_FIELDS} fields")
+            return _Refused(InvalidArgumentError("message", found, f"must have at most {MAX_FIELDS}"))
         try:
             return deserialize(data)
         except DecodeError:

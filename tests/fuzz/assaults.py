@@ -131,6 +131,8 @@ async def big_ids(victim: Victim, rng: random.Random) -> str:
 async def wide(victim: Victim, rng: random.Random) -> str:
     """A short prompt with a very long list, or a very long word, of something else."""
     count = rng.choice((1_000, 100_000, 400_000))
+    if rng.random() < 0.2:
+        return await victim.call(_VERIFY, _field(1, b"") * 10 * count)
     entry = b"\x08\x01\x15\x00\x00\x80\x3f"  # Token 1 with a bias of 1.
     lists = (_field(7, b"x") * count, _field(8, b"\x03" * count), _field(13, entry) * count)
     words = (_field(6, b"\x08\x00") * count, _field(1, b"x" * 10 * count), _field(7, b"x" * 10 * count))

@@ -99,6 +99,13 @@ async def verify(fake: FakeCluster, request: pb.VerifyRequest) -> None:
             raise from_rpc_error(error) if hasattr(error, "code") else error from None
 
 
+async def test_a_message_of_empty_entries_is_not_parsed(model: str) -> None:
+    """Each takes two bytes, and more than a hundred of memory."""
+    async with cluster(model) as fake:
+        with pytest.raises(InvalidArgumentError, match="message = more than 16384 fields: must have at most 16384"):
+            await verify(fake, pb.VerifyRequest(cases=[pb.VerifyCase()] * 20_000))
+
+
 async def test_cases_and_their_prompts_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "verify_case_from_proto", lambda _: pytest.fail("an entry was read"))
     long = VerifyCase(prompt_token_ids=(1,) * MAX_MODEL_LEN, sampling_params=SamplingParams(), seed=1)
