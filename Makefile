@@ -68,7 +68,7 @@ test: $(STAMP) ## Run the tests; ARGS='-m slow' those that are left out
 chaos: $(STAMP) ## Kill, stop and break nodes under load; ARGS='--engines real --seed 1 --faults 30', or fake ones
 	@$(PY) -m tests.chaos $(ARGS)
 
-fuzz: $(STAMP) ## Throw hostile bytes and clients at fake engines; ARGS='--cases 100000 --seed 1' or '--attack idle'
+fuzz: $(STAMP) ## Throw hostile bytes and clients at fake engines; ARGS='--engines real --minutes 30' besieges a real cluster
 	@$(PY) -m tests.fuzz $(ARGS)
 
 check: $(STAMP) ## Lint, formatting, types, and generated code that is up to date

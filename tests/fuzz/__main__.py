@@ -18,7 +18,7 @@ from typing import Any, Literal
 import tyro
 
 from corun.bench.nodes import Topology
-from tests.fuzz.beside import besiege
+from tests.fuzz.beside import CALM_S, besiege
 from tests.fuzz.hostile import SCALES, measure
 from tests.fuzz.observed import running
 from tests.fuzz.runner import fuzzing
@@ -37,8 +37,8 @@ class Options:
     """Real engines only: of the decode node."""
     threads: int = 1
     """Real engines only: CPU threads of each engine."""
-    calm_s: float = 60.0
-    """Real engines only: for the bystander's streams without assaults, which the others are compared with."""
+    calm_s: float = CALM_S
+    """Real engines only: of ordinary company before the assaults, with which what comes after is compared."""
     logs: str = ""
     """Real engines only: a directory to keep the logs of all processes in."""
     seed: int = 1

@@ -100,6 +100,15 @@ async def victim(router: str, url: str, token: str = "", **sizes: int) -> AsyncI
         yield Victim(link=link, session=session, url=url, token=token, **sizes)
 
 
+async def ordinary(victim: Victim, rng: random.Random) -> str:
+    """No assault: a request as anybody may have, with a prompt of any length that fits, read to its end."""
+    request = pb.GenerateRequest(seed=rng.getrandbits(62))
+    length = int((victim.max_model_len - 64) ** rng.random())
+    request.token_ids.ids.extend(rng.randrange(victim.vocab_size) for _ in range(length))
+    request.sampling_params.max_tokens, request.sampling_params.n = 64, rng.choice((1, 1, 2, 4))
+    return await victim.call(_GENERATE, request.SerializeToString())
+
+
 async def big_text(victim: Victim, rng: random.Random) -> str:
     """A text of up to 15 MB: one character, or words that no tokenizer has seen."""
     size = rng.choice(_SIZES)

@@ -1,21 +1,24 @@
 """Assaults on a real cluster for some minutes, with another client's streams beside them, and what these went through.
 
-Found is whatever an assault did to somebody else: a stream that ended, changed a bit or paused for more than a tenth of
-a second longer than any did in calm, a node that was lost, a run that was repeated, a process that died, an internal
-error, memory beyond its bound, or something that is still held at the end. Tests only.
+In calm, the same number of clients sends ordinary requests. Found is whatever an assault did to somebody else: a stream
+that ended, changed a bit or paused for more than a tenth of a second longer than any did in calm, a node that was lost,
+a run that was repeated, a process that died, an internal error, memory beyond its bound, or something that is still
+held at the end. Tests only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import random
 import re
 import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +26,13 @@ from typing import Any
 
 from corun.bench.nodes import Nodes, Topology, running
 from tests.chaos.report import quantiles
-from tests.fuzz.assaults import ASSAULTS, CALL_S, Victim, draw, victim
+from tests.fuzz.assaults import ASSAULTS, CALL_S, Victim, draw, ordinary, victim
 from tests.machine import free_port
 
 START_S = 300.0
 SETTLE_S = 60.0
 CALM_S = 60.0
-"""Of streams without assaults, before them."""
+"""Of ordinary company, before the assaults."""
 SLOWER_S = 0.1
 """By which the longest pause of a stream may exceed that of all streams in calm."""
 ROUTER_MIB = 1024.0
@@ -113,7 +116,8 @@ class Siege:
         """The calm, the assaults, and what is left of them."""
         async with self._bystander():
             began = time.time()
-            await asyncio.sleep(calm_s)
+            numbers = itertools.count()
+            await asyncio.gather(*(self._ordinary(numbers, began + calm_s) for _ in range(at_once)))
             before, attacked = self._processes.memory(), time.time()
             await self._attack(at_once, attacked + 60 * self.report.minutes)
             over = time.time()
@@ -127,7 +131,7 @@ class Siege:
             self.report.find(f"the router took {self._most['router']:.0f} MiB, more than {ROUTER_MIB:.0f}")
 
     async def _attack(self, at_once: int, until: float) -> None:
-        numbers = iter(range(1 << 40))
+        numbers = itertools.count()
         workers = [asyncio.create_task(self._assaults(numbers, until)) for _ in range(at_once)]
         while not all(worker.done() for worker in workers):
             await asyncio.wait(workers, timeout=1.0)
@@ -136,7 +140,11 @@ class Siege:
             self._check_alive()
         await asyncio.gather(*workers)
 
-    async def _assaults(self, numbers: Any, until: float) -> None:
+    async def _ordinary(self, numbers: Iterator[int], until: float) -> None:
+        while time.time() < until:
+            await ordinary(self._target, random.Random(next(numbers)))
+
+    async def _assaults(self, numbers: Iterator[int], until: float) -> None:
         while time.time() < until:
             number = next(numbers)
             kind, rng = draw(self.report.seed, number)
