@@ -18,7 +18,7 @@ import corun
 from corun.config import TlsConfig
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.gateway.activity import Activity
-from corun.gateway.bodies import Room, when_read
+from corun.gateway.bodies import Room, was_not_asked, when_read
 from corun.gateway.clients import Catalog, Clients, Health, Served, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
@@ -137,7 +137,7 @@ class Gateway:
         if (timer := self._silent.pop(request.protocol, None)) is not None:
             timer.cancel()
         answer: web.StreamResponse = await handler(request)
-        if self.activity.draining and not answer.prepared:
+        if (self.activity.draining or was_not_asked(request)) and not answer.prepared:
             answer.force_close()
         return answer
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
 
 from corun.errors import OverloadedError
 
@@ -126,8 +126,18 @@ async def when_read(request: web.Request) -> None:
     """For aiohttp, which would else ask a client that expects it for its body before anybody looked at its token."""
 
 
+def was_not_asked(request: web.Request) -> bool:
+    """Whether a client that waits to be asked for its body was not, or did not send all of it. What it sends next may
+    be the body or another request, so that its connection cannot go on."""
+    return _waits(request) and not request.content.is_eof()
+
+
+def _waits(request: web.Request) -> bool:
+    return request.version >= HttpVersion11 and request.headers.get(hdrs.EXPECT, "").lower() == "100-continue"
+
+
 async def _read(request: web.Request, limits: Limits, hold: Hold) -> bytes:
-    if request.headers.get("Expect", "").lower() == "100-continue":
+    if _waits(request):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
     body, structure = bytearray(), Structure()

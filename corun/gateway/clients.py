@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from corun.auth import check_token
 from corun.client import AsyncClient
 from corun.cluster import ClusterStatus, NodeRole, NodeState
-from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError, UnavailableError
+from corun.errors import (
+    CorunError,
+    InvalidArgumentError,
+    OverloadedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from corun.gateway.config import GatewayConfig
 
 MAX_CALLS = 1000
@@ -143,11 +149,20 @@ class _Known:
     def __init__(self) -> None:
         self.served: Served | None = None
         self.asked_at = 0.0
+        self.error: CorunError | None = None
+        """What the last question ended with, if that was no answer."""
+        self.failed_at = 0.0
         self.lock = asyncio.Lock()
 
     @property
     def is_fresh(self) -> bool:
         return self.served is not None and time.monotonic() - self.asked_at < FRESH_S
+
+    def check(self, came: float) -> None:
+        """Raises what a question ended with since somebody came, who waited for it: if each of them asked again, one
+        after the other, the last one would wait without end."""
+        if self.error is not None and self.failed_at >= came:
+            raise self.error
 
 
 class Catalog:
@@ -168,9 +183,11 @@ class Catalog:
             self._known.popitem(last=False)
         if known.served is not None and known.is_fresh:
             return known.served
+        came = time.monotonic()
         async with known.lock:
+            known.check(came)
             if known.served is None or not known.is_fresh:
-                known.served, known.asked_at = await self._ask(token, known.served), time.monotonic()
+                known.served = await self._ask(token, known)
             return known.served
 
     async def asked(self, token: str) -> Served:
@@ -182,16 +199,18 @@ class Catalog:
             self._clients.forget(token)
             raise
 
-    async def _ask(self, token: str, last: Served | None) -> Served:
+    async def _ask(self, token: str, known: _Known) -> Served:
         try:
-            return await self.asked(token)
-        except UnauthenticatedError:
-            self._known.pop(token, None)
-            raise
-        except (OverloadedError, UnavailableError):
-            if last is None:
+            served, known.error = await self.asked(token), None
+        except CorunError as error:
+            if isinstance(error, UnauthenticatedError):
+                self._known.pop(token, None)
+            if known.served is None or not isinstance(error, (OverloadedError, UnavailableError)):
+                known.error, known.failed_at = error, time.monotonic()
                 raise
-            return last
+            served = known.served
+        known.asked_at = time.monotonic()
+        return served
 
     def _read(self, status: ClusterStatus) -> Served:
         """Raises UnavailableError if no node has joined."""

@@ -134,11 +134,13 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
 
 def _read_json(body: bytes) -> dict[str, Any]:
     try:
-        read = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
+        # Not in the encodings that Python would guess: in those, its bytes do not weigh what `gateway.bodies` found.
+        text = body.decode("utf-8-sig")
+        read = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except RecursionError:
         raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), "must be JSON that is not so deep") from None
     except ValueError as error:
-        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), f"must be JSON: {error}") from None
+        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), f"must be JSON in UTF-8: {error}") from None
     if not isinstance(read, dict):
         raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), "must be a JSON object")
     return read

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.errors import OverloadedError
+from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway import clients as gateway_clients
 from corun.gateway.app import Gateway
 from corun.gateway.bodies import ALLOWANCE, Limits, Room, Structure
+from corun.gateway.clients import Catalog, Clients
+from corun.gateway.config import GatewayConfig
+from corun.gateway.requests import read_request
 from router.service import ClusterService
 from tests.fakes import MAX_MODEL_LEN, WAIT_S, FakeCluster, cluster
 from tests.gateway.serving import PROMPT, Http, serving
@@ -165,6 +168,60 @@ def test_what_is_not_text_is_counted_wherever_the_pieces_end(value: Any, ascii_o
     for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         counted.add(body[start:end])
     assert counted.size == structure(text)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-be", "utf-16-le", "utf-16", "utf-32", "cp1252"])
+def test_a_body_is_utf_8_since_nothing_else_is_weighed(encoding: str) -> None:
+    """In UTF-16, "∀" has the byte of a quote, so that all that follows would be weighed as text."""
+    body = ('{"prompt": "a", "user": "' + ("é" if encoding == "cp1252" else "∀") + '"}').encode(encoding)
+    with pytest.raises(InvalidArgumentError, match="must be JSON in UTF-8"):
+        read_request(body, max_prompts=1)
+
+
+def test_a_body_may_begin_with_the_mark_of_utf_8() -> None:
+    assert read_request('{"prompt": "∀"}'.encode("utf-8-sig"), max_prompts=1).prompts == ("∀",)
+
+
+async def test_a_client_that_was_not_asked_for_its_body_may_not_go_on(model: str, tmp_path: Path) -> None:
+    """Whether its body follows the answer, nobody can tell: what comes next may be another request, and no body."""
+    async with with_tokens(model, tmp_path) as (_, http, secrets):
+        good, wrong = (f"Authorization: Bearer {token}" for token in (secrets.token("client"), "wrong-" * 5))
+        for length, token, status in ((100, wrong, 401), (MIB, good, 413)):
+            async with asking(http.gateway, length, token, "Expect: 100-continue") as (reader, _):
+                assert await status_of(reader) == status
+                rest = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
+                assert b"\r\nConnection: close\r\n" in rest
+
+
+async def test_who_waits_for_an_answer_about_the_model_is_told_it_also_if_it_is_an_error() -> None:
+    """One after the other, each waiting for as long as a router may take, the last one would have no deadline."""
+    clients = _SilentClients()
+    catalog = Catalog(GatewayConfig(), cast(Clients, clients))
+    first = [asyncio.ensure_future(catalog.served("")) for _ in range(3)]
+    await asyncio.wait_for(clients.asked.wait(), WAIT_S)
+    clients.answers.set()
+    answers = await asyncio.wait_for(asyncio.gather(*first, return_exceptions=True), WAIT_S)
+    assert [str(answer) for answer in answers] == ["no router answers, question 1"] * 3
+    with pytest.raises(UnavailableError, match="question 2"):
+        await catalog.served("")
+
+
+class _SilentClients:
+    """Clients of a router that does not answer; a question ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+        self._questions = 0
+
+    @contextmanager
+    def lease(self, token: str) -> Iterator[_SilentClients]:
+        yield self
+
+    async def get_cluster(self) -> Any:
+        self._questions += 1
+        self.asked.set()
+        await self.answers.wait()
+        raise UnavailableError(f"no router answers, question {self._questions}")
 
 
 async def test_the_bytes_of_all_bodies_have_a_bound(model: str) -> None:
