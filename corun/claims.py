@@ -48,7 +48,7 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
         ]
     except InvalidArgumentError as error:
         raise located(where, error) from None
-    except (AttributeError, KeyError, TypeError, ValueError, struct.error):
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, struct.error):
         raise InvalidArgumentError(where, row, "is not a result of corun batch") from None
 
 
@@ -62,7 +62,7 @@ def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
         return replace(_named(name, prompt, params, receipt), audit=audit)
     except InvalidArgumentError as error:
         raise located(where, error) from None
-    except (AttributeError, KeyError, TypeError, ValueError, struct.error):
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, struct.error):
         raise InvalidArgumentError(where, row, "is not a file that an audit wrote") from None
 
 

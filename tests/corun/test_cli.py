@@ -558,6 +558,7 @@ def change_row(results: Path, row_id: str, **change: Any) -> Path:
         ("plain", {"token_ids": [1, 2]}),
         ("plain", {"logprobs": [-0.5] * 16}),
         ("plain", {"logprobs": []}),
+        ("plain", {"logprobs": [1e300] * 16}),  # No fp32 value at all.
         ("quiet", {"token_ids": list(range(16))}),
         ("quiet", {"token_ids": [1, 2, 3]}),
         ("quiet", {"token_ids": "tokens"}),
