@@ -175,7 +175,7 @@ class AdmissionQueue:
         if granted is not None and granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().close()
         if was_waiting:
-            self.pump()  # What it waited for may be more than the next one needs.
+            self.pump_soon()  # What it waited for may be more than the next one needs.
 
     def pump_soon(self) -> None:
         """Pumps once what runs now is done: by then, who lost its seat in it has queued up again."""
@@ -235,7 +235,7 @@ class AdmissionQueue:
             missing = self._pool.missing() or ("" if ticket.aside_at is None else self._lacks(ticket.need))
             late = DeadlineError(f"no slot became free before the deadline; {self.waiting} samples are waiting")
             self._fail(ticket, UnavailableError(missing) if missing else late)
-            self.pump()
+            self.pump_soon()
 
     def _lacks(self, need: Need) -> str:
         """Why a sample waits aside, in words."""

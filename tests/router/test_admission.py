@@ -44,9 +44,11 @@ class FakePool:
         self.largest = largest
         self.later = later
         self.gap = ""
+        self.looks = 0
         self.changed: Any = lambda: None
 
     def place(self, need: Need) -> Seat | None:
+        self.looks += 1
         if self.gap or not self.free or need.total > self.largest:
             return None
         self.free -= 1
@@ -322,6 +324,23 @@ async def test_leaving_twice_is_harmless() -> None:
     for ticket in (first, first, second, second):
         queue.leave(ticket)
     assert (pool.free, queue.waiting, queue.waiting_tokens) == (1, 0, 0)
+
+
+async def test_a_request_that_leaves_is_looked_behind_once() -> None:
+    """However many samples it has: each look asks every node, in the loop that carries all streams."""
+    pool = FakePool()
+    queue = make(pool, max_samples=1000)
+    cancelled, late, _ = (queue.enter([need()] * samples) for samples in (256, 256, 1))
+    deadline = later(0.0)
+    waits = [asyncio.ensure_future(queue.seat(ticket, deadline)) for ticket in late]
+    await asyncio.sleep(0)
+    pool.looks = 0
+    for ticket in cancelled:
+        queue.leave(ticket)
+    results = await asyncio.gather(*waits, return_exceptions=True)
+    assert {type(result) for result in results} == {DeadlineError}
+    await asyncio.sleep(0)
+    assert 1 <= pool.looks < 10
 
 
 async def test_random_visitors_lose_no_seat() -> None:
