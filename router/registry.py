@@ -100,7 +100,7 @@ class Registry:
         self._listeners.append(listener)
 
     def watch(self, watcher: Callable[[Seat | None], None]) -> None:
-        """Calls `watcher` with what every `place` gives: None is a sample that has to wait."""
+        """Calls `watcher` with every seat that `place` gives, and with None for a sample that waits for room."""
         self._watchers.append(watcher)
 
     def register(self, info: NodeInfo) -> None:
@@ -189,8 +189,9 @@ class Registry:
     def place(self, need: Need) -> Seat | None:
         """Claims a pair of nodes for a sample now; None if it has to wait."""
         seat = self._seat(choose_pair(need, *self._candidates(), self._pairs.is_warm), need)
-        for watcher in self._watchers:
-            watcher(seat)
+        if seat is not None or need.total <= self.most_tokens():  # Else no room that becomes free would do.
+            for watcher in self._watchers:
+                watcher(seat)
         return seat
 
     def has_place(self, need: Need) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from corun.cluster import NodeState
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
+from router.members import Seat
 from tests.fakes import FakeCluster, FakeNode, cluster, generate
 
 PROMPT = (5, 6, 7)
@@ -79,11 +80,14 @@ async def test_a_node_that_takes_no_work_for_a_moment_fails_nobody(model: str) -
 
 
 async def test_audits_run_beside_who_waits_aside(model: str) -> None:
-    """Idle slots are idle."""
+    """Idle slots are idle, and what runs in them is not in the way of who could not use them."""
     async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, _):
+        seats: list[Seat | None] = []
+        fake.router.registry.watch(seats.append)
         waiting = asyncio.ensure_future(generate(fake, PROMPT, LARGE, seed=1))
         await fake.until(lambda: fake.router.queue.waiting == 1)
         assert fake.router.queue.in_line == 0
+        assert seats == []
         waiting.cancel()
         await asyncio.wait((waiting,))
 
