@@ -30,11 +30,20 @@ class Reader:
         """The last stage that was entered behind `start`, a place in the log in bytes; empty: none."""
         if self._start != start:
             self._start, self._offset, self._stage = start, start, ""
-        with self._log.open("rb") as log:
-            log.seek(self._offset)
-            text, newline, _ = log.read(_MOST_BYTES).rpartition(b"\n")
-        self._offset += len(text) + len(newline)
-        for line in text.decode("utf-8", "replace").splitlines():
+        for line in self._new_lines():
             if line.startswith(_MARK):
                 self._stage = line.removeprefix(_MARK)
         return self._stage
+
+    def _new_lines(self) -> list[str]:
+        """Nothing, if the log is gone: its directory may be one that is cleared now and then."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._offset)
+                found = log.read(_MOST_BYTES)
+        except OSError:
+            return []
+        text, newline, rest = found.rpartition(b"\n")
+        is_too_long = not newline and len(rest) == _MOST_BYTES  # No end of the line is in sight.
+        self._offset += len(rest) if is_too_long else len(text) + len(newline)
+        return text.decode("utf-8", "replace").splitlines()

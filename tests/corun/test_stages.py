@@ -36,3 +36,20 @@ def test_a_process_that_is_started_again_has_no_stage_yet(tmp_path: Path) -> Non
     with log.open("ab") as file:
         file.write(b"stage: again\n")
     assert reader.stage(len("stage: one\n")) == "again"
+
+
+def test_a_log_that_is_gone_says_nothing_new(tmp_path: Path) -> None:
+    """It may lie in a directory that something clears now and then; that must not end who asks, nor the cluster."""
+    log = tmp_path / "log"
+    log.write_bytes(b"stage: one\n")
+    reader = Reader(log)
+    assert reader.stage(0) == "one"
+    log.unlink()
+    assert reader.stage(0) == "one"
+
+
+def test_a_line_longer_than_is_looked_at_hides_nothing_behind_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"x" * 2**21 + b"\nstage: one\n")
+    reader = Reader(log)
+    assert [reader.stage(0) for _ in range(3)][-1] == "one"
