@@ -200,12 +200,16 @@ def facts(llm: Any, *, finding: str) -> EngineFacts:
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    """Read the model's end tokens, ascending: from generation_config.json, else from config.json."""
+    """Read the model's end tokens, ascending: from generation_config.json, else from config.json.
+
+    Numbers that are no tokens of the model are left out: none can be drawn, and with `min_tokens` vLLM would write to
+    them in the logits, which ends a CPU's engine and on a GPU reaches into another request's row.
+    """
     found = model.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(model.hf_text_config, "eos_token_id", None)
     ids = [] if found is None else [found] if isinstance(found, int) else list(found)
-    return tuple(sorted(set(ids)))
+    return tuple(sorted({one for one in ids if 0 <= one < model.get_vocab_size()}))
 
 
 def step_llm() -> Any:

@@ -77,6 +77,13 @@ def test_without_that_file_the_models_config_says_what_ends_an_output(directory:
     assert contract_of(directory).decode.eos_token_ids == (1, 3)  # type: ignore[union-attr]
 
 
+def test_an_end_token_that_the_model_does_not_have_is_none(directory: Path) -> None:
+    """It can never be drawn. Held back by `min_tokens`, it would end a CPU's engine, and on a GPU it would be written
+    into another request's logits (v1/worker/gpu/sample/logit_bias.py)."""
+    change(directory / "generation_config.json", eos_token_id=[-1, 509, 512])
+    assert contract_of(directory).decode.eos_token_ids == (509,)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("fact", "value", "field", "text"),
     [
