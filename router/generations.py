@@ -160,7 +160,7 @@ class Generator:
         received = _received(request, seed)
         model = await self.model(deadline)
         self._check_fingerprint(request.fingerprint)
-        prompt = await self._token_ids(request.prompt, model, deadline)
+        prompt = await self._token_ids(request.prompt, model, deadline, request.caller)
         self.check(prompt, request.params, model)
         digest = prompt_digest(prompt)
         return [
@@ -199,9 +199,11 @@ class Generator:
             limit = f"must leave prompt and output, {total} tokens, room in the KV of a decode node"
             raise InvalidArgumentError("sampling_params.max_tokens", params.max_tokens, limit)
 
-    async def is_text_of(self, text: str, prompt: tuple[int, ...], model: Model, deadline: float) -> bool:
+    async def is_text_of(
+        self, text: str, prompt: tuple[int, ...], model: Model, deadline: float, caller: Caller
+    ) -> bool:
         """Whether a request with this text would be computed from these token ids."""
-        return await self._texts.encode(text, model, deadline) == prompt
+        return await self._texts.encode(text, model, deadline, caller.name) == prompt
 
     def start(self, samples: Sequence[Sample]) -> Generation:
         """Queues the samples of one request, in order, and runs them. Raises OverloadedError if the queue is full."""
@@ -246,9 +248,11 @@ class Generator:
             differences = {"fingerprint": (expected, found)}
             raise ContractMismatchError("the request began under another contract", differences)
 
-    async def _token_ids(self, prompt: str | Sequence[int], model: Model, deadline: float) -> tuple[int, ...]:
+    async def _token_ids(
+        self, prompt: str | Sequence[int], model: Model, deadline: float, caller: Caller
+    ) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return await self._texts.encode(prompt, model, deadline)
+            return await self._texts.encode(prompt, model, deadline, caller.name)
         check_lengths(len(prompt), 1, model.max_model_len)
         return tuple(prompt)
 

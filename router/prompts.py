@@ -20,6 +20,8 @@ LONG = 64 * 1024
 """Bytes beyond which a text waits for other long ones only, and the rest does not wait for it."""
 MAX_WAITING = 64 * 1024 * 1024
 """Bytes of the texts that wait for others like them."""
+MAX_WAITING_OF_CLIENT = MAX_WAITING // 4
+"""Bytes of those that one client has among them."""
 LARGEST = 4 * 1024 * 1024
 TOKEN_BYTES = 8
 """Tokenizing takes some 150 bytes of memory for a byte of text, so that a text may have `LARGEST` bytes, or so many for
@@ -66,8 +68,8 @@ class PromptEncoder:
         self._long = _Lane(self._threads)
         self._other = _Lane(self._threads)
 
-    async def encode(self, text: str, model: Model, deadline: float) -> tuple[int, ...]:
-        """Token ids of a prompt.
+    async def encode(self, text: str, model: Model, deadline: float, client: str = "") -> tuple[int, ...]:
+        """Token ids of a prompt. Clients, by name, take turns, however many texts each of them has.
 
         Raises:
             InvalidArgumentError: the text has no token, or is longer than the model; names what it has and the limit.
@@ -82,7 +84,7 @@ class PromptEncoder:
             ids = model.tokenizer.encode(text, model.max_model_len - 1)
         else:
             lane = self._long if size > LONG else self._other
-            ids = await lane.encode(text, size, model, deadline)
+            ids = await lane.encode(text, size, model, deadline, client)
         if not ids:
             raise InvalidArgumentError("prompt.text", Shown(f"{size} bytes"), "must have at least one token")
         return ids
@@ -92,27 +94,52 @@ class PromptEncoder:
         self._threads.shutdown(wait=False)
 
 
+class _Line:
+    """One client's texts in a lane, oldest first."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        """Of its texts only the holder's waits for the lane."""
+        self.waiting = 0
+        """Bytes."""
+
+
 class _Lane:
-    """Texts that are tokenized one after the other, oldest first."""
+    """Texts that are tokenized one after the other: of each client the oldest, and clients in turn."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
         self._turn = asyncio.Lock()
+        self._lines: dict[str, _Line] = {}  # Of clients that wait.
         self._waiting = 0  # Bytes.
 
-    async def encode(self, text: str, size: int, model: Model, deadline: float) -> tuple[int, ...]:
-        if self._waiting + size > MAX_WAITING:
-            raise OverloadedError(f"{self._waiting} bytes of text wait to be tokenized, of at most {MAX_WAITING}")
+    async def encode(self, text: str, size: int, model: Model, deadline: float, client: str) -> tuple[int, ...]:
+        line = self._lines.get(client) or _Line()
+        self._check_room(line, size)
+        self._lines[client] = line
         self._waiting += size
-        encoding = asyncio.ensure_future(self._in_turn(text, model))
+        line.waiting += size
+        encoding = asyncio.ensure_future(self._in_line(line, text, model))
         try:
             await asyncio.wait((encoding,), timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         finally:
-            self._waiting -= size
             encoding.cancel()  # Does nothing to one that is done.
+            self._waiting -= size
+            line.waiting -= size
+            if not line.waiting:
+                del self._lines[client]
         if not encoding.done():
             raise DeadlineError("the prompt was not tokenized before the deadline")
         return encoding.result()
+
+    def _check_room(self, line: _Line, size: int) -> None:
+        for waiting, most in ((self._waiting, MAX_WAITING), (line.waiting, MAX_WAITING_OF_CLIENT)):
+            if waiting + size > most:
+                raise OverloadedError(f"{waiting} bytes of text wait to be tokenized, of at most {most}")
+
+    async def _in_line(self, line: _Line, text: str, model: Model) -> tuple[int, ...]:
+        async with line.turn:
+            return await self._in_turn(text, model)
 
     async def _in_turn(self, text: str, model: Model) -> tuple[int, ...]:
         await self._turn.acquire()

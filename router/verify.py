@@ -109,7 +109,7 @@ class Verifier:
             deadline = min(deadline, asyncio.get_running_loop().time() + LONGEST_S)
             model = await self._generator.model(deadline)
             self._check_conditions(conditions)
-            changed = await self._check(cases, model, deadline)
+            changed = await self._check(cases, model, deadline, caller)
             judge, done = Judge(cases), 0
             for condition in conditions:
                 rng = random.Random(f"{order_seed} {condition.value}")  # Text seeds are stable across processes.
@@ -242,14 +242,14 @@ class Verifier:
             if condition in conditions[:index]:
                 raise InvalidArgumentError(f"conditions[{index}]", condition.value, "must be given once")
 
-    async def _check(self, cases: Sequence[VerifyCase], model: Model, deadline: float) -> list[int]:
+    async def _check(self, cases: Sequence[VerifyCase], model: Model, deadline: float, caller: Caller) -> list[int]:
         """The cases whose text is not that of their prompt. Raises InvalidArgumentError for one that cannot be run."""
         changed = []
         for index, case in enumerate(cases):
             with naming_case(index):
                 self._check_case(case, model)
                 prompt = case.prompt_token_ids
-                if case.text and not await self._generator.is_text_of(case.text, prompt, model, deadline):
+                if case.text and not await self._generator.is_text_of(case.text, prompt, model, deadline, caller):
                     changed.append(index)
             await asyncio.sleep(0)  # Streams go on meanwhile.
         return changed

@@ -174,11 +174,16 @@ class Gate(Tokenizer):
 
 
 @contextlib.asynccontextmanager
-async def encoding(tokenizer: Gate, sizes: Sequence[int]) -> AsyncIterator[list[asyncio.Future[tuple[int, ...]]]]:
-    """Texts of these sizes on their way, as many under way as may be."""
+async def encoding(
+    tokenizer: Gate, sizes: Sequence[int], clients: str = ""
+) -> AsyncIterator[list[asyncio.Future[tuple[int, ...]]]]:
+    """Texts of these sizes on their way, as many under way as may be. clients: a letter for the client of each."""
     encoder, model = PromptEncoder(), model_of(MIB, tokenizer)
     far = asyncio.get_running_loop().time() + FAR_S
-    calls = [asyncio.ensure_future(encoder.encode("x" * size, model, far)) for size in sizes]
+    calls = [
+        asyncio.ensure_future(encoder.encode("x" * size, model, far, client))
+        for size, client in zip(sizes, clients or "a" * len(sizes), strict=True)
+    ]
     try:
         await asyncio.to_thread(tokenizer.both.wait, WAIT_S)
         yield calls
@@ -223,6 +228,27 @@ async def test_texts_that_wait_are_bounded_and_the_other_lane_is_free(monkeypatc
             await calls[2]
         tokenizer.open()
         assert [len(await calls[i]) for i in (0, 1, 3)] == [LONG + 1, LONG + 1, OTHER + 1]
+
+
+async def test_clients_take_turns_however_many_texts_each_has() -> None:
+    tokenizer = Gate()
+    sizes = [OTHER, LONG, OTHER + 1, OTHER + 2, OTHER + 3, OTHER + 4]
+    async with encoding(tokenizer, sizes, "aaaabb") as calls:
+        tokenizer.open()
+        await asyncio.gather(*calls)
+    assert tokenizer.begun[2:] == [OTHER + 3, OTHER + 1, OTHER + 4, OTHER + 2]
+
+
+async def test_one_client_does_not_fill_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_WAITING_OF_CLIENT", 2 * LONG)
+    tokenizer = Gate()
+    async with encoding(tokenizer, [LONG, LONG, LONG, LONG, OTHER], "aaaba") as calls:
+        with pytest.raises(
+            OverloadedError, match=rf"{2 * LONG} bytes of text wait to be tokenized, of at most {2 * LONG}"
+        ):
+            await calls[2]
+        tokenizer.open()
+        assert [len(await calls[i]) for i in (0, 1, 3)] == [LONG + 1] * 3
 
 
 async def test_short_texts_need_no_thread() -> None:
