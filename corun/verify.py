@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from corun import wire
 from corun.claims import NamedCase
 from corun.client import Client
 from corun.cluster import ClusterStatus, Condition, NodeState, VerifyCase, VerifyResult
@@ -21,6 +22,8 @@ from corun.links import Deadline
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 
+BYTES_PER_CALL = 2 * 1024 * 1024
+"""Of all cases in one call; a router takes 4 MiB, and one case with a prompt of the model's length besides."""
 CASES_PER_CALL = 256
 """Cases that one call to the router carries."""
 TIMEOUT_S = 3600.0
@@ -128,8 +131,8 @@ class Verification:
         self, client: Client, *, timeout_s: float = TIMEOUT_S, on_result: Callable[[], None] = lambda: None
     ) -> Report:
         """Runs everything. timeout_s: for each 256 cases. Whatever is raised, the report has what came before."""
-        for start in range(0, len(self._cases), CASES_PER_CALL):
-            part = _Part(self, self._cases[start : start + CASES_PER_CALL], self._order_seed + start, on_result)
+        for start, cases in _calls(self._cases):
+            part = _Part(self, cases, self._order_seed + start, on_result)
             deadline = Deadline(timeout_s)
             while part.owed:
                 part.call(client, deadline)
@@ -150,6 +153,21 @@ def run(
 ) -> Report:
     """Runs every case under every condition; see `Verification`."""
     return Verification(cases, conditions, order_seed=order_seed).run(client, timeout_s=timeout_s)
+
+
+def _calls(cases: Sequence[NamedCase]) -> Iterator[tuple[int, list[NamedCase]]]:
+    """Cut cases into what one call carries. Gives each part with the number of cases before it."""
+    part: list[NamedCase] = []
+    start = size = 0
+    for number, named in enumerate(cases):
+        bytes_of_it = wire.verify_request([named.case], ()).ByteSize()
+        if part and (len(part) == CASES_PER_CALL or size + bytes_of_it > BYTES_PER_CALL):
+            yield start, part
+            part, start, size = [], number, 0
+        part.append(named)
+        size += bytes_of_it
+    if part:
+        yield start, part
 
 
 class _Part:

@@ -30,7 +30,9 @@ from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Ac
 from router.verify import Verifier
 from router.warmup import spawn
 
-GENERATE = f"/{CLUSTER_SERVICE}/Generate"
+GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
+BYTES_OF_CASES = 4 * 1024 * 1024
+"""Of one verification, beside one case with a prompt of the model's length."""
 SEED_KEY_BYTES = 32
 STOP_GRACE_S = 5.0
 """For calls that were cancelled to end, in seconds."""
@@ -134,7 +136,8 @@ class Router:
         """Bytes that a request of a method may have, by its full name: to parse what no model takes would cost as much
         as to parse what it does."""
         most, model = self._config.max_message_bytes, self.registry.model
-        return most if method != GENERATE or model is None else min(most, model.max_request_bytes)
+        beside = {GENERATE: 0, VERIFY: BYTES_OF_CASES}.get(method)
+        return most if beside is None or model is None else min(most, model.max_request_bytes + beside)
 
     def _figures(self) -> Figures:
         return Figures(

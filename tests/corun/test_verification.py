@@ -1,0 +1,31 @@
+"""What `corun verify` sends in one call."""
+
+from __future__ import annotations
+
+import pytest
+
+from corun import verify, wire
+from corun.claims import NamedCase
+from corun.cluster import VerifyCase
+from corun.params import SamplingParams
+
+
+def named(number: int, prompt_tokens: int = 3) -> NamedCase:
+    prompt = (70_000,) * prompt_tokens  # Three bytes each.
+    case = VerifyCase(prompt_token_ids=prompt, sampling_params=SamplingParams(), seed=number)
+    return NamedCase(name=str(number), case=case)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes"),
+    [([3] * 600, [256, 256, 88]), ([100_000] * 20, [6, 6, 6, 2]), ([3, 2_000_000, 3], [1, 1, 1]), ([], [])],
+)
+def test_a_call_carries_so_many_cases_and_bytes(prompts: list[int], sizes: list[int]) -> None:
+    cases = [named(number, tokens) for number, tokens in enumerate(prompts)]
+    parts = list(verify._calls(cases))
+    assert [len(part) for _, part in parts] == sizes
+    assert [case for _, part in parts for case in part] == cases
+    assert [start for start, _ in parts] == [sum(sizes[:number]) for number in range(len(sizes))]
+    for _, part in parts:
+        size = wire.verify_request([each.case for each in part], ()).ByteSize()
+        assert len(part) == 1 or size <= verify.BYTES_PER_CALL
