@@ -9,6 +9,7 @@ a request means, nor whose it is.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from corun.errors import OverloadedError
 ALLOWANCE = 256 * 1024
 """Bytes beyond what one prompt needs: all other fields, and the prompts of a batch."""
 RETRY_S = 1.0
+PARTS = 4
+"""Of the room for bodies, one for the bodies of one token."""
 _TOKEN_ID_BYTES = 8
 """Six digits, a comma and a space."""
 _MOST_ESCAPED = 6
@@ -89,24 +92,38 @@ class Room:
     def __init__(self, limit: int) -> None:
         self.used = 0
         self._limit = limit
+        self._used_by: Counter[str] = Counter()  # Tokens.
 
     @contextmanager
-    def hold(self) -> Iterator[Hold]:
-        """Gives a way to take room, and gives back on the way out what was taken."""
+    def hold(self, token: str) -> Iterator[Hold]:
+        """Gives a way to take room for one body, and gives back on the way out what was taken.
+
+        Several bodies of one token get a part of the room, so that it cannot hold all of it with bodies that it sends
+        slowly. Clients without a token cannot be told apart.
+        """
         taken = 0
 
         def take(count: int) -> None:
             nonlocal taken
-            if self.used + count > self._limit:
-                text = f"bodies of {self.used} of {self._limit} bytes are held"
-                raise OverloadedError(f"the gateway has no room for {count} bytes more: {text}", RETRY_S)
+            _check_room(count, self.used, self._limit, "bodies")
+            if token and self._used_by[token] > taken:  # It has others.
+                _check_room(count, self._used_by[token], self._limit // PARTS, "this client's bodies")
             self.used += count
+            self._used_by[token] += count
             taken += count
 
         try:
             yield take
         finally:
             self.used -= taken
+            self._used_by[token] -= taken
+            self._used_by += Counter()  # Drops those that hold nothing.
+
+
+def _check_room(count: int, used: int, limit: int, whose: str) -> None:
+    if used + count > limit:
+        text = f"{whose} of {used} of {limit} bytes are held"
+        raise OverloadedError(f"the gateway has no room for {count} bytes more: {text}", RETRY_S)
 
 
 async def read_body(request: web.Request, limits: Limits, hold: Hold, timeout_s: float) -> bytes:

@@ -51,7 +51,7 @@ class Completions:
         """The handler."""
         token = bearer_token(request.headers.get("Authorization"))
         caller = read((TRACEPARENT, value) for value in request.headers.getall(TRACEPARENT, ()))
-        with self._activity.request(), within(caller), self._room.hold() as hold:
+        with self._activity.request(), within(caller), self._room.hold(token) as hold:
             served = await self._catalog.served(token)  # First of all: a body is for those whom the cluster knows.
             asked = await self._read(request, served, hold)
             calls = len(asked.prompts)

@@ -240,9 +240,26 @@ async def test_the_bytes_of_all_bodies_have_a_bound(model: str) -> None:
 
 def test_a_room_gives_back_what_was_held() -> None:
     room = Room(10)
-    with room.hold() as hold:
+    with room.hold("") as hold:
         hold(6)
         with pytest.raises(OverloadedError):
             hold(5)
         assert room.used == 6
     assert room.used == 0
+
+
+def test_one_token_does_not_fill_a_room() -> None:
+    """One body of it may, since a client with one request is in nobody's way for longer than it takes to send it."""
+    room = Room(100)
+    with room.hold("a") as first, room.hold("a") as second, room.hold("b") as other, room.hold("") as anyone:
+        first(20)
+        second(5)
+        with pytest.raises(OverloadedError, match="this client's bodies of 25 of 25 bytes are held"):
+            first(1)
+        other(30)
+        other(30)
+        anyone(15)
+        with pytest.raises(OverloadedError, match="room for 1 bytes more: bodies of 100 of 100 bytes are held"):
+            other(1)
+    assert room.used == 0
+    assert not room._used_by
