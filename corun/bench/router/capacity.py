@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any
 
+import corun
 from corun.bench.conditions import cpu
 from corun.bench.router.fake_engines import MAX_NODES
 from corun.bench.router.paths import SHARES, Setup, measure_direct, measure_router
@@ -63,7 +64,7 @@ def is_carried(result: Mapping[str, Any]) -> bool:
 
 def conditions(setup: Setup) -> dict[str, Any]:
     """What a measurement is made with."""
-    packages = ("grpcio", "protobuf", "uvloop", "corun")
+    packages = ("grpcio", "protobuf", "uvloop")
     return {
         **asdict(setup),
         "engines": "fake",
@@ -71,6 +72,7 @@ def conditions(setup: Setup) -> dict[str, Any]:
         "processor": cpu() or "unknown",
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
+        "corun": corun.__version__,
         **{package: version(package) for package in packages},
     }
 
