@@ -118,9 +118,9 @@ async def test_text_is_not_tokenized_for_a_full_queue(model: str, monkeypatch: p
     tokenized: list[Any] = []
     token_ids = Generator._token_ids
 
-    async def counted(generator: Generator, prompt: Any, model: Any, deadline: float) -> Any:
+    async def counted(generator: Generator, prompt: Any, *rest: Any) -> Any:
         tokenized.append(prompt)
-        return await token_ids(generator, prompt, model, deadline)
+        return await token_ids(generator, prompt, *rest)
 
     monkeypatch.setattr(Generator, "_token_ids", counted)
     async with (
