@@ -244,7 +244,9 @@ def _given(receipts: Sequence[Receipt]) -> dict[str, Value]:
 
 
 def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
-    _check_number("resume", len(message.resume), MAX_SAMPLES, least=0)
+    if len(message.resume) > MAX_SAMPLES:
+        found = Shown(f"{len(message.resume)} entries")
+        raise InvalidArgumentError("resume", found, f"must be 0 to {MAX_SAMPLES}")
     return Request(
         prompt=_prompt(message),
         params=wire.sampling_params_from_proto(message.sampling_params),
@@ -268,11 +270,6 @@ def _case(index: int, message: cluster_pb2.VerifyCase, model: Model) -> VerifyCa
     with naming_case(index):
         check_lengths(len(message.prompt_token_ids), 1, model.max_model_len)
         return wire.verify_case_from_proto(message)
-
-
-def _check_number(field: str, number: int, most: int, *, least: int = 1) -> None:
-    if not least <= number <= most:
-        raise InvalidArgumentError(field, Shown(f"{number} entries"), f"must be {least} to {most}")
 
 
 class Responses(Source):
