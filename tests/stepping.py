@@ -83,6 +83,7 @@ class _Engine:
         self.worker = _PullWorker(self.record) if self._transfer else _Worker(self.record)
         self._depth: int = config.max_concurrent_batches
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._blocks: dict[str, set[int]] = {}  # by request, after the last step was scheduled
 
     def play(self) -> Record:
         for op in self._trace.ops:
@@ -142,6 +143,9 @@ class _Engine:
             for name, tokens in output.num_scheduled_tokens.items()
         }
         loads = getattr(output.kv_connector_metadata, "reqs_to_recv", {})
+        read = {block for meta in loads.values() for block in itertools.chain(*meta.local_block_ids)}
+        zeroed = set(output.new_block_ids_to_zero or ())
+        given, kept = self._given()
         return Step(
             rows=rows,
             loads=tuple(int(name) for name, meta in loads.items() if meta.local_block_ids),
@@ -149,7 +153,17 @@ class _Engine:
             preempted=len(output.preempted_req_ids or ()),
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             owed=sum(self._owed(request) for request in self._admitted()),
+            stale=len(given - zeroed - read),
+            wiped=len(zeroed & (kept | read)),
         )
+
+    def _given(self) -> tuple[set[int], set[int]]:
+        """The blocks that requests have since this step, and those that they had before it."""
+        before, blocks = self._blocks, self.scheduler.kv_cache_manager.get_block_ids
+        self._blocks = {name: set(itertools.chain(*blocks(name))) for name in self.scheduler.requests}
+        given = [now - before.get(name, set()) for name, now in self._blocks.items()]
+        kept = [now & before.get(name, set()) for name, now in self._blocks.items()]
+        return set().union(*given), set().union(*kept)
 
     def _admitted(self) -> list[Request]:
         return [*self.scheduler.running, *self.scheduler.skipped_waiting]

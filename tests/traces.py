@@ -95,6 +95,10 @@ class Step:
     free: int
     owed: int
     """What the admitted requests may still need to their last token."""
+    stale: int
+    """Blocks that requests were given as others had left them: neither zeroed nor read from the other side."""
+    wiped: int
+    """Blocks that are zeroed although a request had them before, or while its KV is read into them."""
 
 
 @dataclass
@@ -162,6 +166,10 @@ def violations(record: Record) -> Iterator[str]:
         yield "preempted"
     if any(step.owed > step.free for step in record.steps):
         yield "more KV promised than exists"
+    if any(step.stale for step in record.steps):
+        yield "KV of others behind a sequence"
+    if any(step.wiped for step in record.steps):
+        yield "KV is zeroed that somebody needs"
     for number, request in enumerate(record.requests):
         if number not in record.aborted and _outcome(record, number) != _expected(request):
             yield "wrong output"

@@ -164,10 +164,15 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker.compat_hash = condition(worker, compute_nixl_compatibility_hash, facts)
         worker.xfer_handshake_metadata = replace(worker.xfer_handshake_metadata, compatibility_hash=worker.compat_hash)
 
+    def handle_preemptions(self, kv_connector_metadata: HandoffMetadata) -> None:
+        """Called before the step writes to any block: a CPU's runner zeroes the new ones next, and whoever still reads
+        KV that was there must not take zeros for it."""
+        for owned in kv_connector_metadata.owned:
+            self.table.own(owned.blocks, owned.owner, owned.first)
+        super().handle_preemptions(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._connector_metadata
-        for owned in meta.owned:
-            self.table.own(owned.blocks, owned.owner, owned.first)
         for name, read in meta.reqs_to_recv.items():
             if name in meta.owners and read.local_block_ids:  # Without blocks: aborted before it began.
                 self._claims[name] = _claim(meta.owners[name], read)

@@ -1,4 +1,5 @@
-"""What both schedulers share: KV reservation for whole sequences, and showing the stock scheduler a part of the queue.
+"""What both schedulers share: KV reservation for whole sequences, zeroed blocks, and showing the stock scheduler a part
+of the queue.
 
 Must not know: prefill, decode, connectors.
 """
@@ -13,10 +14,22 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from corun.node.orphans import end_with_parent
 from corun.node.turns import lock_file
+
+
+class ZeroedKVCacheConfig(KVCacheConfig):  # type: ignore[misc]
+    """Of a cache whose blocks are zeroed each time a request is given them, but for those that it reads from a peer.
+
+    vLLM does it for Mamba's neighbours. Its CPU attention needs it always: that multiplies what lies behind a sequence
+    in its last block by 0, which makes no NaN harmless that an overflowing model has left there. What is read comes in
+    whole blocks, which were zeroed where the prompt was computed. FlashAttention loads no value behind a sequence.
+    """
+
+    needs_kv_cache_zeroing = True
 
 
 class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
@@ -29,8 +42,10 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     waiting: Any  # a vLLM RequestQueue
     running: list[Request]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, kv_cache_config: Any, **kwargs: Any) -> None:
+        if current_platform.is_cpu():
+            kv_cache_config = ZeroedKVCacheConfig(**vars(kv_cache_config))
+        super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
         end_with_parent()  # Of our code, only a scheduler runs in the engine's first process.
 
     def gpu_lock(self) -> Path | None:

@@ -68,7 +68,20 @@ def test_the_stock_scheduler_breaks_the_rules(stepping: ModuleType, platform: Pl
         found.update(violations(record, trace.slots))
 
     watch()
-    assert found >= {"more requests than slots", "more KV promised than exists"}
+    assert found >= {"more requests than slots", "more KV promised than exists", "KV of others behind a sequence"}
+
+
+@PLATFORMS
+def test_zeroing_what_is_read_breaks_the_rules(
+    stepping: ModuleType, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM leaves out the blocks that it begins to read into: the read may be done before they are zeroed."""
+    manager = load("vllm.v1.core.kv_cache_manager").KVCacheManager
+    trace = Trace(slots=2, chunk=2, blocks=9, ops=(Arrive(prompt=40, max_tokens=20),) * 2)
+    assert list(violations(stepping.play(FIXED, trace, platform, role=NodeRole.DECODE), 2)) == []
+    monkeypatch.setattr(manager, "get_zeroing_block_ids_in_range", lambda *_: [])
+    record = stepping.play(FIXED, trace, platform, role=NodeRole.DECODE)
+    assert set(violations(record, 2)) == {"KV is zeroed that somebody needs"}
 
 
 @PLATFORMS

@@ -4,6 +4,9 @@
 found. A rule whose breaking goes unnoticed is a hole in the self-test. On a GPU, split-KV is fixed in the captured
 graph, so breaking that rule takes a start of its own (`split-kv`). And without split-K, products of every number of
 rows give a row the same bits there: that padding matters can only be seen with cuBLAS as it comes (`split-k`).
+
+Last come two lines on NaN that was left in all KV: whether a request gives the bits that it gave before, as the node is
+and with KV blocks that are not zeroed (on a GPU they never are).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import sys
 from typing import Any
 
@@ -25,6 +29,9 @@ WORKERS = {
     "decode": "tests.e2e.breaking_worker.BreakableDecodeWorker",
 }
 TIMEOUT_S = 120.0
+REQUESTS = {"prefill": (200, 2), "decode": (1, 150)}
+"""Tokens of a prompt, and tokens drawn: the last KV block is not full. A decode node computes no longer prompt, and the
+sequence grows into another block there."""
 ALLOW_SPLIT_K = "CORUN_BREAKING_ALLOWS_SPLIT_K"
 # In float32 the tiny model's matrix products depend on their number of rows; in bfloat16, on CPU, they do not.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,6 +64,27 @@ def allow_split_k() -> None:
     os.environ[ALLOW_SPLIT_K] = "1"
 
 
+async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
+    """Tokens of a request, and the bits of their log probabilities."""
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import SamplingParams
+
+    length, count = REQUESTS[role]
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True, detokenize=False)
+    async for output in llm.generate(TokensPrompt(prompt_token_ids=[5] * length), sampling, secrets.token_hex(8)):
+        found = output.outputs[0]
+    rows = zip(found.token_ids, found.logprobs, strict=True)
+    return [(token, float(logprobs[token].logprob).hex()) for token, logprobs in rows]
+
+
+async def overflow(llm: Any, role: str) -> None:
+    """Prints whether NaN that was left in all KV moves a request's bits."""
+    expected = await drawn(llm, role)
+    for zeroing in (True, False):
+        await base.call_workers(llm, "overflow", zeroing, timeout_s=TIMEOUT_S)
+        print(json.dumps({"zeroing": zeroing, "same": await drawn(llm, role) == expected}), flush=True)
+
+
 async def main(role: str, model: str, start: str = "") -> None:
     if start == "split-k":
         allow_split_k()
@@ -68,6 +96,8 @@ async def main(role: str, model: str, start: str = "") -> None:
         for rule in ("", *rules):
             found = await base.call_workers(llm, "certify_broken", rule, timeout_s=TIMEOUT_S)
             print(json.dumps({"start": start, "broken": rule, "found": found[0]}), flush=True)
+        if not start:
+            await overflow(llm, role)
 
 
 if __name__ == "__main__":

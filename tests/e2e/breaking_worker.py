@@ -160,6 +160,15 @@ class _Breakable:
         with self.breaks[rule](self):
             return str(self.certify())  # type: ignore[attr-defined]
 
+    @torch.inference_mode()
+    def overflow(self, zeroing: bool) -> None:
+        """Leaves NaN in all KV, as a model that overflows would in its own; without `zeroing` it stays there."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        for cache in runner.kv_caches:
+            cache.fill_(torch.nan)
+        if not zeroing:
+            runner._zero_block_ids = lambda blocks: None
+
 
 class BreakableDecodeWorker(_Breakable, FixedShapeWorker):
     breaks: ClassVar[dict[str, Break]] = (

@@ -11,6 +11,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -459,12 +460,37 @@ def test_a_step_names_its_owners_first_and_signs_last(connector: Any, module: Mo
     connector._connector_metadata = meta = module.HandoffMetadata()
     meta.owned = [Owned(100, 0, (3, 1)), Owned(200, 4, (6,))]
     meta.signed = [(1, 6)]
+    connector.handle_preemptions(meta)
     connector.start_load_kv(None)
     expected = [[0, 0], [101, 0], [0, 0], [100, 0], [0, 0], [0, 0], [204, 0], [0, 0]]
     assert seen == [expected]
     connector.wait_for_save()
     expected[1][1] = expected[6][1] = 5
     assert connector.table.rows.tolist() == expected
+
+
+def test_owners_are_named_before_the_runner_zeroes_their_blocks(
+    connector: Any, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who still reads what was there looks at the owners afterwards, and must not take zeros for the KV he wants."""
+    runners = load("vllm.v1.worker.gpu_model_runner")
+    monkeypatch.setattr(runners, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(runners, "get_kv_transfer_group", lambda: connector)
+    output = load("vllm.v1.core.sched.output").SchedulerOutput.make_empty()
+    output.kv_connector_metadata = module.HandoffMetadata()
+    output.kv_connector_metadata.owned = [Owned(100, 0, (3,))]
+    output.new_block_ids_to_zero = [3]
+    seen: list[Any] = []
+
+    def zero(blocks: list[int]) -> None:
+        seen.append((blocks, connector.table.rows[3].tolist()))
+        raise InterruptedError  # What follows needs a runner.
+
+    runner = MagicMock(execute_model_state=None, routed_experts_initialized=False, _zero_block_ids=zero)
+    runner._update_states = lambda given: runners.GPUModelRunner._update_states(runner, given)
+    with pytest.raises(InterruptedError):
+        runners.GPUModelRunner.execute_model(runner, output)
+    assert seen == [([3], [100, 0])]
 
 
 def test_claims_hold_the_engines_block_ids(connector: Any, module: ModuleType) -> None:
