@@ -3,7 +3,7 @@
 These are the public names. Importing them starts nothing and loads neither serving code nor torch.
 """
 
-from corun.client import AsyncClient, Client
+from corun.client.client import AsyncClient, Client
 from corun.cluster import ClusterStatus, Condition, FinishReason, Priority, VerifyCase, VerifyResult
 from corun.config import TlsConfig
 from corun.errors import (

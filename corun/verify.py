@@ -15,10 +15,10 @@ from typing import Any
 
 from corun import wire
 from corun.claims import NamedCase
-from corun.client import Client
+from corun.client.client import Client
+from corun.client.routers import Deadline
 from corun.cluster import ClusterStatus, Condition, NodeState, VerifyCase, VerifyResult
 from corun.errors import DataLossError, DeadlineError, InvalidArgumentError, UnavailableError
-from corun.links import Deadline
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 

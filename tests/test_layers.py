@@ -52,11 +52,11 @@ RULES = {
     "only the command line imports the benchmark": Rule(
         ("corun/", "router/", "prefill_node/", "decode_node/"), ("corun.bench",), ("corun/cli/", BENCH)
     ),
-    "a router computes nothing": Rule(("router/",), (*ENGINE, "ray", *NODES, "corun.launch", "corun.client")),
+    "a router computes nothing": Rule(("router/",), (*ENGINE, "ray", *NODES, "corun.launch", "corun.client.client")),
     "a prefill node stands alone": Rule(("prefill_node/",), ("ray", "tokenizers", "router", "decode_node")),
     "a decode node stands alone": Rule(("decode_node/",), ("ray", "tokenizers", "router", "prefill_node")),
     "nodes do not know who starts or calls them": Rule(
-        ("prefill_node/", "decode_node/", "corun/node/"), ("corun.launch", "corun.client", "corun.cli")
+        ("prefill_node/", "decode_node/", "corun/node/"), ("corun.launch", "corun.client.client", "corun.cli")
     ),
     "pure parts know no wire": Rule(
         (
@@ -72,7 +72,7 @@ RULES = {
     ),
     "what a cluster is and what it needs is known without running it": Rule(
         ("corun/spec.py", "corun/models.py", *(f"corun/launch/{name}.py" for name in PURE_LAUNCH)),
-        ("ray", "grpc", "asyncio", "subprocess", "corun.launch.runtime", "corun.launch.fleet", "corun.client"),
+        ("ray", "grpc", "asyncio", "subprocess", "corun.launch.runtime", "corun.launch.fleet", "corun.client.client"),
     ),
     "values know neither wire nor network": Rule(
         tuple(f"corun/{name}.py" for name in ("cluster", "contract", "handle", "params", "receipt", "seeds")),

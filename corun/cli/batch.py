@@ -11,14 +11,14 @@ from typing import Annotated, TextIO
 
 import tyro
 
-from corun.calls import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
 from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
+from corun.client.progress import ProgressBar
+from corun.client.request import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
+from corun.client.routers import Deadline
 from corun.errors import InvalidArgumentError, OverloadedError
 from corun.generation import Generation
-from corun.links import Deadline
 from corun.params import check_seed
-from corun.progress import ProgressBar
 from corun.rows import PromptRow, check_same, drop_torn_line, located, read_prompts, read_results, result_row, to_line
 from corun.seeds import derive_seed
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from corun.auth import read_token
-from corun.calls import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
-from corun.client import AsyncClient, Client
+from corun.client.client import AsyncClient, Client
+from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from corun.config import TlsConfig
 from corun.params import SamplingParams
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from corun.auth import check_token
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
 from corun.cluster import ClusterStatus, NodeRole, NodeState
 from corun.errors import (
     CorunError,

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
 from corun.errors import CorunError, InvalidArgumentError, NotFoundError, shown
 from corun.gateway.activity import Activity
 from corun.gateway.bodies import Hold, Limits, Room, read_body

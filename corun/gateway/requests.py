@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corun.calls import read_priority
+from corun.client.request import read_priority
 from corun.cluster import Priority
 from corun.errors import InvalidArgumentError, Shown
 from corun.generation import Prompt

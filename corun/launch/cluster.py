@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from corun.client import Client
+from corun.client.client import Client
 from corun.cluster import ClusterStatus, NodeState, NodeStatus, state_in_words
 from corun.config import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown

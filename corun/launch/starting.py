@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from corun.calls import DEFAULT_ADDRESS
+from corun.client.request import DEFAULT_ADDRESS
 from corun.config import is_loopback
 from corun.launch.progress import Progress
 from corun.spec import PoolSpec, Security

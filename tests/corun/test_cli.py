@@ -25,6 +25,7 @@ from corun.cli import COMMANDS, main, up
 from corun.cli.generate import for_terminal
 from corun.cli.status import picture
 from corun.cli.up import Up
+from corun.client.progress import ProgressBar
 from corun.cluster import GONE_AS_PLANNED, AuditStatus, Condition, NodeRole, NodeState
 from corun.errors import (
     ContractMismatchError,
@@ -39,7 +40,6 @@ from corun.errors import (
 from corun.launch import preflight
 from corun.launch.preflight import Finding
 from corun.params import SamplingParams
-from corun.progress import ProgressBar
 from corun.receipt import Receipt, output_digest
 from corun.rows import params_from_dict, params_to_dict, short_fp32
 from corun.spec import read

@@ -30,9 +30,9 @@ from corun import (
     UnavailableError,
     wire,
 )
+from corun.client.progress import ProgressBar, left
 from corun.cluster import Priority, VerifyCase
 from corun.generation import Assembler
-from corun.progress import ProgressBar, left
 from corun.receipt import output_digest
 from corun.seeds import sample_seed
 from tests.corun.fake_cluster import WAIT_S, FakeCluster, make_receipt, sample_output, text_of
@@ -220,10 +220,10 @@ def test_an_address_that_no_router_can_have_is_refused_at_once(address: str) -> 
 
 
 def test_whoever_waits_for_a_router_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("corun.links.NOTICE_S", 0.05)
+    monkeypatch.setattr("corun.client.routers.NOTICE_S", 0.05)
     with Client("127.0.0.1:1", connect_timeout_s=0.4) as client, pytest.raises(UnavailableError):
         client.get_cluster()
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "corun.links"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "corun.client.routers"]
     assert line.startswith("no router answers at 127.0.0.1:1 yet: trying for another 0.")
     caplog.clear()
     with Client("127.0.0.1:1", connect_timeout_s=0.05) as client, pytest.raises(UnavailableError):
@@ -235,13 +235,13 @@ async def test_whoever_awaits_a_router_is_told_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     silent = socket.create_server(("127.0.0.1", 0))  # Takes connections, and never says anything.
-    monkeypatch.setattr("corun.links.NOTICE_S", 0.05)
+    monkeypatch.setattr("corun.client.routers.NOTICE_S", 0.05)
     with silent:
         client = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.4)
         with pytest.raises(UnavailableError):
             await client.get_cluster()
         await client.close()
-    assert [record.name for record in caplog.records] == ["corun.links"]
+    assert [record.name for record in caplog.records] == ["corun.client.routers"]
 
 
 def test_a_refusal_by_the_router_is_typed(client: Client, fake: FakeCluster) -> None:

@@ -9,14 +9,14 @@ import grpc
 import pytest
 
 from corun import wire
-from corun.calls import Job, make_job
+from corun.client.request import Job, make_job
+from corun.client.resume import Resumption
+from corun.client.routers import Deadline, Endpoint
 from corun.cluster import FinishReason, ResumePoint
 from corun.errors import ContractMismatchError, DataLossError
 from corun.generation import Chunk
-from corun.links import Deadline, Endpoint
 from corun.params import SamplingParams
 from corun.receipt import output_digest
-from corun.resume import Resumption
 from tests.corun.fake_cluster import make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)

@@ -18,7 +18,7 @@ from corun import certs
 from corun.auth import Gate, read_client_tokens
 from corun.channel import OPEN, Access, channel
 from corun.cli import main
-from corun.client import AsyncClient, Client
+from corun.client.client import AsyncClient, Client
 from corun.config import RouterConfig, TlsConfig, is_loopback, parse
 from corun.errors import (
     CorunError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
 from corun.cluster import Priority
 from corun.params import SamplingParams
 from corun.seeds import derive_seed, sample_seed

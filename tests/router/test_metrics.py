@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import Metric
 
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
 from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.metrics import MetricsServer

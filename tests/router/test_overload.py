@@ -10,7 +10,7 @@ import pytest
 
 from corun import wire
 from corun.channel import Access
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
 from corun.errors import OverloadedError, PermissionDeniedError
 from corun.params import SamplingParams
 from router.admission import AdmissionQueue

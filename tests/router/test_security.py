@@ -15,7 +15,7 @@ import pytest
 
 from corun import wire
 from corun.channel import OPEN, Access, channel
-from corun.client import AsyncClient, Client
+from corun.client.client import AsyncClient, Client
 from corun.errors import OverloadedError, UnauthenticatedError, UnavailableError, from_rpc_error
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams

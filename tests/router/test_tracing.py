@@ -14,7 +14,7 @@ import pytest
 
 from corun import trace_context, tracing, wire
 from corun.channel import channel
-from corun.client import AsyncClient, Client
+from corun.client.client import AsyncClient, Client
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.v1 import cluster_service_pb2_grpc

@@ -14,7 +14,7 @@ import pytest
 from corun import wire
 from corun.auth import ANYONE
 from corun.channel import Access
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
 from corun.cluster import Condition, FinishReason, NodeState, Priority, VerifyCase, VerifyResult
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, from_rpc_error
 from corun.params import SamplingParams

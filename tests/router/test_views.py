@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corun.channel import Access
-from corun.client import AsyncClient
+from corun.client.client import AsyncClient
 from corun.cluster import ClusterStatus, NodeState
 from corun.contract import Contract
 from corun.errors import UnavailableError

@@ -21,7 +21,7 @@ from corun import tiny
 from corun.bench.children import Processes
 from corun.bench.router.fake_engines import MAX_NODES, read_code
 from corun.bench.router.fake_nodes import DIRECT_METHOD
-from corun.client import Client
+from corun.client.client import Client
 from corun.cluster import NodeState
 from corun.errors import InvalidArgumentError, UnavailableError
 

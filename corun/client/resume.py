@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import grpc
 
-from corun.calls import Job
+from corun.client.request import Job
+from corun.client.routers import Backoff, Deadline, Endpoint, typed_error
 from corun.cluster import ResumePoint
 from corun.errors import (
     ContractMismatchError,
@@ -23,7 +24,6 @@ from corun.errors import (
     is_answered,
 )
 from corun.generation import Chunk, check_facts
-from corun.links import Backoff, Deadline, Endpoint, typed_error
 from corun.receipt import OutputDigest, Receipt
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from corun import wire
+from corun.client.routers import MIN_RETRY_S, Deadline
 from corun.cluster import Priority, ResumePoint
 from corun.errors import InvalidArgumentError, OverloadedError, Shown
 from corun.generation import Assembler, Chunk, Prompt
-from corun.links import MIN_RETRY_S, Deadline
 from corun.params import SamplingParams
 from corun.trace_context import Metadata, of_caller
 from corun.v1 import cluster_service_pb2 as pb

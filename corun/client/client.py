@@ -1,7 +1,7 @@
 """The client SDK: `Client`, and `AsyncClient` with the same methods to await.
 
 Every call has a deadline and raises nothing but the errors of `corun.errors`. What the two clients share is in
-`corun.calls`; here is what differs, blocking and awaiting. This module must not know nodes, files or terminals.
+`corun.client.request`; here is what differs, blocking and awaiting. This module must not know nodes, files or terminals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import grpc
 import grpc.aio
 
 from corun import wire
-from corun.calls import (
+from corun.channel import Access, channel, sync_channel
+from corun.client.progress import ProgressBar
+from corun.client.request import (
     DEFAULT_ADDRESS,
     DEFAULT_CONCURRENCY,
     DEFAULT_CONNECT_TIMEOUT_S,
@@ -31,15 +33,13 @@ from corun.calls import (
     read_chunk,
     retry_delay_s,
 )
-from corun.channel import Access, channel, sync_channel
+from corun.client.resume import Resumption
+from corun.client.routers import Deadline, Endpoint, Links, Search, read_addresses
 from corun.cluster import ClusterStatus, Condition, Priority, VerifyCase, VerifyResult
 from corun.config import TlsConfig
 from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
 from corun.generation import Chunk, Generation, Prompt
-from corun.links import Deadline, Endpoint, Links, Search, read_addresses
 from corun.params import SamplingParams
-from corun.progress import ProgressBar
-from corun.resume import Resumption
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 
