@@ -87,7 +87,7 @@ proto: $(STAMP) ## Generate corun/v1 from protos/ again
 protoc = $(PY) -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) protos/corun/v1/*.proto
 
 docs: $(STAMP) ## Write docs/settings.md again from the config classes
-	@$(PY) -m corun.settings > docs/settings.md
+	@$(PY) -m corun.config.docs > docs/settings.md
 
 fmt: $(STAMP) ## Format the code and mend what ruff can
 	@$(PY) -m ruff check --fix-only .

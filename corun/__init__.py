@@ -5,7 +5,7 @@ These are the public names. Importing them starts nothing and loads neither serv
 
 from corun.client.client import AsyncClient, Client
 from corun.cluster import ClusterStatus, Condition, FinishReason, Priority, VerifyCase, VerifyResult
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 from corun.errors import (
     CancelledByPeerError,
     ContractMismatchError,

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from corun.auth import bearer, check_token
-from corun.config import MAX_MESSAGE_BYTES, MemberConfig, TlsConfig
+from corun.config.fields import MAX_MESSAGE_BYTES, MemberConfig, TlsConfig
 from corun.renewal import Identity
 from corun.renewed_channel import AsyncRenewedChannel, RenewedChannel
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from corun.config import MemberConfig
+from corun.config.fields import MemberConfig
 from corun.health import LIVE, STARTED, HealthService
 from corun.metrics import MetricsServer
 from corun.probes import HealthPort

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 from corun.errors import CorunError, InvalidArgumentError, Shown
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 from corun.renewal import Identity, identity
 
 

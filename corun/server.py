@@ -28,7 +28,7 @@ from grpc_status import rpc_status
 
 from corun.auth import Caller, Gate
 from corun.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
-from corun.config import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig
+from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig
 from corun.errors import (
     CorunError,
     DeadlineError,

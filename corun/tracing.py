@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from corun import __version__
+from corun.config.extras import how_to_get
 from corun.errors import CorunError, InvalidArgumentError, UnavailableError, kind_of
-from corun.extras import how_to_get
 from corun.trace_context import Metadata, TraceContext, read
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

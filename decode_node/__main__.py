@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import replace
 
 from corun.cluster import NodeRole
-from corun.config import DecodeConfig, parse
-from corun.extras import default_slots
+from corun.config.extras import default_slots
+from corun.config.fields import DecodeConfig, parse
 from corun.models import downloaded
 from corun.node.engine import nixl_endpoint
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing

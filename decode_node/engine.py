@@ -16,7 +16,7 @@ from typing import Any
 
 from corun import stages
 from corun.cluster import FinishReason, KvReads, NixlEndpoint, NodeRole
-from corun.config import DecodeConfig
+from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
 from corun.handle import owner_of

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from corun.cluster import NodeRole
-from corun.config import PrefillConfig, parse
+from corun.config.fields import PrefillConfig, parse
 from corun.models import downloaded
 from corun.node.engine import nixl_endpoint
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing

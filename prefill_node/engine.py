@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from corun.cluster import KvHandle, NixlEndpoint, NodeRef, NodeRole
-from corun.config import PrefillConfig
+from corun.config.fields import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
 from corun.handle import bound, is_checked, owner

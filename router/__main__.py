@@ -12,7 +12,7 @@ from dataclasses import replace
 import uvloop
 
 from corun import tracing
-from corun.config import SEED_KEY_VARIABLE, RouterConfig, parse
+from corun.config.fields import SEED_KEY_VARIABLE, RouterConfig, parse
 from corun.errors import InvalidArgumentError
 from corun.server import raise_file_limit, run
 from router.app import Router

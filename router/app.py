@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from corun import __version__
 from corun.auth import ClientToken, Gate
 from corun.channel import Access
-from corun.config import RouterConfig, is_loopback
+from corun.config.fields import RouterConfig, is_loopback
 from corun.metrics import LoopCollector
 from corun.observation import Observation
 from corun.params import MAX_NAME_LENGTH

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from corun.cluster import AuditStatus, FinishReason
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.reproduction import Reproduction
 from router.comparison import Comparison

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from corun.auth import ANYONE, Caller
 from corun.cluster import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.errors import (
     CancelledByPeerError,
     CorunError,

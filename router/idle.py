@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from corun.cluster import FinishReason
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.errors import OverloadedError
 from router.admission import AdmissionQueue
 from router.failover import NodeFaultError, Output, Run, Sample

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from corun.cluster import FinishReason, ResumePoint
-from corun.config import MAX_UNSENT_TOKENS
+from corun.config.fields import MAX_UNSENT_TOKENS
 from corun.errors import CorunError, DataLossError, OverloadedError
 from corun.params import SamplingParams
 from corun.receipt import Receipt, records_digest, records_tokens_digest

@@ -23,7 +23,7 @@ from corun.cluster import (
     NodeState,
     NodeStatus,
 )
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.contract import Contract
 from corun.errors import (
     CancelledByPeerError,

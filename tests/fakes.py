@@ -34,7 +34,7 @@ from corun.cluster import (
     NodeStatus,
     new_generation,
 )
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError, from_rpc_error
 from corun.handle import bound

@@ -15,7 +15,7 @@ from typing import Any
 
 from corun.channel import OPEN, Access
 from corun.cluster import KvHandle, NodeInfo, NodeRef, NodeRole, new_generation
-from corun.config import DecodeConfig, NodeConfig, PrefillConfig
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
 from corun.node.main import Role, live
 from corun.observation import Observation
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc

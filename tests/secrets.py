@@ -8,7 +8,7 @@ from typing import Any
 
 from corun import certs
 from corun.channel import Access
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 
 
 @dataclass(frozen=True)

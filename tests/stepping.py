@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from corun import tiny
 from corun.cluster import NixlEndpoint, NodeRole
-from corun.config import DecodeConfig, PrefillConfig
+from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.node import engine as nodes
 from corun.node.owners import CHECK_PARAM, OWNER_PARAM
 from tests.loading import environment

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import tyro
 
 from corun.cli.options import OptionalPath
+from corun.config.extras import needs_extra
 from corun.errors import InvalidArgumentError
-from corun.extras import needs_extra
 from corun.params import check_seed
 
 RESULT = "result.json"

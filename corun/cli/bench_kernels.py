@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun.extras import needs_extra
+from corun.config.extras import needs_extra
 
 _WIDTH = 110  # of a file or a pipe
 _YES_NO = {True: "yes", False: "no", None: "-"}

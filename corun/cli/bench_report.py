@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from corun.bench import results
+from corun.config.extras import needs_extra
 from corun.errors import InvalidArgumentError
-from corun.extras import needs_extra
 
 
 @dataclass(frozen=True, kw_only=True)

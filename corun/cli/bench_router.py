@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from corun.extras import needs_extra
+from corun.config.extras import needs_extra
 
 _COLUMNS = ("p50", "p90", "p99", "max")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from corun.extras import needs_extra
+from corun.config.extras import needs_extra
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from corun.extras import needs_extra
+from corun.config.extras import needs_extra
 
 
 @dataclass(frozen=True, kw_only=True)

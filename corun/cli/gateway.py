@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from corun.extras import needs_extra
+from corun.config.extras import needs_extra
 from corun.gateway.config import GatewayConfig
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tyro
 
 from corun.cli.options import OptionalPath
-from corun.extras import needs_extra
+from corun.config.extras import needs_extra
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import tyro
 
+from corun.config.cluster_file import ROLES, check_replicas
+from corun.config.extras import needs_extra
 from corun.errors import InvalidArgumentError
-from corun.extras import needs_extra
-from corun.spec import ROLES, check_replicas
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from corun.config.cluster_file import PATHS, ROLES, ClusterSpec, PoolSpec, Security, read
+from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
-from corun.extras import default_slots, needs_extra
 from corun.models import TINY
-from corun.spec import PATHS, ROLES, ClusterSpec, PoolSpec, Security, read
 
 _Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 _Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]

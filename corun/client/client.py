@@ -36,7 +36,7 @@ from corun.client.request import (
 from corun.client.resume import Resumption
 from corun.client.routers import Deadline, Endpoint, Links, Search, read_addresses
 from corun.cluster import ClusterStatus, Condition, Priority, VerifyCase, VerifyResult
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
 from corun.generation import Chunk, Generation, Prompt
 from corun.params import SamplingParams

@@ -15,7 +15,7 @@ import uvloop
 from aiohttp import web
 
 import corun
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.gateway.activity import Activity
 from corun.gateway.bodies import Room, was_not_asked, when_read

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from corun.auth import read_token
 from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from corun.client.routers import check_timeout, read_addresses
-from corun.config import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig, is_loopback
+from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig, is_loopback
 from corun.errors import InvalidArgumentError
 
 _COUNTS = {

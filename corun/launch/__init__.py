@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from corun.config.cluster_file import ClusterSpec
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
 from corun.launch.cluster import Cluster
@@ -19,7 +20,6 @@ from corun.launch.members import MODULES, with_free_ports
 from corun.launch.progress import Progress
 from corun.models import TINY, resolve_model
 from corun.signals import StopSignals
-from corun.spec import ClusterSpec
 
 
 def run(

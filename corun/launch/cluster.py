@@ -15,9 +15,10 @@ from pathlib import Path
 
 from corun.client.client import Client
 from corun.cluster import ClusterStatus, NodeState, NodeStatus, state_in_words
-from corun.config import SEED_KEY_VARIABLE, is_loopback
+from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.extras import installed_engine
+from corun.config.fields import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
-from corun.extras import installed_engine
 from corun.launch import runtime
 from corun.launch.changes import Changes
 from corun.launch.control import Control, Outcome, noted
@@ -36,7 +37,6 @@ from corun.launch.progress import Progress
 from corun.launch.reconcile import failure, in_turn, steps
 from corun.launch.starting import Starting, next_steps
 from corun.signals import StopSignals
-from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
 
 _START_TIMEOUT_S = 3600.0  # Most of it may be the download of a model.

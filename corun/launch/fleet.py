@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from corun.config.cluster_file import PoolSpec
 from corun.launch import runtime
 from corun.launch.members import MODULES, Member, command
 from corun.launch.placement import Group, Share, groups, reuse
-from corun.spec import PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus, Supervisor
 
 STATUS_TIMEOUT_S = 2.0

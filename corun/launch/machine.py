@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from corun.config.extras import ENGINES, installed_engine
 from corun.errors import UnavailableError
-from corun.extras import ENGINES, installed_engine
 from corun.models import NOT_NEEDED, TINY
 
 PACKAGES = ("vllm", "torch", "nixl", "ray", "tokenizers", "safetensors", "aiohttp", "uvloop", "prometheus_client")

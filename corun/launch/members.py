@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError
 from corun.models import resolve_model
-from corun.spec import ROLES, ClusterSpec, PoolSpec
 
 LOOPBACK = "127.0.0.1"
 ROUTER = "router"

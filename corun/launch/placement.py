@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from corun.config.cluster_file import PoolSpec
 from corun.errors import InvalidArgumentError
 from corun.launch.members import Member
-from corun.spec import PoolSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.launch.machine import Machine, Weights, here, weights
 from corun.launch.members import LOOPBACK, ROUTER, members, with_free_ports
 from corun.launch.placement import on_own
-from corun.spec import ClusterSpec, PoolSpec
 
 GIB = 2**30
 PROCESS_BYTES = 3 * GIB // 2

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from corun.client.request import DEFAULT_ADDRESS
-from corun.config import is_loopback
+from corun.config.cluster_file import PoolSpec, Security
+from corun.config.fields import is_loopback
 from corun.launch.progress import Progress
-from corun.spec import PoolSpec, Security
 
 QUIET_S = 10.0
 """The longest that a start says nothing, in seconds."""

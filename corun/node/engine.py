@@ -20,10 +20,10 @@ from typing import Any
 
 from corun import stages
 from corun.cluster import NixlEndpoint, NodeRole
-from corun.config import NodeConfig, is_loopback
+from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
+from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
 from corun.errors import UnavailableError
-from corun.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.node import pin
 from corun.processes import cpu_seconds
 

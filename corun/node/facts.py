@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from corun.cluster import NodeRole
-from corun.config import NodeConfig
+from corun.config.extras import ENGINES
+from corun.config.fields import NodeConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
-from corun.extras import ENGINES
 from corun.node import pin
 from corun.node.engine import EngineFacts, vllm_distribution
 

@@ -20,7 +20,7 @@ from corun import stages, tracing
 from corun.auth import Gate
 from corun.channel import Access
 from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
-from corun.config import NodeConfig
+from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.metrics import LoopCollector
 from corun.node.agent import NodeAgent

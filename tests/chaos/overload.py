@@ -30,7 +30,7 @@ import tyro
 
 from corun import wire
 from corun.channel import Access, channel
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.errors import OverloadedError, from_rpc_error
 from corun.params import SamplingParams
 from corun.v1 import cluster_service_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corun.config import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import InvalidArgumentError
 
 
@@ -138,5 +138,5 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_configs_import_no_parser() -> None:
-    code = "import sys, corun.config; sys.exit('tyro' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, corun.config.fields; sys.exit('tyro' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

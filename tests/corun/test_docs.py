@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from corun import certs, cli, spec
-from corun.config import DecodeConfig, PrefillConfig, RouterConfig, parse
+from corun import certs, cli
+from corun.config import cluster_file
+from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import InvalidArgumentError
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check(directory: Path, text: str) -> None:
     file = directory / "example.toml"
     file.write_text(text)
-    spec.read(file).check()
+    cluster_file.read(file).check()
 
 
 @pytest.mark.parametrize("page", [DEPLOY, README])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from corun import extras
-from corun.config import DecodeConfig
+from corun.config import extras
+from corun.config.fields import DecodeConfig
 from decode_node import __main__ as decode_node
 
 

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun import probes
-from corun.config import MemberConfig
+from corun.config.fields import MemberConfig
 from corun.errors import UnavailableError
 from corun.health import LIVE, STARTED
 from corun.observation import Observation, observed

@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import corun
+from corun.config.extras import needs_extra
 from corun.errors import CorunError
-from corun.extras import needs_extra
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,7 +16,7 @@ import pytest
 from corun.auth import Gate, bearer, read_client_tokens
 from corun.channel import Access, channel
 from corun.client.client import AsyncClient, Client
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 from corun.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
 from corun.renewal import Renewed, identity
 from corun.renewed_channel import AsyncRenewedChannel

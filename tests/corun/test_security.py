@@ -19,7 +19,8 @@ from corun.auth import Gate, read_client_tokens
 from corun.channel import OPEN, Access, channel
 from corun.cli import main
 from corun.client.client import AsyncClient, Client
-from corun.config import RouterConfig, TlsConfig, is_loopback, parse
+from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
+from corun.config.fields import RouterConfig, TlsConfig, is_loopback, parse
 from corun.errors import (
     CorunError,
     InvalidArgumentError,
@@ -30,7 +31,6 @@ from corun.errors import (
 )
 from corun.launch.members import command, members
 from corun.server import MAX_CONNECTIONS, MAX_STREAMS, GrpcServer, server_options
-from corun.spec import ClusterSpec, PoolSpec, Security
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc, decode_service_pb2_grpc
 from corun.v1 import decode_service_pb2 as decode_pb

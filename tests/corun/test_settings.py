@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from corun import settings
-from corun.config import parse
+from corun.config import docs
+from corun.config.fields import parse
 from corun.contract import DecodeContract, ModelContract, PrefillContract
 from corun.node import pin
 
@@ -26,19 +26,19 @@ SECTIONS = {
 
 def rows(section: str) -> list[list[str]]:
     """The cells of a section's table, without its head."""
-    text = settings.markdown().split(f"## {section}\n")[1].split("\n## ")[0]
+    text = docs.markdown().split(f"## {section}\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").replace("\\|", "/").split(" | ")] for line in lines[2:]]
 
 
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings.markdown(), "docs/settings.md is not what the config classes give; run: make docs"
+    assert page == docs.markdown(), "docs/settings.md is not what the config classes give; run: make docs"
 
 
 @pytest.mark.parametrize("process", SECTIONS)
 def test_every_field_has_its_row_and_every_row_its_field(process: str) -> None:
-    cls = settings.PROCESSES[process]
+    cls = docs.PROCESSES[process]
     found = [row[1].strip("`") for section in SECTIONS[process] for row in rows(section)]
     assert sorted(found) == sorted("none" if known.metadata.get("secret") else known.name for known in fields(cls))
 
@@ -46,7 +46,7 @@ def test_every_field_has_its_row_and_every_row_its_field(process: str) -> None:
 @pytest.mark.parametrize("process", SECTIONS)
 def test_flags_are_those_of_the_command_line(process: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(settings.PROCESSES[process], ["--help"])
+        parse(docs.PROCESSES[process], ["--help"])
     words = set(capsys.readouterr().out.replace(",", " ").split())
     flags = [flag.strip(" `") for section in SECTIONS[process] for row in rows(section) for flag in row[0].split(",")]
     assert [flag for flag in flags if flag not in words and flag != "none"] == []
@@ -55,7 +55,7 @@ def test_flags_are_those_of_the_command_line(process: str, capsys: pytest.Captur
 def test_what_is_marked_is_what_contracts_have() -> None:
     """`model` is there as digests of its files."""
     contract = {known.name for part in (ModelContract, PrefillContract, DecodeContract) for known in fields(part)}
-    known = {known.name: known for cls in settings.PROCESSES.values() for known in fields(cls)}
+    known = {known.name: known for cls in docs.PROCESSES.values() for known in fields(cls)}
     marked = {name for name, each in known.items() if each.metadata.get("contract")}
     assert marked == (contract & known.keys()) | {"model"}
 
@@ -89,7 +89,7 @@ class Silent:
 
 
 def test_how_fields_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "PROCESSES", {"prefill": General, "decode": Special})
+    monkeypatch.setattr(docs, "PROCESSES", {"prefill": General, "decode": Special})
     head = ["flag", "key", "type", "unit", "default", "contract", "effect"]
     general = [
         ["`--wait-ms`", "`wait_ms`", "integer", "ms", "`5`", "", "How long, in all."],
@@ -107,18 +107,18 @@ def test_how_fields_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_field_without_a_docstring_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"Silent\.one has no docstring"):
-        settings.effects(Silent)
+        docs.effects(Silent)
 
 
 class TestEnvironment:
     def test_what_the_processes_read_is_listed(self) -> None:
         read = {name for path in self.sources() for name in variables_read(path.read_text(encoding="utf-8"))}
         assert {"CORUN_SEED_KEY", "CORUN_TOKEN_FILE", "UCX_NET_DEVICES"} <= read
-        listed = [name for variable in settings.VARIABLES for name in variable.names]
+        listed = [name for variable in docs.VARIABLES for name in variable.names]
         assert {name for name in read if not any(fnmatchcase(name, known) for known in listed)} == set()
 
     def test_what_is_pinned_is_listed_as_examples(self) -> None:
-        (pinned,) = (each.names for each in settings.VARIABLES if "VLLM_*" in each.names)
+        (pinned,) = (each.names for each in docs.VARIABLES if "VLLM_*" in each.names)
         assert {name.removesuffix("*") for name in pinned} <= set(pin.WATCHED)
 
     def sources(self) -> Iterator[Path]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from corun.config import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.cluster_file import CONFIGS, PATHS, ClusterSpec, PoolSpec, Security, read
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import InvalidArgumentError
-from corun.spec import CONFIGS, PATHS, ClusterSpec, PoolSpec, Security, read
 from tests.secrets import Secrets
 
 WHOLE = """
@@ -146,7 +146,7 @@ def test_every_path_is_known() -> None:
 
 
 def test_every_setting_has_a_type_that_a_file_can_give() -> None:
-    from corun.spec import _TYPES, _common_types, _types
+    from corun.config.cluster_file import _TYPES, _common_types, _types
 
     for types in (_common_types(), *(_types(role) for role in CONFIGS)):
         assert {name for name, hint in types.items() if hint not in _TYPES} == set()

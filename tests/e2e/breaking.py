@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from corun.cluster import NodeRole
-from corun.config import DecodeConfig, PrefillConfig
+from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.node import engine as base
 from corun.node import pin
 from tests.e2e import engines

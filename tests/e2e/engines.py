@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.cluster import NixlEndpoint
-from corun.config import DecodeConfig, PrefillConfig
+from corun.config.fields import DecodeConfig, PrefillConfig
 from decode_node import engine as decode
 from prefill_node import engine as prefill
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.cluster import NodeRole
-from corun.config import NodeConfig
+from corun.config.fields import NodeConfig
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_ref
 from corun.observation import observed
 from corun.server import run as serve

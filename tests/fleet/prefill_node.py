@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corun.cluster import NodeRole
-from corun.config import PrefillConfig, parse
+from corun.config.fields import PrefillConfig, parse
 from tests.fleet.nodes import main
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
+from corun.config.cluster_file import read
 from corun.launch import run
 from corun.launch.members import MODULES
-from corun.spec import read
 
 FAKES = {"prefill": "tests.fleet.prefill_node", "decode": "tests.fleet.decode_node"}
 

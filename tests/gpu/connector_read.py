@@ -21,7 +21,7 @@ from typing import Any
 
 from corun.bench.nodes import NodePlan, Topology, environment, has_gpu
 from corun.cluster import NixlEndpoint
-from corun.config import DecodeConfig, PrefillConfig, parse
+from corun.config.fields import DecodeConfig, PrefillConfig, parse
 from corun.node import engine as base
 from corun.node.handshake import UNDER_WAY
 from corun.processes import descendants, end_tree

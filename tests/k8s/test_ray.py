@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from corun.cli import main
-from corun.spec import ROLES, ClusterSpec, read
+from corun.config.cluster_file import ROLES, ClusterSpec, read
 from tests.k8s.manifests import Object, complete, of_kind, one, selects
 from tests.k8s.pods import Pod
 from tests.k8s.wiring import ENGINE_END_S, ROUTER_END_S

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corun.config import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import CorunError
 from corun.health import LIVE, STARTED
 from corun.node import pin

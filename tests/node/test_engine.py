@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from corun.config import PrefillConfig
+from corun.config.fields import PrefillConfig
 from corun.errors import UnavailableError
 from corun.node import pin
 from corun.node.engine import nixl_endpoint, refuse_changed_config, refuse_unfit

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from corun import tiny
-from corun.config import DecodeConfig
+from corun.config.fields import DecodeConfig
 from corun.contract import Contract, diff
 from corun.node import facts
 from corun.node.engine import facts as engine_facts

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.channel import channel
 from corun.cluster import NodeLoad, NodeRole
-from corun.config import PrefillConfig
+from corun.config.fields import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import agent as agent_module
 from corun.node import main as main_module

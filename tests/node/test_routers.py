@@ -15,7 +15,7 @@ from corun import certs
 from corun.auth import Gate
 from corun.channel import OPEN, Access
 from corun.cluster import NodeLoad
-from corun.config import TlsConfig
+from corun.config.fields import TlsConfig
 from corun.node import agent as agent_module
 from corun.node import routers as routers_module
 from corun.node.agent import NodeAgent

@@ -17,7 +17,7 @@ import pytest
 from corun import Client
 from corun.claims import NamedCase, case_from_reproduction
 from corun.cluster import AuditStatus, FinishReason, NodeRole, NodeState
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.reproduction import Drawn, read_reproduction

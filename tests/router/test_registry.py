@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
-from corun.config import RouterConfig
+from corun.config.fields import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
 from router.members import Seat

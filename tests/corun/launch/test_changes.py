@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.changes import Changes
 from corun.launch.control import Outcome, Request
 from corun.launch.members import Member, members
-from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
 
 

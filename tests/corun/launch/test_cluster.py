@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.cluster import Cluster, _Pool
 from corun.launch.members import members
 from corun.launch.progress import Progress
-from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
 
 SPEC = ClusterSpec(pools=(PoolSpec(common={"model": "m"}),))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch import fleet, runtime
 from corun.launch.fleet import Fleet, Order
 from corun.launch.members import Member, members
-from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
 
 POOL = PoolSpec(common={"model": "m", "drain_grace_s": 100.0}, router={"drain_grace_s": 5.0})

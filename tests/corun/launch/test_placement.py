@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
+from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError
 from corun.launch.members import Member, members
 from corun.launch.placement import Group, Share, Shares, groups, on_joined, on_own, reuse
-from corun.spec import ClusterSpec, PoolSpec
 
 
 def pool(nodes: int, name: str = "main", *, size: int = 1, per_gpu: int | None = None) -> PoolSpec:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.extras import VLLM_VERSION
 from corun.errors import UnavailableError
-from corun.extras import VLLM_VERSION
 from corun.launch import machine
 from corun.launch.machine import Machine, Weights, weights
 from corun.launch.preflight import GIB, Finding, failing, look
-from corun.spec import ClusterSpec, PoolSpec
 
 LAPTOP = Machine(
     engine="cpu", engine_version=VLLM_VERSION, memory=16 * GIB, shared_memory=GIB, cores=2, open_files=1 << 20

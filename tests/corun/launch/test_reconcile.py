@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.members import Member, members
 from corun.launch.reconcile import Steps, failure, in_turn, steps
-from corun.spec import ClusterSpec, PoolSpec
 from corun.supervisor import ProcessState, ProcessStatus
 
 

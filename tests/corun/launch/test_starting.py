@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from corun.cli import parse
+from corun.config.cluster_file import PoolSpec, Security
 from corun.launch.progress import Progress
 from corun.launch.starting import QUIET_S, Starting, next_steps
-from corun.spec import PoolSpec, Security
 
 
 @pytest.fixture

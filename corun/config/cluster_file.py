@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from corun.config import DecodeConfig, MemberConfig, NodeConfig, PrefillConfig, RouterConfig, is_loopback
+from corun.config.fields import DecodeConfig, MemberConfig, NodeConfig, PrefillConfig, RouterConfig, is_loopback
 from corun.errors import InvalidArgumentError, Shown
 from corun.models import resolve_model
 

@@ -374,7 +374,7 @@ def is_loopback(host: str) -> bool:
 
 def _defaults(cls: type[C], path: str, pool: str) -> C:
     """What a cluster file says of such a process."""
-    from corun.spec import process_settings  # It makes configs, and so needs this module first.  # noqa: PLC0415
+    from corun.config.cluster_file import process_settings  # It makes configs, and so needs this module first.  # noqa: PLC0415
 
     if not path:
         raise InvalidArgumentError("pool", pool, "must come with --config, the file that has the pool")

@@ -1,4 +1,4 @@
-"""`python -m corun.settings`: docs/settings.md, a table of every setting of the processes, from the config classes.
+"""`python -m corun.config.docs`: docs/settings.md, a table of every setting of the processes, from the config classes.
 
 Owns: how a field is shown. Must not know any field: what one means is its docstring, and whether it is part of the
 contract, or has a unit that its name does not say, is its metadata.
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
-from corun.config import SEED_KEY_VARIABLE, DecodeConfig, PrefillConfig, RouterConfig
+from corun.config.fields import SEED_KEY_VARIABLE, DecodeConfig, PrefillConfig, RouterConfig
 
 PROCESSES: Mapping[str, type[Any]] = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 UNITS = {
@@ -34,7 +34,7 @@ TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", ty
 _HEAD = """\
 # Settings
 
-Written by `make docs` from the config classes (`corun/config.py`): do not edit.
+Written by `make docs` from the config classes (`corun/config/fields.py`): do not edit.
 
 Each is a flag of `python -m router`, `python -m prefill_node` or `python -m decode_node`, and a key of `cluster.toml`:
 TLS and tokens in `[security]`; what both kinds of nodes have in common in `[pools.NAME]`; all others in the table of
