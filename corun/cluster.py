@@ -1,6 +1,6 @@
 """The plain values that cross process boundaries: who a node is, what it holds, how it does.
 
-They mirror the messages in protos/corun/v1 field by field. This module must not know how they travel (`corun.wire`)
+They mirror the messages in protos/corun/v1 field by field. This module must not know how they travel (`corun.rpc.codec`)
 nor what anybody does with them.
 """
 

@@ -1,7 +1,7 @@
 """What a client receives: chunks as they stream, and the samples that they add up to.
 
 Owns the assembly of a response stream and the checks that need nothing but the response itself. This module must not
-know channels, deadlines or how responses are encoded (`corun.wire`).
+know channels, deadlines or how responses are encoded (`corun.rpc.codec`).
 """
 
 from __future__ import annotations

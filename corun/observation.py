@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from corun.config.fields import MemberConfig
-from corun.health import LIVE, STARTED, HealthService
 from corun.metrics import MetricsServer
 from corun.probes import HealthPort
-from corun.server import join_address
+from corun.rpc.health import LIVE, STARTED, HealthService
+from corun.rpc.server import join_address
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """grpc.health.v1 on a port of its own, for whoever cannot make a TLS connection: a kubelet's probes.
 
-It says what the main port says (`corun.health`), from threads of its own, so that it answers from the start of the
+It says what the main port says (`corun.rpc.health`), from threads of its own, so that it answers from the start of the
 process to its end, also while an engine loads and the event loop stands still. This module must not know any service of
 ours.
 """
@@ -16,8 +16,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.errors import UnavailableError, shown
-from corun.health import HealthService
-from corun.server import join_address, server_options
+from corun.rpc.health import HealthService
+from corun.rpc.server import join_address, server_options
 
 LOOP_TIMEOUT_S = 5.0
 """An event loop that does not answer for so long stands still: the process is to be restarted."""

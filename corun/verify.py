@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corun import wire
 from corun.claims import NamedCase
 from corun.client.client import Client
 from corun.client.routers import Deadline
@@ -21,6 +20,7 @@ from corun.cluster import ClusterStatus, Condition, NodeState, VerifyCase, Verif
 from corun.errors import DataLossError, DeadlineError, InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
+from corun.rpc import codec
 
 BYTES_PER_CALL = 2 * 1024 * 1024
 """Of all cases in one call; a router takes 4 MiB, and one case with a prompt of the model's length besides."""
@@ -160,7 +160,7 @@ def _calls(cases: Sequence[NamedCase]) -> Iterator[tuple[int, list[NamedCase]]]:
     part: list[NamedCase] = []
     start = size = 0
     for number, named in enumerate(cases):
-        bytes_of_it = wire.verify_request([named.case], ()).ByteSize()
+        bytes_of_it = codec.verify_request([named.case], ()).ByteSize()
         if part and (len(part) == CASES_PER_CALL or size + bytes_of_it > BYTES_PER_CALL):
             yield start, part
             part, start, size = [], number, 0

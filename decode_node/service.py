@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from corun import wire
 from corun.cluster import Demand, FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.figures import STEPS_S, Histogram
 from corun.handle import binding
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
-from corun.server import Context
+from corun.rpc import codec
+from corun.rpc.server import Context
 from corun.tracing import OFF, Span, caller_of
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
@@ -88,7 +88,7 @@ class StepStream:
         if row.finish is not None:
             self._pending.ended.add(
                 lease_id=lease_id,
-                finish_reason=wire.finish_reason_to_proto(row.finish),
+                finish_reason=codec.finish_reason_to_proto(row.finish),
                 detail=row.detail,
                 not_finite=row.not_finite,
             )
@@ -286,7 +286,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectResponse:
         self._check_generation(request.generation)
         self._check_open()
-        peer = wire.nixl_endpoint_from_proto(request.peer)
+        peer = codec.nixl_endpoint_from_proto(request.peer)
         if len(peer.stamp_addresses) != peer.tp_size:
             limit = f"must be one for each of {peer.tp_size} ranks"
             raise InvalidArgumentError("peer.stamp_addresses", peer.stamp_addresses, limit)
@@ -336,8 +336,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def _bind(self, lease: Lease, request: pb.StartRequest) -> DecodeRequest:
         """Checks that lease, prompt, handle and parameters belong together: a foreign handle is refused, never read."""
         prompt = list(request.prompt_token_ids)
-        params = wire.sampling_params_from_proto(request.sampling_params)
-        handle = wire.kv_handle_from_proto(request.handle)
+        params = codec.sampling_params_from_proto(request.sampling_params)
+        handle = codec.kv_handle_from_proto(request.handle)
         if _request_id(lease) in self._running:
             raise InvalidArgumentError("lease_id", lease.lease_id, "must not have been started before")
         if (len(prompt), params.max_tokens) != (lease.num_prompt_tokens, lease.max_tokens):

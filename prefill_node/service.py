@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from corun import wire
 from corun.cluster import KvHandle, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.figures import LATENCIES_S, Histogram, Rate
 from corun.node.owners import SEPARATORS
-from corun.server import Context
+from corun.rpc import codec
+from corun.rpc.server import Context
 from corun.tracing import Lap, Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from prefill_node.sharing import Engine, Sharing
@@ -132,7 +132,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_service_pb2.PrefillResponse:
         self._admit(request)
         prompt = list(request.prompt_token_ids)
-        reader = wire.node_ref_from_proto(request.reader)
+        reader = codec.node_ref_from_proto(request.reader)
         laps = self._metered.laps[request.request_id] = []
         try:
             handle = await self._run(request, prompt, reader)
@@ -150,7 +150,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             self._given_up.pop(request.request_id, None)
         facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
         caller_of(context).laps(laps, facts)
-        return prefill_service_pb2.PrefillResponse(handle=wire.kv_handle_to_proto(handle))
+        return prefill_service_pb2.PrefillResponse(handle=codec.kv_handle_to_proto(handle))
 
     async def ReleaseKv(
         self, request: prefill_service_pb2.ReleaseKvRequest, context: Context
@@ -180,7 +180,9 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         if self.draining:
             raise UnavailableError(f"prefill node {self.ref.node_id} is draining")
         if not request.reader.node_id or not request.reader.generation:
-            raise InvalidArgumentError("reader", str(wire.node_ref_from_proto(request.reader)), "must be a decode node")
+            raise InvalidArgumentError(
+                "reader", str(codec.node_ref_from_proto(request.reader)), "must be a decode node"
+            )
         if not request.prompt_token_ids:
             raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
         if not request.request_id or request.request_id in self._running:

@@ -14,7 +14,7 @@ import uvloop
 from corun import tracing
 from corun.config.fields import SEED_KEY_VARIABLE, RouterConfig, parse
 from corun.errors import InvalidArgumentError
-from corun.server import raise_file_limit, run
+from corun.rpc.server import raise_file_limit, run
 from router.app import Router
 
 GC_THRESHOLDS = 50_000, 20, 20

@@ -10,14 +10,14 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from corun import __version__
-from corun.auth import ClientToken, Gate
-from corun.channel import Access
 from corun.config.fields import RouterConfig, is_loopback
 from corun.metrics import LoopCollector
 from corun.observation import Observation
 from corun.params import MAX_NAME_LENGTH
-from corun.renewal import Renewed
-from corun.server import GrpcServer
+from corun.rpc.auth import ClientToken, Gate
+from corun.rpc.certificates import Renewed
+from corun.rpc.channel import Access
+from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.admission import AdmissionQueue
 from router.audit import Auditor

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from corun.auth import Caller
 from corun.cluster import Priority
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest, prompt_digest
+from corun.rpc.auth import Caller
 from corun.seeds import MAX_SEED
 from router.failover import Sample
 from router.idle import SPARE_SLOTS, IdleRun, IdleRuns

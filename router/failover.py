@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from corun.auth import ANYONE, Caller
 from corun.cluster import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
 from corun.config.fields import RouterConfig
 from corun.errors import (
@@ -32,6 +31,7 @@ from corun.errors import (
 )
 from corun.params import SamplingParams
 from corun.receipt import Receipt
+from corun.rpc.auth import ANYONE, Caller
 from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from corun.auth import ANYONE, Caller
 from corun.cluster import Priority, ResumePoint
 from corun.errors import (
     ContractMismatchError,
@@ -31,6 +30,7 @@ from corun.params import (
     check_vocabulary,
 )
 from corun.receipt import Receipt, prompt_digest
+from corun.rpc.auth import ANYONE, Caller
 from corun.seeds import derive_seed, sample_seed
 from corun.tracing import OFF, Span
 from router.admission import AdmissionQueue

@@ -17,8 +17,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from corun import wire
-from corun.channel import OPEN, Access, channel
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef
 from corun.errors import (
     CancelledByPeerError,
@@ -30,6 +28,8 @@ from corun.errors import (
     from_rpc_error,
 )
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import OPEN, Access, channel
 from corun.trace_context import Metadata
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
@@ -150,12 +150,12 @@ class PrefillClient(NodeClient):
             request_id=request_id,
             generation=self.ref.generation,
             prompt_token_ids=prompt_token_ids,
-            reader=wire.node_ref_to_proto(reader),
+            reader=codec.node_ref_to_proto(reader),
             share_scope=share.scope,
             more_follow=share.more_follow,
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
-        return wire.kv_handle_from_proto(response.handle)
+        return codec.kv_handle_from_proto(response.handle)
 
     def release_kv(self, request_id: str) -> None:
         """Drops KV that nobody will read, in the background."""
@@ -292,7 +292,7 @@ class DecodeClient(NodeClient):
 
     async def connect(self, peer: NixlEndpoint, timeout_s: float) -> None:
         """Makes the NIXL connection to a prefill node."""
-        request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=wire.nixl_endpoint_to_proto(peer))
+        request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=codec.nixl_endpoint_to_proto(peer))
         await self._call(self._stub.Connect, request, timeout_s)
 
     async def reserve(self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
@@ -323,9 +323,9 @@ class DecodeClient(NodeClient):
         request = decode_pb2.StartRequest(
             lease_id=lease.lease_id,
             generation=self.ref.generation,
-            handle=wire.kv_handle_to_proto(start.handle),
+            handle=codec.kv_handle_to_proto(start.handle),
             prompt_token_ids=start.prompt_token_ids,
-            sampling_params=wire.sampling_params_to_proto(start.params),
+            sampling_params=codec.sampling_params_to_proto(start.params),
             seed=start.seed,
         )
         lease.heard_at = self._clock.time()
@@ -410,7 +410,7 @@ class DecodeClient(NodeClient):
         for end in message.ended:
             ended = leases.pop(end.lease_id, None)
             if ended is not None:
-                reason = wire.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR
+                reason = codec.finish_reason_from_proto(end.finish_reason) or FinishReason.ERROR
                 ended.end(reason, end.detail, not_finite=end.not_finite)
 
 

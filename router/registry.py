@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from corun.channel import OPEN, Access
 from corun.cluster import (
     GONE_AS_PLANNED,
     Demand,
@@ -38,6 +37,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.models import served_name
+from corun.rpc.channel import OPEN, Access
 from router.lag import AwakeClock
 from router.members import DecodeMember, Member, PrefillMember, Seat, explain, gap
 from router.nodes import DecodeClient, PrefillClient

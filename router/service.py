@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
-from corun import wire
 from corun.cluster import ClusterStatus, VerifyCase
-from corun.encoding import ResponseEncoder
 from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
 from corun.params import MAX_SAMPLES, check_lengths
-from corun.pump import Source
 from corun.receipt import Receipt
-from corun.server import Context, caller
+from corun.rpc import codec
+from corun.rpc.encode import ResponseEncoder
+from corun.rpc.pump import Source
+from corun.rpc.server import Context, caller
 from corun.tracing import Span, Value, of_call
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
@@ -143,7 +143,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             audit=self._auditor.status(),
             model=None if self._registry.model is None else self._registry.model.status,
         )
-        return wire.cluster_status_to_proto(status if caller().is_operator else for_client(status))
+        return codec.cluster_status_to_proto(status if caller().is_operator else for_client(status))
 
     async def Verify(
         self, request: cluster_pb2.VerifyRequest, context: Context
@@ -155,13 +155,13 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             for index, case in enumerate(request.cases):
                 cases.append(_case(index, case, model))
                 await asyncio.sleep(0)  # Their prompts may be 16 MiB together.
-            conditions = [wire.condition_from_proto(condition) for condition in request.conditions]
+            conditions = [codec.condition_from_proto(condition) for condition in request.conditions]
             results = self._verifier.verify(
                 cases, conditions, order_seed=request.order_seed, deadline=_deadline(context), caller=caller()
             )
             async with aclosing(results):
                 async for result in results:
-                    yield wire.verify_result_to_proto(result)
+                    yield codec.verify_result_to_proto(result)
 
 
 class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
@@ -189,18 +189,18 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
             router_id=self._router_id, heartbeat_interval_ms=self._heartbeat_interval_ms
         )
         with _told_in(response):
-            self._registry.register(wire.node_info_from_proto(request.node))
+            self._registry.register(codec.node_info_from_proto(request.node))
         return response
 
     async def Heartbeat(
         self, request: registry_pb2.HeartbeatRequest, context: Context
     ) -> registry_pb2.HeartbeatResponse:
-        ref, load = wire.node_ref_from_proto(request.ref), wire.node_load_from_proto(request.load)
+        ref, load = codec.node_ref_from_proto(request.ref), codec.node_load_from_proto(request.load)
         response = registry_pb2.HeartbeatResponse()
         with _told_in(response):
             self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
             if (demand := self._registry.demand(ref, self._queue.next_need, self._queue.in_line)) is not None:
-                response.demand.CopyFrom(wire.demand_to_proto(demand))
+                response.demand.CopyFrom(codec.demand_to_proto(demand))
         return response
 
 
@@ -249,13 +249,13 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         raise InvalidArgumentError("resume", found, f"must be 0 to {MAX_SAMPLES}")
     return Request(
         prompt=_prompt(message),
-        params=wire.sampling_params_from_proto(message.sampling_params),
+        params=codec.sampling_params_from_proto(message.sampling_params),
         request_id=message.request_id,
         seed=message.seed if message.HasField("seed") else None,
-        resume=tuple(map(wire.resume_point_from_proto, message.resume)),
+        resume=tuple(map(codec.resume_point_from_proto, message.resume)),
         fingerprint=message.fingerprint,
         caller=caller(),
-        priority=wire.priority_from_proto(message.priority),
+        priority=codec.priority_from_proto(message.priority),
         span=span,
         token_texts=message.token_texts,
     )
@@ -269,11 +269,11 @@ def _prompt(message: cluster_pb2.GenerateRequest) -> str | Sequence[int]:
 def _case(index: int, message: cluster_pb2.VerifyCase, model: Model) -> VerifyCase:
     with naming_case(index):
         check_lengths(len(message.prompt_token_ids), 1, model.max_model_len)
-        return wire.verify_case_from_proto(message)
+        return codec.verify_case_from_proto(message)
 
 
 class Responses(Source):
-    """The responses of one request, as bytes: there is one for most tokens (`corun.encoding`)."""
+    """The responses of one request, as bytes: there is one for most tokens (`corun.rpc.encode`)."""
 
     def __init__(self, generation: Generation, request_id: str, *, with_logprobs: bool) -> None:
         self.receipts: list[Receipt] = []

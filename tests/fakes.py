@@ -19,9 +19,6 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from corun import wire
-from corun.auth import Gate
-from corun.channel import OPEN, Access, channel
 from corun.cluster import (
     ClusterStatus,
     FinishReason,
@@ -41,7 +38,10 @@ from corun.handle import bound
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
-from corun.server import GrpcServer
+from corun.rpc import codec
+from corun.rpc.auth import Gate
+from corun.rpc.channel import OPEN, Access, channel
+from corun.rpc.server import GrpcServer
 from corun.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,
@@ -454,7 +454,7 @@ class FakeCluster:
     async def status(self) -> ClusterStatus:
         async with self.stub() as stub:
             answer = await stub.GetCluster(cluster_service_pb2.GetClusterRequest(), timeout=WAIT_S)
-        return wire.cluster_status_from_proto(answer)
+        return codec.cluster_status_from_proto(answer)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for a condition; fails the test if it does not come."""
@@ -564,7 +564,7 @@ async def generate(
 ) -> list[Output]:
     """Runs a request over gRPC; one output per sample. Raises typed errors."""
     params = params or SamplingParams(logprobs=True)
-    request = wire.generate_request(prompt, params, seed=seed, request_id=request_id)
+    request = codec.generate_request(prompt, params, seed=seed, request_id=request_id)
     return await send(fake, request, timeout_s=timeout_s)
 
 
@@ -591,4 +591,4 @@ def take(output: Output, message: cluster_service_pb2.GenerateResponse) -> None:
     output.seed = message.seed
     output.messages += 1
     if message.HasField("receipt"):
-        output.receipt = wire.receipt_from_proto(message.receipt)
+        output.receipt = codec.receipt_from_proto(message.receipt)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from corun import certs
-from corun.channel import Access
 from corun.config.fields import TlsConfig
+from corun.rpc.channel import Access
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ RULES = {
             "router/fairness.py",
             "router/pace.py",
         ),
-        ("grpc", "asyncio", "corun.wire", "corun.v1", "vllm"),
+        ("grpc", "asyncio", "corun.rpc.codec", "corun.v1", "vllm"),
     ),
     "what a cluster is and what it needs is known without running it": Rule(
         ("corun/config/cluster_file.py", "corun/models.py", *(f"corun/launch/{name}.py" for name in PURE_LAUNCH)),
@@ -76,7 +76,7 @@ RULES = {
     ),
     "values know neither wire nor network": Rule(
         tuple(f"corun/{name}.py" for name in ("cluster", "contract", "handle", "params", "receipt", "seeds")),
-        ("grpc", "google", "asyncio", "corun.wire", "corun.v1", "corun.server"),
+        ("grpc", "google", "asyncio", "corun.rpc.codec", "corun.v1", "corun.rpc.server"),
     ),
 }
 
@@ -181,7 +181,7 @@ def test_messages_stay_at_the_edges() -> None:
     allowed = {"wire.py", "service.py", "client.py", "calls.py", "nodes.py", "agent.py", "__main__.py", "app.py"}
     allowed |= {"fake_nodes.py", "load.py"}  # Of the benchmark: a service and a client.
     files = importers("corun.v1")
-    assert "corun/wire.py" in files
+    assert "corun/rpc/codec.py" in files
     assert {Path(name).name for name in files} <= allowed
     for name in files:
         if Path(name).name in {"__main__.py", "app.py"}:  # They put services on a server.
@@ -189,7 +189,18 @@ def test_messages_stay_at_the_edges() -> None:
 
 
 LOADS = {
-    "corun": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "tyro", "router", *NODES, "corun.server", "corun.node"),
+    "corun": (
+        *ENGINE,
+        *WATCH,
+        "ray",
+        "tokenizers",
+        "numpy",
+        "tyro",
+        "router",
+        *NODES,
+        "corun.rpc.server",
+        "corun.node",
+    ),
     "corun.cli": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
     "corun.gateway.app": (*ENGINE, "ray", "tokenizers", "router", *NODES, "corun.node"),
     "router.app": (*ENGINE, "ray", *NODES, "corun.node"),

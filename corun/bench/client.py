@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import grpc
 
-from corun import wire
 from corun.bench.engines import TEMPERATURE
 from corun.bench.records import Outcome, Request
-from corun.channel import channel
 from corun.errors import from_rpc_error
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
 
 METHOD = "/corun.v1.ClusterService/Generate"
@@ -32,7 +32,7 @@ class ClusterTarget:
         params = SamplingParams(
             temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
         )
-        message = wire.generate_request(request.prompt_token_ids, params, seed=request.seed)
+        message = codec.generate_request(request.prompt_token_ids, params, seed=request.seed)
         received: list[tuple[float, bytes]] = []
         call = self._generate(message, timeout=DEADLINE_S)
         try:

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from corun.auth import read_token
 from corun.client.client import AsyncClient, Client
 from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from corun.config.fields import TlsConfig
 from corun.params import SamplingParams
+from corun.rpc.auth import read_token
 
 TOKEN_FILE_VARIABLE = "CORUN_TOKEN_FILE"
 

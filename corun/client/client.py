@@ -17,8 +17,6 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from corun import wire
-from corun.channel import Access, channel, sync_channel
 from corun.client.progress import ProgressBar
 from corun.client.request import (
     DEFAULT_ADDRESS,
@@ -40,6 +38,8 @@ from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
 from corun.generation import Chunk, Generation, Prompt
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import Access, channel, sync_channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 
@@ -160,7 +160,7 @@ class Client:
         deadline, calls = self._endpoint.status_deadline(timeout_s), _Calls()
         link = self._link(self._endpoint.connect_s(deadline), calls)
         try:
-            return wire.cluster_status_from_proto(
+            return codec.cluster_status_from_proto(
                 link.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
             )
         except grpc.RpcError as error:
@@ -178,7 +178,7 @@ class Client:
 
         In idle slots and at the lowest priority. A router ends a long call with DeadlineError: ask it for the rest.
         """
-        request = wire.verify_request(cases, conditions, order_seed=order_seed)
+        request = codec.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._endpoint.deadline(timeout_s), _Calls())
 
     def _retrying(self, index: int, job: Job, timeout_s: float | None, calls: _Calls) -> Generation:
@@ -219,7 +219,7 @@ class Client:
         with calls.hold(link.stub.Verify(request, timeout=deadline.remaining_s)) as call:
             try:
                 for response in call:
-                    yield wire.verify_result_from_proto(response)
+                    yield codec.verify_result_from_proto(response)
             except grpc.RpcError as error:
                 raise self._links.failed(link, error) from error
 
@@ -344,7 +344,7 @@ class AsyncClient:
             response = await link.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
         except grpc.RpcError as error:
             raise self._links.failed(link, error) from error
-        return wire.cluster_status_from_proto(response)
+        return codec.cluster_status_from_proto(response)
 
     def verify(
         self,
@@ -358,7 +358,7 @@ class AsyncClient:
 
         In idle slots and at the lowest priority. A router ends a long call with DeadlineError: ask it for the rest.
         """
-        request = wire.verify_request(cases, conditions, order_seed=order_seed)
+        request = codec.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._endpoint.deadline(timeout_s))
 
     async def _retrying(self, index: int, job: Job, timeout_s: float | None) -> Generation:
@@ -401,7 +401,7 @@ class AsyncClient:
         call = link.stub.Verify(request, timeout=deadline.remaining_s)
         try:
             async for response in call:
-                yield wire.verify_result_from_proto(response)
+                yield codec.verify_result_from_proto(response)
         except grpc.RpcError as error:
             raise self._links.failed(link, error) from error
         finally:

@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from corun import wire
 from corun.client.routers import MIN_RETRY_S, Deadline
 from corun.cluster import Priority, ResumePoint
 from corun.errors import InvalidArgumentError, OverloadedError, Shown
 from corun.generation import Assembler, Chunk, Prompt
 from corun.params import SamplingParams
+from corun.rpc import codec
 from corun.trace_context import Metadata, of_caller
 from corun.v1 import cluster_service_pb2 as pb
 
@@ -41,7 +41,7 @@ class Job:
 
     def resumed(self, points: Sequence[ResumePoint], fingerprint: str) -> Job:
         """The job of getting what is missing."""
-        return replace(self, request=wire.resumed_request(self.request, points, fingerprint))
+        return replace(self, request=codec.resumed_request(self.request, points, fingerprint))
 
     def assembler(self) -> Assembler:
         is_text = self.request.WhichOneof("prompt") == "text"
@@ -57,7 +57,7 @@ def make_job(
 ) -> Job:
     """Raises InvalidArgumentError for what no model could take."""
     params = SamplingParams() if params is None else _checked("sampling_params", params)
-    request = wire.generate_request(
+    request = codec.generate_request(
         prompt,
         replace(params, logprobs=True),
         seed=seed,
@@ -119,8 +119,8 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
         text=response.text,
         token_ids=tuple(response.token_ids),
         logprobs=tuple(response.logprobs),
-        finish_reason=wire.finish_reason_from_proto(response.finish_reason),
-        receipt=wire.receipt_from_proto(response.receipt) if response.HasField("receipt") else None,
+        finish_reason=codec.finish_reason_from_proto(response.finish_reason),
+        receipt=codec.receipt_from_proto(response.receipt) if response.HasField("receipt") else None,
         prompt_token_ids=tuple(response.prompt_token_ids),
         fingerprint=response.fingerprint,
         token_texts=tuple(response.token_texts),

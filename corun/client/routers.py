@@ -15,7 +15,6 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from corun.channel import OPEN, Access
 from corun.errors import (
     CancelledByPeerError,
     CorunError,
@@ -24,6 +23,7 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
+from corun.rpc.channel import OPEN, Access
 
 STATUS_TIMEOUT_S = 30.0
 NOTICE_S = 1.0

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from corun.auth import ClientToken, read_client_tokens, read_token
 from corun.errors import CorunError, InvalidArgumentError, Shown
+from corun.rpc.auth import ClientToken, read_client_tokens, read_token
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """The largest message a process takes, unless configured."""

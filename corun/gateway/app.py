@@ -23,8 +23,8 @@ from corun.gateway.clients import Catalog, Clients, Health, Served, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import plain_response, translated
-from corun.renewal import Identity, identity
-from corun.server import join_address, raise_file_limit, run_command
+from corun.rpc.certificates import Identity, identity
+from corun.rpc.server import join_address, raise_file_limit, run_command
 
 KEEPALIVE_S = 3630.0
 """For a connection without a request: longer than clients and proxies keep theirs, so that they end it."""

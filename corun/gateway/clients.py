@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from corun.auth import check_token
 from corun.client.client import AsyncClient
 from corun.cluster import ClusterStatus, NodeRole, NodeState
 from corun.errors import (
@@ -24,6 +23,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.gateway.config import GatewayConfig
+from corun.rpc.auth import check_token
 
 MAX_CALLS = 1000
 """Of one client: a router takes 1024 calls on a connection, and further ones would wait unseen."""

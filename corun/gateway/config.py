@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from corun.auth import read_token
 from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from corun.client.routers import check_timeout, read_addresses
 from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig, is_loopback
 from corun.errors import InvalidArgumentError
+from corun.rpc.auth import read_token
 
 _COUNTS = {
     "max_requests": 2**20,

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
-from corun import wire
-from corun.channel import OPEN, Access, channel
 from corun.cluster import Demand, NodeInfo, NodeLoad
 from corun.errors import (
     ContractMismatchError,
@@ -25,6 +23,8 @@ from corun.errors import (
     from_rpc_error,
 )
 from corun.node.routers import Resolve, RouterAddress, Routers, resolve
+from corun.rpc import codec
+from corun.rpc.channel import OPEN, Access, channel
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc
 
@@ -119,7 +119,7 @@ class NodeAgent:
 
     async def _register(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress) -> float:
         """Registers and returns the heartbeat interval in seconds."""
-        request = pb.RegisterRequest(node=wire.node_info_to_proto(self._info))
+        request = pb.RegisterRequest(node=codec.node_info_to_proto(self._info))
         answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
         if answer.quarantined:
             self._note_quarantine(router, answer.quarantined)
@@ -133,9 +133,9 @@ class NodeAgent:
         self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress, interval: float
     ) -> None:
         """Heartbeats until the router asks for a new registration; raises grpc.RpcError when it is gone."""
-        ref = wire.node_ref_to_proto(self._info.ref)
+        ref = codec.node_ref_to_proto(self._info.ref)
         while True:
-            load = wire.node_load_to_proto(await self._current_load())
+            load = codec.node_load_to_proto(await self._current_load())
             news, told = self._news, self._told
             request = pb.HeartbeatRequest(ref=ref, load=load, draining=self.draining, stuck=self.stuck)
             try:
@@ -147,7 +147,7 @@ class NodeAgent:
             self._heard[router.address] = news
             self._note_quarantine(router, answer.quarantined)
             if answer.HasField("demand"):
-                self.on_demand(wire.demand_from_proto(answer.demand))
+                self.on_demand(codec.demand_from_proto(answer.demand))
             await _sleep(interval, told)
 
     async def _current_load(self) -> NodeLoad:

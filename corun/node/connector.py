@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 )
 from vllm.platforms import current_platform
 
-from corun.auth import read_token
 from corun.node import ipc_mappings
 from corun.node.digest import KvDigest, region_words
 from corun.node.handshake import UNDER_WAY, condition, in_words
@@ -38,6 +37,7 @@ from corun.node.owners import OWNER_PARAM, READER, Owned, Prefills
 from corun.node.reads import Claim, Peer, ReadChecks, Verdict
 from corun.node.side_channel import sealed
 from corun.node.stamps import StampTable, finish
+from corun.rpc.auth import read_token
 
 # A release of KV that was read in the same moment finds nothing to free; it is forgotten after this long.
 RELEASE_TTL_S = 60.0

@@ -17,8 +17,6 @@ from typing import Any, NoReturn, Protocol
 from prometheus_client import Metric
 
 from corun import stages, tracing
-from corun.auth import Gate
-from corun.channel import Access
 from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
@@ -27,7 +25,9 @@ from corun.node.agent import NodeAgent
 from corun.node.metrics import EngineCollector, node_metrics
 from corun.node.pulse import Pulse
 from corun.observation import Observation
-from corun.server import GrpcServer
+from corun.rpc.auth import Gate
+from corun.rpc.channel import Access
+from corun.rpc.server import GrpcServer
 
 EXIT_DIED = 1
 """The engine died, or was stuck for too long."""

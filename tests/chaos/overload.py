@@ -28,11 +28,11 @@ from typing import Any
 import grpc
 import tyro
 
-from corun import wire
-from corun.channel import Access, channel
 from corun.config.fields import RouterConfig
 from corun.errors import OverloadedError, from_rpc_error
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import Access, channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 from router.app import Router
@@ -94,7 +94,7 @@ class Asker:
         self.tally = Tally()
         self._stub = stub
         prompt, params = list(range(1, prompt_tokens + 1)), SamplingParams(max_tokens=max_tokens, logprobs=True)
-        self._request = wire.generate_request(prompt, params, seed=SEED)
+        self._request = codec.generate_request(prompt, params, seed=SEED)
         self._digest = expected_digest(prompt, params, SEED)
 
     async def ask(self) -> None:
@@ -268,7 +268,7 @@ class Nodes(FakeCluster):
         deadline = time.monotonic() + TIMEOUT_S
         async with self.stub() as stub:
             while time.monotonic() < deadline:
-                status = wire.cluster_status_from_proto(
+                status = codec.cluster_status_from_proto(
                     await stub.GetCluster(pb.GetClusterRequest(), timeout=TIMEOUT_S)
                 )
                 if sum(node.state.value == "ready" for node in status.nodes) == len(self.nodes):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corun.channel import Access
+from corun.rpc.channel import Access
 from router.admission import AdmissionQueue
 from router.lanes import Lanes
 from tests.chaos.overload import SHARES, Tally, asker, token_of, write_tokens

@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from corun import wire
 from corun.cluster import (
     ClusterStatus,
     Condition,
@@ -36,6 +35,7 @@ from corun.contract import Contract, DecodeContract, ModelContract, PrefillContr
 from corun.errors import CorunError, DeadlineError, to_status
 from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
+from corun.rpc import codec
 from corun.seeds import sample_seed
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
@@ -118,21 +118,21 @@ class FakeCluster(ClusterServiceServicer):
 
     def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:  # noqa: N802
         self._refuse("", context)
-        return wire.cluster_status_to_proto(self.status)
+        return codec.cluster_status_to_proto(self.status)
 
     def Verify(self, request: Any, context: Any) -> Iterator[pb.VerifyResponse]:  # noqa: N802
         self.verified.append(request)
         self._refuse("", context)
         if self.silent:
             return
-        cases = [wire.verify_case_from_proto(case) for case in request.cases]
-        todo = itertools.product(map(wire.condition_from_proto, request.conditions), enumerate(cases))
+        cases = [codec.verify_case_from_proto(case) for case in request.cases]
+        todo = itertools.product(map(codec.condition_from_proto, request.conditions), enumerate(cases))
         for number, (condition, (index, case)) in enumerate(todo):
             self.on_result(number)
             if number == self.results_per_call:
                 error = DeadlineError("the verification's time is over")
                 context.abort_with_status(rpc_status.to_status(to_status(error)))
-            yield wire.verify_result_to_proto(self._verify(index, case, condition))
+            yield codec.verify_result_to_proto(self._verify(index, case, condition))
 
     def _refuse(self, text: str, context: Any) -> None:
         while text in self.refused_prompts and self.running <= self.refused_beside and context.is_active():
@@ -144,7 +144,7 @@ class FakeCluster(ClusterServiceServicer):
 
     def _responses(self, request: Any, context: Any) -> Iterator[pb.GenerateResponse]:
         prompt = tuple(request.text.encode()) if request.text else tuple(request.token_ids.ids)
-        params = wire.sampling_params_from_proto(request.sampling_params)
+        params = codec.sampling_params_from_proto(request.sampling_params)
         seed = request.seed if request.HasField("seed") else 77
         samples = [sample_output(prompt, sample_seed(seed, i), params.max_tokens) for i in range(params.n)]
         request_id = request.request_id or "drawn-by-router"
@@ -168,8 +168,8 @@ class FakeCluster(ClusterServiceServicer):
                     token_ids=[token_id ^ 1 if self.tamper and last else token_id],
                     logprobs=[logprob] if params.logprobs else [],
                     token_texts=[text_of(token_id)] if request.token_texts and not self.without_texts else [],
-                    finish_reason=wire.finish_reason_to_proto(FinishReason.LENGTH if last else None),
-                    receipt=wire.receipt_to_proto(receipt) if last else None,
+                    finish_reason=codec.finish_reason_to_proto(FinishReason.LENGTH if last else None),
+                    receipt=codec.receipt_to_proto(receipt) if last else None,
                     prompt_token_ids=prompt if request.text and (position, index) == (0, 0) else (),
                 )
 

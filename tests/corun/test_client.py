@@ -28,12 +28,12 @@ from corun import (
     OverloadedError,
     SamplingParams,
     UnavailableError,
-    wire,
 )
 from corun.client.progress import ProgressBar, left
 from corun.cluster import Priority, VerifyCase
 from corun.generation import Assembler
 from corun.receipt import output_digest
+from corun.rpc import codec
 from corun.seeds import sample_seed
 from tests.corun.fake_cluster import WAIT_S, FakeCluster, make_receipt, sample_output, text_of
 
@@ -72,7 +72,7 @@ def test_the_public_names_are_these() -> None:
 
 def test_importing_is_light() -> None:
     heavy = {
-        "corun.server",
+        "corun.rpc.server",
         "corun.cli",
         "grpc_health.v1",
         "rich",
@@ -348,7 +348,7 @@ def test_every_call_says_how_urgent_it_is(client: Client, fake: FakeCluster) -> 
     list(client.stream("c", PARAMS, priority=Priority.LOW))
     client.generate_many(["d"], PARAMS)
     client.generate_many(["e"], PARAMS, priority="normal")
-    sent = [wire.priority_from_proto(request.priority) for request in fake.requests]
+    sent = [codec.priority_from_proto(request.priority) for request in fake.requests]
     assert sent == [Priority.NORMAL, Priority.HIGH, Priority.LOW, Priority.LOW, Priority.NORMAL]
     for call in (client.generate, client.stream):
         with pytest.raises(InvalidArgumentError) as caught:
@@ -360,7 +360,7 @@ async def test_an_async_call_says_how_urgent_it_is(fake: FakeCluster) -> None:
     async with AsyncClient(fake.address) as client:
         await client.generate("a", PARAMS, priority="high")
         assert [chunk async for chunk in client.stream("b", PARAMS, priority="low")]
-    assert [wire.priority_from_proto(r.priority) for r in fake.requests] == [Priority.HIGH, Priority.LOW]
+    assert [codec.priority_from_proto(r.priority) for r in fake.requests] == [Priority.HIGH, Priority.LOW]
 
 
 def test_generate_does_not_retry(client: Client, fake: FakeCluster) -> None:

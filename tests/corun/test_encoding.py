@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from corun import wire
 from corun.cluster import FinishReason, NodeRef
-from corun.encoding import ResponseEncoder, varint
 from corun.receipt import Receipt
+from corun.rpc import codec
+from corun.rpc.encode import ResponseEncoder, varint
 from corun.v1 import cluster_service_pb2 as pb
 
 RECEIPT = Receipt(
@@ -64,8 +64,8 @@ def protobuf(head: tuple[str, int, int], **fields: Any) -> pb.GenerateResponse:
         request_id=head[0],
         sample_index=head[1],
         seed=head[2],
-        finish_reason=wire.finish_reason_to_proto(receipt.finish_reason if receipt else None),
-        receipt=wire.receipt_to_proto(receipt) if receipt else None,
+        finish_reason=codec.finish_reason_to_proto(receipt.finish_reason if receipt else None),
+        receipt=codec.receipt_to_proto(receipt) if receipt else None,
         **fields,
     )
 

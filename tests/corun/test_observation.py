@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from corun import probes
 from corun.config.fields import MemberConfig
 from corun.errors import UnavailableError
-from corun.health import LIVE, STARTED
 from corun.observation import Observation, observed
 from corun.probes import HealthPort
+from corun.rpc.health import LIVE, STARTED
 from tests.probing import probe
 
 WAIT_S = 60.0

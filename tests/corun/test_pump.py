@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from corun.errors import OverloadedError
-from corun.pump import Pump, Source
+from corun.rpc.pump import Pump, Source
 
 WAIT_S = 30.0
 

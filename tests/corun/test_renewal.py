@@ -13,14 +13,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from corun.auth import Gate, bearer, read_client_tokens
-from corun.channel import Access, channel
 from corun.client.client import AsyncClient, Client
 from corun.config.fields import TlsConfig
 from corun.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
-from corun.renewal import Renewed, identity
-from corun.renewed_channel import AsyncRenewedChannel
-from corun.server import GrpcServer
+from corun.rpc.auth import Gate, bearer, read_client_tokens
+from corun.rpc.certificates import Renewed, identity
+from corun.rpc.channel import Access, channel
+from corun.rpc.renewed_channel import AsyncRenewedChannel
+from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc
 from tests.corun.test_security import DEADLINE_S, Cluster, serving

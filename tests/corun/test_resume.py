@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import pytest
 
-from corun import wire
 from corun.client.request import Job, make_job
 from corun.client.resume import Resumption
 from corun.client.routers import Deadline, Endpoint
@@ -17,6 +16,7 @@ from corun.errors import ContractMismatchError, DataLossError
 from corun.generation import Chunk
 from corun.params import SamplingParams
 from corun.receipt import output_digest
+from corun.rpc import codec
 from tests.corun.fake_cluster import make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)
@@ -55,9 +55,9 @@ def test_it_asks_for_what_is_missing() -> None:
     assert (request.request_id, request.fingerprint, request.text) == ("r", "f" * 64, "x")
     digest = output_digest([1, 2, 3], [-1.0] * 3)
     point = ResumePoint(sample_index=0, seed=7, num_tokens=3, output_digest=digest, text_bytes=6)
-    assert list(map(wire.resume_point_from_proto, request.resume)) == [point]
+    assert list(map(codec.resume_point_from_proto, request.resume)) == [point]
     rest.take(last(tokens=[(1, -1.0), (2, -1.0), (3, -1.0)]))
-    assert wire.resume_point_from_proto(rest.job().request.resume[0]) == replace(point, done=True)
+    assert codec.resume_point_from_proto(rest.job().request.resume[0]) == replace(point, done=True)
     assert not rest.is_whole
 
 

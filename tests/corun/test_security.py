@@ -15,8 +15,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun import certs
-from corun.auth import Gate, read_client_tokens
-from corun.channel import OPEN, Access, channel
 from corun.cli import main
 from corun.client.client import AsyncClient, Client
 from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
@@ -30,7 +28,9 @@ from corun.errors import (
     from_rpc_error,
 )
 from corun.launch.members import command, members
-from corun.server import MAX_CONNECTIONS, MAX_STREAMS, GrpcServer, server_options
+from corun.rpc.auth import Gate, read_client_tokens
+from corun.rpc.channel import OPEN, Access, channel
+from corun.rpc.server import MAX_CONNECTIONS, MAX_STREAMS, GrpcServer, server_options
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc, decode_service_pb2_grpc
 from corun.v1 import decode_service_pb2 as decode_pb
@@ -212,7 +212,7 @@ class TestLimits:
         assert "grpc.max_metadata_size" in options
 
     async def test_streams_of_one_connection(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("corun.server.MAX_STREAMS", 2)
+        monkeypatch.setattr("corun.rpc.server.MAX_STREAMS", 2)
         async with serving() as server, channel(server.address) as link:
             stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
             calls = [stub.Generate(pb.GenerateRequest(), timeout=DEADLINE_S) for _ in range(2)]
@@ -225,7 +225,7 @@ class TestLimits:
             assert (await third).router_id == "r"
 
     async def test_connections(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("corun.server.MAX_CONNECTIONS", 3)
+        monkeypatch.setattr("corun.rpc.server.MAX_CONNECTIONS", 3)
         async with serving() as server:
             links = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(8)]
             refused = 0

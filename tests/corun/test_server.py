@@ -16,9 +16,6 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun import server
-from corun.auth import Gate, bearer, read_client_tokens
-from corun.channel import channel, sync_channel
 from corun.errors import (
     CorunError,
     DataLossError,
@@ -29,7 +26,10 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from corun.server import GrpcServer, caller, join_address, peer_host, run
+from corun.rpc import server
+from corun.rpc.auth import Gate, bearer, read_client_tokens
+from corun.rpc.channel import channel, sync_channel
+from corun.rpc.server import GrpcServer, caller, join_address, peer_host, run
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
 

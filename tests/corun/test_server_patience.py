@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun import health
-from corun.channel import channel
 from corun.errors import OverloadedError, from_rpc_error
-from corun.server import GrpcServer, max_connections, server_options
+from corun.rpc import health
+from corun.rpc.channel import channel
+from corun.rpc.server import GrpcServer, max_connections, server_options
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
 from tests.fuzz.http2 import DATA, END_STREAM, WINDOW_UPDATE, Connection, call, frame, headers, hello, status_of

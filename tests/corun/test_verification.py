@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from corun import verify, wire
+from corun import verify
 from corun.claims import NamedCase
 from corun.cluster import VerifyCase
 from corun.params import SamplingParams
+from corun.rpc import codec
 
 
 def named(number: int, prompt_tokens: int = 3) -> NamedCase:
@@ -27,5 +28,5 @@ def test_a_call_carries_so_many_cases_and_bytes(prompts: list[int], sizes: list[
     assert [case for _, part in parts for case in part] == cases
     assert [start for start, _ in parts] == [sum(sizes[:number]) for number in range(len(sizes))]
     for _, part in parts:
-        size = wire.verify_request([each.case for each in part], ()).ByteSize()
+        size = codec.verify_request([each.case for each in part], ()).ByteSize()
         assert len(part) == 1 or size <= verify.BYTES_PER_CALL

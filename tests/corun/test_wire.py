@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corun import cluster, wire
+from corun import cluster
 from corun.cluster import (
     AuditStatus,
     ClusterStatus,
@@ -33,6 +33,7 @@ from corun.cluster import (
 from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
+from corun.rpc import codec
 from corun.v1 import cluster_service_pb2, prefill_service_pb2, registry_service_pb2, types_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -110,9 +111,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 )
 def test_round_trip(name: str, kind: type[Any], data: st.DataObject) -> None:
     value = data.draw(values_of(kind))
-    message = getattr(wire, f"{name}_to_proto")(value)
+    message = getattr(codec, f"{name}_to_proto")(value)
     back = type(message).FromString(message.SerializeToString())
-    assert getattr(wire, f"{name}_from_proto")(back) == value
+    assert getattr(codec, f"{name}_from_proto")(back) == value
 
 
 def test_the_values_have_the_fields_of_the_messages() -> None:
@@ -139,9 +140,9 @@ def test_the_values_have_the_fields_of_the_messages() -> None:
 @given(SEED, UINT64)
 def test_wide_integers(seed: int, count: int) -> None:
     case = VerifyCase(prompt_token_ids=(1,), sampling_params=SamplingParams(), seed=seed)
-    assert wire.verify_case_from_proto(wire.verify_case_to_proto(case)).seed == seed
+    assert codec.verify_case_from_proto(codec.verify_case_to_proto(case)).seed == seed
     load = NodeLoad(steps=count, tokens=count)
-    assert wire.node_load_from_proto(wire.node_load_to_proto(load)) == load
+    assert codec.node_load_from_proto(codec.node_load_to_proto(load)) == load
 
 
 @given(st.integers(0, 2**32 - 1).filter(lambda bits: (bits & 0x7F80_0000) != 0x7F80_0000))
@@ -154,29 +155,29 @@ def test_logprobs_keep_their_bits(bits: int) -> None:
 
 @given(PARAMS)
 def test_both_ends_have_one_digest_of_the_params(params: SamplingParams) -> None:
-    message = wire.sampling_params_to_proto(params)
-    back = wire.sampling_params_from_proto(types_pb2.SamplingParams.FromString(message.SerializeToString()))
+    message = codec.sampling_params_to_proto(params)
+    back = codec.sampling_params_from_proto(types_pb2.SamplingParams.FromString(message.SerializeToString()))
     assert back.digest() == params.digest()
 
 
 def test_unset_params_are_the_defaults() -> None:
-    assert wire.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+    assert codec.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
 
 
 def test_a_set_zero_is_no_default() -> None:
-    assert wire.sampling_params_from_proto(types_pb2.SamplingParams(temperature=0)).greedy
+    assert codec.sampling_params_from_proto(types_pb2.SamplingParams(temperature=0)).greedy
     for name in ("top_p", "max_tokens", "repetition_penalty", "n"):
         zero: dict[str, Any] = {name: 0}
         with pytest.raises(InvalidArgumentError, match=rf"^sampling_params\.{name} = 0"):
-            wire.sampling_params_from_proto(types_pb2.SamplingParams(**zero))
+            codec.sampling_params_from_proto(types_pb2.SamplingParams(**zero))
 
 
 def test_enums_mirror_the_protos() -> None:
     for table, enum, proto in (
-        (wire._FINISH_REASONS, FinishReason, types_pb2.FinishReason),
-        (wire._NODE_ROLES, cluster.NodeRole, registry_service_pb2.NodeRole),
-        (wire._NODE_STATES, cluster.NodeState, cluster_service_pb2.NodeState),
-        (wire._CONDITIONS, Condition, cluster_service_pb2.Condition),
+        (codec._FINISH_REASONS, FinishReason, types_pb2.FinishReason),
+        (codec._NODE_ROLES, cluster.NodeRole, registry_service_pb2.NodeRole),
+        (codec._NODE_STATES, cluster.NodeState, cluster_service_pb2.NodeState),
+        (codec._CONDITIONS, Condition, cluster_service_pb2.Condition),
     ):
         prefix = proto.Name(0).removesuffix("UNSPECIFIED")
         assert set(table) == set(proto.values()) - {0}
@@ -185,25 +186,25 @@ def test_enums_mirror_the_protos() -> None:
 
 def test_finish_reason_and_condition() -> None:
     for reason in (None, *FinishReason):
-        assert wire.finish_reason_from_proto(wire.finish_reason_to_proto(reason)) is reason
+        assert codec.finish_reason_from_proto(codec.finish_reason_to_proto(reason)) is reason
     for condition in Condition:
-        assert wire.condition_from_proto(wire.condition_to_proto(condition)) is condition
+        assert codec.condition_from_proto(codec.condition_to_proto(condition)) is condition
 
 
 def test_unknown_enum_values() -> None:
     with pytest.raises(InvalidArgumentError, match=r"condition = 0: must be one of alone, crowded"):
-        wire.condition_from_proto(cluster_service_pb2.CONDITION_UNSPECIFIED)
+        codec.condition_from_proto(cluster_service_pb2.CONDITION_UNSPECIFIED)
     with pytest.raises(InvalidArgumentError, match=r"node\.role = 0: must be one of prefill, decode"):
-        wire.node_info_from_proto(registry_service_pb2.NodeInfo())
+        codec.node_info_from_proto(registry_service_pb2.NodeInfo())
     with pytest.raises(InvalidArgumentError, match=r"receipt\.finish_reason = 0"):
-        wire.receipt_from_proto(types_pb2.Receipt())
+        codec.receipt_from_proto(types_pb2.Receipt())
 
 
 def test_generate_request() -> None:
-    request = wire.generate_request("hi", SamplingParams(), seed=0, request_id="r")
+    request = codec.generate_request("hi", SamplingParams(), seed=0, request_id="r")
     assert (request.text, request.WhichOneof("prompt"), request.request_id) == ("hi", "text", "r")
     assert request.HasField("seed")
-    request = wire.generate_request([1, 2], SamplingParams())
+    request = codec.generate_request([1, 2], SamplingParams())
     assert (list(request.token_ids.ids), request.HasField("seed")) == ([1, 2], False)
 
 
@@ -224,14 +225,14 @@ def test_generate_request() -> None:
 )
 def test_bad_generate_requests(prompt: Any, options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        wire.generate_request(prompt, SamplingParams(), **options)
+        codec.generate_request(prompt, SamplingParams(), **options)
     assert caught.value.field == field
 
 
 def test_verify_request() -> None:
     case = VerifyCase(prompt_token_ids=(1, 2), sampling_params=SamplingParams(), seed=7, output_digest="d")
-    request = wire.verify_request([case], [Condition.ALONE], order_seed=3)
-    assert wire.verify_case_from_proto(request.cases[0]) == case
+    request = codec.verify_request([case], [Condition.ALONE], order_seed=3)
+    assert codec.verify_case_from_proto(request.cases[0]) == case
     assert (list(request.conditions), request.order_seed) == ([cluster_service_pb2.CONDITION_ALONE], 3)
     with pytest.raises(InvalidArgumentError, match=r"^cases\[0\]\.prompt_token_ids = no tokens: must not be empty"):
-        wire.verify_request([VerifyCase(prompt_token_ids=(), sampling_params=SamplingParams(), seed=7)])
+        codec.verify_request([VerifyCase(prompt_token_ids=(), sampling_params=SamplingParams(), seed=7)])

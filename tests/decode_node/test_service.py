@@ -11,8 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from corun import wire
-from corun.channel import channel
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.errors import (
     CorunError,
@@ -27,7 +25,9 @@ from corun.errors import (
 from corun.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
-from corun.server import GrpcServer
+from corun.rpc import codec
+from corun.rpc.channel import channel
+from corun.rpc.server import GrpcServer
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from decode_node.ladder import Ladder
@@ -129,9 +129,9 @@ class Node:
         request = pb.StartRequest(
             lease_id=lease_id,
             generation=generation,
-            handle=wire.kv_handle_to_proto(fields.get("handle", handle())),
+            handle=codec.kv_handle_to_proto(fields.get("handle", handle())),
             prompt_token_ids=fields.get("prompt", PROMPT),
-            sampling_params=wire.sampling_params_to_proto(fields.get("params", SamplingParams(max_tokens=8))),
+            sampling_params=codec.sampling_params_to_proto(fields.get("params", SamplingParams(max_tokens=8))),
             seed=fields.get("seed", 42),
         )
         return self.stub.Start(request, timeout=DEADLINE_S)
@@ -243,7 +243,7 @@ async def test_another_generation_is_refused(node: Node) -> None:
     calls = [
         node.reserve(generation=other),
         node.start(lease, generation=other),
-        node.stub.Connect(pb.ConnectRequest(generation=other, peer=wire.nixl_endpoint_to_proto(PEER))),
+        node.stub.Connect(pb.ConnectRequest(generation=other, peer=codec.nixl_endpoint_to_proto(PEER))),
         node.stub.StreamSteps(pb.StreamStepsRequest(router_id="router", generation=other)).read(),
     ]
     for call in calls:
@@ -395,7 +395,7 @@ async def test_a_release_during_the_start_leaves_nothing_running(node: Node) -> 
 
 
 async def test_connections_reach_the_engine(node: Node) -> None:
-    request = pb.ConnectRequest(generation=REF.generation, peer=wire.nixl_endpoint_to_proto(PEER))
+    request = pb.ConnectRequest(generation=REF.generation, peer=codec.nixl_endpoint_to_proto(PEER))
     await node.stub.Connect(request, timeout=DEADLINE_S)
     assert node.engine.peers == [PEER]
 
@@ -403,7 +403,7 @@ async def test_connections_reach_the_engine(node: Node) -> None:
 @pytest.mark.parametrize("addresses", [(), (4096,), (1, 2, 3)])
 async def test_a_peer_without_its_stamps_is_refused(node: Node, addresses: tuple[int, ...]) -> None:
     """Nothing that is read from it could be accepted."""
-    peer = wire.nixl_endpoint_to_proto(replace(PEER, stamp_addresses=addresses))
+    peer = codec.nixl_endpoint_to_proto(replace(PEER, stamp_addresses=addresses))
     error = await refusal(
         node.stub.Connect(pb.ConnectRequest(generation=REF.generation, peer=peer), timeout=DEADLINE_S)
     )
@@ -501,7 +501,7 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
     assert await node.slots_in_use() == (2,)
     message = await steps.read()
     assert list(message.lease_ids) == [leases[0], leases[2]]
-    ends = [(end.lease_id, wire.finish_reason_from_proto(end.finish_reason), end.detail) for end in message.ended]
+    ends = [(end.lease_id, codec.finish_reason_from_proto(end.finish_reason), end.detail) for end in message.ended]
     assert ends == [(leases[0], FinishReason.STOP, ""), (leases[1], FinishReason.ERROR, "the KV could not be read")]
     assert (await node.service.load()).tokens == 2
     assert node.engine.aborted == []

@@ -17,11 +17,12 @@ from typing import Any
 import grpc
 import pytest
 
-from corun import SamplingParams, wire
+from corun import SamplingParams
 from corun.cluster import FinishReason, KvHandle, NodeInfo, NodeRef, NodeRole
 from corun.errors import InvalidArgumentError, StaleGenerationError, from_rpc_error
 from corun.handle import bound
 from corun.receipt import prompt_digest
+from corun.rpc import codec
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
@@ -70,9 +71,9 @@ class Nodes:
             request_id=secrets.token_hex(8),
             generation=self.prefill_ref.generation,
             prompt_token_ids=tokens,
-            reader=wire.node_ref_to_proto(reader or self.decode_ref),
+            reader=codec.node_ref_to_proto(reader or self.decode_ref),
         )
-        return wire.kv_handle_from_proto(self._prefill.Prefill(request, timeout=CALL_S).handle)
+        return codec.kv_handle_from_proto(self._prefill.Prefill(request, timeout=CALL_S).handle)
 
     def release(self, handle: KvHandle) -> None:
         request = prefill_pb2.ReleaseKvRequest(request_id=handle.request_id, generation=handle.prefill_node.generation)
@@ -92,9 +93,9 @@ class Nodes:
         request = decode_pb2.StartRequest(
             lease_id=lease,
             generation=generation,
-            handle=wire.kv_handle_to_proto(handle),
+            handle=codec.kv_handle_to_proto(handle),
             prompt_token_ids=tokens,
-            sampling_params=wire.sampling_params_to_proto(params),
+            sampling_params=codec.sampling_params_to_proto(params),
         )
         try:
             self._decode.Start(request, timeout=CALL_S)
@@ -122,7 +123,7 @@ class Nodes:
                     self._samples[lease].tokens.append(token)
                     self._samples[lease].logprobs.append(logprob)
                 for end in message.ended:
-                    self._samples[end.lease_id].ended = wire.finish_reason_from_proto(end.finish_reason)
+                    self._samples[end.lease_id].ended = codec.finish_reason_from_proto(end.finish_reason)
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.CANCELLED  # noqa: PT017
 

@@ -19,7 +19,7 @@ import aiohttp
 import grpc
 import grpc.aio
 
-from corun.channel import Access, channel
+from corun.rpc.channel import Access, channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import types_pb2
 from tests.fuzz.messages import Maker

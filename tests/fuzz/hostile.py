@@ -19,11 +19,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from corun import wire
-from corun.channel import channel
 from corun.errors import from_rpc_error
 from corun.params import SamplingParams
-from corun.server import raise_file_limit
+from corun.rpc import codec
+from corun.rpc.channel import channel
+from corun.rpc.server import raise_file_limit
 from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc
 from tests.fakes import MAX_MODEL_LEN, expected
 from tests.fuzz.http2 import (
@@ -197,7 +197,7 @@ async def latency(address: str, seconds: float) -> dict[str, Any]:
     took: list[float] = []
     failed: Counter[str] = Counter()
     ids, logprobs, _ = expected((5, 6, 7), PARAMS, 11)
-    request = wire.generate_request((5, 6, 7), PARAMS, seed=11)
+    request = codec.generate_request((5, 6, 7), PARAMS, seed=11)
     async with channel(address) as link:
         stub = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
         end = time.monotonic() + seconds

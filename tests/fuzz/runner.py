@@ -20,11 +20,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from corun import wire
-from corun.auth import bearer
-from corun.channel import channel
 from corun.errors import is_answered
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.auth import bearer
+from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2
 from tests.fakes import expected
 from tests.fuzz.http2 import Connection, status_of
@@ -244,7 +244,7 @@ class Fuzzer:
     async def canary(self, number: int) -> None:
         """An ordinary request to each cluster gives the right bits."""
         ids, logprobs, _ = expected(CANARY_PROMPT, CANARY_PARAMS, CANARY_SEED)
-        request = wire.generate_request(CANARY_PROMPT, CANARY_PARAMS, seed=CANARY_SEED).SerializeToString()
+        request = codec.generate_request(CANARY_PROMPT, CANARY_PARAMS, seed=CANARY_SEED).SerializeToString()
         read = cluster_service_pb2.GenerateResponse.FromString
         for server, token in (("open", ""), ("guarded", self._target.secrets.token("client"))):
             method = self._links[server].unary_stream("/corun.v1.ClusterService/Generate", response_deserializer=read)

@@ -22,9 +22,9 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-from corun.channel import OPEN
 from corun.node import agent
-from corun.server import raise_file_limit
+from corun.rpc.channel import OPEN
+from corun.rpc.server import raise_file_limit
 from router import registry
 from router.service import ClusterService
 from tests.fakes import FakeCluster, cluster, router_config, start_router

@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 
-from corun import wire
 from corun.cluster import NixlEndpoint, NodeInfo, NodeRef, NodeRole
 from corun.errors import CorunError
 from corun.node.agent import NodeAgent
-from corun.server import GrpcServer
+from corun.rpc import codec
+from corun.rpc.server import GrpcServer
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc as pb_grpc
 
@@ -49,7 +49,7 @@ class Router(pb_grpc.RegistryServiceServicer):
     async def Register(self, request: Any, context: Any) -> Any:  # noqa: N802
         if self.refuse_register:
             raise self.refuse_register
-        self.registered.append(wire.node_info_from_proto(request.node))
+        self.registered.append(codec.node_info_from_proto(request.node))
         return pb.RegisterResponse(
             router_id="r0", heartbeat_interval_ms=self.interval_ms, quarantined=self.quarantined_at_once
         )

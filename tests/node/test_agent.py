@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from corun import wire
 from corun.cluster import NodeLoad
 from corun.errors import ContractMismatchError, CorunError, NotFoundError, UnavailableError
 from corun.node import agent as agent_module
 from corun.node.agent import NodeAgent
+from corun.rpc import codec
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, kept_running, serving, until
 
 
@@ -39,8 +39,8 @@ async def test_registers_once_and_heartbeats() -> None:
         await until(lambda: len(router.beats) >= 3)
     assert router.registered == [INFO]
     for beat in router.beats:
-        assert wire.node_ref_from_proto(beat.ref) == INFO.ref
-        assert wire.node_load_from_proto(beat.load) == load
+        assert codec.node_ref_from_proto(beat.ref) == INFO.ref
+        assert codec.node_load_from_proto(beat.load) == load
         assert not beat.draining
 
 

@@ -14,7 +14,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun.channel import channel
 from corun.cluster import NodeLoad, NodeRole
 from corun.config.fields import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
@@ -22,6 +21,7 @@ from corun.node import agent as agent_module
 from corun.node import main as main_module
 from corun.node.main import Role, live, live_and_leave, node_info, node_ref, start_tracing
 from corun.observation import observed
+from corun.rpc.channel import channel
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
 SERVICE = "corun.v1.PrefillService"

@@ -9,8 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from corun import wire
-from corun.channel import channel
 from corun.cluster import KvHandle, NodeRef
 from corun.errors import (
     CorunError,
@@ -22,7 +20,9 @@ from corun.errors import (
     from_rpc_error,
 )
 from corun.receipt import prompt_digest
-from corun.server import GrpcServer
+from corun.rpc import codec
+from corun.rpc.channel import channel
+from corun.rpc.server import GrpcServer
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node.service import PrefillService
@@ -96,7 +96,7 @@ class Node:
     def prefill(
         self, request_id: str = "r", prompt: Sequence[int] = (1, 2, 3), timeout_s: float = DEADLINE_S, **fields: Any
     ) -> Any:
-        defaults = {"generation": REF.generation, "reader": wire.node_ref_to_proto(READER)}
+        defaults = {"generation": REF.generation, "reader": codec.node_ref_to_proto(READER)}
         request = pb.PrefillRequest(request_id=request_id, prompt_token_ids=prompt, **{**defaults, **fields})
         return self._stub.Prefill(request, timeout=timeout_s)
 
@@ -137,7 +137,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_prompt_becomes_a_handle(node: Node) -> None:
     answer = await node.prefill("r", (7, 8, 9))
-    assert wire.kv_handle_from_proto(answer.handle) == handle("r", (7, 8, 9))
+    assert codec.kv_handle_from_proto(answer.handle) == handle("r", (7, 8, 9))
     load = await node.service.load()
     assert (load.tokens, load.queued_prompt_tokens, load.used_kv_blocks) == (3, 0, 3)
     assert node.engine.released == []
@@ -166,7 +166,7 @@ async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> Non
     await until(lambda: node.service.queued_prompts == 1)
     assert (await node.service.load()).queued_prompt_tokens == 10
     node.engine.go.set()
-    answered = wire.kv_handle_from_proto((await second).handle)
+    answered = codec.kv_handle_from_proto((await second).handle)
     assert (answered.request_id, answered.claim) == ("a", "b")
     assert (await node.service.load()).tokens == 10
     assert node.service.figures.prompts == 1

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from corun import wire
 from corun.cluster import VerifyCase
 from corun.errors import InvalidArgumentError, from_rpc_error
 from corun.params import SamplingParams
+from corun.rpc import codec
 from corun.v1 import cluster_service_pb2 as pb
 from router import service
 from router.generations import Request
@@ -48,9 +48,9 @@ def test_parameters_are_counted_first(field: str, limit: int) -> None:
 
 def test_parameters_of_a_message_are_not_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(wire, "SamplingParams", lambda **values: seen.update(values))
+    monkeypatch.setattr(codec, "SamplingParams", lambda **values: seen.update(values))
     message = pb.GenerateRequest().sampling_params
-    wire.sampling_params_from_proto(message)
+    codec.sampling_params_from_proto(message)
     for field in ("stop", "stop_token_ids", "logit_bias"):
         assert type(seen[field]) is type(getattr(message, field))
 
@@ -58,7 +58,7 @@ def test_parameters_of_a_message_are_not_copied_before(monkeypatch: pytest.Monke
 async def test_a_message_is_not_parsed_if_no_prompt_of_the_model_is_so_long(model: str) -> None:
     most = MAX_MODEL_LEN * 6 + MIB  # Token ids may take more bytes than a text here.
     async with cluster(model) as fake:
-        request = wire.generate_request("x" * MIB, SamplingParams())
+        request = codec.generate_request("x" * MIB, SamplingParams())
         with pytest.raises(InvalidArgumentError, match=r"prompt\.text = 1048576 bytes"):
             await send(fake, request)
         request.token_ids.ids.extend([1] * most)
@@ -83,9 +83,9 @@ async def test_a_prompt_of_a_message_is_not_copied_before() -> None:
 
 
 async def test_resume_points_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "resume_point_from_proto", lambda _: pytest.fail("an entry was read"))
+    monkeypatch.setattr(codec, "resume_point_from_proto", lambda _: pytest.fail("an entry was read"))
     async with cluster(model) as fake:
-        request = wire.generate_request(PROMPT, SamplingParams(n=2), request_id="r")
+        request = codec.generate_request(PROMPT, SamplingParams(n=2), request_id="r")
         request.resume.extend(pb.ResumePoint() for _ in range(257))
         with pytest.raises(InvalidArgumentError, match="resume = 257 entries: must be 0 to 256"):
             await send(fake, request)
@@ -108,10 +108,10 @@ async def test_a_message_of_empty_entries_is_not_parsed(model: str) -> None:
 
 
 async def test_cases_and_their_prompts_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "verify_case_from_proto", lambda _: pytest.fail("an entry was read"))
+    monkeypatch.setattr(codec, "verify_case_from_proto", lambda _: pytest.fail("an entry was read"))
     long = VerifyCase(prompt_token_ids=(1,) * MAX_MODEL_LEN, sampling_params=SamplingParams(), seed=1)
     refused = {
-        r"cases\[0\]\.prompt\.token_ids = 512 tokens: must be at most 511": wire.verify_request([long]),
+        r"cases\[0\]\.prompt\.token_ids = 512 tokens: must be at most 511": codec.verify_request([long]),
         "cases = 9: must be 1 to 8 cases": pb.VerifyRequest(cases=[pb.VerifyCase()] * 9),
         "conditions = 5: must be at most 4 conditions": pb.VerifyRequest(cases=[pb.VerifyCase()], conditions=[1] * 5),
     }
@@ -123,15 +123,15 @@ async def test_cases_and_their_prompts_are_counted_first(model: str, monkeypatch
 
 async def test_the_loop_runs_between_two_cases(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    read = wire.verify_case_from_proto
+    read = codec.verify_case_from_proto
 
     def note(message: pb.VerifyCase) -> VerifyCase:
         order.append("case")
         asyncio.get_running_loop().call_soon(order.append, "loop")
         return read(message)
 
-    monkeypatch.setattr(wire, "verify_case_from_proto", note)
+    monkeypatch.setattr(codec, "verify_case_from_proto", note)
     case = VerifyCase(prompt_token_ids=PROMPT, sampling_params=SamplingParams(max_tokens=1), seed=1)
     async with cluster(model) as fake:
-        await verify(fake, wire.verify_request([case, case]))
+        await verify(fake, codec.verify_request([case, case]))
     assert order[:4] == ["case", "loop", "case", "loop"]

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from corun import wire
 from corun.cluster import ResumePoint
 from corun.errors import CorunError, DataLossError
 from corun.params import SamplingParams
+from corun.rpc import codec
 from router import generations
 from router.output import SampleOutput
 from tests.fakes import cluster, expected, generate, send
@@ -70,9 +70,9 @@ async def what_was_never_sent_is_not_continued(model: str) -> bool:
     """Rule 7: a client that comes back with other bits than the cluster's gets an error, not the rest of another."""
     async with cluster(model) as fake:
         point = ResumePoint(sample_index=0, seed=8, num_tokens=3, output_digest="0" * 64, text_bytes=0)
-        request = wire.generate_request(PROMPT, PARAMS, seed=8, request_id="r")
+        request = codec.generate_request(PROMPT, PARAMS, seed=8, request_id="r")
         try:
-            await send(fake, wire.resumed_request(request, [point], ""))
+            await send(fake, codec.resumed_request(request, [point], ""))
         except DataLossError:
             return True
         return False

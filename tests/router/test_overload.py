@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from corun import wire
-from corun.channel import Access
 from corun.client.client import AsyncClient
 from corun.errors import OverloadedError, PermissionDeniedError
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import Access
 from router.admission import AdmissionQueue
 from router.generations import Generator
 from tests.fakes import WAIT_S, FakeCluster, cluster, expected_digest, send
@@ -106,7 +106,7 @@ async def test_a_token_limits_the_priority(model: str, settings: dict[str, Any])
 
 async def test_a_priority_that_there_is_not_is_refused(model: str) -> None:
     async with cluster(model) as fake:
-        request = wire.generate_request([1], PARAMS)
+        request = codec.generate_request([1], PARAMS)
         request.priority = 9  # type: ignore[assignment]
         with pytest.raises(Exception, match="priority = 9: must be one of high, normal, low"):
             await send(fake, request)

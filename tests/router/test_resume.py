@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from corun import wire
 from corun.cluster import FinishReason, ResumePoint
 from corun.errors import ContractMismatchError, DataLossError, InvalidArgumentError
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest, output_digest
+from corun.rpc import codec
 from corun.seeds import derive_seed
 from corun.v1 import cluster_service_pb2 as pb
 from router.output import Outbox, Piece, SampleOutput
@@ -172,8 +172,8 @@ def test_a_node_fault_while_resuming_changes_nothing() -> None:
 def request(
     params: SamplingParams = PARAMS, *points: ResumePoint, request_id: str = "r", fingerprint: str = ""
 ) -> pb.GenerateRequest:
-    made = wire.generate_request(PROMPT, params, request_id=request_id)
-    return wire.resumed_request(made, points, fingerprint)
+    made = codec.generate_request(PROMPT, params, request_id=request_id)
+    return codec.resumed_request(made, points, fingerprint)
 
 
 def received(output: Output, num_tokens: int, text: str, *, index: int = 0, done: bool = False) -> ResumePoint:

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun import wire
-from corun.channel import channel
 from corun.cluster import FinishReason, ModelStatus, NodeState, ResumePoint
 from corun.errors import (
     ContractMismatchError,
@@ -32,6 +30,8 @@ from corun.errors import (
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest, tokens_digest
+from corun.rpc import codec
+from corun.rpc.channel import channel
 from corun.seeds import derive_seed, sample_seed
 from corun.v1 import cluster_service_pb2 as pb
 from decode_node.service import DecodeService
@@ -596,7 +596,7 @@ class Reader:
     """A request that is read message by message."""
 
     def __init__(self, stub: Any, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        self.call = stub.Generate(wire.generate_request(prompt, params, seed=1), timeout=WAIT_S)
+        self.call = stub.Generate(codec.generate_request(prompt, params, seed=1), timeout=WAIT_S)
         self.output = Output()
 
     async def read(self) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun.channel import channel
 from corun.node import routers as routers_module
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
+from corun.rpc.channel import channel
 from decode_node import wishes
 from router.service import CLUSTER_SERVICE
 from tests.fakes import WAIT_S, FakeCluster, FakeNode, cluster, expected, generate, kill_router

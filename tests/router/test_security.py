@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from corun import wire
-from corun.channel import OPEN, Access, channel
 from corun.client.client import AsyncClient, Client
 from corun.errors import OverloadedError, UnauthenticatedError, UnavailableError, from_rpc_error
 from corun.node.agent import NodeAgent
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import OPEN, Access, channel
 from corun.v1 import decode_service_pb2 as decode_pb
 from corun.v1 import decode_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb
@@ -71,8 +71,8 @@ async def test_a_client_cannot_act_as_a_member(model: str, secrets: Secrets) -> 
         d1 = fake.nodes[1].info
         async with channel(fake.address, access=client) as link:
             registry: Any = registry_service_pb2_grpc.RegistryServiceStub(link)  # type: ignore[no-untyped-call]
-            register = registry_pb.RegisterRequest(node=wire.node_info_to_proto(d1))
-            beat = registry_pb.HeartbeatRequest(ref=wire.node_ref_to_proto(d1.ref), draining=True)
+            register = registry_pb.RegisterRequest(node=codec.node_info_to_proto(d1))
+            beat = registry_pb.HeartbeatRequest(ref=codec.node_ref_to_proto(d1.ref), draining=True)
             for call in (registry.Register(register, timeout=WAIT_S), registry.Heartbeat(beat, timeout=WAIT_S)):
                 assert isinstance(await refused(call), UnauthenticatedError)
         async with channel(d1.address, access=client) as link:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from corun import trace_context, tracing, wire
-from corun.channel import channel
+from corun import trace_context, tracing
 from corun.client.client import AsyncClient, Client
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2_grpc
 from tests.fakes import WAIT_S, cluster, generate
 from tests.gateway.serving import serving
@@ -131,7 +132,7 @@ async def test_prompts_and_outputs_are_in_no_span(model: str, traced: Collector)
 async def _send(address: str, metadata: Any) -> None:
     async with channel(address) as link:
         stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
-        request = wire.generate_request(PROMPT, SamplingParams(max_tokens=1), seed=1)
+        request = codec.generate_request(PROMPT, SamplingParams(max_tokens=1), seed=1)
         async for _ in stub.Generate(request, timeout=WAIT_S, metadata=metadata):
             pass
 

@@ -11,14 +11,14 @@ from typing import Any
 import grpc
 import pytest
 
-from corun import wire
-from corun.auth import ANYONE
-from corun.channel import Access
 from corun.client.client import AsyncClient
 from corun.cluster import Condition, FinishReason, NodeState, Priority, VerifyCase, VerifyResult
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, from_rpc_error
 from corun.params import SamplingParams
 from corun.receipt import text_digest, tokens_digest
+from corun.rpc import codec
+from corun.rpc.auth import ANYONE
+from corun.rpc.channel import Access
 from router import crowd, failover
 from router import verify as router_verify
 from router.admission import AdmissionQueue
@@ -34,11 +34,11 @@ LONG = 400
 async def verify(
     fake: FakeCluster, cases: list[VerifyCase], conditions: tuple[Condition, ...] = (), *, order_seed: int = 0
 ) -> list[Any]:
-    request = wire.verify_request(cases, conditions, order_seed=order_seed)
+    request = codec.verify_request(cases, conditions, order_seed=order_seed)
     try:
         async with fake.stub() as stub:
             call = stub.Verify(request, timeout=WAIT_S)
-            return [wire.verify_result_from_proto(message) async for message in call]
+            return [codec.verify_result_from_proto(message) async for message in call]
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
 

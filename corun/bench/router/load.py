@@ -21,11 +21,11 @@ from typing import Any
 import tyro
 import uvloop
 
-from corun import wire
 from corun.bench.router.fake_engines import FIRST_TOKEN, NUM_TOKENS, read_code
 from corun.bench.router.raw_client import RawConnection, messages
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest
+from corun.rpc import codec
 from corun.v1 import cluster_service_pb2 as pb
 
 CONNECT_S = 20.0
@@ -123,7 +123,7 @@ class Load:
         connection, address = self._links[self._number % len(self._links)]
         prompt = [FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._options.prompt_tokens)]
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=True)
-        message = wire.generate_request(prompt, params, seed=self._number).SerializeToString()
+        message = codec.generate_request(prompt, params, seed=self._number).SerializeToString()
         sent = time.monotonic()
         number = connection.call(address, self._options.method, message)
         self._calls.append(Call(connection=connection, number=number, sent=sent, num_tokens=num_tokens))

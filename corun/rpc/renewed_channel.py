@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from corun.config.fields import TlsConfig
-from corun.renewal import Identity, identity
+from corun.rpc.certificates import Identity, identity
 
 
 class RenewedChannel:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from corun import wire
 from corun.receipt import Receipt
+from corun.rpc import codec
 
 _REQUEST_ID, _SAMPLE_INDEX, _SEED = b"\x0a", b"\x10", b"\x18"
 _TEXT, _TOKEN_IDS, _LOGPROBS, _FINISH_REASON = b"\x22", b"\x2a", b"\x32", b"\x38"
@@ -52,8 +52,8 @@ class ResponseEncoder:
         elif logprobs:
             parts.append(_bytes(_LOGPROBS, struct.pack(f"<{len(logprobs)}f", *logprobs)))
         if receipt is not None:
-            parts.append(_number(_FINISH_REASON, wire.finish_reason_to_proto(receipt.finish_reason)))
-            parts.append(_bytes(_RECEIPT, wire.receipt_to_proto(receipt).SerializeToString()))
+            parts.append(_number(_FINISH_REASON, codec.finish_reason_to_proto(receipt.finish_reason)))
+            parts.append(_bytes(_RECEIPT, codec.receipt_to_proto(receipt).SerializeToString()))
         if prompt_token_ids:
             parts.append(_bytes(_PROMPT_TOKEN_IDS, b"".join(map(varint, prompt_token_ids))))
         if fingerprint:

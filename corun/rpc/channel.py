@@ -12,10 +12,10 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-from corun.auth import bearer, check_token
 from corun.config.fields import MAX_MESSAGE_BYTES, MemberConfig, TlsConfig
-from corun.renewal import Identity
-from corun.renewed_channel import AsyncRenewedChannel, RenewedChannel
+from corun.rpc.auth import bearer, check_token
+from corun.rpc.certificates import Identity
+from corun.rpc.renewed_channel import AsyncRenewedChannel, RenewedChannel
 
 Options = list[tuple[str, int | str]]
 

@@ -26,8 +26,6 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
-from corun.auth import Caller, Gate
-from corun.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
 from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig
 from corun.errors import (
     CorunError,
@@ -41,10 +39,12 @@ from corun.errors import (
     to_status,
     too_large_error,
 )
-from corun.health import HealthService
-from corun.messages import has_more_fields
-from corun.pump import Pump, Source
-from corun.renewal import Identity, identity
+from corun.rpc.auth import Caller, Gate
+from corun.rpc.certificates import Identity, identity
+from corun.rpc.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
+from corun.rpc.health import HealthService
+from corun.rpc.messages import has_more_fields
+from corun.rpc.pump import Pump, Source
 
 logger = logging.getLogger(__name__)
 

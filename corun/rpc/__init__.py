@@ -1,0 +1,1 @@
+"""How processes call each other: servers, channels, credentials, encoding. Nothing here knows what is asked for."""
