@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from corun import stages
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.observe import stages
 
 NOT_NEEDED = ["original/*", "*.gguf", "*.pth"]
 """Files of a hub's repository that hold the weights once more."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corun import guard
-from corun.stages import Reader
+from corun.observe.stages import Reader
 
 USAGE_ERROR = 2
 """The exit code of a process whose configuration is wrong: another start would end the same way."""

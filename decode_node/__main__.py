@@ -11,7 +11,7 @@ from corun.config.fields import DecodeConfig, parse
 from corun.models import downloaded
 from corun.node.engine import nixl_endpoint
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
-from corun.observation import Observation, observed
+from corun.observe.endpoints import Observation, observed
 from corun.rpc.server import run as serve
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine

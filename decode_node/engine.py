@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from corun import stages
 from corun.cluster import FinishReason, KvReads, NixlEndpoint, NodeRole
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
@@ -24,6 +23,7 @@ from corun.node import engine as base
 from corun.node.facts import decode_contract, model_contract
 from corun.node.handshake import UNDER_WAY
 from corun.node.owners import OWNER_PARAM, read_id
+from corun.observe import stages
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
 from decode_node.ladder import Ladder, smaller_than

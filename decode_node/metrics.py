@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import Metric
 
 from corun.cluster import KvReads
-from corun.metrics import counter, counters, gauge, histogram
+from corun.observe.metrics import counter, counters, gauge, histogram
 from decode_node.service import DecodeService
 from decode_node.slots import SlotTable
 

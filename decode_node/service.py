@@ -15,13 +15,13 @@ from typing import Protocol
 
 from corun.cluster import Demand, FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
-from corun.figures import STEPS_S, Histogram
 from corun.handle import binding
+from corun.observe.figures import STEPS_S, Histogram
+from corun.observe.tracing import OFF, Span, caller_of
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.server import Context
-from corun.tracing import OFF, Span, caller_of
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from prometheus_client import Metric
 
-from corun.metrics import counter, gauge, histogram
+from corun.observe.metrics import counter, gauge, histogram
 from prefill_node.service import PrefillService
 
 P = "corun_prefill_"

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from corun.cluster import KvHandle, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
-from corun.figures import LATENCIES_S, Histogram, Rate
 from corun.node.owners import SEPARATORS
+from corun.observe.figures import LATENCIES_S, Histogram, Rate
+from corun.observe.tracing import Lap, Value, caller_of
 from corun.rpc import codec
 from corun.rpc.server import Context
-from corun.tracing import Lap, Value, caller_of
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from prefill_node.sharing import Engine, Sharing
 

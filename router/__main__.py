@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import uvloop
 
-from corun import tracing
 from corun.config.fields import SEED_KEY_VARIABLE, RouterConfig, parse
 from corun.errors import InvalidArgumentError
+from corun.observe import tracing
 from corun.rpc.server import raise_file_limit, run
 from router.app import Router
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from corun import __version__
 from corun.config.fields import RouterConfig, is_loopback
-from corun.metrics import LoopCollector
-from corun.observation import Observation
+from corun.observe.endpoints import Observation
+from corun.observe.metrics import LoopCollector
 from corun.params import MAX_NAME_LENGTH
 from corun.rpc.auth import ClientToken, Gate
 from corun.rpc.certificates import Renewed

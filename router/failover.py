@@ -29,10 +29,10 @@ from corun.errors import (
     StaleGenerationError,
     UnavailableError,
 )
+from corun.observe.tracing import OFF, Span, Value
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.rpc.auth import ANYONE, Caller
-from corun.tracing import OFF, Span, Value
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
 from router.members import Member, PrefillMember, Seat

@@ -21,6 +21,7 @@ from corun.errors import (
     PermissionDeniedError,
     Shown,
 )
+from corun.observe.tracing import OFF, Span
 from corun.params import (
     SamplingParams,
     check_lengths,
@@ -32,7 +33,6 @@ from corun.params import (
 from corun.receipt import Receipt, prompt_digest
 from corun.rpc.auth import ANYONE, Caller
 from corun.seeds import derive_seed, sample_seed
-from corun.tracing import OFF, Span
 from router.admission import AdmissionQueue
 from router.failover import Sample, SampleRunner
 from router.lanes import Ticket

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client import Metric
 
 from corun.cluster import AuditStatus, NodeRole, NodeState, NodeStatus
-from corun.metrics import counter, counters, gauge, gauges, histogram, info
+from corun.observe.metrics import counter, counters, gauge, gauges, histogram, info
 from router.tally import Tally
 
 P = "corun_router_"

@@ -27,10 +27,10 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
+from corun.observe.trace_context import Metadata
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
-from corun.trace_context import Metadata
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2

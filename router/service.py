@@ -13,13 +13,13 @@ from contextlib import aclosing, contextmanager
 
 from corun.cluster import ClusterStatus, VerifyCase
 from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
+from corun.observe.tracing import Span, Value, of_call
 from corun.params import MAX_SAMPLES, check_lengths
 from corun.receipt import Receipt
 from corun.rpc import codec
 from corun.rpc.encode import ResponseEncoder
 from corun.rpc.pump import Source
 from corun.rpc.server import Context, caller
-from corun.tracing import Span, Value, of_call
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2

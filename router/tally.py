@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from corun.errors import CorunError, kind_of
-from corun.figures import LATENCIES_S, STEPS_S, Histogram
+from corun.observe.figures import LATENCIES_S, STEPS_S, Histogram
 
 REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_denied", "unauthenticated")
 """Of the errors that end a request, those that say: not this request, or not now. The others are failures."""

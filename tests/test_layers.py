@@ -142,7 +142,7 @@ def test_one_file_imports_tokenizers() -> None:
 
 
 def test_one_file_imports_opentelemetry() -> None:
-    assert importers("opentelemetry") == {"corun/tracing.py"}
+    assert importers("opentelemetry") == {"corun/observe/tracing.py"}
 
 
 def test_metrics_are_made_where_their_name_says_so() -> None:

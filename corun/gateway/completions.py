@@ -24,7 +24,7 @@ from corun.gateway.errors import event_of, typed
 from corun.gateway.requests import CompletionRequest, read_request
 from corun.gateway.responses import DONE, Events, Head, completion
 from corun.generation import Chunk, Generation
-from corun.trace_context import TRACEPARENT, read, within
+from corun.observe.trace_context import TRACEPARENT, read, within
 
 MAX_BUFFERED = 32 * 1024
 """Bytes that may wait for a client without a look at the clock; a transport stops its writer at 64 KiB."""

@@ -18,13 +18,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from corun import stages
 from corun.cluster import NixlEndpoint, NodeRole
 from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
 from corun.errors import UnavailableError
 from corun.node import pin
+from corun.observe import stages
 from corun.processes import cpu_seconds
 
 OBSERVE_TIMEOUT_S = 60.0

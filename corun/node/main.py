@@ -16,15 +16,15 @@ from typing import Any, NoReturn, Protocol
 
 from prometheus_client import Metric
 
-from corun import stages, tracing
 from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
-from corun.metrics import LoopCollector
 from corun.node.agent import NodeAgent
 from corun.node.metrics import EngineCollector, node_metrics
 from corun.node.pulse import Pulse
-from corun.observation import Observation
+from corun.observe import stages, tracing
+from corun.observe.endpoints import Observation
+from corun.observe.metrics import LoopCollector
 from corun.rpc.auth import Gate
 from corun.rpc.channel import Access
 from corun.rpc.server import GrpcServer

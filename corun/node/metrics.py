@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from corun import __version__
 from corun.cluster import NodeInfo, NodeRole
 from corun.contract import Contract
-from corun.metrics import gauge, info
+from corun.observe.metrics import gauge, info
 
 BOTH = (
     "vllm:cache_config_info",

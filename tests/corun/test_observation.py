@@ -12,11 +12,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun import probes
 from corun.config.fields import MemberConfig
 from corun.errors import UnavailableError
-from corun.observation import Observation, observed
-from corun.probes import HealthPort
+from corun.observe import probes
+from corun.observe.endpoints import Observation, observed
+from corun.observe.probes import HealthPort
 from corun.rpc.health import LIVE, STARTED
 from tests.probing import probe
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from corun.stages import Reader
+from corun.observe.stages import Reader
 
 
 def test_a_stage_is_read_from_a_log(tmp_path: Path) -> None:

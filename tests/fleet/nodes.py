@@ -14,7 +14,7 @@ from typing import Any
 from corun.cluster import NodeRole
 from corun.config.fields import NodeConfig
 from corun.node.main import Role, live_and_leave, log_to_stderr, node_ref
-from corun.observation import observed
+from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
 from tests.fakes import FakeKv
 from tests.living import decode_role, prefill_role

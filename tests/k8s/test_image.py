@@ -112,8 +112,8 @@ def test_a_router_starts_without_what_is_pruned(prune: Any) -> None:
     tops = metadata.packages_distributions().items()
     gone = sorted(top for top, names in tops if not {prune.canonicalize_name(name) for name in names} & kept)
     assert {"torch", "vllm", "ray", "pytest"} <= set(gone)
-    assert without(gone, "router.__main__, corun.tracing").returncode == 0
-    lost = without([*gone, "tokenizers"], "router.__main__, corun.tracing")
+    assert without(gone, "router.__main__, corun.observe.tracing").returncode == 0
+    lost = without([*gone, "tokenizers"], "router.__main__, corun.observe.tracing")
     assert "No module named 'tokenizers'" in lost.stderr
 
 

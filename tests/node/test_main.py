@@ -20,7 +20,7 @@ from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import agent as agent_module
 from corun.node import main as main_module
 from corun.node.main import Role, live, live_and_leave, node_info, node_ref, start_tracing
-from corun.observation import observed
+from corun.observe.endpoints import observed
 from corun.rpc.channel import channel
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 

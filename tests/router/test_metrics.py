@@ -13,7 +13,7 @@ from prometheus_client import Metric
 from corun.client.client import AsyncClient
 from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
-from corun.metrics import MetricsServer
+from corun.observe.metrics import MetricsServer
 from corun.params import SamplingParams
 from router.app import Router
 from tests.fakes import WAIT_S, FakeCluster, FakeKv, cluster, generate, router_config, start_router

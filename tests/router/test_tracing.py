@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from corun import trace_context, tracing
 from corun.client.client import AsyncClient, Client
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.observe import trace_context, tracing
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import channel

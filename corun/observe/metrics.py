@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from corun.errors import UnavailableError
-from corun.figures import Histogram
+from corun.observe.figures import Histogram
 
 K = TypeVar("K", bound=tuple[str, ...])
 LOOP_TIMEOUT_S = 5.0

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from corun.config.fields import MemberConfig
-from corun.metrics import MetricsServer
-from corun.probes import HealthPort
+from corun.observe.metrics import MetricsServer
+from corun.observe.probes import HealthPort
 from corun.rpc.health import LIVE, STARTED, HealthService
 from corun.rpc.server import join_address
 

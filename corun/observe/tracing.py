@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from corun import __version__
 from corun.config.extras import how_to_get
 from corun.errors import CorunError, InvalidArgumentError, UnavailableError, kind_of
-from corun.trace_context import Metadata, TraceContext, read
+from corun.observe.trace_context import Metadata, TraceContext, read
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 EXPORTER = "OTEL_TRACES_EXPORTER"
