@@ -1,7 +1,7 @@
 """Checks a cluster against itself: runs results or built-in prompts again and compares every bit.
 
 Owns which cases are run and what the answers add up to; the runs themselves are the router's `Verify`, and what a row
-says of itself is checked by `corun.claims`. This module must not know how a report is shown.
+says of itself is checked by `corun.records.claims`. This module must not know how a report is shown.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corun.claims import NamedCase
 from corun.client.client import Client
 from corun.client.routers import Deadline
 from corun.cluster import ClusterStatus, Condition, NodeState, VerifyCase, VerifyResult
 from corun.errors import DataLossError, DeadlineError, InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
+from corun.records.claims import NamedCase
 from corun.rpc import codec
 
 BYTES_PER_CALL = 2 * 1024 * 1024

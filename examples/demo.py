@@ -25,7 +25,7 @@ from rich.console import Console
 from corun import AsyncClient, CorunError, Generation, SamplingParams
 from corun.generation import Assembler
 from corun.processes import descendants, living
-from corun.rows import result_row, to_line
+from corun.records.rows import result_row, to_line
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 600.0, 120.0
 LINE_WIDTH = 64

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from corun.cluster import AuditStatus, FinishReason
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError
-from corun.reproduction import Reproduction
+from corun.records.reproduction import Reproduction
 from router.comparison import Comparison
 from router.failover import Finished, NodeFaultError, Sample, receipt_of
 from router.idle import SPARE_SLOTS, IdleRun, IdleRuns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from corun.cluster import FinishReason
 from corun.receipt import OutputDigest
-from corun.reproduction import Drawn
+from corun.records.reproduction import Drawn
 from router.failover import Finished
 from router.output import RECORD
 

@@ -1,6 +1,6 @@
 """The directory of reproduction files: written beside the event loop, whole or not at all, and never too many.
 
-This module must not know what is in a file (`corun.reproduction`) or why it is written.
+This module must not know what is in a file (`corun.records.reproduction`) or why it is written.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
-from corun.reproduction import Reproduction
-from corun.rows import to_line
+from corun.records.reproduction import Reproduction
+from corun.records.rows import to_line
 
 MAX_FILES = 100
 """Beyond it, the oldest go."""

@@ -19,7 +19,16 @@ from corun.client.routers import Deadline
 from corun.errors import InvalidArgumentError, OverloadedError
 from corun.generation import Generation
 from corun.params import check_seed
-from corun.rows import PromptRow, check_same, drop_torn_line, located, read_prompts, read_results, result_row, to_line
+from corun.records.rows import (
+    PromptRow,
+    check_same,
+    drop_torn_line,
+    located,
+    read_prompts,
+    read_results,
+    result_row,
+    to_line,
+)
 from corun.seeds import derive_seed
 
 MAX_SHOWN_REFUSALS = 20

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from corun.bench import results
 from corun.bench.metrics import Spread
-from corun.rows import to_line
+from corun.records.rows import to_line
 
 THROUGHPUT = "output_throughput"
 LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50": "median_tpot_ms"}

@@ -16,7 +16,7 @@ from corun.cli.options import RouterOptions
 from corun.cluster import ClusterStatus, NodeRole, NodeState
 from corun.contract import Contract, diff
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.rows import to_line
+from corun.records.rows import to_line
 
 Contracts = dict[NodeRole, Contract]
 

@@ -10,7 +10,7 @@ import tyro
 from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
 from corun.errors import InvalidArgumentError
 from corun.generation import Assembler, Chunk, Generation, Prompt
-from corun.rows import result_row, short_fp32, to_line
+from corun.records.rows import result_row, short_fp32, to_line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from corun.cluster import (
     state_in_words,
 )
 from corun.errors import InvalidArgumentError
-from corun.rows import to_line
+from corun.records.rows import to_line
 
 SLOTS_PER_LINE = 64
 _STYLES = {

@@ -12,14 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun.claims import NamedCase, case_from_reproduction, cases_from_row
 from corun.cli.options import OptionalInt, OptionalPath, RouterOptions
 from corun.client.client import Client
 from corun.client.progress import ProgressBar
 from corun.cluster import Condition
 from corun.errors import CorunError, InvalidArgumentError
-from corun.reproduction import read_reproduction
-from corun.rows import read_results, to_line
+from corun.records.claims import NamedCase, case_from_reproduction, cases_from_row
+from corun.records.reproduction import read_reproduction
+from corun.records.rows import read_results, to_line
 from corun.verify import TIMEOUT_S, Report, Verification, built_in_cases
 
 MAX_SHOWN_DIFFERENCES = 20

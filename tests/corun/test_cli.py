@@ -42,7 +42,7 @@ from corun.launch import preflight
 from corun.launch.preflight import Finding
 from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest
-from corun.rows import params_from_dict, params_to_dict, short_fp32
+from corun.records.rows import params_from_dict, params_to_dict, short_fp32
 from tests.corun.fake_cluster import FINGERPRINT, WAIT_S, FakeCluster, contract
 
 PROMPT = "Once upon a time"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from corun import verify
-from corun.claims import NamedCase
 from corun.cluster import VerifyCase
 from corun.params import SamplingParams
+from corun.records.claims import NamedCase
 from corun.rpc import codec
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
-from corun.rows import params_to_dict, read_results
+from corun.records.rows import params_to_dict, read_results
 
 _FP32 = struct.Struct(">f")
 

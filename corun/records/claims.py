@@ -15,7 +15,7 @@ from corun.cluster import VerifyCase
 from corun.errors import DataLossError, InvalidArgumentError
 from corun.params import SamplingParams, check_token_ids
 from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
-from corun.rows import SAMPLE_FIELDS, located, params_from_dict
+from corun.records.rows import SAMPLE_FIELDS, located, params_from_dict
 from corun.seeds import sample_seed
 
 

@@ -1,0 +1,1 @@
+"""JSON that outlives a process: the rows of `corun batch`, what they claim, and what reproduces a difference."""
