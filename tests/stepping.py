@@ -25,9 +25,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from corun import tiny
 from corun.cluster import NixlEndpoint, NodeRole
 from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.models import tiny
 from corun.node import engine as nodes
 from corun.node.owners import CHECK_PARAM, OWNER_PARAM
 from tests.loading import environment

@@ -71,7 +71,11 @@ RULES = {
         ("grpc", "asyncio", "corun.rpc.codec", "corun.v1", "vllm"),
     ),
     "what a cluster is and what it needs is known without running it": Rule(
-        ("corun/config/cluster_file.py", "corun/models.py", *(f"corun/launch/{name}.py" for name in PURE_LAUNCH)),
+        (
+            "corun/config/cluster_file.py",
+            "corun/models/__init__.py",
+            *(f"corun/launch/{name}.py" for name in PURE_LAUNCH),
+        ),
         ("ray", "grpc", "asyncio", "subprocess", "corun.launch.runtime", "corun.launch.fleet", "corun.client.client"),
     ),
     "values know neither wire nor network": Rule(

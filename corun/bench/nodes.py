@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corun import Client, ClusterStatus, UnavailableError, tiny
+from corun import Client, ClusterStatus, UnavailableError
 from corun.bench.children import Processes
 from corun.bench.systems import GPU_MEMORY
 from corun.cluster import NodeState, NodeStatus
+from corun.models import tiny
 from corun.node.engine import free_port
 
 POLL_S = 0.5

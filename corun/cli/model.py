@@ -25,6 +25,6 @@ class Model:
 
     def run(self) -> int:
         with needs_extra("corun model", "cpu"):
-            tiny = importlib.import_module("corun.tiny")
+            tiny = importlib.import_module("corun.models.tiny")
         print(tiny.ensure(self.path))
         return 0

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from corun import tiny
 from corun.bench import fleet, runner, workloads
 from corun.bench.children import Processes
 from corun.bench.engines import Engine
@@ -20,6 +19,7 @@ from corun.bench.records import Outcome, Request
 from corun.bench.runner import Benchmark, Plan
 from corun.bench.systems import EngineSettings, Machine, System, parse_systems
 from corun.errors import UnavailableError
+from corun.models import tiny
 from corun.processes import descendants
 
 DEADLINE_S = 20.0

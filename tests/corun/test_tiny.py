@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from corun import tiny
 from corun.errors import InvalidArgumentError
+from corun.models import tiny
 
 DIGEST = "a908db0a57dd16b68ab965a668eb07947710a86813838337410c949adafa72ae"
 

@@ -13,9 +13,10 @@ from unittest import mock
 
 import pytest
 
-from corun import Client, ClusterStatus, DeadlineError, UnavailableError, tiny
+from corun import Client, ClusterStatus, DeadlineError, UnavailableError
 from corun.bench.children import Processes
 from corun.cluster import NodeRole, NodeState
+from corun.models import tiny
 from tests.machine import free_port
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe

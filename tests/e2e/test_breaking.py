@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from corun import tiny
+from corun.models import tiny
 
 pytestmark = [
     pytest.mark.e2e,

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from corun import tiny
+from corun.models import tiny
 
 pytestmark = pytest.mark.e2e
 

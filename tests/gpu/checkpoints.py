@@ -305,7 +305,7 @@ def _check_room(directory: Path, size: int) -> None:
 
 def _write_tokenizer(directory: Path) -> None:
     """The tiny model's tokenizer: text is not what these models are for."""
-    from corun import tiny
+    from corun.models import tiny
 
     source = tiny.ensure()
     for name in ("tokenizer.json", "tokenizer_config.json"):

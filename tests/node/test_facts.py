@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from corun import tiny
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract, diff
+from corun.models import tiny
 from corun.node import facts
 from corun.node.engine import facts as engine_facts
 from tests.loading import load

@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from corun import guard, tiny
+from corun import guard
 from corun.bench.kernels import plan
 from corun.bench.kernels.plan import Job, Selection, Task
 from corun.bench.results import KERNELS_SCHEMA
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.models import tiny
 from corun.node import pin
 from corun.node.engine import vllm_distribution
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from corun import tiny
 from corun.bench.children import Processes
 from corun.bench.router import raw_client
 from corun.bench.router.capacity import Setup, _together, is_carried
@@ -24,6 +23,7 @@ from corun.cluster import FinishReason, NodeRef, NodeRole
 from corun.contract import Contract
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.handle import binding
+from corun.models import tiny
 from decode_node.service import StepRow
 
 SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}

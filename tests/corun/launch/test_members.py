@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from corun import tiny
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import InvalidArgumentError
 from corun.launch.members import command, free_ports, members, router_address, with_free_ports
-from corun.models import resolve_model
+from corun.models import resolve_model, tiny
 
 POOL = PoolSpec(
     common={"model": "org/model", "dtype": "float32", "threads": 2},

@@ -18,13 +18,13 @@ TINY = "tiny"
 _HUB_CACHE = re.compile(r"models--(.+)/snapshots/[0-9a-f]+$")
 """Where the hub's library keeps a model."""
 _BUILT_IN = re.compile(rf"{TINY}-[0-9a-f]{{12}}$")
-"""The directory of the built-in model (`corun.tiny.ensure`)."""
+"""The directory of the built-in model (`corun.models.tiny.ensure`)."""
 
 
 def resolve_model(model: str) -> str:
     """The path of a local model, made first if it is the built-in one; a hub id stays as it is."""
     if model == TINY:
-        from corun import tiny  # Needs numpy and safetensors, which no other model does.  # noqa: PLC0415
+        from corun.models import tiny
 
         return str(tiny.ensure())
     path = Path(model).expanduser()
