@@ -116,7 +116,7 @@ class KvHandle:
     reader: NodeRef
     """The one generation of a decode node that may read it by this handle."""
     binding: str = ""
-    """Over everything above that names the KV, its owner or its reader; 64 hex digits (`corun.handle.bound`)."""
+    """Over everything above that names the KV, its owner or its reader; 64 hex digits (`corun.node.kv.handle.bound`)."""
     claim: str = ""
     """Of the prefill that got this handle: one of those that read this KV. Empty: there is no other."""
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from corun.cluster import Demand, FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
-from corun.handle import binding
+from corun.node.kv.handle import binding
 from corun.observe.figures import STEPS_S, Histogram
 from corun.observe.tracing import OFF, Span, caller_of
 from corun.params import SamplingParams, check_name

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from corun.cluster import KvHandle, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
-from corun.node.owners import SEPARATORS
+from corun.node.kv.owners import SEPARATORS
 from corun.observe.figures import LATENCIES_S, Histogram, Rate
 from corun.observe.tracing import Lap, Value, caller_of
 from corun.rpc import codec

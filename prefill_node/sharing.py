@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from corun.cluster import KvHandle, NodeRef
 from corun.errors import CorunError
-from corun.handle import bound
+from corun.node.kv.handle import bound
 from corun.receipt import prompt_digest
 
 log = logging.getLogger(__name__)

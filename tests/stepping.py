@@ -29,7 +29,7 @@ from corun.cluster import NixlEndpoint, NodeRole
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.node import engine as nodes
-from corun.node.owners import CHECK_PARAM, OWNER_PARAM
+from corun.node.kv.owners import CHECK_PARAM, OWNER_PARAM
 from tests.loading import environment
 from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
 

@@ -124,7 +124,7 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
     producer = role is NodeRole.PREFILL
     transfer = KVTransferConfig(
         kv_connector="CorunNixlConnector",
-        kv_connector_module_path="corun.node.connector",
+        kv_connector_module_path="corun.node.kv.connector",
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
         # One thread posts all reads; more gave nothing. The engine's processes read the token's file.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corun.cluster import KvHandle, NodeRef
-from corun.handle import binding, bound, is_checked, owner_of
+from corun.node.kv.handle import binding, bound, is_checked, owner_of
 
 P0 = NodeRef(node_id="p0", generation="a" * 16)
 D0 = NodeRef(node_id="d0", generation="b" * 16)

@@ -22,7 +22,7 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from corun.handle import bound
+from corun.node.kv.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from corun.rpc import codec

@@ -20,7 +20,7 @@ import pytest
 from corun import SamplingParams
 from corun.cluster import FinishReason, KvHandle, NodeInfo, NodeRef, NodeRole
 from corun.errors import InvalidArgumentError, StaleGenerationError, from_rpc_error
-from corun.handle import bound
+from corun.node.kv.handle import bound
 from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.v1 import decode_service_pb2 as decode_pb2

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import zmq
 
-from corun.node.handshake import UNDER_WAY
-from corun.node.owners import Owned
-from corun.node.reads import Claim, Peer, Verdict
-from corun.node.stamps import StampTable
+from corun.node.kv.checks import Claim, Peer, Verdict
+from corun.node.kv.handshake import UNDER_WAY
+from corun.node.kv.owners import Owned
+from corun.node.kv.stamps import StampTable
 from tests.loading import load
 
 FOREVER = 10.0**9
@@ -29,7 +29,7 @@ PEER = ("p0", "127.0.0.1", 7000, 2, (4096, 8192))
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    return load("corun.node.connector")
+    return load("corun.node.kv.connector")
 
 
 @pytest.fixture
@@ -385,7 +385,7 @@ def test_the_stamps_of_all_reads_of_a_step_are_waited_for_together(
     connector: Any, module: ModuleType, monkeypatch: Any
 ) -> None:
     """All rows stand still meanwhile: k reads of a node that has stopped must not cost k timeouts."""
-    monkeypatch.setattr("corun.node.reads.FETCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("corun.node.kv.checks.FETCH_TIMEOUT_S", 0.01)
     agent = connector.connector_worker.nixl_wrapper
     events: list[str] = []
 

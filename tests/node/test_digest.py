@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.loading import load
 
 torch: Any = pytest.importorskip("torch")
-digest = load("corun.node.digest")
+digest = load("corun.node.kv.digest")
 
 BLOCKS, WORDS, LAYERS = 8, 96, 3
 PINNED = 0xA669629456C839EC

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from corun.node.owners import Owned, Prefills
+from corun.node.kv.owners import Owned, Prefills
 
 
 def request(name: str = "r", prompt: int = 40, **params: Any) -> Any:

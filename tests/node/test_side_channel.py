@@ -12,7 +12,7 @@ import pytest
 
 zmq = pytest.importorskip("zmq")
 
-from corun.node.side_channel import MAX_REQUEST_BYTES, keys, sealed  # noqa: E402
+from corun.node.kv.side_channel import MAX_REQUEST_BYTES, keys, sealed  # noqa: E402
 from tests.loading import load  # noqa: E402
 from tests.machine import free_port  # noqa: E402
 
@@ -90,7 +90,7 @@ def test_keys_follow_from_the_token_and_do_not_show_it() -> None:
 
 def test_vllms_listener_answers_members_only(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the token's file, sockets of both halves of the connector are sealed; what a stranger sends does no harm."""
-    connector = load("corun.node.connector")
+    connector = load("corun.node.kv.connector")
     base_scheduler, base_worker = connector.base_scheduler, connector.base_worker
     for module in (base_scheduler, base_worker):
         monkeypatch.setattr(module, "zmq_ctx", module.zmq_ctx)  # To be restored.

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.node.reads import Claim, Peer, ReadChecks
-from corun.node.stamps import DIGEST, OWNER, PeerTable, StampTable, runs, stamps, stranger
+from corun.node.kv.checks import Claim, Peer, ReadChecks
+from corun.node.kv.stamps import DIGEST, OWNER, PeerTable, StampTable, runs, stamps, stranger
 
 A, B = 2**64 - 2, 123
 """Owners; the first one's stamps pass 2^64."""
@@ -214,7 +214,7 @@ def test_stamps_that_do_not_come_are_a_refusal(pair: Pair, monkeypatch: pytest.M
         def release_xfer_handle(self, _: Any) -> None:
             self.released += 1
 
-    monkeypatch.setattr("corun.node.reads.FETCH_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("corun.node.kv.checks.FETCH_TIMEOUT_S", 0.02)
     slow = Slow()
     claim = Claim(owner=B, engine_id="engine", request_id="r", theirs=(1,), ours=(1,))
     verdicts = checks(pair).judge([claim, claim], slow, {"engine": source("writer")})

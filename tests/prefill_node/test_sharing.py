@@ -9,7 +9,7 @@ import pytest
 
 from corun.cluster import KvHandle, NodeRef
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.handle import binding, owner_of
+from corun.node.kv.handle import binding, owner_of
 from corun.receipt import prompt_digest
 from prefill_node import sharing as module
 from prefill_node.sharing import KEEPER, Sharing

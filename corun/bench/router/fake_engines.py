@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
-from corun.handle import bound
+from corun.node.kv.handle import bound
 from corun.receipt import prompt_digest
 from decode_node.service import DecodeRequest, StepRow
 

@@ -22,8 +22,8 @@ from corun.cli.bench_router import RouterBench, report
 from corun.cluster import FinishReason, NodeRef, NodeRole
 from corun.contract import Contract
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.handle import binding
 from corun.models import tiny
+from corun.node.kv.handle import binding
 from decode_node.service import StepRow
 
 SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from corun.node.stamps import DIGEST, PeerTable, Rows, StampTable, stranger
+from corun.node.kv.stamps import DIGEST, PeerTable, Rows, StampTable, stranger
 
 FETCH_TIMEOUT_S = 1.0
 """For the stamps of all reads that one step finds completed: the engine's own thread waits for them, so all rows do."""
@@ -23,10 +23,10 @@ class Claim:
     """What one read is meant to bring."""
 
     owner: int
-    """The name that the peer's blocks must carry (`corun.handle.owner`)."""
+    """The name that the peer's blocks must carry (`corun.node.kv.handle.owner`)."""
     engine_id: str
     request_id: str
-    """The peer's, with the reader's (`corun.node.owners.read_id`)."""
+    """The peer's, with the reader's (`corun.node.kv.owners.read_id`)."""
     theirs: tuple[int, ...]
     """The peer's block ids, in the prompt's order."""
     ours: tuple[int, ...]

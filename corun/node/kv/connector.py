@@ -31,12 +31,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.platforms import current_platform
 
 from corun.node import ipc_mappings
-from corun.node.digest import KvDigest, region_words
-from corun.node.handshake import UNDER_WAY, condition, in_words
-from corun.node.owners import OWNER_PARAM, READER, Owned, Prefills
-from corun.node.reads import Claim, Peer, ReadChecks, Verdict
-from corun.node.side_channel import sealed
-from corun.node.stamps import StampTable, finish
+from corun.node.kv.checks import Claim, Peer, ReadChecks, Verdict
+from corun.node.kv.digest import KvDigest, region_words
+from corun.node.kv.handshake import UNDER_WAY, condition, in_words
+from corun.node.kv.owners import OWNER_PARAM, READER, Owned, Prefills
+from corun.node.kv.side_channel import sealed
+from corun.node.kv.stamps import StampTable, finish
 from corun.rpc.auth import read_token
 
 # A release of KV that was read in the same moment finds nothing to free; it is forgotten after this long.
@@ -159,7 +159,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def bind(self, facts: Mapping[str, Any]) -> None:
         """Makes `facts`, which vLLM's own hash omits, a condition of every handshake with this worker, in place of the
-        model's path. Raises what `corun.node.handshake.condition` raises."""
+        model's path. Raises what `corun.node.kv.handshake.condition` raises."""
         worker = self.connector_worker
         worker.compat_hash = condition(worker, compute_nixl_compatibility_hash, facts)
         worker.xfer_handshake_metadata = replace(worker.xfer_handshake_metadata, compatibility_hash=worker.compat_hash)
