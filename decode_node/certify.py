@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from corun.node.steps import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
+from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
 
 PROBES = 6
 """As many as there are styles of sampling (decode_node/worker.py)."""

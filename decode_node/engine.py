@@ -18,11 +18,11 @@ from corun.cluster import FinishReason, KvReads, NixlEndpoint, NodeRole
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
-from corun.node import engine as base
-from corun.node.facts import decode_contract, model_contract
 from corun.node.kv.handle import owner_of
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.kv.owners import OWNER_PARAM, read_id
+from corun.node.vllm import start as base
+from corun.node.vllm.facts import decode_contract, model_contract
 from corun.observe import stages
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started

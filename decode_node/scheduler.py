@@ -12,8 +12,8 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from corun.node.scheduler import ReservingScheduler
-from corun.node.turns import DecodeTurn
+from corun.node.vllm.gpu_lock import DecodeTurn
+from corun.node.vllm.scheduler import ReservingScheduler
 
 LONGEST_WAIT = "longest_wait_s"
 """Of a step, in the connector's configuration, where schedulers find ours."""

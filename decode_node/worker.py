@@ -21,8 +21,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from corun.node.steps import Stepper
-from corun.node.worker import NodeWorker
+from corun.node.vllm.selftest import Stepper
+from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
 from decode_node.ladder import Ladder, smaller_than
 from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample, total

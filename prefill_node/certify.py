@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from corun.node.steps import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
+from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
 
 SEED = 20_26
 PROMPTS = 6

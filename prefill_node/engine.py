@@ -14,10 +14,10 @@ from corun.cluster import KvHandle, NixlEndpoint, NodeRef, NodeRole
 from corun.config.fields import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
-from corun.node import engine as base
-from corun.node.facts import model_contract, prefill_contract
 from corun.node.kv.handle import bound, is_checked, owner
 from corun.node.kv.owners import CHECK_PARAM, OWNER_PARAM
+from corun.node.vllm import start as base
+from corun.node.vllm.facts import model_contract, prefill_contract
 from corun.params import check_lengths
 from corun.receipt import prompt_digest
 

@@ -14,8 +14,8 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from corun.node.scheduler import ReservingScheduler
-from corun.node.turns import PrefillTurn
+from corun.node.vllm.gpu_lock import PrefillTurn
+from corun.node.vllm.scheduler import ReservingScheduler
 
 
 class IsolatedPrefillScheduler(ReservingScheduler):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from vllm.sampling_params import SamplingParams
 
-from corun.node.steps import Stepper
-from corun.node.worker import NodeWorker
+from corun.node.vllm.selftest import Stepper
+from corun.node.vllm.worker import NodeWorker
 from prefill_node.certify import certify
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from corun.node.steps import TestSequence, Trace
+from corun.node.vllm.selftest import TestSequence, Trace
 
 Flaw = Callable[[int, list[TestSequence], TestSequence], Any]
 """From the row, the step's sequences and the sequence itself to something that leaks into its bits."""

@@ -28,8 +28,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from corun.cluster import NixlEndpoint, NodeRole
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.node import engine as nodes
 from corun.node.kv.owners import CHECK_PARAM, OWNER_PARAM
+from corun.node.vllm import start as nodes
 from tests.loading import environment
 from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
 

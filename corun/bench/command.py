@@ -20,7 +20,7 @@ from corun.bench.systems import Machine, parse_systems
 from corun.cli.bench import Bench, options_of, output_directory
 from corun.errors import InvalidArgumentError
 from corun.models import resolve_model
-from corun.node.engine import vllm_distribution
+from corun.node.vllm.start import vllm_distribution
 from corun.processes import descendants, end_tree
 from corun.signals import STOP_SIGNALS
 

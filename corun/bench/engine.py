@@ -22,8 +22,8 @@ import zmq.asyncio
 from corun.bench.systems import LADDER, EngineSettings
 from corun.cluster import NodeRole
 from corun.errors import UnavailableError
-from corun.node import engine as base
-from corun.node import pin
+from corun.node.vllm import pin
+from corun.node.vllm import start as base
 
 PADDING = (1, 2, 4, 8)
 """Rows of a step that a padding sweep can run, beside those of a decode node's steps."""

@@ -25,7 +25,7 @@ from corun.bench.children import Processes
 from corun.bench.systems import GPU_MEMORY
 from corun.cluster import NodeState, NodeStatus
 from corun.models import tiny
-from corun.node.engine import free_port
+from corun.node.vllm.start import free_port
 
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0

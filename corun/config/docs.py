@@ -90,7 +90,7 @@ VARIABLES = (
     Variable(
         names=("VLLM_*", "TORCH_*", "NCCL_*", "OMP_*"),
         readers="nodes",
-        effect="And others that may move a bit (`corun/node/pin.py`): some are set by the node and refused with "
+        effect="And others that may move a bit (`corun/node/vllm/pin.py`): some are set by the node and refused with "
         "another value, some must be unset, all others enter the contract.",
     ),
     Variable(

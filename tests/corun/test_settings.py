@@ -14,7 +14,7 @@ import pytest
 from corun.config import docs
 from corun.config.fields import parse
 from corun.contract import DecodeContract, ModelContract, PrefillContract
-from corun.node import pin
+from corun.node.vllm import pin
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {

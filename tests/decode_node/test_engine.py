@@ -15,9 +15,9 @@ import pytest
 
 from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.node import engine as base
-from corun.node.engine import EngineFacts
 from corun.node.kv.handle import owner_of
+from corun.node.vllm import start as base
+from corun.node.vllm.start import EngineFacts
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from decode_node.engine import VllmDecodeEngine

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corun.errors import InvalidArgumentError
-from corun.node.engine import EngineFacts
+from corun.node.vllm.start import EngineFacts
 from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_seed, check_vocabulary
 from decode_node.engine import MAX_HELD_BACK, engine_params
 from tests.loading import load

@@ -20,8 +20,8 @@ from typing import Any
 
 from corun.cluster import NodeRole
 from corun.config.fields import DecodeConfig, PrefillConfig
-from corun.node import engine as base
-from corun.node import pin
+from corun.node.vllm import pin
+from corun.node.vllm import start as base
 from tests.e2e import engines
 
 WORKERS = {

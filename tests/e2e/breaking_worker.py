@@ -11,7 +11,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
-from corun.node import pin, steps
+from corun.node.vllm import pin, selftest
 from decode_node import sampling
 from decode_node.worker import FixedShapeWorker
 from prefill_node import certify as prefill_certify
@@ -91,15 +91,15 @@ def neighbours_draw(worker: Any) -> Any:
     return mock.patch.object(sampling, "variate", variate)
 
 
-Run = Callable[..., steps.Trace]
+Run = Callable[..., selftest.Trace]
 
 
-def _second_run(broken: Callable[[Run, Any, str, Any, Any], steps.Trace]) -> Any:
+def _second_run(broken: Callable[[Run, Any, str, Any, Any], selftest.Trace]) -> Any:
     """Breaks only the second run of each prompt, so that it is compared with a whole one."""
     run = prefill_certify.Bench.run
     seen: set[str] = set()
 
-    def patched(bench: Any, name: str, prompt: Any, contents: Any = None) -> steps.Trace:
+    def patched(bench: Any, name: str, prompt: Any, contents: Any = None) -> selftest.Trace:
         if contents is None or name not in seen:
             seen.add(name)
             return run(bench, name, prompt, contents)
@@ -111,10 +111,10 @@ def _second_run(broken: Callable[[Run, Any, str, Any, Any], steps.Trace]) -> Any
 def batched_prefill(worker: Any) -> Any:
     """Another prompt shares the step, as under a scheduler without isolation."""
 
-    def broken(run: Run, bench: Any, name: str, prompt: Any, contents: Any) -> steps.Trace:
+    def broken(run: Run, bench: Any, name: str, prompt: Any, contents: Any) -> selftest.Trace:
         stepper, count = bench._stepper, min(16, bench._chunk - len(prompt) % bench._chunk)
         step = stepper.step
-        other = steps.TestSequence(
+        other = selftest.TestSequence(
             name="other",
             prompt=prompt[:1] * count,
             blocks=(stepper.num_blocks - 1,),
@@ -135,7 +135,7 @@ def batched_prefill(worker: Any) -> Any:
 def moving_chunks(worker: Any) -> Any:
     """Chunk boundaries depend on something else than the prompt's own length."""
 
-    def broken(run: Run, bench: Any, *args: Any) -> steps.Trace:
+    def broken(run: Run, bench: Any, *args: Any) -> selftest.Trace:
         with mock.patch.object(bench, "_chunk", bench._chunk // 2):
             return run(bench, *args)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import tyro
 
-from corun.node.engine import vllm_distribution
+from corun.node.vllm.start import vllm_distribution
 
 PROMPTS = 12
 OUTPUT_TOKENS = 24

@@ -22,8 +22,8 @@ from typing import Any
 from corun.bench.nodes import NodePlan, Topology, environment, has_gpu
 from corun.cluster import NixlEndpoint
 from corun.config.fields import DecodeConfig, PrefillConfig, parse
-from corun.node import engine as base
 from corun.node.kv.handshake import UNDER_WAY
+from corun.node.vllm import start as base
 from corun.processes import descendants, end_tree
 from tests.e2e import engines
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from corun.node.steps import Stepper
+from corun.node.vllm.selftest import Stepper
 from decode_node.worker import FixedShapeWorker
 from prefill_node.worker import PrefillWorker
 

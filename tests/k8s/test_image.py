@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from corun.node import pin
+from corun.node.vllm import pin
 from tests.k8s.manifests import OVERLAYS, ROOT, objects, pod_specs
 from tests.k8s.pods import image_environment
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import CorunError
-from corun.node import pin
+from corun.node.vllm import pin
 from corun.observe.probes import LOOP_TIMEOUT_S
 from corun.rpc.health import LIVE, STARTED
 from decode_node.service import SERVICE_NAME as DECODE_SERVICE

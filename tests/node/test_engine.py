@@ -11,8 +11,8 @@ import zmq
 
 from corun.config.fields import PrefillConfig
 from corun.errors import UnavailableError
-from corun.node import pin
-from corun.node.engine import nixl_endpoint, refuse_changed_config, refuse_unfit
+from corun.node.vllm import pin
+from corun.node.vllm.start import nixl_endpoint, refuse_changed_config, refuse_unfit
 from tests.loading import load
 
 FIT = {
@@ -151,7 +151,7 @@ async def test_a_step_is_handed_on_whole_and_counted_where_vllm_counts() -> None
     def record(scheduler: Any, step: Any, *, engine_idx: int) -> None:
         stats.append((scheduler, step and step.num_generation_tokens, engine_idx))
 
-    cls = load("corun.node.engine").step_llm()
+    cls = load("corun.node.vllm.start").step_llm()
     llm = type("Llm", (cls,), {"__del__": lambda self: None, "__init__": lambda self: None})()
     llm.engine_core = SimpleNamespace(get_output_async=get_output_async)
     llm.on_outputs = taken.append

@@ -14,8 +14,8 @@ import pytest
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract, diff
 from corun.models import tiny
-from corun.node import facts
-from corun.node.engine import facts as engine_facts
+from corun.node.vllm import facts
+from corun.node.vllm.start import facts as engine_facts
 from tests.loading import load
 from tests.node.test_pin import seen as settings_seen
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from corun.node import ipc_mappings
-from corun.node.ipc_mappings import KEYS, Mappings
+from corun.node.workarounds import ucx_mappings
+from corun.node.workarounds.ucx_mappings import KEYS, Mappings
 
 LIVE, EMPTY, DELETED = 0, 2, 1
 
@@ -25,7 +25,7 @@ class Transport:
         for index, (pid, state) in entries.items():
             self.keys[index].pid, self.vals[index] = pid, 1000 + index
             self.flags[index >> 4] ^= (EMPTY ^ state) << 2 * (index & 15)
-        self.table = ipc_mappings._Table(20, len(entries), len(entries), 15)
+        self.table = ucx_mappings._Table(20, len(entries), len(entries), 15)
         self.table.flags = ctypes.cast(self.flags, ctypes.POINTER(ctypes.c_uint32))
         self.table.keys = ctypes.cast(self.keys, ctypes.c_void_p)
         self.table.vals = ctypes.cast(self.vals, ctypes.POINTER(ctypes.c_void_p))
@@ -47,7 +47,7 @@ class SimpleFunction(SimpleNamespace):
 
 
 def mappings(monkeypatch: pytest.MonkeyPatch, transport: Transport, key: type[ctypes.Structure]) -> Mappings:
-    monkeypatch.setattr(ipc_mappings._Table, "in_dll", lambda library, name: library.table, raising=False)
+    monkeypatch.setattr(ucx_mappings._Table, "in_dll", lambda library, name: library.table, raising=False)
     return Mappings(transport, key)
 
 
@@ -73,16 +73,16 @@ def test_a_cache_that_cannot_be_replaced_is_not_destroyed(monkeypatch: pytest.Mo
 
 def test_the_layouts_are_those_of_the_known_versions() -> None:
     assert [ctypes.sizeof(KEYS[version]) for version in ("1.21", "1.23")] == [24, 12]
-    assert ctypes.sizeof(ipc_mappings._Table) == 40
+    assert ctypes.sizeof(ucx_mappings._Table) == 40
 
 
 def test_without_ucx_there_is_nothing_to_let_go(tmp_path: Path) -> None:
-    assert ipc_mappings._loaded("libuct_cuda") is None
-    assert ipc_mappings._loaded("libc.") is not None
+    assert ucx_mappings._loaded("libuct_cuda") is None
+    assert ucx_mappings._loaded("libc.") is not None
 
 
 def test_an_unknown_version_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     library = SimpleNamespace(ucp_get_version_string=SimpleFunction(lambda: b"1.99.0"))
-    monkeypatch.setattr(ipc_mappings, "_loaded", lambda name: library)
-    assert ipc_mappings.of_this_process() is None
+    monkeypatch.setattr(ucx_mappings, "_loaded", lambda name: library)
+    assert ucx_mappings.of_this_process() is None
     assert "1.99.0" in caplog.text

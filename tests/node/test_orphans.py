@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from corun.guard import stat_fields
-from corun.node.orphans import end_with_parent
+from corun.node.vllm.orphans import end_with_parent
 
 DEADLINE_S = 30.0
 

@@ -24,7 +24,7 @@ def config(vllm: Any, kind: str) -> Any:
 
 def test_the_layers_of_a_block_lie_side_by_side(vllm: Any) -> None:
     before = config(vllm, "FullAttentionSpec")
-    packed = load("corun.node.worker").packed(before)
+    packed = load("corun.node.vllm.worker").packed(before)
     assert [tensor.offset for tensor in packed.kv_cache_tensors] == [0, 64, 128]
     assert {tensor.block_stride for tensor in packed.kv_cache_tensors} == {192}
     assert {tensor.size for tensor in packed.kv_cache_tensors} == {1920}
@@ -34,9 +34,9 @@ def test_the_layers_of_a_block_lie_side_by_side(vllm: Any) -> None:
 
 def test_other_attention_keeps_its_layout(vllm: Any) -> None:
     before = config(vllm, "MLAAttentionSpec")
-    assert load("corun.node.worker").packed(before) is before
+    assert load("corun.node.vllm.worker").packed(before) is before
 
 
 def test_a_packed_layout_stays(vllm: Any) -> None:
-    packed = load("corun.node.worker").packed(config(vllm, "FullAttentionSpec"))
-    assert load("corun.node.worker").packed(packed) is packed
+    packed = load("corun.node.vllm.worker").packed(config(vllm, "FullAttentionSpec"))
+    assert load("corun.node.vllm.worker").packed(packed) is packed

@@ -14,7 +14,7 @@ import pytest
 
 from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.node import pin
+from corun.node.vllm import pin
 
 NAMES = {"CORUN_TEST_A": "1", "CORUN_TEST_B": "x"}
 

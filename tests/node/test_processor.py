@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from corun.node import processor
+from corun.node.vllm import processor
 
 X86 = """\
 processor\t: 0

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from corun.errors import UnavailableError
-from corun.node.engine import answer
 from corun.node.pulse import Pulse
+from corun.node.vllm.start import answer
 from corun.processes import cpu_seconds
 
 DEADLINE_S = 60.0
@@ -177,7 +177,7 @@ class Llm:
 
 async def test_the_question_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM leaves it unanswered when the engine dies."""
-    monkeypatch.setattr("corun.node.engine.ANSWER_POLL_S", 0.01)
+    monkeypatch.setattr("corun.node.vllm.start.ANSWER_POLL_S", 0.01)
     llm = Llm()
     asking = asyncio.create_task(answer(llm))
     await asyncio.sleep(0.03)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from corun.node import pin
+from corun.node.vllm import pin
 
 SCRIPT = """
 import json, sys

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from corun.node.turns import DecodeTurn, PrefillTurn, lock_file
+from corun.node.vllm.gpu_lock import DecodeTurn, PrefillTurn, lock_file
 
 
 def lock_of(gpu: str, tmp_path: Path) -> Path:
@@ -98,7 +98,7 @@ def test_holding_again_and_leaving_again_change_nothing(path: Path) -> None:
 
 def test_a_dead_prefill_engine_holds_nothing(path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from corun.node.turns import PrefillTurn; "
+        "import sys, time; from pathlib import Path; from corun.node.vllm.gpu_lock import PrefillTurn; "
         "turn = PrefillTurn(Path(sys.argv[1])); turn.hold(True); print('held', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from corun.node import processor
+from corun.node.vllm import processor
 from tests.loading import load
 
 
 @pytest.fixture(scope="module")
 def worker() -> Any:
-    return load("corun.node.worker")
+    return load("corun.node.vllm.worker")
 
 
 @pytest.fixture(scope="module")

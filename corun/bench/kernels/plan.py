@@ -21,7 +21,7 @@ from typing import Any
 
 from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError
-from corun.node import pin
+from corun.node.vllm import pin
 
 NAMES = {
     "mean": "Mean",

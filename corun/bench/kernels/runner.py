@@ -26,8 +26,8 @@ from corun.bench.kernels.plan import Job, Selection, Task
 from corun.bench.results import KERNELS_SCHEMA
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
-from corun.node import pin
-from corun.node.engine import vllm_distribution
+from corun.node.vllm import pin
+from corun.node.vllm.start import vllm_distribution
 
 _WORKER = "corun.bench.kernels.worker"
 _FACTS_TIMEOUT_S = 300.0

@@ -25,7 +25,7 @@ from corun.bench.kernels import attention, collectives, invariance, ops
 from corun.bench.kernels.ops import Kernel, Place, UnavailableKernelError
 from corun.bench.kernels.plan import RANK, Task, described, empty
 from corun.bench.kernels.timing import durations_us
-from corun.node import switches
+from corun.node.vllm import switches
 
 _SMI_TIMEOUT_S = 20.0
 # On a CPU inputs take turns, so that they do not stay in its caches.

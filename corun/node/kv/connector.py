@@ -30,13 +30,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 )
 from vllm.platforms import current_platform
 
-from corun.node import ipc_mappings
 from corun.node.kv.checks import Claim, Peer, ReadChecks, Verdict
 from corun.node.kv.digest import KvDigest, region_words
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words
 from corun.node.kv.owners import OWNER_PARAM, READER, Owned, Prefills
 from corun.node.kv.side_channel import sealed
 from corun.node.kv.stamps import StampTable, finish
+from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
 
 # A release of KV that was read in the same moment finds nothing to free; it is forgotten after this long.
@@ -382,7 +382,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def mapped_pids(self) -> list[int]:
         """The processes whose GPU memory is mapped here for reading."""
-        mappings = ipc_mappings.of_this_process()
+        mappings = ucx_mappings.of_this_process()
         return sorted(mappings.pids()) if mappings else []
 
     def unmap(self, pids: Collection[int]) -> bool:
@@ -390,7 +390,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker = self.connector_worker
         if any(worker._recving_transfers.values()) or worker._handshake_futures:
             return False
-        if mappings := ipc_mappings.of_this_process():
+        if mappings := ucx_mappings.of_this_process():
             mappings.drop(pids)
         return True
 

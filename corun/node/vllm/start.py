@@ -23,7 +23,7 @@ from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
 from corun.errors import UnavailableError
-from corun.node import pin
+from corun.node.vllm import pin
 from corun.observe import stages
 from corun.processes import cpu_seconds
 

@@ -1,6 +1,6 @@
 """Torch's run-time switches that can move a bit: set before the device starts, read back after loading.
 
-Must not know: which values they have to have, and what happens if they do not (corun/node/pin.py); vLLM.
+Must not know: which values they have to have, and what happens if they do not (corun/node/vllm/pin.py); vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from corun.node import pin
+from corun.node.vllm import pin
 
 EXPECTED: dict[str, Mapping[str, pin.Switch]] = {"cpu": pin.CPU_SWITCHES, "cuda": pin.GPU_SWITCHES}
 """By platform. Only torch's `fp32_precision` is used: its older `allow_tf32` flags fail to read once both were."""

@@ -1,7 +1,7 @@
 """A node's contract, from what its engine's workers observed, vLLM's configuration and the model's files.
 
-Owns: which files, libraries and plugins are facts. Must not know: how an engine is started (corun/node/engine.py),
-what moves a bit in a process (corun/node/pin.py, corun/node/worker.py).
+Owns: which files, libraries and plugins are facts. Must not know: how an engine is started (corun/node/vllm/start.py),
+what moves a bit in a process (corun/node/vllm/pin.py, corun/node/vllm/worker.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from corun.cluster import NodeRole
 from corun.config.extras import ENGINES
 from corun.config.fields import NodeConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
-from corun.node import pin
-from corun.node.engine import EngineFacts, vllm_distribution
+from corun.node.vllm import pin
+from corun.node.vllm.start import EngineFacts, vllm_distribution
 
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.platform_plugins")
 """Entry points that vLLM calls by itself (plugins/__init__.py, v1/sample/logits_processor/__init__.py)."""

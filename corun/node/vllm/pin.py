@@ -2,7 +2,7 @@
 
 Owns: the list of such settings for each platform and role, which other environment variables enter the contract, and
 the comparison of all of them with what the engine's processes report. Must not know: vLLM's or torch's Python API, so
-that it can run before either is imported; corun/node/switches.py sets torch's part.
+that it can run before either is imported; corun/node/vllm/switches.py sets torch's part.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _content(name: str, value: str) -> str:
 
 
 def refuse_changed(seen: Mapping[str, Any]) -> None:
-    """Compares what was pinned with what a worker reports after loading (corun/node/worker.py: `observe`).
+    """Compares what was pinned with what a worker reports after loading (corun/node/vllm/worker.py: `observe`).
 
     Raises:
         UnavailableError: a variable, vLLM's reading of it, a switch of torch or the number of its threads has another

@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.utils.import_utils import has_deep_gemm
 
-from corun.node import pin, processor, switches
+from corun.node.vllm import pin, processor, switches
 from corun.observe import stages
 
 if current_platform.is_cpu():
@@ -90,7 +90,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         }
 
     def _observe_settings(self) -> dict[str, Any]:
-        """The settings that corun/node/pin.py names, as they are in this process now."""
+        """The settings that corun/node/vllm/pin.py names, as they are in this process now."""
         platform = current_platform.device_type
         variables = pin.watched(os.environ)
         parsed = {name: getattr(envs, name) for name in variables if name in envs.environment_variables}

@@ -17,8 +17,8 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from corun.node.orphans import end_with_parent
-from corun.node.turns import lock_file
+from corun.node.vllm.gpu_lock import lock_file
+from corun.node.vllm.orphans import end_with_parent
 
 
 class ZeroedKVCacheConfig(KVCacheConfig):  # type: ignore[misc]
