@@ -9,7 +9,7 @@ from corun.cluster import NodeRole
 from corun.config.extras import default_slots
 from corun.config.fields import DecodeConfig, parse
 from corun.models import downloaded
-from corun.node.main import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
+from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint
 from corun.observe.endpoints import Observation, observed
 from corun.rpc.server import run as serve

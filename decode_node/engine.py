@@ -170,11 +170,11 @@ class VllmDecodeEngine:
                 log.warning("GPU memory of processes that have ended is still mapped: %s", error)
 
     async def answer(self) -> None:
-        """See `corun.node.pulse.Engine.answer`."""
+        """See `corun.node.watchdog.Engine.answer`."""
         await base.answer(self._llm)
 
     def computed_s(self) -> float:
-        """See `corun.node.pulse.Engine.computed_s`."""
+        """See `corun.node.watchdog.Engine.computed_s`."""
         return base.computed_s(self.contract)
 
     async def _report(self) -> None:

@@ -171,11 +171,11 @@ class VllmPrefillEngine:
             self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
 
     async def answer(self) -> None:
-        """See `corun.node.pulse.Engine.answer`."""
+        """See `corun.node.watchdog.Engine.answer`."""
         await base.answer(self._llm)
 
     def computed_s(self) -> float:
-        """See `corun.node.pulse.Engine.computed_s`."""
+        """See `corun.node.watchdog.Engine.computed_s`."""
         return base.computed_s(self.contract)
 
     async def close(self) -> None:

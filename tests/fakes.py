@@ -34,8 +34,8 @@ from corun.cluster import (
 from corun.config.fields import RouterConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError, from_rpc_error
-from corun.node.agent import NodeAgent
 from corun.node.kv.handle import bound
+from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
 from corun.rpc import codec

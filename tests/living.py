@@ -15,7 +15,7 @@ from typing import Any
 
 from corun.cluster import KvHandle, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
-from corun.node.main import Role, live
+from corun.node.life import Role, live
 from corun.observe.endpoints import Observation
 from corun.rpc.channel import OPEN, Access
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from corun.node import agent
+from corun.node import membership
 from tests.fakes import write_tokenizer
 
 
@@ -27,4 +27,4 @@ def no_lost_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nodes_come_back_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "RETRY_S", 0.02)
+    monkeypatch.setattr(membership, "RETRY_S", 0.02)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from corun import guard
-from corun.node.main import EXIT_QUARANTINED
+from corun.node.life import EXIT_QUARANTINED
 from corun.supervisor import ProcessState, RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, settled_s=10, max_quick_deaths=3)

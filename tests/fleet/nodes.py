@@ -13,7 +13,7 @@ from typing import Any
 
 from corun.cluster import NodeRole
 from corun.config.fields import NodeConfig
-from corun.node.main import Role, live_and_leave, log_to_stderr, node_ref
+from corun.node.life import Role, live_and_leave, log_to_stderr, node_ref
 from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
 from tests.fakes import FakeKv

@@ -22,7 +22,7 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
-from corun.node import agent
+from corun.node import membership
 from corun.rpc.channel import OPEN
 from corun.rpc.server import raise_file_limit
 from router import registry
@@ -106,7 +106,7 @@ def main() -> None:
     model, secrets, settings = sys.argv[1], Secrets(Path(sys.argv[2])), json.loads(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
-    agent.RETRY_S = 0.05
+    membership.RETRY_S = 0.05
     registry.FORGET_AFTER_S = FORGET_AFTER_S
     if settings.pop("broken", False):
         _break()

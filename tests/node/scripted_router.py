@@ -11,7 +11,7 @@ import grpc
 
 from corun.cluster import NixlEndpoint, NodeInfo, NodeRef, NodeRole
 from corun.errors import CorunError
-from corun.node.agent import NodeAgent
+from corun.node.membership import NodeAgent
 from corun.rpc import codec
 from corun.rpc.server import GrpcServer
 from corun.v1 import registry_service_pb2 as pb

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from corun.errors import UnavailableError
-from corun.node.pulse import Pulse
 from corun.node.vllm.start import answer
+from corun.node.watchdog import Pulse
 from corun.processes import cpu_seconds
 
 DEADLINE_S = 60.0

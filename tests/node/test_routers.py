@@ -14,10 +14,10 @@ import pytest
 from corun import certs
 from corun.cluster import NodeLoad
 from corun.config.fields import TlsConfig
-from corun.node import agent as agent_module
-from corun.node import routers as routers_module
-from corun.node.agent import NodeAgent
-from corun.node.routers import RouterAddress, Routers, resolve
+from corun.node import discovery as routers_module
+from corun.node import membership as agent_module
+from corun.node.discovery import RouterAddress, Routers, resolve
+from corun.node.membership import NodeAgent
 from corun.rpc.auth import Gate
 from corun.rpc.channel import OPEN, Access
 from tests.node.scripted_router import INFO, Names, Router, kept_running, serving, until

@@ -11,7 +11,7 @@ import pytest
 
 from corun import AsyncClient, Chunk, Client, ContractMismatchError, Generation, SamplingParams, UnavailableError
 from corun.errors import InvalidArgumentError
-from corun.node.agent import NodeAgent
+from corun.node.membership import NodeAgent
 from corun.receipt import output_digest
 from corun.seeds import derive_seed, sample_seed
 from tests.fakes import FakeCluster, cluster, expected, kill_router, router_config, start_router

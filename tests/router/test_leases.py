@@ -10,7 +10,7 @@ import pytest
 
 from corun.cluster import NodeState
 from corun.errors import UnavailableError
-from corun.node.agent import NodeAgent
+from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.cluster import NodeRef, NodeRole, NodeState
 from corun.errors import DataLossError, UnavailableError
-from corun.node.main import Life
+from corun.node.life import Life
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
 from router.service import CLUSTER_SERVICE

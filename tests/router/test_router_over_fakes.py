@@ -27,7 +27,7 @@ from corun.errors import (
     OverloadedError,
     UnavailableError,
 )
-from corun.node.agent import NodeAgent
+from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest, tokens_digest
 from corun.rpc import codec

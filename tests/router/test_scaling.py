@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun.node import routers as routers_module
-from corun.node.agent import NodeAgent
+from corun.node import discovery as routers_module
+from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
 from decode_node import wishes

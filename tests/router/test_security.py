@@ -15,7 +15,7 @@ import pytest
 
 from corun.client.client import AsyncClient, Client
 from corun.errors import OverloadedError, UnauthenticatedError, UnavailableError, from_rpc_error
-from corun.node.agent import NodeAgent
+from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel

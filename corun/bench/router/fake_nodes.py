@@ -25,7 +25,7 @@ import uvloop
 from corun.bench.router.fake_engines import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, FakeDecodeEngine, FakePrefillEngine
 from corun.cluster import NodeInfo, NodeRef, NodeRole, new_generation
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
-from corun.node.agent import NodeAgent
+from corun.node.membership import NodeAgent
 from corun.rpc.encode import ResponseEncoder
 from corun.rpc.pump import Pump, Source
 from corun.rpc.server import GrpcServer, raise_file_limit, run

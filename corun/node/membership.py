@@ -22,7 +22,7 @@ from corun.errors import (
     UnauthenticatedError,
     from_rpc_error,
 )
-from corun.node.routers import Resolve, RouterAddress, Routers, resolve
+from corun.node.discovery import Resolve, RouterAddress, Routers, resolve
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
 from corun.v1 import registry_service_pb2 as pb

@@ -19,9 +19,9 @@ from prometheus_client import Metric
 from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
-from corun.node.agent import NodeAgent
+from corun.node.membership import NodeAgent
 from corun.node.metrics import EngineCollector, node_metrics
-from corun.node.pulse import Pulse
+from corun.node.watchdog import Pulse
 from corun.observe import stages, tracing
 from corun.observe.endpoints import Observation
 from corun.observe.metrics import LoopCollector
