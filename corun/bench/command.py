@@ -19,10 +19,10 @@ from corun.bench.runner import Benchmark, Plan
 from corun.bench.systems import Machine, parse_systems
 from corun.cli.bench import Bench, options_of, output_directory
 from corun.errors import InvalidArgumentError
+from corun.launch.signals import STOP_SIGNALS
 from corun.models import resolve_model
 from corun.node.vllm.start import vllm_distribution
 from corun.processes import descendants, end_tree
-from corun.signals import STOP_SIGNALS
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 

@@ -18,8 +18,8 @@ from corun.launch import runtime
 from corun.launch.cluster import Cluster
 from corun.launch.members import MODULES, with_free_ports
 from corun.launch.progress import Progress
+from corun.launch.signals import StopSignals
 from corun.models import TINY, resolve_model
-from corun.signals import StopSignals
 
 
 def run(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from corun.launch.control import Outcome, Request
 from corun.launch.members import Member
-from corun.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

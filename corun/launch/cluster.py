@@ -35,9 +35,9 @@ from corun.launch.members import (
 from corun.launch.placement import Shares, on_joined, on_own
 from corun.launch.progress import Progress
 from corun.launch.reconcile import failure, in_turn, steps
+from corun.launch.signals import StopSignals
 from corun.launch.starting import Starting, next_steps
-from corun.signals import StopSignals
-from corun.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus
 
 _START_TIMEOUT_S = 3600.0  # Most of it may be the download of a model.
 _POLL_S = 0.5

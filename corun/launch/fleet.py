@@ -18,7 +18,7 @@ from corun.config.cluster_file import PoolSpec
 from corun.launch import runtime
 from corun.launch.members import MODULES, Member, command
 from corun.launch.placement import Group, Share, groups, reuse
-from corun.supervisor import ProcessState, ProcessStatus, Supervisor
+from corun.launch.supervisor import ProcessState, ProcessStatus, Supervisor
 
 STATUS_TIMEOUT_S = 2.0
 _END_S = 10.0

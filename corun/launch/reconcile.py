@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from corun.launch.members import Member
-from corun.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
 @dataclass(frozen=True, slots=True)

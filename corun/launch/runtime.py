@@ -15,8 +15,8 @@ from typing import Any
 
 from corun.errors import UnavailableError
 from corun.launch.members import LOOPBACK
+from corun.launch.signals import StopSignals
 from corun.processes import descendants, end_tree
-from corun.signals import StopSignals
 
 NAMESPACE = "corun"
 AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"

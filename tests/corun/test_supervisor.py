@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from corun import guard
+from corun.launch.supervisor import ProcessState, RestartPolicy, Supervisor
 from corun.node.life import EXIT_QUARANTINED
-from corun.supervisor import ProcessState, RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, settled_s=10, max_quick_deaths=3)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -116,7 +116,7 @@ def test_a_death_in_the_moment_of_the_start_has_its_reason(log: Path, monkeypatc
             super().__init__(*args, **kwargs)
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
-    monkeypatch.setattr("corun.supervisor.subprocess.Popen", Slow)
+    monkeypatch.setattr("corun.launch.supervisor.subprocess.Popen", Slow)
     supervisor = Supervisor("node", python("raise SystemExit('no such model')"), log, policy=QUICK)
     assert supervisor.join(30)
     assert supervisor.status().detail.endswith("s\nno such model")
@@ -151,7 +151,7 @@ def test_orphans_end_too(log: Path, last: str) -> None:
 
 def test_nothing_outlives_a_killed_supervisor(log: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from corun.supervisor import Supervisor;"
+        "import sys, time; from pathlib import Path; from corun.launch.supervisor import Supervisor;"
         "Supervisor('node', sys.argv[2:], Path(sys.argv[1])); time.sleep(60)"
     )
     owner = subprocess.Popen([*python(code), str(log), *python(ORPHANS.format(SLEEP))])
@@ -167,7 +167,7 @@ def test_nothing_outlives_a_killed_supervisor(log: Path) -> None:
 def test_a_killed_supervisor_leaves_its_port_at_once(log: Path, is_asked: bool) -> None:
     """Nobody waits for the process to drain, and the next one needs its port."""
     code = (
-        "import sys, time; from pathlib import Path; from corun.supervisor import Supervisor;"
+        "import sys, time; from pathlib import Path; from corun.launch.supervisor import Supervisor;"
         "made = Supervisor('node', sys.argv[2:], Path(sys.argv[1]), grace_s=60);"
         "sys.stdin.readline() and made.stop(); print('stopped', flush=True); time.sleep(60)"
     )

@@ -8,7 +8,7 @@ from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.changes import Changes
 from corun.launch.control import Outcome, Request
 from corun.launch.members import Member, members
-from corun.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
 def cluster(prefill: int = 1, decode: int = 1) -> tuple[Member, ...]:

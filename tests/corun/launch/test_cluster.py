@@ -11,7 +11,7 @@ from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.cluster import Cluster, _Pool
 from corun.launch.members import members
 from corun.launch.progress import Progress
-from corun.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus
 
 SPEC = ClusterSpec(pools=(PoolSpec(common={"model": "m"}),))
 PREFILL = members(SPEC)[1]

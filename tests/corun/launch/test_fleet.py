@@ -12,7 +12,7 @@ from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch import fleet, runtime
 from corun.launch.fleet import Fleet, Order
 from corun.launch.members import Member, members
-from corun.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus
 
 POOL = PoolSpec(common={"model": "m", "drain_grace_s": 100.0}, router={"drain_grace_s": 5.0})
 ROUTER, PREFILL, DECODE = members(ClusterSpec(pools=(POOL,)))

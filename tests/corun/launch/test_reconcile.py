@@ -5,7 +5,7 @@ from __future__ import annotations
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.members import Member, members
 from corun.launch.reconcile import Steps, failure, in_turn, steps
-from corun.supervisor import ProcessState, ProcessStatus
+from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
 def wanted(prefill: int = 1, decode: int = 1) -> tuple[Member, ...]:
