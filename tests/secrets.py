@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corun import certs
+from corun.cli import issue_certs
 from corun.config.fields import TlsConfig
 from corun.rpc.channel import Access
 
@@ -19,7 +19,7 @@ class Secrets:
 
     @classmethod
     def make(cls, directory: Path) -> Secrets:
-        certs.make(directory, ["127.0.0.1", "localhost"])
+        issue_certs.make(directory, ["127.0.0.1", "localhost"])
         return cls(directory)
 
     def path(self, name: str) -> str:

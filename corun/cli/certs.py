@@ -1,4 +1,4 @@
-"""`corun certs`: certificates and tokens for one cluster. The work is `corun.certs`."""
+"""`corun certs`: certificates and tokens for one cluster. The work is `corun.cli.issue_certs`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Certs:
 
     def run(self) -> int:
         with needs_extra("corun certs", "router"):
-            certs = importlib.import_module("corun.certs")
+            certs = importlib.import_module("corun.cli.issue_certs")
         for path in certs.make(self.directory, self.hosts):
             print(path)
         return 0

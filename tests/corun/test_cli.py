@@ -989,7 +989,7 @@ class TestUpWithAFile:
         (["up"], "corun.launch", "make setup"),
         (["model"], "corun.models.tiny", "make setup"),
         (["gateway"], "corun.gateway.app", "pip install '.[router]'"),
-        (["certs", "secrets"], "corun.certs", "pip install '.[router]'"),
+        (["certs", "secrets"], "corun.cli.issue_certs", "pip install '.[router]'"),
         (["bench", "report", "result.json", "-o", "page"], "corun.bench.report.views", "pip install '.[bench]'"),
     ],
 )

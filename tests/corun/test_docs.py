@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from corun import certs, cli
+from corun import cli
+from corun.cli import issue_certs
 from corun.config import cluster_file
 from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig, parse
 from corun.errors import InvalidArgumentError
@@ -63,7 +64,7 @@ def take(words: list[str]) -> None:
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory that a reader is in who has done all that the page says: secrets, a model, the cluster file."""
-    certs.make(tmp_path / "secrets", ["corun"])
+    issue_certs.make(tmp_path / "secrets", ["corun"])
     model = tmp_path / "models" / "Qwen3-8B"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")

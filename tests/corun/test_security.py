@@ -14,8 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun import certs
-from corun.cli import main
+from corun.cli import issue_certs, main
 from corun.client.client import AsyncClient, Client
 from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
 from corun.config.fields import RouterConfig, TlsConfig, is_loopback, parse
@@ -132,7 +131,7 @@ class TestTls:
                 await release(link)
 
     async def test_a_name_other_than_the_address(self, secrets: Secrets, tmp_path: Path) -> None:
-        certs.make(tmp_path, ["members.corun"])
+        issue_certs.make(tmp_path, ["members.corun"])
         other = Secrets(tmp_path)
         async with serving(tls=other.tls_of("member"), mutual=False) as server:
             named = TlsConfig(ca=other.path("ca.pem"), name="members.corun")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from corun import verify
+from corun.cli import verification
 from corun.cluster import VerifyCase
 from corun.params import SamplingParams
 from corun.records.claims import NamedCase
@@ -23,10 +23,10 @@ def named(number: int, prompt_tokens: int = 3) -> NamedCase:
 )
 def test_a_call_carries_so_many_cases_and_bytes(prompts: list[int], sizes: list[int]) -> None:
     cases = [named(number, tokens) for number, tokens in enumerate(prompts)]
-    parts = list(verify._calls(cases))
+    parts = list(verification._calls(cases))
     assert [len(part) for _, part in parts] == sizes
     assert [case for _, part in parts for case in part] == cases
     assert [start for start, _ in parts] == [sum(sizes[:number]) for number in range(len(sizes))]
     for _, part in parts:
         size = codec.verify_request([each.case for each in part], ()).ByteSize()
-        assert len(part) == 1 or size <= verify.BYTES_PER_CALL
+        assert len(part) == 1 or size <= verification.BYTES_PER_CALL

