@@ -4,7 +4,7 @@ These are the public names. Importing them starts nothing and loads neither serv
 """
 
 from corun.client.client import AsyncClient, Client
-from corun.cluster import ClusterStatus, Condition, FinishReason, Priority, VerifyCase, VerifyResult
+from corun.completion import Chunk, Generation, Prompt, Sample
 from corun.config.fields import TlsConfig
 from corun.errors import (
     CancelledByPeerError,
@@ -21,9 +21,9 @@ from corun.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from corun.generation import Chunk, Generation, Prompt, Sample
 from corun.params import SamplingParams
 from corun.receipt import Receipt
+from corun.types import ClusterStatus, Condition, FinishReason, Priority, VerifyCase, VerifyResult
 
 __version__ = "0.1.0"
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from corun.cluster import NodeRole
 from corun.errors import ContractMismatchError, InvalidArgumentError
+from corun.types import NodeRole
 
 ABSENT = "(absent)"
 """Stands for a field that one of two contracts does not have."""

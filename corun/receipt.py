@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from corun.cluster import FinishReason, NodeRef
 from corun.errors import InvalidArgumentError
+from corun.types import FinishReason, NodeRef
 
 _PROMPT_TAG = b"corun.v1.prompt\0"
 _OUTPUT_TAG = b"corun.v1.output\0"

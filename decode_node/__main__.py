@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from corun.cluster import NodeRole
 from corun.config.extras import default_slots
 from corun.config.fields import DecodeConfig, parse
 from corun.models import downloaded
@@ -13,6 +12,7 @@ from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node
 from corun.node.vllm.start import nixl_endpoint
 from corun.observe.endpoints import Observation, observed
 from corun.rpc.server import run as serve
+from corun.types import NodeRole
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
 from decode_node.metrics import families

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from corun.cluster import FinishReason, KvReads, NixlEndpoint, NodeRole
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
@@ -26,6 +25,7 @@ from corun.node.vllm.facts import decode_contract, model_contract
 from corun.observe import stages
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
+from corun.types import FinishReason, KvReads, NixlEndpoint, NodeRole
 from decode_node.ladder import Ladder, smaller_than
 from decode_node.service import DecodeRequest, StepRow
 

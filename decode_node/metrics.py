@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client import Metric
 
-from corun.cluster import KvReads
 from corun.observe.metrics import counter, counters, gauge, histogram
+from corun.types import KvReads
 from decode_node.service import DecodeService
 from decode_node.slots import SlotTable
 

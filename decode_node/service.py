@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from corun.cluster import Demand, FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import binding
 from corun.observe.figures import STEPS_S, Histogram
@@ -22,6 +21,7 @@ from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.server import Context
+from corun.types import Demand, FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from corun import AsyncClient, CorunError, Generation, SamplingParams
-from corun.generation import Assembler
+from corun.completion import Assembler
 from corun.processes import descendants, living
 from corun.records.rows import result_row, to_line
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from corun.cluster import NodeRole
 from corun.config.fields import PrefillConfig, parse
 from corun.models import downloaded
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint
 from corun.observe.endpoints import Observation, observed
 from corun.rpc.server import run as serve
+from corun.types import NodeRole
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.engine import VllmPrefillEngine
 from prefill_node.metrics import families

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from corun.cluster import KvHandle, NixlEndpoint, NodeRef, NodeRole
 from corun.config.fields import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
@@ -20,6 +19,7 @@ from corun.node.vllm import start as base
 from corun.node.vllm.facts import model_contract, prefill_contract
 from corun.params import check_lengths
 from corun.receipt import prompt_digest
+from corun.types import KvHandle, NixlEndpoint, NodeRef, NodeRole
 
 # One computes; the others are done and wait for their output to be read back (async scheduling).
 MAX_SEQUENCES = 8

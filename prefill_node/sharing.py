@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from corun.cluster import KvHandle, NodeRef
 from corun.errors import CorunError
 from corun.node.kv.handle import bound
 from corun.receipt import prompt_digest
+from corun.types import KvHandle, NodeRef
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str]

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from corun.cluster import Priority
 from corun.errors import CorunError, DeadlineError, OverloadedError, UnavailableError
 from corun.rpc.auth import ANYONE, Caller
+from corun.types import Priority
 from router.lanes import Lanes, Ticket
 from router.members import Seat
 from router.pace import Pace

@@ -13,10 +13,10 @@ from collections import deque
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from corun.cluster import AuditStatus, FinishReason
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.records.reproduction import Reproduction
+from corun.types import AuditStatus, FinishReason
 from router.comparison import Comparison
 from router.failover import Finished, NodeFaultError, Sample, receipt_of
 from router.idle import SPARE_SLOTS, IdleRun, IdleRuns

@@ -6,9 +6,9 @@ not know it, so the audit ends at the same token whatever the node would do next
 
 from __future__ import annotations
 
-from corun.cluster import FinishReason
 from corun.receipt import OutputDigest
 from corun.records.reproduction import Drawn
+from corun.types import FinishReason
 from router.failover import Finished
 from router.output import RECORD
 

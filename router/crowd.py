@@ -13,11 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from corun.cluster import Priority
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest, prompt_digest
 from corun.rpc.auth import Caller
 from corun.seeds import MAX_SEED
+from corun.types import Priority
 from router.failover import Sample
 from router.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.prompts import Model

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from corun.cluster import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
 from corun.config.fields import RouterConfig
 from corun.errors import (
     CancelledByPeerError,
@@ -33,6 +32,7 @@ from corun.observe.tracing import OFF, Span, Value
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.rpc.auth import ANYONE, Caller
+from corun.types import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
 from router.members import Member, PrefillMember, Seat

@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from corun.cluster import Priority, ResumePoint
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -33,6 +32,7 @@ from corun.params import (
 from corun.receipt import Receipt, prompt_digest
 from corun.rpc.auth import ANYONE, Caller
 from corun.seeds import derive_seed, sample_seed
+from corun.types import Priority, ResumePoint
 from router.admission import AdmissionQueue
 from router.failover import Sample, SampleRunner
 from router.lanes import Ticket

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from corun.cluster import FinishReason
 from corun.config.fields import RouterConfig
 from corun.errors import OverloadedError
+from corun.types import FinishReason
 from router.admission import AdmissionQueue
 from router.failover import NodeFaultError, Output, Run, Sample
 from router.members import Seat

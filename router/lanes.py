@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from corun.cluster import Priority
 from corun.rpc.auth import Caller
+from corun.types import Priority
 from router.fairness import FairQueue, Line, Place
 from router.placement import Need
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, TypeVar
 
-from corun.cluster import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus, state_in_words
+from corun.types import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus, state_in_words
 from router.nodes import DecodeClient, NodeClient, PrefillClient
 from router.placement import PREFILLS_IN_FLIGHT, Need
 from router.slots import DecodeRoom, PrefillRoom

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from prometheus_client import Metric
 
-from corun.cluster import AuditStatus, NodeRole, NodeState, NodeStatus
 from corun.observe.metrics import counter, counters, gauge, gauges, histogram, info
+from corun.types import AuditStatus, NodeRole, NodeState, NodeStatus
 from router.tally import Tally
 
 P = "corun_router_"

@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef
 from corun.errors import (
     CancelledByPeerError,
     CorunError,
@@ -31,6 +30,7 @@ from corun.observe.trace_context import Metadata
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
+from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2

@@ -11,11 +11,11 @@ import asyncio
 import struct
 from collections.abc import Callable, Sequence
 
-from corun.cluster import FinishReason, ResumePoint
 from corun.config.fields import MAX_UNSENT_TOKENS
 from corun.errors import CorunError, DataLossError, OverloadedError
 from corun.params import SamplingParams
 from corun.receipt import Receipt, records_digest, records_tokens_digest
+from corun.types import FinishReason, ResumePoint
 from router.text import Detokenizer, StopMatcher
 
 RECORD = struct.Struct("<If")

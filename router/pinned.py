@@ -5,10 +5,10 @@ This module must not know how nodes are reached or used.
 
 from __future__ import annotations
 
-from corun.cluster import NodeInfo, NodeRole
 from corun.contract import Contract, diff, pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, Shown
 from corun.params import check_name
+from corun.types import NodeInfo, NodeRole
 
 MAX_TEXT_LENGTH = 65_536
 """Characters of anything that a node says of itself."""

@@ -10,8 +10,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from corun.cluster import ModelStatus
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, Shown
+from corun.types import ModelStatus
 from router.text import Tokenizer
 
 SHORT = 512

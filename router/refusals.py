@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from corun.cluster import NodeInfo, NodeLoad, NodeState, NodeStatus
+from corun.types import NodeInfo, NodeLoad, NodeState, NodeStatus
 
 log = logging.getLogger(__name__)
 

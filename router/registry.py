@@ -12,16 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from corun.cluster import (
-    GONE_AS_PLANNED,
-    Demand,
-    NodeInfo,
-    NodeLoad,
-    NodeRef,
-    NodeRole,
-    NodeState,
-    NodeStatus,
-)
 from corun.config.fields import RouterConfig
 from corun.contract import Contract
 from corun.errors import (
@@ -38,6 +28,16 @@ from corun.errors import (
 )
 from corun.models import served_name
 from corun.rpc.channel import OPEN, Access
+from corun.types import (
+    GONE_AS_PLANNED,
+    Demand,
+    NodeInfo,
+    NodeLoad,
+    NodeRef,
+    NodeRole,
+    NodeState,
+    NodeStatus,
+)
 from router.lag import AwakeClock
 from router.members import DecodeMember, Member, PrefillMember, Seat, explain, gap
 from router.nodes import DecodeClient, PrefillClient

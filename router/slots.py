@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from corun.cluster import NodeLoad
+from corun.types import NodeLoad
 
 LATELY = 64
 """Prompts of a prefill node that are remembered, for those that may get the same KV."""

@@ -14,11 +14,11 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from corun.cluster import Condition, NodeInfo, Priority, VerifyCase, VerifyResult
 from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed
 from corun.receipt import Receipt, prompt_digest, text_digest
 from corun.rpc.auth import Caller
+from corun.types import Condition, NodeInfo, Priority, VerifyCase, VerifyResult
 from router.admission import MIN_RETRY_S
 from router.audit import Auditor
 from router.crowd import Crowd, Fillers

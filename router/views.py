@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import PurePath
 
-from corun.cluster import ClusterStatus, NodeInfo, NodeStatus
 from corun.contract import Contract
 from corun.errors import InvalidArgumentError
+from corun.types import ClusterStatus, NodeInfo, NodeStatus
 
 HIDDEN = "(hidden)"
 FOR_OPERATORS = "only an operator's token shows why"

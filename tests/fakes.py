@@ -19,18 +19,6 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from corun.cluster import (
-    ClusterStatus,
-    FinishReason,
-    KvHandle,
-    NixlEndpoint,
-    NodeInfo,
-    NodeRef,
-    NodeRole,
-    NodeState,
-    NodeStatus,
-    new_generation,
-)
 from corun.config.fields import RouterConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import UnavailableError, from_rpc_error
@@ -42,6 +30,18 @@ from corun.rpc import codec
 from corun.rpc.auth import Gate
 from corun.rpc.channel import OPEN, Access, channel
 from corun.rpc.server import GrpcServer
+from corun.types import (
+    ClusterStatus,
+    FinishReason,
+    KvHandle,
+    NixlEndpoint,
+    NodeInfo,
+    NodeRef,
+    NodeRole,
+    NodeState,
+    NodeStatus,
+    new_generation,
+)
 from corun.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,

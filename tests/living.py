@@ -13,11 +13,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from corun.cluster import KvHandle, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
 from corun.node.life import Role, live
 from corun.observe.endpoints import Observation
 from corun.rpc.channel import OPEN, Access
+from corun.types import KvHandle, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from decode_node.metrics import families as decode_families
 from decode_node.service import SERVICE_NAME as DECODE_SERVICE

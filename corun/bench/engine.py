@@ -20,10 +20,10 @@ import zmq
 import zmq.asyncio
 
 from corun.bench.systems import LADDER, EngineSettings
-from corun.cluster import NodeRole
 from corun.errors import UnavailableError
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
+from corun.types import NodeRole
 
 PADDING = (1, 2, 4, 8)
 """Rows of a step that a padding sweep can run, beside those of a decode node's steps."""

@@ -21,8 +21,8 @@ from corun.bench.driver import Target
 from corun.bench.engines import Engine, IndependentEngines, PlainProxy
 from corun.bench.nodes import Nodes, Topology
 from corun.bench.systems import PAIRED, Machine, System
-from corun.cluster import ClusterStatus
 from corun.errors import UnavailableError
+from corun.types import ClusterStatus
 
 START_TIMEOUT_S = 600.0
 READS_KNOWN_S = 8.0

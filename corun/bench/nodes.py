@@ -23,9 +23,9 @@ from pathlib import Path
 from corun import Client, ClusterStatus, UnavailableError
 from corun.bench.children import Processes
 from corun.bench.systems import GPU_MEMORY
-from corun.cluster import NodeState, NodeStatus
 from corun.models import tiny
 from corun.node.vllm.start import free_port
+from corun.types import NodeState, NodeStatus
 
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0

@@ -16,8 +16,8 @@ from corun.client.client import AsyncClient
 from corun.client.progress import ProgressBar
 from corun.client.request import DEFAULT_CONCURRENCY, check_concurrency, retry_delay_s
 from corun.client.routers import Deadline
+from corun.completion import Generation
 from corun.errors import InvalidArgumentError, OverloadedError
-from corun.generation import Generation
 from corun.params import check_seed
 from corun.records.rows import (
     PromptRow,

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from corun.cli.options import RouterOptions
-from corun.cluster import ClusterStatus, NodeRole, NodeState
 from corun.contract import Contract, diff
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.records.rows import to_line
+from corun.types import ClusterStatus, NodeRole, NodeState
 
 Contracts = dict[NodeRole, Contract]
 

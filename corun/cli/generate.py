@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import tyro
 
 from corun.cli.options import OptionalInt, PriorityName, RouterOptions, SamplingOptions
+from corun.completion import Assembler, Chunk, Generation, Prompt
 from corun.errors import InvalidArgumentError
-from corun.generation import Assembler, Chunk, Generation, Prompt
 from corun.records.rows import result_row, short_fp32, to_line
 
 

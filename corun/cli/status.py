@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from corun.cli.options import OptionalFloat, RouterOptions
-from corun.cluster import (
+from corun.errors import InvalidArgumentError
+from corun.records.rows import to_line
+from corun.types import (
     GONE_AS_PLANNED,
     AuditStatus,
     ClusterStatus,
@@ -25,8 +27,6 @@ from corun.cluster import (
     NodeStatus,
     state_in_words,
 )
-from corun.errors import InvalidArgumentError
-from corun.records.rows import to_line
 
 SLOTS_PER_LINE = 64
 _STYLES = {

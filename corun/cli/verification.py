@@ -15,12 +15,12 @@ from typing import Any
 
 from corun.client.client import Client
 from corun.client.routers import Deadline
-from corun.cluster import ClusterStatus, Condition, NodeState, VerifyCase, VerifyResult
 from corun.errors import DataLossError, DeadlineError, InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.records.claims import NamedCase
 from corun.rpc import codec
+from corun.types import ClusterStatus, Condition, NodeState, VerifyCase, VerifyResult
 
 BYTES_PER_CALL = 2 * 1024 * 1024
 """Of all cases in one call; a router takes 4 MiB, and one case with a prompt of the model's length besides."""

@@ -33,13 +33,13 @@ from corun.client.request import (
 )
 from corun.client.resume import Resumption
 from corun.client.routers import Deadline, Endpoint, Links, Search, read_addresses
-from corun.cluster import ClusterStatus, Condition, Priority, VerifyCase, VerifyResult
+from corun.completion import Chunk, Generation, Prompt
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
-from corun.generation import Chunk, Generation, Prompt
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import Access, channel, sync_channel
+from corun.types import ClusterStatus, Condition, Priority, VerifyCase, VerifyResult
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from corun.client.routers import MIN_RETRY_S, Deadline
-from corun.cluster import Priority, ResumePoint
+from corun.completion import Assembler, Chunk, Prompt
 from corun.errors import InvalidArgumentError, OverloadedError, Shown
-from corun.generation import Assembler, Chunk, Prompt
 from corun.observe.trace_context import Metadata, of_caller
 from corun.params import SamplingParams
 from corun.rpc import codec
+from corun.types import Priority, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 
 DEFAULT_ADDRESS = "localhost:50051"

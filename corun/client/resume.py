@@ -14,7 +14,7 @@ import grpc
 
 from corun.client.request import Job
 from corun.client.routers import Backoff, Deadline, Endpoint, typed_error
-from corun.cluster import ResumePoint
+from corun.completion import Chunk, check_facts
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -23,8 +23,8 @@ from corun.errors import (
     UnavailableError,
     is_answered,
 )
-from corun.generation import Chunk, check_facts
 from corun.receipt import OutputDigest, Receipt
+from corun.types import ResumePoint
 
 
 class Received:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from corun.client.client import AsyncClient
-from corun.cluster import ClusterStatus, NodeRole, NodeState
 from corun.errors import (
     CorunError,
     InvalidArgumentError,
@@ -24,6 +23,7 @@ from corun.errors import (
 )
 from corun.gateway.config import GatewayConfig
 from corun.rpc.auth import check_token
+from corun.types import ClusterStatus, NodeRole, NodeState
 
 MAX_CALLS = 1000
 """Of one client: a router takes 1024 calls on a connection, and further ones would wait unseen."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from corun.client.client import AsyncClient
+from corun.completion import Chunk, Generation
 from corun.errors import CorunError, InvalidArgumentError, NotFoundError, shown
 from corun.gateway.activity import Activity
 from corun.gateway.bodies import Hold, Limits, Room, read_body
@@ -23,7 +24,6 @@ from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import event_of, typed
 from corun.gateway.requests import CompletionRequest, read_request
 from corun.gateway.responses import DONE, Events, Head, completion
-from corun.generation import Chunk, Generation
 from corun.observe.trace_context import TRACEPARENT, read, within
 
 MAX_BUFFERED = 32 * 1024

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from corun.client.request import read_priority
-from corun.cluster import Priority
+from corun.completion import Prompt
 from corun.errors import InvalidArgumentError, Shown
-from corun.generation import Prompt
 from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_request_id, check_seed
+from corun.types import Priority
 
 _SAMPLING = (
     "temperature",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+from corun.completion import Chunk, Generation, Sample
 from corun.gateway.requests import CompletionRequest
-from corun.generation import Chunk, Generation, Sample
 
 DONE = "data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from corun.client.client import Client
-from corun.cluster import ClusterStatus, NodeState, NodeStatus, state_in_words
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.config.extras import installed_engine
 from corun.config.fields import SEED_KEY_VARIABLE, is_loopback
@@ -38,6 +37,7 @@ from corun.launch.reconcile import failure, in_turn, steps
 from corun.launch.signals import StopSignals
 from corun.launch.starting import Starting, next_steps
 from corun.launch.supervisor import ProcessState, ProcessStatus
+from corun.types import ClusterStatus, NodeState, NodeStatus, state_in_words
 
 _START_TIMEOUT_S = 3600.0  # Most of it may be the download of a model.
 _POLL_S = 0.5

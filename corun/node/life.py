@@ -16,7 +16,6 @@ from typing import Any, NoReturn, Protocol
 
 from prometheus_client import Metric
 
-from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node.membership import NodeAgent
@@ -28,6 +27,7 @@ from corun.observe.metrics import LoopCollector
 from corun.rpc.auth import Gate
 from corun.rpc.channel import Access
 from corun.rpc.server import GrpcServer
+from corun.types import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 
 EXIT_DIED = 1
 """The engine died, or was stuck for too long."""

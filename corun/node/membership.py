@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 
-from corun.cluster import Demand, NodeInfo, NodeLoad
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -25,6 +24,7 @@ from corun.errors import (
 from corun.node.discovery import Resolve, RouterAddress, Routers, resolve
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
+from corun.types import Demand, NodeInfo, NodeLoad
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc
 

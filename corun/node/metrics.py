@@ -13,9 +13,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
 from corun import __version__
-from corun.cluster import NodeInfo, NodeRole
 from corun.contract import Contract
 from corun.observe.metrics import gauge, info
+from corun.types import NodeInfo, NodeRole
 
 BOTH = (
     "vllm:cache_config_info",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from corun.completion import Generation, Prompt, Sample
 from corun.errors import CorunError, InvalidArgumentError
-from corun.generation import Generation, Prompt, Sample
 from corun.params import SamplingParams, check_seed, check_text, check_token_ids
 
 _ROW_FIELDS = ("id", "prompt", "seed", "params")

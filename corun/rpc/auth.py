@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from corun.cluster import Priority
 from corun.errors import InvalidArgumentError, OverloadedError, Shown, UnauthenticatedError
+from corun.types import Priority
 
 AUTHORIZATION = "authorization"
 """The metadata key of a token."""

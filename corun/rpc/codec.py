@@ -10,7 +10,10 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from corun.cluster import (
+from corun.errors import InvalidArgumentError
+from corun.params import SamplingParams, check_request_id, check_seed, check_text, check_token_ids
+from corun.receipt import Receipt
+from corun.types import (
     AuditStatus,
     ClusterStatus,
     Condition,
@@ -31,9 +34,6 @@ from corun.cluster import (
     VerifyCase,
     VerifyResult,
 )
-from corun.errors import InvalidArgumentError
-from corun.params import SamplingParams, check_request_id, check_seed, check_text, check_token_ids
-from corun.receipt import Receipt
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import prefill_service_pb2 as prefill_pb2
 from corun.v1 import registry_service_pb2 as registry_pb2

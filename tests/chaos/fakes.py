@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from corun.cluster import NodeRole
 from corun.errors import CorunError
 from corun.params import SamplingParams
 from corun.seeds import sample_seed
+from corun.types import NodeRole
 from tests.chaos.report import Report
 from tests.fakes import FakeCluster, FakeNode, cluster, expected, generate
 

@@ -16,9 +16,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from corun import AsyncClient, ClusterStatus, CorunError, guard
-from corun.cluster import NodeState
 from corun.models import tiny
 from corun.processes import descendants, end_tree, living
+from corun.types import NodeState
 from tests.machine import command_line, free_port
 from tests.proxy import CuttingProxy
 

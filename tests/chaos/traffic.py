@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 
 from corun import AsyncClient, Chunk, OverloadedError, Priority, SamplingParams, UnavailableError
-from corun.cluster import VerifyCase
 from corun.receipt import output_digest
+from corun.types import VerifyCase
 
 STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

@@ -18,7 +18,13 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from corun.cluster import (
+from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
+from corun.errors import CorunError, DeadlineError, to_status
+from corun.params import SamplingParams
+from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
+from corun.rpc import codec
+from corun.seeds import sample_seed
+from corun.types import (
     ClusterStatus,
     Condition,
     FinishReason,
@@ -31,12 +37,6 @@ from corun.cluster import (
     VerifyCase,
     VerifyResult,
 )
-from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
-from corun.errors import CorunError, DeadlineError, to_status
-from corun.params import SamplingParams
-from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
-from corun.rpc import codec
-from corun.seeds import sample_seed
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
 

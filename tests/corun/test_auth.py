@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from corun.cluster import Priority
 from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError
 from corun.rpc import auth
 from corun.rpc.auth import Caller, ClientToken, Gate, bearer, read_client_tokens, read_token
+from corun.types import Priority
 
 CLUSTER, ALICE, BOB = "cluster-" + "c" * 24, "alice-" + "a" * 24, "bob-" + "b" * 24
 HEALTH = "/grpc.health.v1.Health/Check"

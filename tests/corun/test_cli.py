@@ -26,7 +26,6 @@ from corun.cli.generate import for_terminal
 from corun.cli.status import picture
 from corun.cli.up import Up
 from corun.client.progress import ProgressBar
-from corun.cluster import GONE_AS_PLANNED, AuditStatus, Condition, NodeRole, NodeState
 from corun.config.cluster_file import read
 from corun.errors import (
     ContractMismatchError,
@@ -43,6 +42,7 @@ from corun.launch.preflight import Finding
 from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest
 from corun.records.rows import params_from_dict, params_to_dict, short_fp32
+from corun.types import GONE_AS_PLANNED, AuditStatus, Condition, NodeRole, NodeState
 from tests.corun.fake_cluster import FINGERPRINT, WAIT_S, FakeCluster, contract
 
 PROMPT = "Once upon a time"

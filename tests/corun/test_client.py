@@ -30,11 +30,11 @@ from corun import (
     UnavailableError,
 )
 from corun.client.progress import ProgressBar, left
-from corun.cluster import Priority, VerifyCase
-from corun.generation import Assembler
+from corun.completion import Assembler
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.seeds import sample_seed
+from corun.types import Priority, VerifyCase
 from tests.corun.fake_cluster import WAIT_S, FakeCluster, make_receipt, sample_output, text_of
 
 PROMPT = "Once upon a time"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import NodeRole
 from corun.contract import (
     ABSENT,
     Contract,
@@ -19,6 +18,7 @@ from corun.contract import (
     pair_fingerprint,
 )
 from corun.errors import ContractMismatchError, InvalidArgumentError
+from corun.types import NodeRole
 
 MODEL = ModelContract(
     weights_digest="a" * 64,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import FinishReason, NodeRef
 from corun.receipt import Receipt
 from corun.rpc import codec
 from corun.rpc.encode import ResponseEncoder, varint
+from corun.types import FinishReason, NodeRef
 from corun.v1 import cluster_service_pb2 as pb
 
 RECEIPT = Receipt(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.cluster import KvHandle, NodeRef
 from corun.node.kv.handle import binding, bound, is_checked, owner_of
+from corun.types import KvHandle, NodeRef
 
 P0 = NodeRef(node_id="p0", generation="a" * 16)
 D0 = NodeRef(node_id="d0", generation="b" * 16)

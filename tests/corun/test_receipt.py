@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.cluster import FinishReason, NodeRef
 from corun.errors import InvalidArgumentError
 from corun.receipt import (
     OutputDigest,
@@ -24,6 +23,7 @@ from corun.receipt import (
     text_digest,
     tokens_digest,
 )
+from corun.types import FinishReason, NodeRef
 
 IDS = st.integers(0, 2**32 - 1)
 LOGPROBS = st.floats(width=32, max_value=0, allow_nan=False)

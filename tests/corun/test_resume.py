@@ -11,12 +11,12 @@ import pytest
 from corun.client.request import Job, make_job
 from corun.client.resume import Resumption
 from corun.client.routers import Deadline, Endpoint
-from corun.cluster import FinishReason, ResumePoint
+from corun.completion import Chunk
 from corun.errors import ContractMismatchError, DataLossError
-from corun.generation import Chunk
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
+from corun.types import FinishReason, ResumePoint
 from tests.corun.fake_cluster import make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from corun.cli import verification
-from corun.cluster import VerifyCase
 from corun.params import SamplingParams
 from corun.records.claims import NamedCase
 from corun.rpc import codec
+from corun.types import VerifyCase
 
 
 def named(number: int, prompt_tokens: int = 3) -> NamedCase:

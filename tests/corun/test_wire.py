@@ -12,8 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corun import cluster
-from corun.cluster import (
+from corun import types
+from corun.errors import InvalidArgumentError
+from corun.params import SamplingParams
+from corun.receipt import Receipt
+from corun.rpc import codec
+from corun.types import (
     AuditStatus,
     ClusterStatus,
     Condition,
@@ -30,10 +34,6 @@ from corun.cluster import (
     VerifyCase,
     VerifyResult,
 )
-from corun.errors import InvalidArgumentError
-from corun.params import SamplingParams
-from corun.receipt import Receipt
-from corun.rpc import codec
 from corun.v1 import cluster_service_pb2, prefill_service_pb2, registry_service_pb2, types_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -61,7 +61,7 @@ PARAMS = st.builds(
     n=st.integers(1, 256),
 )
 
-HINTS = {**vars(cluster), "SamplingParams": SamplingParams, "Receipt": Receipt}
+HINTS = {**vars(types), "SamplingParams": SamplingParams, "Receipt": Receipt}
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -175,8 +175,8 @@ def test_a_set_zero_is_no_default() -> None:
 def test_enums_mirror_the_protos() -> None:
     for table, enum, proto in (
         (codec._FINISH_REASONS, FinishReason, types_pb2.FinishReason),
-        (codec._NODE_ROLES, cluster.NodeRole, registry_service_pb2.NodeRole),
-        (codec._NODE_STATES, cluster.NodeState, cluster_service_pb2.NodeState),
+        (codec._NODE_ROLES, types.NodeRole, registry_service_pb2.NodeRole),
+        (codec._NODE_STATES, types.NodeState, cluster_service_pb2.NodeState),
         (codec._CONDITIONS, Condition, cluster_service_pb2.Condition),
     ):
         prefix = proto.Name(0).removesuffix("UNSPECIFIED")

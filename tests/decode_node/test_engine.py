@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node.kv.handle import owner_of
 from corun.node.vllm import start as base
 from corun.node.vllm.start import EngineFacts
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
+from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from decode_node.engine import VllmDecodeEngine
 from decode_node.service import DecodeRequest, StepRow
 from tests.loading import load

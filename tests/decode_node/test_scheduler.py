@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from corun.cluster import NodeRole
+from corun.types import NodeRole
 from tests.loading import load
 from tests.traces import CPU, GPU, Abort, Arrive, Platform, Record, Run, Trace, decode_traces, in_order
 from tests.traces import violations as common_violations

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.errors import (
     CorunError,
     InternalError,
@@ -28,6 +27,7 @@ from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
+from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from decode_node.ladder import Ladder

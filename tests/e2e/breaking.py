@@ -18,10 +18,10 @@ import secrets
 import sys
 from typing import Any
 
-from corun.cluster import NodeRole
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
+from corun.types import NodeRole
 from tests.e2e import engines
 
 WORKERS = {

@@ -15,8 +15,8 @@ import pytest
 
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError
 from corun.bench.children import Processes
-from corun.cluster import NodeRole, NodeState
 from corun.models import tiny
+from corun.types import NodeRole, NodeState
 from tests.machine import free_port
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe

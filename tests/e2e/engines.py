@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from corun.cluster import NixlEndpoint
 from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.types import NixlEndpoint
 from decode_node import engine as decode
 from prefill_node import engine as prefill
 

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 import pytest
 
 from corun import Client, SamplingParams
-from corun.cluster import NodeRole
 from corun.models import tiny
+from corun.types import NodeRole
 from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, ready, started, wait_until
 from tests.e2e.namespaces import HOSTS, PORTS, received, spread, why_not
 from tests.e2e.test_determinism import make_cases, verify_all

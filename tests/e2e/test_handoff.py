@@ -18,11 +18,11 @@ import grpc
 import pytest
 
 from corun import SamplingParams
-from corun.cluster import FinishReason, KvHandle, NodeInfo, NodeRef, NodeRole
 from corun.errors import InvalidArgumentError, StaleGenerationError, from_rpc_error
 from corun.node.kv.handle import bound
 from corun.receipt import prompt_digest
 from corun.rpc import codec
+from corun.types import FinishReason, KvHandle, NodeInfo, NodeRef, NodeRole
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2

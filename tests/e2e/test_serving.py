@@ -15,8 +15,8 @@ import grpc
 import pytest
 
 from corun import FinishReason, InvalidArgumentError, SamplingParams
-from corun.cluster import NodeRole
 from corun.processes import descendants
+from corun.types import NodeRole
 from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc, types_pb2
 from tests.e2e.conftest import SLOTS, Cluster, ready, wait_until
 from tests.machine import command_line

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from corun.cluster import NodeRole
 from corun.config.fields import DecodeConfig, parse
+from corun.types import NodeRole
 from tests.fleet.nodes import main
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from corun import Client, CorunError, guard
-from corun.cluster import ClusterStatus, NodeState
 from corun.processes import descendants, end_tree, living
+from corun.types import ClusterStatus, NodeState
 from tests.machine import command_line, free_port
 
 START_S = 90.0

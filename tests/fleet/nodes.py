@@ -11,11 +11,11 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from corun.cluster import NodeRole
 from corun.config.fields import NodeConfig
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_ref
 from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
+from corun.types import NodeRole
 from tests.fakes import FakeKv
 from tests.living import decode_role, prefill_role
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from corun.client.client import AsyncClient
-from corun.cluster import Priority
 from corun.params import SamplingParams
 from corun.seeds import derive_seed, sample_seed
+from corun.types import Priority
 from router.text import Tokenizer
 from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeCluster, cluster, expected
 from tests.gateway.serving import PROMPT, check_choice, joined, serving

@@ -19,7 +19,7 @@ from typing import Any
 from corun import Client, ClusterStatus, Generation, SamplingParams
 from corun.bench.nodes import Nodes
 from corun.cli import verification
-from corun.cluster import Condition, NodeRole
+from corun.types import Condition, NodeRole
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run
 from tests.gpu.report import Outcome

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from corun.bench.nodes import NodePlan, Topology, environment, has_gpu
-from corun.cluster import NixlEndpoint
 from corun.config.fields import DecodeConfig, PrefillConfig, parse
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.vllm import start as base
 from corun.processes import descendants, end_tree
+from corun.types import NixlEndpoint
 from tests.e2e import engines
 
 PREFILL, DECODE = "prefill_node", "decode_node"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from corun.cluster import NodeRole
 from corun.models import tiny
+from corun.types import NodeRole
 from router.app import Router
 from tests.fakes import WAIT_S, FakeKv, router_config, start_router
 from tests.k8s.manifests import ROOT, Object, objects, of_kind, one, pod_labels, workloads

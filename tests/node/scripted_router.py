@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 
-from corun.cluster import NixlEndpoint, NodeInfo, NodeRef, NodeRole
 from corun.errors import CorunError
 from corun.node.membership import NodeAgent
 from corun.rpc import codec
 from corun.rpc.server import GrpcServer
+from corun.types import NixlEndpoint, NodeInfo, NodeRef, NodeRole
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc as pb_grpc
 

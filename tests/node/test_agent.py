@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.cluster import NodeLoad
 from corun.errors import ContractMismatchError, CorunError, NotFoundError, UnavailableError
 from corun.node import membership as agent_module
 from corun.node.membership import NodeAgent
 from corun.rpc import codec
+from corun.types import NodeLoad
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, kept_running, serving, until
 
 

@@ -14,7 +14,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun.cluster import NodeLoad, NodeRole
 from corun.config.fields import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import life as main_module
@@ -22,6 +21,7 @@ from corun.node import membership as agent_module
 from corun.node.life import Role, live, live_and_leave, node_info, node_ref, start_tracing
 from corun.observe.endpoints import observed
 from corun.rpc.channel import channel
+from corun.types import NodeLoad, NodeRole
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 
 SERVICE = "corun.v1.PrefillService"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node.vllm import pin
+from corun.types import NodeRole
 
 NAMES = {"CORUN_TEST_A": "1", "CORUN_TEST_B": "x"}
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from corun.cli import issue_certs
-from corun.cluster import NodeLoad
 from corun.config.fields import TlsConfig
 from corun.node import discovery as routers_module
 from corun.node import membership as agent_module
@@ -20,6 +19,7 @@ from corun.node.discovery import RouterAddress, Routers, resolve
 from corun.node.membership import NodeAgent
 from corun.rpc.auth import Gate
 from corun.rpc.channel import OPEN, Access
+from corun.types import NodeLoad
 from tests.node.scripted_router import INFO, Names, Router, kept_running, serving, until
 from tests.secrets import Secrets
 

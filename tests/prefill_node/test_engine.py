@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import NixlEndpoint, NodeRef
 from corun.errors import InvalidArgumentError
 from corun.node.kv.handle import binding, owner_of
 from corun.node.vllm.start import EngineFacts
 from corun.receipt import prompt_digest
+from corun.types import NixlEndpoint, NodeRef
 from prefill_node import engine as engine_module
 from prefill_node.engine import VllmPrefillEngine, prefill_buckets
 from tests.loading import load

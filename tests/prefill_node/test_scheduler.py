@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from corun.cluster import NodeRole
+from corun.types import NodeRole
 from tests.loading import load
 from tests.traces import CPU, GPU, Abort, Arrive, Platform, Record, Row, Run, Trace, in_order, prefill_traces
 from tests.traces import violations as common_violations

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.cluster import KvHandle, NodeRef
 from corun.errors import (
     CorunError,
     DeadlineError,
@@ -23,6 +22,7 @@ from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
+from corun.types import KvHandle, NodeRef
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc as pb_grpc
 from prefill_node.service import PrefillService

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from corun.cluster import KvHandle, NodeRef
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.node.kv.handle import binding, owner_of
 from corun.receipt import prompt_digest
+from corun.types import KvHandle, NodeRef
 from prefill_node import sharing as module
 from prefill_node.sharing import KEEPER, Sharing
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corun.cluster import Priority
 from corun.errors import DeadlineError, OverloadedError, UnavailableError
 from corun.rpc.auth import Caller
+from corun.types import Priority
 from router.admission import AdmissionQueue
 from router.lanes import Lanes, Ticket
 from router.members import Seat

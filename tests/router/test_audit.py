@@ -16,12 +16,12 @@ import pytest
 
 from corun import Client
 from corun.cli.verification import Report, run
-from corun.cluster import AuditStatus, FinishReason, NodeRole, NodeState
 from corun.config.fields import RouterConfig
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.records.claims import NamedCase, case_from_reproduction
 from corun.records.reproduction import Drawn, read_reproduction
+from corun.types import AuditStatus, FinishReason, NodeRole, NodeState
 from router import audit, reproductions
 from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
 from router.comparison import Comparison

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from corun.cluster import ResumePoint
 from corun.errors import CorunError, DataLossError
 from corun.params import SamplingParams
 from corun.rpc import codec
+from corun.types import ResumePoint
 from router import generations
 from router.output import SampleOutput
 from tests.fakes import cluster, expected, generate, send

@@ -8,9 +8,9 @@ import struct
 
 import pytest
 
-from corun.cluster import NodeInfo, NodeRef, NodeRole, NodeState
 from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
+from corun.types import NodeInfo, NodeRef, NodeRole, NodeState
 from corun.v1 import cluster_service_pb2 as pb
 from router import registry
 from router.failover import NodeFaultError, SampleRunner

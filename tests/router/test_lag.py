@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import NodeState
 from corun.errors import DeadlineError, UnavailableError
 from corun.params import SamplingParams
+from corun.types import NodeState
 from router import lag
 from router.lag import AwakeClock
 from tests.fakes import FakeCluster, cluster, expected, generate

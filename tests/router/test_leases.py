@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import NodeState
 from corun.errors import UnavailableError
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
+from corun.types import NodeState
 from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService
 from router import nodes

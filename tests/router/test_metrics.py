@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import Metric
 
 from corun.client.client import AsyncClient
-from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.observe.metrics import MetricsServer
 from corun.params import SamplingParams
+from corun.types import NodeRole
 from router.app import Router
 from tests.fakes import WAIT_S, FakeCluster, FakeKv, cluster, generate, router_config, start_router
 from tests.living import LiveNode, ending, start_node

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun.cluster import NodeRef, NodeRole, NodeState
 from corun.errors import DataLossError, UnavailableError
 from corun.node.life import Life
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
+from corun.types import NodeRef, NodeRole, NodeState
 from router.service import CLUSTER_SERVICE
 from tests.fakes import WAIT_S, FakeCluster, Output, cluster, expected, generate, router_config, start_router
 from tests.living import LiveNode, ending, start_node

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from corun.cluster import NodeState
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
+from corun.types import NodeState
 from tests.fakes import FakeCluster, cluster, expected, generate
 
 PROMPT = (5, 6, 7)

@@ -5,10 +5,10 @@ import struct
 
 import pytest
 
-from corun.cluster import FinishReason, ResumePoint
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import output_digest
+from corun.types import FinishReason, ResumePoint
 from router.output import Outbox, Piece, SampleOutput
 
 WAIT_S = 30.0

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from corun.cluster import NodeState
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
+from corun.types import NodeState
 from router import service
 from tests.fakes import FakeCluster, FakeNode, cluster, expected, generate
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from corun.cluster import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from corun.config.fields import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
+from corun.types import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from router.members import Seat
 from router.pinned import MAX_OFFERED, ClusterContract
 from router.placement import Need

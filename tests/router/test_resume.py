@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from corun.cluster import FinishReason, ResumePoint
 from corun.errors import ContractMismatchError, DataLossError, InvalidArgumentError
 from corun.params import SamplingParams
 from corun.receipt import OutputDigest, output_digest
 from corun.rpc import codec
 from corun.seeds import derive_seed
+from corun.types import FinishReason, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from router.output import Outbox, Piece, SampleOutput
 from router.text import ByteLevelDetokenizer, Detokenizer

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from corun.cluster import FinishReason, ModelStatus, NodeState, ResumePoint
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -33,6 +32,7 @@ from corun.receipt import output_digest, prompt_digest, tokens_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.seeds import derive_seed, sample_seed
+from corun.types import FinishReason, ModelStatus, NodeState, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from decode_node.service import DecodeService
 from router import failover, service

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.cluster import NodeLoad
+from corun.types import NodeLoad
 from router.slots import DecodeRoom, PrefillRoom, SharedCount
 
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from corun.cluster import NodeState
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
+from corun.types import NodeState
 from router.members import Seat
 from tests.fakes import FakeCluster, FakeNode, cluster, generate
 

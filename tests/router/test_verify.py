@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from corun.client.client import AsyncClient
-from corun.cluster import Condition, FinishReason, NodeState, Priority, VerifyCase, VerifyResult
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, from_rpc_error
 from corun.params import SamplingParams
 from corun.receipt import text_digest, tokens_digest
 from corun.rpc import codec
 from corun.rpc.auth import ANYONE
 from corun.rpc.channel import Access
+from corun.types import Condition, FinishReason, NodeState, Priority, VerifyCase, VerifyResult
 from router import crowd, failover
 from router import verify as router_verify
 from router.admission import AdmissionQueue

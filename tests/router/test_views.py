@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from corun.client.client import AsyncClient
-from corun.cluster import ClusterStatus, NodeState
 from corun.contract import Contract
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
 from corun.rpc.channel import Access
+from corun.types import ClusterStatus, NodeState
 from tests.fakes import WAIT_S, FakeCluster, cluster, generate
 
 OPERATOR, ALICE, MEMBER = "operator-" * 3, "alice-" * 4, "member-" * 4

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError
 from corun.node.vllm import pin
+from corun.types import NodeRole
 
 NAMES = {
     "mean": "Mean",

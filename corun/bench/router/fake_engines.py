@@ -12,9 +12,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from corun.cluster import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.node.kv.handle import bound
 from corun.receipt import prompt_digest
+from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from decode_node.service import DecodeRequest, StepRow
 
 MAX_NODES = 16

@@ -23,12 +23,12 @@ import tyro
 import uvloop
 
 from corun.bench.router.fake_engines import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, FakeDecodeEngine, FakePrefillEngine
-from corun.cluster import NodeInfo, NodeRef, NodeRole, new_generation
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.node.membership import NodeAgent
 from corun.rpc.encode import ResponseEncoder
 from corun.rpc.pump import Pump, Source
 from corun.rpc.server import GrpcServer, raise_file_limit, run
+from corun.types import NodeInfo, NodeRef, NodeRole, new_generation
 from corun.v1 import cluster_service_pb2, decode_service_pb2_grpc, prefill_service_pb2_grpc
 from decode_node.service import DecodeService, StepRow
 from decode_node.slots import SlotTable

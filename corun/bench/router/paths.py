@@ -21,9 +21,9 @@ from corun.bench.children import Processes
 from corun.bench.router.fake_engines import MAX_NODES, read_code
 from corun.bench.router.fake_nodes import DIRECT_METHOD
 from corun.client.client import Client
-from corun.cluster import NodeState
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
+from corun.types import NodeState
 
 GENERATE_METHOD = "/corun.v1.ClusterService/Generate"
 START_S = 60.0

@@ -13,7 +13,7 @@ import hashlib
 import json
 from dataclasses import replace
 
-from corun.cluster import KvHandle, NodeRef
+from corun.types import KvHandle, NodeRef
 
 _BINDING_TAG = "corun.v1.kv_handle"
 _OWNER_TAG = "corun.v1.kv_owner"

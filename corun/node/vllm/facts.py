@@ -12,12 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from corun.cluster import NodeRole
 from corun.config.extras import ENGINES
 from corun.config.fields import NodeConfig
 from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.node.vllm import pin
 from corun.node.vllm.start import EngineFacts, vllm_distribution
+from corun.types import NodeRole
 
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.platform_plugins")
 """Entry points that vLLM calls by itself (plugins/__init__.py, v1/sample/logits_processor/__init__.py)."""

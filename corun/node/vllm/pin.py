@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from corun.cluster import NodeRole
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.types import NodeRole
 
 Switch = bool | str | tuple[bool, bool]
 

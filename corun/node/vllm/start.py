@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from corun.cluster import NixlEndpoint, NodeRole
 from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
@@ -26,6 +25,7 @@ from corun.errors import UnavailableError
 from corun.node.vllm import pin
 from corun.observe import stages
 from corun.processes import cpu_seconds
+from corun.types import NixlEndpoint, NodeRole
 
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 120.0

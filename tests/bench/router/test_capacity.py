@@ -19,11 +19,11 @@ from corun.bench.router.load import Load, LoadOptions, Results
 from corun.bench.router.paths import _Measurement, quantiles
 from corun.bench.router.raw_client import RawConnection, messages
 from corun.cli.bench_router import RouterBench, report
-from corun.cluster import FinishReason, NodeRef, NodeRole
 from corun.contract import Contract
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
 from corun.node.kv.handle import binding
+from corun.types import FinishReason, NodeRef, NodeRole
 from decode_node.service import StepRow
 
 SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}

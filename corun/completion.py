@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corun.cluster import FinishReason
 from corun.errors import DataLossError
 from corun.receipt import Receipt, output_digest, prompt_digest, tokens_digest
+from corun.types import FinishReason
 
 Prompt = str | Sequence[int]
 """Text, or the token ids of it."""
