@@ -50,7 +50,7 @@ RULES = {
         ("corun/", "router/"), ("corun.node",), ("corun/node/", BENCH)
     ),
     "only the command line imports the benchmark": Rule(
-        ("corun/", "router/", "prefill_node/", "decode_node/"), ("corun.bench",), ("corun/cli/", BENCH)
+        ("corun/", "router/", "prefill_node/", "decode_node/"), ("corun_bench",), ("corun/cli/", BENCH)
     ),
     "a router computes nothing": Rule(("router/",), (*ENGINE, "ray", *NODES, "corun.launch", "corun.client.client")),
     "a prefill node stands alone": Rule(("prefill_node/",), ("ray", "tokenizers", "router", "decode_node")),

@@ -16,12 +16,6 @@ import tyro
 
 import corun
 from corun.cli.batch import Batch
-from corun.cli.bench import Bench
-from corun.cli.bench_compare import Compare
-from corun.cli.bench_kernels import Kernels
-from corun.cli.bench_report import Report
-from corun.cli.bench_router import RouterBench
-from corun.cli.bench_serve import BenchServe
 from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
 from corun.cli.gateway import Gateway
@@ -41,6 +35,12 @@ from corun.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from corun_bench.cli.compare import Compare
+from corun_bench.cli.kernels import Kernels
+from corun_bench.cli.report import Report
+from corun_bench.cli.router import RouterBench
+from corun_bench.cli.run import Bench
+from corun_bench.cli.serve import BenchServe
 
 OK, FAILURE, USAGE, MISMATCH, UNAVAILABLE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 130, 141
 

@@ -1,4 +1,4 @@
-"""An engine process without an engine: what `corun.bench.engine` is from outside, and the ways in which it ends.
+"""An engine process without an engine: what `corun_bench.engine` is from outside, and the ways in which it ends.
 
 `python -m tests.bench.fake_engine SETTINGS COMMANDS EVENTS`; the model's name says what it does.
 """

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from corun.bench.records import Outcome, Request
 from corun.errors import CorunError
+from corun_bench.records import Outcome, Request
 
 
 @dataclass

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from corun.bench.children import Processes
 from corun.errors import UnavailableError
 from corun.processes import descendants, living
+from corun_bench.children import Processes
 
 UNTIL_ITS_INPUT_ENDS = "tokenize"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from corun import cli
-from corun.bench import command
-from corun.cli.bench import Bench, output_directory
 from corun.errors import InvalidArgumentError
+from corun_bench import command
+from corun_bench.cli.run import Bench, output_directory
 
 
 @pytest.fixture(autouse=True)

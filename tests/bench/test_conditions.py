@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from corun.bench import conditions
 from corun.errors import InvalidArgumentError
+from corun_bench import conditions
 
 H200 = {"name": "NVIDIA H200", "driver": "580.1", "memory": "143771"}
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import math
 
-from corun.bench.driver import drive
-from corun.bench.records import Request, Workload
 from corun.errors import UnavailableError
+from corun_bench.driver import drive
+from corun_bench.records import Request, Workload
 from tests.bench.targets import FakeTarget
 
 

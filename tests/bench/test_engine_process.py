@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from corun.bench import fleet, runner, workloads
-from corun.bench.children import Processes
-from corun.bench.engines import Engine
-from corun.bench.records import Outcome, Request
-from corun.bench.runner import Benchmark, Plan
-from corun.bench.systems import EngineSettings, Machine, System, parse_systems
 from corun.errors import UnavailableError
 from corun.models import tiny
 from corun.processes import descendants
+from corun_bench import fleet, runner, workloads
+from corun_bench.children import Processes
+from corun_bench.engines import Engine
+from corun_bench.records import Outcome, Request
+from corun_bench.runner import Benchmark, Plan
+from corun_bench.systems import EngineSettings, Machine, System, parse_systems
 
 DEADLINE_S = 20.0
 REQUEST = Request(index=0, prompt_token_ids=(1, 2), max_tokens=3, seed=5)
@@ -28,7 +28,7 @@ REQUEST = Request(index=0, prompt_token_ids=(1, 2), max_tokens=3, seed=5)
 
 class FakeProcesses(Processes):
     def start(self, name: str, module: str, *flags: str) -> None:
-        assert module == "corun.bench.engine"
+        assert module == "corun_bench.engine"
         super().start(name, "tests.bench.fake_engine", *flags)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from corun.bench.engines import IndependentEngines, PlainProxy
-from corun.bench.records import Outcome, Request
 from corun.errors import InternalError
+from corun_bench.engines import IndependentEngines, PlainProxy
+from corun_bench.records import Outcome, Request
 
 
 class FakeEngine:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corun.bench.metrics import (
+from corun.errors import InvalidArgumentError
+from corun_bench.metrics import (
     Gpus,
     Mismatch,
     Spread,
@@ -22,9 +23,8 @@ from corun.bench.metrics import (
     spread,
     summarize,
 )
-from corun.bench.records import Outcome, Run
-from corun.bench.timeline import MAX_BINS, MIN_BINS, bin_width
-from corun.errors import InvalidArgumentError
+from corun_bench.records import Outcome, Run
+from corun_bench.timeline import MAX_BINS, MIN_BINS, bin_width
 
 ONE_EACH = Gpus(prefill=1, decode=1, total=2)
 

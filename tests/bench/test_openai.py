@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from corun.bench.openai import BadAnswerError, EventReader, OpenAiTarget
-from corun.bench.records import Outcome, Request
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
+from corun_bench.openai import BadAnswerError, EventReader, OpenAiTarget
+from corun_bench.records import Outcome, Request
 from tests.fakes import cluster, expected
 from tests.gateway.serving import serving
 
@@ -215,6 +215,6 @@ def test_events_are_read_however_they_are_cut() -> None:
 
 
 def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corun.bench.openai.MAX_EVENT_BYTES", 10)
+    monkeypatch.setattr("corun_bench.openai.MAX_EVENT_BYTES", 10)
     with pytest.raises(BadAnswerError):
         list(EventReader().feed(b"data: " + b"x" * 20))

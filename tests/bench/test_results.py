@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import tyro
 
-from corun.bench import results
-from corun.bench.metrics import Gpus, Spread, summarize
-from corun.bench.records import Outcome, Run
-from corun.cli.bench_compare import Compare, compare, ratio
 from corun.errors import InvalidArgumentError
+from corun_bench import results
+from corun_bench.cli.compare import Compare, compare, ratio
+from corun_bench.metrics import Gpus, Spread, summarize
+from corun_bench.records import Outcome, Run
 
 
 def row(system: str, throughput: float, workload: str = "in=1,out=2", **changes: Any) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from corun.bench import results, runner, workloads
-from corun.bench.children import Processes
-from corun.bench.runner import Benchmark, Plan
-from corun.bench.systems import Machine, System, parse_systems
 from corun.errors import UnavailableError
 from corun.models import tiny
+from corun_bench import results, runner, workloads
+from corun_bench.children import Processes
+from corun_bench.runner import Benchmark, Plan
+from corun_bench.systems import Machine, System, parse_systems
 from tests.bench.targets import FakeTarget
 
 

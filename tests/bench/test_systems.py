@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from corun.bench.systems import KINDS, Machine, System, parse_systems
 from corun.errors import InvalidArgumentError
+from corun_bench.systems import KINDS, Machine, System, parse_systems
 
 CPU = Machine(model="m", cores=(0, 1, 2, 3))
 ONE = Machine(model="m", gpus=(5,))

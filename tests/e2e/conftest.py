@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError
-from corun.bench.children import Processes
 from corun.models import tiny
 from corun.types import NodeRole, NodeState
+from corun_bench.children import Processes
 from tests.machine import free_port
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe

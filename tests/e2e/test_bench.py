@@ -169,7 +169,7 @@ def test_a_killed_engine_and_an_interrupt_leave_what_was_measured(tmp_path: Path
     with started(tmp_path, *words, "-o", str(tmp_path / "result")) as command:
         command.wait_for("requests differ in other company")  # The next engine call ends after many seconds.
         time.sleep(1.0)  # Into that call: before it the death would be that of an engine that does not listen.
-        os.kill(command.process_of("corun.bench.engine"), signal.SIGKILL)
+        os.kill(command.process_of("corun_bench.engine"), signal.SIGKILL)
         command.wait_for("std+nosplit: starting", END_S)
         time.sleep(3.0)  # Into the start.
         os.killpg(command.process.pid, signal.SIGINT)  # As Ctrl-C does.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import tyro
 
-from corun.bench.nodes import Topology
+from corun_bench.nodes import Topology
 from tests.fuzz.beside import CALM_S, besiege
 from tests.fuzz.hostile import SCALES, measure
 from tests.fuzz.observed import running

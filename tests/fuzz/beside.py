@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corun.bench.nodes import Nodes, Topology, running
+from corun_bench.nodes import Nodes, Topology, running
 from tests.chaos.report import quantiles
 from tests.fuzz.assaults import ASSAULTS, CALL_S, Victim, draw, ordinary, victim
 from tests.machine import free_port
@@ -92,7 +92,7 @@ class Tokens:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a cluster (`corun.bench.nodes.Nodes`)."""
+        """Of a cluster (`corun_bench.nodes.Nodes`)."""
         return {
             "router_flags": ("--client-tokens-file", str(self.file("clients"))),
             "member_flags": ("--cluster-token-file", str(self.file("cluster"))),

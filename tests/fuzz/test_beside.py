@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from corun.bench.children import Processes
-from corun.bench.nodes import Nodes, Topology
+from corun_bench.children import Processes
+from corun_bench.nodes import Nodes, Topology
 from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, cluster
 from tests.fuzz import assaults
 from tests.fuzz.assaults import ASSAULTS, draw, victim

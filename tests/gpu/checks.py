@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corun import Client, ClusterStatus, Generation, SamplingParams
-from corun.bench.nodes import Nodes
 from corun.cli import verification
 from corun.types import Condition, NodeRole
+from corun_bench.nodes import Nodes
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run
 from tests.gpu.report import Outcome

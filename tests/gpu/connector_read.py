@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corun.bench.nodes import NodePlan, Topology, environment, has_gpu
 from corun.config.fields import DecodeConfig, PrefillConfig, parse
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.vllm import start as base
 from corun.processes import descendants, end_tree
 from corun.types import NixlEndpoint
+from corun_bench.nodes import NodePlan, Topology, environment, has_gpu
 from tests.e2e import engines
 
 PREFILL, DECODE = "prefill_node", "decode_node"

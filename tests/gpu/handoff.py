@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from corun import Client
-from corun.bench import conditions
-from corun.bench.nodes import Nodes, Topology, has_gpu, running
+from corun_bench import conditions
+from corun_bench.nodes import Nodes, Topology, has_gpu, running
 from tests.e2e.test_determinism import Case
 from tests.gpu import connector_read
 from tests.gpu.checks import Prompts

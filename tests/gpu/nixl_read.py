@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from corun.bench.nodes import environment
+from corun_bench.nodes import environment
 
 SLOW_S = 2.0
 """A transfer that takes longer is not repeated: the figure is bad enough."""

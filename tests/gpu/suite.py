@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from corun import Client
-from corun.bench import conditions
-from corun.bench.nodes import Nodes, Topology, after, environment, has_gpu, running
 from corun.processes import descendants, end_tree
+from corun_bench import conditions
+from corun_bench.nodes import Nodes, Topology, after, environment, has_gpu, running
 from tests.e2e.stock import result_of
 from tests.e2e.test_determinism import Case
 from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Prompts

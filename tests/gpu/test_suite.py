@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from corun import Client
-from corun.bench import conditions, nodes
-from corun.bench.nodes import Topology
 from corun.errors import CorunError
+from corun_bench import conditions, nodes
+from corun_bench.nodes import Topology
 from tests.e2e.stock import result_of
 from tests.gpu import connector_read
 from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths

@@ -121,7 +121,7 @@ def test_a_router_starts_without_what_is_pruned(prune: Any) -> None:
     ("extra", "modules"),
     [
         ("router", "corun.gateway.app, corun.cli.issue_certs"),
-        ("bench", "corun.bench.report.views, corun.bench.report.page"),
+        ("bench", "corun_bench.report.views, corun_bench.report.page"),
     ],
 )
 def test_a_command_starts_with_the_extra_that_its_error_names(extra: str, modules: str, prune: Any) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from corun.bench.kernels import attention, plan, runner
-from corun.bench.kernels.invariance import Invariance, measure
-from corun.bench.kernels.ops import Place, UnavailableKernelError
-from corun.bench.kernels.plan import Selection, Shapes, Task
-from corun.bench.kernels.timing import durations_us
-from corun.bench.kernels.worker import Spec
-from corun.bench.kernels.worker import measure as measure_task
-from corun.bench.results import KERNELS_SCHEMA
-from corun.cli import bench_kernels
 from corun.errors import InvalidArgumentError
+from corun_bench.cli import kernels
+from corun_bench.kernels import attention, plan, runner
+from corun_bench.kernels.invariance import Invariance, measure
+from corun_bench.kernels.ops import Place, UnavailableKernelError
+from corun_bench.kernels.plan import Selection, Shapes, Task
+from corun_bench.kernels.timing import durations_us
+from corun_bench.kernels.worker import Spec
+from corun_bench.kernels.worker import measure as measure_task
+from corun_bench.results import KERNELS_SCHEMA
 
 CONFIG = {
     "hidden_size": 4096,
@@ -251,7 +251,7 @@ def test_a_kernel_that_fails_is_a_row_with_its_error(monkeypatch: pytest.MonkeyP
     def fail(task: Task, place: Place, pool: int) -> None:
         raise RuntimeError("no such\nkernel")
 
-    monkeypatch.setattr("corun.bench.kernels.ops.build", fail)
+    monkeypatch.setattr("corun_bench.kernels.ops.build", fail)
     lines = [line["row"] for line in measure_task(TASK, spec(), CPU)]
     assert [(line["rows"], line["error"], line["median_us"]) for line in lines] == [
         (1, "RuntimeError: no such kernel", None),
@@ -265,7 +265,7 @@ def test_a_kernel_that_is_not_for_this_device_is_no_failure(monkeypatch: pytest.
     def refuse(task: Task, place: Place, pool: int) -> None:
         raise UnavailableKernelError("too small")
 
-    monkeypatch.setattr("corun.bench.kernels.ops.build", refuse)
+    monkeypatch.setattr("corun_bench.kernels.ops.build", refuse)
     lines = list(measure_task(replace(TASK, rows=(4,)), spec(), CPU))
     assert lines == [{"unavailable": {"kernel": "Mean", "variant": "std", "rows": 4, "reason": "too small"}}]
 
@@ -364,7 +364,7 @@ def test_the_command_measures_on_this_machine(tmp_path: Path, capsys: pytest.Cap
     """Attention with and without split-KV is what it is in the paper's Table I, on two cores as well."""
     path = tmp_path / "kernels.json"
     options = {name: getattr(OPTIONS, name) for name in runner.Options.__slots__}
-    command = bench_kernels.Kernels(**{**options, "kernels": ("attention", "all_reduce"), "ranks": 2}, output=path)
+    command = kernels.Kernels(**{**options, "kernels": ("attention", "all_reduce"), "ranks": 2}, output=path)
     assert command.run() == 0
     report = json.loads(path.read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
@@ -393,11 +393,11 @@ def report_of(*rows: dict[str, Any]) -> dict[str, Any]:
 def test_the_command_fails_if_a_kernel_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row_of(), row_of(variant="bi", median_us=5.0, batch_invariant=True)]
     monkeypatch.setattr(runner, "measure", lambda options, tell: report_of(*rows))
-    assert bench_kernels.Kernels().run() == 0
+    assert kernels.Kernels().run() == 0
     shown = capsys.readouterr().out
     assert "no 1/4" in shown
     assert "2.50" in shown  # times the standard kernel
     assert "not measured: MatMul, bi: needs a GPU" in shown
     rows.append(plan.empty(replace(TASK, variant="fixed"), 4, "RuntimeError: no"))
-    assert bench_kernels.Kernels().run() == 1
+    assert kernels.Kernels().run() == 1
     assert "failed: Mean, fixed, 4 rows: RuntimeError: no" in capsys.readouterr().out

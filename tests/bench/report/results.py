@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from corun.bench.report.views import Results, merge
+from corun_bench.report.views import Results, merge
 
 SYSTEMS = {"std": 1, "bi": 1, "colocated": 1, "cluster:shared": 2}
 HOSTILE = '</svg><script>alert("$x^")</script><!-- & _\ud800\u4e2d\x00'

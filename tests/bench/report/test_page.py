@@ -16,13 +16,13 @@ import pytest
 import tyro
 from rich.console import Console
 
-from corun.bench.report import page as report
-from corun.bench.report import tables, terminal, views
-from corun.bench.report.cells import NOTHING, TIMES, Table
-from corun.bench.report.plot_kit import looks
-from corun.bench.systems import KINDS
-from corun.cli.bench_report import Report
 from corun.errors import InvalidArgumentError
+from corun_bench.cli.report import Report
+from corun_bench.report import page as report
+from corun_bench.report import tables, terminal, views
+from corun_bench.report.cells import NOTHING, TIMES, Table
+from corun_bench.report.plot_kit import looks
+from corun_bench.systems import KINDS
 from tests.bench.report.results import HOSTILE, document, kernel, results, run, system
 
 
@@ -312,7 +312,7 @@ def test_command_without_files_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_command_is_light_until_it_runs() -> None:
     code = (
-        "import sys, corun.cli.bench_report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'PIL')))"
+        "import sys, corun_bench.cli.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'PIL')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 

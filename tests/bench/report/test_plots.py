@@ -14,9 +14,9 @@ from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 
-from corun.bench.report import plots
-from corun.bench.report.plot_kit import clean, compact, looks, svg_of, wrap
-from corun.bench.report.views import Results
+from corun_bench.report import plots
+from corun_bench.report.plot_kit import clean, compact, looks, svg_of, wrap
+from corun_bench.report.views import Results
 from tests.bench.report.results import HOSTILE, kernel, results, run, system
 
 ALL = (

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from corun.bench.children import Processes
-from corun.bench.router import raw_client
-from corun.bench.router.capacity import Setup, _together, is_carried
-from corun.bench.router.fake_engines import FakeDecodeEngine, FakePrefillEngine, read_code, step_code
-from corun.bench.router.fake_nodes import FakeDirect, fake_contract
-from corun.bench.router.load import Load, LoadOptions, Results
-from corun.bench.router.paths import _Measurement, quantiles
-from corun.bench.router.raw_client import RawConnection, messages
-from corun.cli.bench_router import RouterBench, report
 from corun.contract import Contract
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
 from corun.node.kv.handle import binding
 from corun.types import FinishReason, NodeRef, NodeRole
+from corun_bench.children import Processes
+from corun_bench.cli.router import RouterBench, report
+from corun_bench.router import raw_client
+from corun_bench.router.capacity import Setup, _together, is_carried
+from corun_bench.router.fake_engines import FakeDecodeEngine, FakePrefillEngine, read_code, step_code
+from corun_bench.router.fake_nodes import FakeDirect, fake_contract
+from corun_bench.router.load import Load, LoadOptions, Results
+from corun_bench.router.paths import _Measurement, quantiles
+from corun_bench.router.raw_client import RawConnection, messages
 from decode_node.service import StepRow
 
 SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from corun.bench.workloads.arrivals import from_trace, gamma
 from corun.errors import InvalidArgumentError
+from corun_bench.workloads.arrivals import from_trace, gamma
 
 
 def gaps(times: list[float]) -> list[float]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from corun.bench.workloads.datasets import SAMPLES, Trace, read_blazedit, read_burstgpt, read_sharegpt
-from corun.bench.workloads.samples import recipes
 from corun.errors import InvalidArgumentError
+from corun_bench.workloads.datasets import SAMPLES, Trace, read_blazedit, read_burstgpt, read_sharegpt
+from corun_bench.workloads.samples import recipes
 
 V1_1 = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log

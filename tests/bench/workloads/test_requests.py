@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from corun.bench.records import Workload
-from corun.bench.workloads import PAPER, Prepared, expand, make, parse, prepare
-from corun.bench.workloads.requests import fit
 from corun.errors import InvalidArgumentError
+from corun_bench.records import Workload
+from corun_bench.workloads import PAPER, Prepared, expand, make, parse, prepare
+from corun_bench.workloads.requests import fit
 
 LIMITS: dict[str, Any] = {"num_requests": 20, "vocab_size": 1000, "max_model_len": 4096, "seed": 5}
 

@@ -1,0 +1,1 @@
+"""The commands `corun bench …`: their options and what they print."""

@@ -1,0 +1,31 @@
+"""`corun bench serve`: vLLM's benchmark client. The work is `corun_bench.serve`, which needs vLLM."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import tyro
+
+from corun.config.extras import needs_extra
+
+
+@dataclass(frozen=True)
+class BenchServe:
+    """Measure a gateway with vLLM's own client.
+
+    Every option is that of `vllm bench serve`; --help=all lists them. The command `vllm` itself does not start where
+    vLLM is installed for CPUs: that distribution has another name.
+
+    examples:
+      corun bench serve --base-url http://127.0.0.1:8000 --dataset-name random --random-output-len 64 --ignore-eos
+    """
+
+    words: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Options of `vllm bench serve`, as they are."""
+
+    def run(self) -> int:
+        with needs_extra("corun bench serve", "cpu"):
+            serve = importlib.import_module("corun_bench.serve")
+        serve.run(self.words)
+        return 0

@@ -1,0 +1,65 @@
+"""The cluster as a target: the public gRPC service, read as raw bytes while time counts and decoded afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from corun.errors import from_rpc_error
+from corun.params import SamplingParams
+from corun.rpc import codec
+from corun.rpc.channel import channel
+from corun.v1 import cluster_service_pb2 as pb
+from corun_bench.engines import TEMPERATURE
+from corun_bench.records import Outcome, Request
+
+METHOD = "/corun.v1.ClusterService/Generate"
+DEADLINE_S = 3600.0
+"""The driver has its own, shorter one."""
+
+
+class ClusterTarget:
+    """A `Target` of one router."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = channel(address)
+        serialize = pb.GenerateRequest.SerializeToString
+        self._received: list[tuple[Outcome, list[tuple[float, bytes]]]] = []
+        self._generate = self._channel.unary_stream(METHOD, request_serializer=serialize, response_deserializer=None)
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        params = SamplingParams(
+            temperature=TEMPERATURE, max_tokens=request.max_tokens, ignore_eos=True, logprobs=logprobs
+        )
+        message = codec.generate_request(request.prompt_token_ids, params, seed=request.seed)
+        received: list[tuple[float, bytes]] = []
+        call = self._generate(message, timeout=DEADLINE_S)
+        try:
+            received.extend([(clock(), data) async for data in call])
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+            self._received.append((outcome, received))
+
+    async def forget(self) -> None:
+        """Nothing: a cluster keeps no KV from one request to the next."""
+
+    def settle(self) -> None:
+        """Decodes the messages: thousands, when a wave of requests ends, while the next one waits to be sent."""
+        for outcome, received in self._received:
+            _decode(received, outcome)
+        self._received.clear()
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+def _decode(received: list[tuple[float, bytes]], outcome: Outcome) -> None:
+    for at, data in received:
+        message = pb.GenerateResponse.FromString(data)
+        if message.token_ids:
+            outcome.arrivals.append((at, len(message.token_ids)))
+            outcome.token_ids += message.token_ids
+            outcome.logprobs += message.logprobs

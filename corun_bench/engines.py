@@ -1,0 +1,244 @@
+"""Engine processes from outside, and the systems made of them: independent engines, and stock prefill and decode.
+
+Owns: the engines' lives, whose turn it is, and the plain proxy between prefill and decode. Must not know vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from corun.errors import DeadlineError, InternalError, UnavailableError
+from corun_bench.children import TAIL, Processes
+from corun_bench.records import Outcome, Request
+from corun_bench.systems import EngineSettings
+
+TEMPERATURE = 0.6
+"""Of every request to every system; the paper's determinism test has it too."""
+ANSWER_S = 60.0
+STOP_S = 30.0
+FINISHED_WELL = ("stop", "length")
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's own proxy for NIXL sends along with a prompt (its examples/online_serving/disaggregated_prefill)."""
+
+
+def sampling(request: Request, *, logprobs: bool) -> dict[str, Any]:
+    """vLLM's parameters of a request."""
+    found: dict[str, Any] = {"temperature": TEMPERATURE, "seed": request.seed, "max_tokens": request.max_tokens}
+    return found | ({"logprobs": 0} if logprobs else {})
+
+
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(slots=True)
+class Stream:
+    """A request in an engine."""
+
+    outcome: Outcome
+    clock: Callable[[], float]
+    done: asyncio.Future[dict[str, Any] | None] = field(default_factory=_future)
+    """Ends with the transfer parameters that the engine gave, or an error."""
+
+
+class Engine:
+    """One engine process (`corun_bench.engine`)."""
+
+    def __init__(self, name: str, settings: EngineSettings, processes: Processes, directory: Path) -> None:
+        self.name, self.settings = name, settings
+        self.facts: dict[str, Any] = {}
+        self.in_flight = 0
+        self._dead = ""
+        self._processes = processes
+        self._streams: dict[str, Stream] = {}
+        self._answers: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder()
+        context = zmq.asyncio.Context.instance()
+        self._commands, self._events = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        self._commands.setsockopt(zmq.LINGER, 0)
+        self._commands.setsockopt(zmq.SNDHWM, 0)
+        self._events.setsockopt(zmq.RCVHWM, 0)
+        addresses = [f"ipc://{directory / name}.{end}" for end in ("commands", "events")]
+        self._commands.bind(addresses[0])
+        self._events.bind(addresses[1])
+        processes.start(name, "corun_bench.engine", json.dumps(asdict(settings)), *addresses)
+        self._reader = asyncio.create_task(self._read())
+
+    def check(self) -> None:
+        """Raises UnavailableError if it said that it died."""
+        if self._dead:
+            raise UnavailableError(f"{self._dead}\n{self._processes.log(self.name)[-TAIL:]}")
+
+    async def ready(self, deadline: float) -> None:
+        """Raises UnavailableError if it does not start, with the end of its log; DeadlineError if not in time."""
+        self.facts = await self._answer("ready", deadline)
+        self._processes.note(self.name)
+
+    async def forget(self) -> None:
+        """Empties its prefix cache."""
+        await self._send("forget")
+        await self._answer("forgot", time.monotonic() + ANSWER_S)
+
+    async def pad_to(self, rows: int) -> None:
+        """Of a colocated engine: decode steps have so many rows from now on."""
+        await self._send("pad", rows)
+        await self._answer("padded", time.monotonic() + ANSWER_S)
+
+    async def draw(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: dict[str, Any],
+        outcome: Outcome,
+        clock: Callable[[], float],
+        transfer: dict[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        """Runs one request to its end; returns the transfer parameters of a prefill."""
+        stream = self._streams[request_id] = Stream(outcome, clock)
+        self.in_flight += 1
+        try:
+            await self._send("start", request_id, prompt, sampling, transfer)
+            return await stream.done
+        except asyncio.CancelledError:
+            with suppress(UnavailableError):
+                await self._send("abort", request_id)
+            raise
+        finally:
+            self.in_flight -= 1
+            self._streams.pop(request_id, None)
+
+    async def stop(self) -> None:
+        """Ends the process and all that it started."""
+        with suppress(subprocess.TimeoutExpired, UnavailableError):
+            await self._send("stop")
+            await asyncio.to_thread(self._processes.running[self.name].wait, STOP_S)
+        await asyncio.to_thread(self._processes.terminate, self.name, 5.0)
+        self._reader.cancel()
+        for socket in (self._commands, self._events):
+            socket.close(linger=0)
+
+    async def _send(self, *command: Any) -> None:
+        """Raises UnavailableError if the process does not listen: not yet, or no more."""
+        try:
+            await self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+        except zmq.Again:
+            raise UnavailableError(f"{self.name} does not listen") from None
+
+    async def _read(self) -> None:
+        while True:
+            kind, value = self._decoder.decode(await self._events.recv())
+            if kind == "step":
+                self._step(value)
+            elif kind == "died":
+                self._dead = f"{self.name}: {value}"
+                self._fail(self._dead)
+            else:
+                self._answers.put_nowait((kind, value))
+
+    def _step(self, rows: list[Any]) -> None:
+        now: float | None = None  # All rows of a step come in one message.
+        for request_id, tokens, logprobs, reason, transfer in rows:
+            if (stream := self._streams.get(request_id)) is None:
+                continue
+            if tokens:
+                now = stream.clock() if now is None else now
+                stream.outcome.arrivals.append((now, len(tokens)))
+                stream.outcome.token_ids += tokens
+                if logprobs is not None:
+                    stream.outcome.logprobs += logprobs
+            if reason is not None and not stream.done.done():
+                if reason not in FINISHED_WELL:
+                    stream.done.set_exception(InternalError(f"{self.name} ended the request: {reason}"))
+                else:
+                    stream.done.set_result(transfer)
+
+    def _fail(self, detail: str) -> None:
+        for stream in self._streams.values():
+            if not stream.done.done():
+                stream.done.set_exception(UnavailableError(detail))
+
+    async def _answer(self, kind: str, deadline: float) -> Any:
+        while time.monotonic() < deadline:
+            try:
+                found, value = await asyncio.wait_for(self._answers.get(), 0.5)
+            except asyncio.TimeoutError:
+                self._processes.check()
+                self._processes.note(self.name)
+                self.check()
+                continue
+            if found == kind:
+                return value
+        raise DeadlineError(f"{self.name} did not say {kind} in time:\n{self._processes.log(self.name)[-TAIL:]}")
+
+
+def least_busy(engines: list[Engine]) -> Engine:
+    """The first of those with the fewest requests."""
+    return min(engines, key=lambda engine: engine.in_flight)
+
+
+class IndependentEngines:
+    """A `Target` of engines that do both, each request on the least busy one."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self._sent = 0
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        self._sent += 1
+        name = f"r{self._sent}"
+        parameters = sampling(request, logprobs=logprobs)
+        await least_busy(self.engines).draw(name, request.prompt_token_ids, parameters, outcome, clock)
+
+    async def forget(self) -> None:
+        for engine in self.engines:
+            await engine.forget()
+
+    def settle(self) -> None:
+        """Nothing: a step's rows cost little to take."""
+
+
+class PlainProxy:
+    """A `Target` of stock prefill and decode engines: prefill, then decode with what prefill said, nothing else."""
+
+    def __init__(self, prefill: list[Engine], decode: list[Engine]) -> None:
+        self._prefill, self._decode = prefill, decode
+        self._sent = 0
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        self._sent += 1
+        name, prompt = f"r{self._sent}", request.prompt_token_ids
+        parameters = sampling(request, logprobs=logprobs)
+        # Its token is not the client's: decode draws the first one again.
+        unused = Outcome(index=outcome.index, num_prompt_tokens=outcome.num_prompt_tokens)
+        first = {**parameters, "max_tokens": 1}
+        prefill = least_busy(self._prefill)
+        transfer = await prefill.draw(name, prompt, first, unused, clock, dict(REMOTE_DECODE))
+        if transfer is None:
+            raise InternalError(f"{prefill.name} gave no transfer parameters")
+        await least_busy(self._decode).draw(name, prompt, parameters, outcome, clock, transfer)
+
+    async def forget(self) -> None:
+        for engine in (*self._prefill, *self._decode):
+            await engine.forget()
+
+    def settle(self) -> None:
+        """Nothing, as in `IndependentEngines`."""

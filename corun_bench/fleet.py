@@ -1,0 +1,199 @@
+"""Brings a system up and down: one context per system, in which its target can be driven.
+
+Owns: the order in which engines start, and what is read off a system that is up. Must not know workloads or metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corun.errors import UnavailableError
+from corun.types import ClusterStatus
+from corun_bench import conditions
+from corun_bench.children import Processes
+from corun_bench.client import ClusterTarget
+from corun_bench.driver import Target
+from corun_bench.engines import Engine, IndependentEngines, PlainProxy
+from corun_bench.nodes import Nodes, Topology
+from corun_bench.systems import PAIRED, Machine, System
+
+START_TIMEOUT_S = 600.0
+READS_KNOWN_S = 8.0
+"""A decode node tells what it has read within so many seconds."""
+POLL_S = 0.25
+ROUTER_FLAGS = ("--audit-fraction", "0", "--max-queue-wait-s", "0")
+"""No work but the benchmark's, and a closed loop that is refused nothing."""
+
+
+@dataclass(kw_only=True)
+class Up:
+    """A system that is up."""
+
+    system: System
+    target: Target
+    slots: int
+    gpus: dict[str, int]
+    ready_s: float
+    """From its first process to its being ready."""
+    processes: Processes
+    settings: dict[str, Any]
+    fingerprint: str = ""
+    engines: list[Engine] = field(default_factory=list)
+    nodes: Nodes | None = None
+
+    def check(self) -> None:
+        """Raises UnavailableError if a process of the system has ended, or an engine has died in its process."""
+        self.processes.check()
+        for engine in self.engines:
+            engine.check()
+
+    def memory(self) -> dict[str, float]:
+        """Resident memory of each process with all that it started, in MiB."""
+        return self.processes.memory()
+
+    def gpu_memory(self) -> dict[str, Any]:
+        """Of each GPU and process, in MiB; empty on a CPU."""
+        return conditions.gpu_memory(self.processes.owners())
+
+    async def handoffs(self, at_least: int) -> dict[str, Any] | None:
+        """The cluster's KV reads since its start; waits a little for `at_least` of them to be known."""
+        if self.nodes is None:
+            return None
+        deadline = time.monotonic() + READS_KNOWN_S
+        while True:
+            status = await asyncio.to_thread(self.nodes.status)
+            reads = [node.load.kv_reads for node in status.nodes] if status else []
+            count = sum(read.count for read in reads)
+            if count >= at_least or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(POLL_S)
+        seconds, size = sum(read.seconds for read in reads), sum(read.bytes for read in reads)
+        return {
+            "count": count,
+            "bytes": size,
+            "failed": sum(read.failed for read in reads),
+            "mean_ms": round(1e3 * seconds / count, 3) if count else None,
+            "gb_per_s": round(size / seconds / 1e9, 2) if seconds else None,
+        }
+
+
+@asynccontextmanager
+async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+    """A system, ready; whatever happens, no process of it is left. logs: a directory, for a file per process.
+
+    Raises UnavailableError or DeadlineError if it does not start; the message ends with a log.
+    """
+    start = _cluster if system.kind == "cluster" else _engines
+    async with start(system, machine, logs) as found:
+        yield found
+
+
+@asynccontextmanager
+async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+    began = time.monotonic()
+    processes = Processes(logs)
+    async with AsyncExitStack() as stack:
+        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corun-bench-")))
+        engines: list[Engine] = []
+        for settings in system.engines(machine):
+            # vLLM measures what memory is free while it starts, so engines on one GPU start one after the other.
+            neighbours = [engine for engine in engines if {*engine.settings.gpus} & {*settings.gpus}]
+            await _ready([engine for engine in neighbours if not engine.facts], began)
+            engine = Engine(f"{settings.role}-{len(engines)}", settings, processes, sockets)
+            stack.push_async_callback(engine.stop)
+            engines.append(engine)
+        await _ready([engine for engine in engines if not engine.facts], began)
+        yield Up(
+            system=system,
+            target=_target(system, engines),
+            slots=system.slots_on(machine) * sum(engine.settings.role != "prefill" for engine in engines),
+            gpus=system.gpus(machine),
+            ready_s=round(time.monotonic() - began, 1),
+            processes=processes,
+            settings={**system.describe(machine), "engine": engines[-1].facts},
+            engines=engines,
+        )
+
+
+async def _ready(engines: list[Engine], began: float) -> None:
+    await asyncio.gather(*(engine.ready(began + START_TIMEOUT_S) for engine in engines))
+
+
+def _target(system: System, engines: list[Engine]) -> Target:
+    if system.kind not in PAIRED:
+        return IndependentEngines(engines)
+    by_role = {role: [one for one in engines if one.settings.role == role] for role in ("prefill", "decode")}
+    return PlainProxy(by_role["prefill"], by_role["decode"])
+
+
+@asynccontextmanager
+async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+    began = time.monotonic()
+    topology = _topology(system, machine)
+    nodes = Nodes(topology, Processes(logs), optional_flags={}, router_flags=ROUTER_FLAGS)
+    try:
+        await _start(nodes)
+        status = await asyncio.to_thread(nodes.status)
+        if status is None:
+            raise UnavailableError("the router does not answer")
+        target = ClusterTarget(nodes.address)
+        try:
+            yield Up(
+                system=system,
+                target=target,
+                slots=sum(node.node.slots for node in status.nodes),
+                gpus=system.gpus(machine),
+                ready_s=round(time.monotonic() - began, 1),
+                processes=nodes.processes,
+                settings={**system.describe(machine), "nodes": _nodes(status)},
+                fingerprint=status.fingerprint,
+                nodes=nodes,
+            )
+        finally:
+            await target.close()
+    finally:
+        await asyncio.to_thread(nodes.stop)
+
+
+async def _start(nodes: Nodes) -> None:
+    """If it is cancelled, none is left, and no more are started."""
+    starting = asyncio.create_task(asyncio.to_thread(nodes.start))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        nodes.abandoned.set()
+        await asyncio.wait({starting})
+        starting.exception()  # Seen.
+        for name in list(nodes.processes.running):  # A node that starts does not listen to signals yet.
+            await asyncio.to_thread(nodes.kill, name)
+        raise
+
+
+def _topology(system: System, machine: Machine) -> Topology:
+    prefill, decode = system.places(machine)
+    on_gpu = bool(machine.gpus)
+    devices = [machine.device(place) if on_gpu else (place,) for place in (*prefill, *decode)]
+    return Topology(
+        model=machine.model,
+        prefill_gpus=tuple(gpu for device in devices[: len(prefill)] for gpu in device),
+        decode_gpus=tuple(gpu for device in devices[len(prefill) :] for gpu in device),
+        tensor_parallel_size=machine.tensor_parallel_size,
+        slots=system.slots_on(machine),
+        chunk_size=machine.chunk_size,
+        max_model_len=machine.max_model_len,
+        threads=0 if on_gpu else max(1, len(machine.cores) // 2),
+        start_timeout_s=START_TIMEOUT_S,
+    )
+
+
+def _nodes(status: ClusterStatus) -> dict[str, Any]:
+    return {
+        node.node.ref.node_id: {"kv_blocks": node.node.kv_blocks, "slots": node.node.slots} for node in status.nodes
+    }

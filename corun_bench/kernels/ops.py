@@ -1,0 +1,138 @@
+"""The kernels that compute every row of a batch on its own: mean, RMSNorm, log-softmax, matrix products.
+
+Owns how stock vLLM and its batch-invariant mode call each of them (vllm/model_executor/layers/batch_invariant.py), and
+their random inputs. vLLM is imported only by the variants that need it. Must not know how they are timed or compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from corun_bench.kernels.invariance import Prepare
+from corun_bench.kernels.plan import Task
+
+_EPSILON = 1e-6
+_WEIGHT_STD = 0.02
+# Standard deviation of random logits: a few likely tokens, as a trained model has.
+_LOGIT_STD = 3.5
+_BATCH_INVARIANT = "vllm.model_executor.layers.batch_invariant"
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+"""[rows, width] -> [rows, ...]"""
+
+
+class UnavailableKernelError(Exception):
+    """This kernel does not run here, and that is as it should be; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """A kernel with a pool of inputs."""
+
+    implementation: str
+    """What is called, for the report."""
+    prepare: Prepare
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a kernel runs, and the seed of its random inputs."""
+
+    device: torch.device
+    seed: int
+
+    def normal(self, *size: int, dtype: torch.dtype, std: float = 1.0) -> torch.Tensor:
+        """Random values of this place's seed; the same of every call of the same size."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        return torch.empty(size, dtype=dtype, device=self.device).normal_(0.0, std, generator=generator)
+
+
+def build(task: Task, place: Place, pool: int) -> Kernel:
+    """The kernel of a task, with `pool` different rows."""
+    dtype: torch.dtype = getattr(torch, task.dtype)
+    std = _LOGIT_STD if task.op == "softmax" else 1.0
+    values = place.normal(pool + 1, task.shape[0], dtype=dtype, std=std)
+    values[-1] = 0  # the idle row, number -1
+    implementation, function = _FUNCTIONS[task.op](task, place)
+    if task.variant == "row-by-row":
+        return Kernel(implementation=f"{implementation}, one row at a time", prepare=_one_by_one(values, function))
+    return Kernel(implementation=implementation, prepare=_together(values, function))
+
+
+def _together(values: torch.Tensor, function: Function) -> Prepare:
+    def prepare(rows: Sequence[int]) -> Callable[[], torch.Tensor]:
+        batch = values[torch.tensor(rows, device=values.device)]
+        return lambda: function(batch)
+
+    return prepare
+
+
+def _one_by_one(values: torch.Tensor, function: Function) -> Prepare:
+    def prepare(rows: Sequence[int]) -> Callable[[], torch.Tensor]:
+        batch = values[torch.tensor(rows, device=values.device)]
+        return lambda: torch.cat([function(batch[index : index + 1]) for index in range(len(batch))])
+
+    return prepare
+
+
+def _mean(task: Task, place: Place) -> tuple[str, Function]:
+    if task.variant == "bi":
+        mean = importlib.import_module(_BATCH_INVARIANT).mean_batch_invariant
+        return "batch_invariant.mean_batch_invariant (Triton)", lambda batch: mean(batch, [-1])
+    return "torch.mean", lambda batch: batch.mean(dim=-1)
+
+
+def _rms_norm(task: Task, place: Place) -> tuple[str, Function]:
+    weight = place.normal(task.shape[0], dtype=getattr(torch, task.dtype), std=0.1) + 1
+    if task.variant == "bi":
+        rms_norm = importlib.import_module(_BATCH_INVARIANT).rms_norm_batch_invariant
+        return "batch_invariant.rms_norm_batch_invariant (Triton)", lambda batch: rms_norm(batch, weight, _EPSILON)
+    ops = importlib.import_module("vllm._custom_ops")
+
+    def norm(batch: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(batch)
+        ops.rms_norm(output, batch, weight, _EPSILON)
+        return output
+
+    return "vllm._custom_ops.rms_norm", norm
+
+
+def _softmax(task: Task, place: Place) -> tuple[str, Function]:
+    if task.variant == "bi":
+        log_softmax = importlib.import_module(_BATCH_INVARIANT).log_softmax
+        return "batch_invariant.log_softmax (Triton)", lambda batch: log_softmax(batch, dim=-1)
+    return "torch.log_softmax", lambda batch: torch.log_softmax(batch, dim=-1)
+
+
+def _matmul(task: Task, place: Place) -> tuple[str, Function]:
+    inner, outer = task.shape
+    weight = place.normal(outer, inner, dtype=getattr(torch, task.dtype), std=_WEIGHT_STD)
+    if place.device.type == "cpu":
+        return _cpu_matmul(weight)
+    if task.variant == "bi":
+        matmul = importlib.import_module(_BATCH_INVARIANT).matmul_persistent
+        return "batch_invariant.matmul_persistent (Triton)", lambda batch: matmul(batch, weight.t())
+    library = "cuBLAS without split-K" if task.variant == "nosplitk" else "cuBLAS"
+    return f"torch.nn.functional.linear ({library})", lambda batch: torch.nn.functional.linear(batch, weight)
+
+
+def _cpu_matmul(weight: torch.Tensor) -> tuple[str, Function]:
+    """What vLLM's linear layers call on this CPU (vllm/model_executor/layers/utils.py)."""
+    dispatch = importlib.import_module("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm
+    layer: Any = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch(layer, remove_weight=False)
+    return "vLLM's linear layer for CPUs", lambda batch: layer.cpu_linear(batch, layer.weight, None)
+
+
+_FUNCTIONS: dict[str, Callable[[Task, Place], tuple[str, Function]]] = {
+    "mean": _mean,
+    "rms_norm": _rms_norm,
+    "softmax": _softmax,
+    "matmul": _matmul,
+}

@@ -1,0 +1,196 @@
+"""The process that measures: `python -m corun_bench.kernels.worker SPEC RESULTS`, a JSON file in, JSON lines out.
+
+One process for each environment that a kernel library reads when its device starts. Every result is written as soon as
+it is there, so that a crash costs nothing that was measured before. Must not know what other processes measure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corun.node.vllm import switches
+from corun_bench.kernels import attention, collectives, invariance, ops
+from corun_bench.kernels.ops import Kernel, Place, UnavailableKernelError
+from corun_bench.kernels.plan import RANK, Task, described, empty
+from corun_bench.kernels.timing import durations_us
+
+_SMI_TIMEOUT_S = 20.0
+# On a CPU inputs take turns, so that they do not stay in its caches.
+_TURNS = 3
+_BUILDERS: Mapping[str, Callable[[Task, Place, int], Kernel]] = {
+    "attention": attention.build,
+    "all_reduce": collectives.build,
+}
+
+Write = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """What to measure, and how."""
+
+    device: str
+    """ "cuda" or "cpu"."""
+    repeats: int
+    """Timed launches."""
+    draws: int
+    """Random batches that bits are compared on."""
+    budget_s: float
+    """Longest time for the launches of one row count."""
+    seed: int
+    pinned: bool
+    ranks: int
+    meeting: str
+    """File where ranks find each other."""
+    tasks: tuple[Task, ...]
+
+
+def main(arguments: Sequence[str]) -> int:
+    spec_path, results_path = map(Path, arguments)
+    content = json.loads(spec_path.read_text(encoding="utf-8"))
+    with results_path.open("w", encoding="utf-8") as file:
+
+        def write(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        if "facts" in content:
+            write(facts(content["facts"]))
+        else:
+            tasks = tuple(Task(**{**task, **_tuples(task)}) for task in content.pop("tasks"))
+            measure_all(Spec(tasks=tasks, **content), int(os.environ.get(RANK, "0")), write)
+    return 0
+
+
+def _tuples(task: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(task[name]) for name in ("shape", "rows")}
+
+
+def facts(device: str) -> dict[str, Any]:
+    """The device and the software. device: "auto" for a GPU if there is one."""
+    on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    found: dict[str, Any] = {"device": "cuda" if on_gpu else "cpu", "torch": torch.__version__}
+    if not on_gpu:
+        return {**found, "name": _cpu_name(), "devices": 1, "threads": torch.get_num_threads()}
+    major, minor = torch.cuda.get_device_capability()
+    return {
+        **found,
+        "name": torch.cuda.get_device_name(),
+        "devices": torch.cuda.device_count(),
+        "compute_capability": f"{major}.{minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "gpus": _smi(),
+        "vllm_batch_invariant_matmul": "matmul_persistent (bi)" if major == 8 else "cuBLAS without split-K (nosplitk)",
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _smi() -> list[str]:
+    """Name, driver and clocks of each GPU; none if there is no nvidia-smi to ask."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+    return done.stdout.splitlines() or [f"nvidia-smi ended with {done.returncode}"]
+
+
+def measure_all(spec: Spec, rank: int, write: Write) -> None:
+    """Measures every task of a spec; rank 0 writes."""
+    if spec.pinned:
+        switches.set_switches(spec.device)
+    device = torch.device(spec.device, rank) if spec.device == "cuda" else torch.device("cpu")
+    if spec.device == "cuda":
+        torch.cuda.set_device(device)
+    if spec.ranks > 1:
+        collectives.join(device, rank, spec.ranks, spec.meeting)
+    with torch.inference_mode():
+        for task in spec.tasks:
+            for line in measure(task, spec, Place(device=device, seed=spec.seed)):
+                if rank == 0:
+                    write(line)
+    if spec.ranks > 1:
+        collectives.leave()
+
+
+def measure(task: Task, spec: Spec, place: Place) -> Iterable[dict[str, Any]]:
+    """A line per row count: what was measured, why it failed, or why it does not run here."""
+    pool = max(*task.rows, task.places) + 1
+    try:
+        kernel = _BUILDERS.get(task.op, ops.build)(task, place, pool)
+    except Exception as error:  # A library's; the row says which.
+        yield from (_failed(task, rows, error) for rows in task.rows)
+        _leave_others(error, spec)
+        return
+    for rows in task.rows:
+        try:
+            yield {"row": _measured(task, rows, kernel, spec, place, pool)}
+        except Exception as error:
+            yield _failed(task, rows, error)
+            _leave_others(error, spec)
+
+
+def _leave_others(error: Exception, spec: Spec) -> None:
+    """Ends this rank: the others are in another collective and would wait for it."""
+    if spec.ranks > 1 and not isinstance(error, UnavailableKernelError):  # All ranks find that out alike.
+        raise error
+
+
+def _measured(task: Task, rows: int, kernel: Kernel, spec: Spec, place: Place, pool: int) -> dict[str, Any]:
+    found = invariance.measure(
+        kernel.prepare, rows=rows, pool=pool, draws=spec.draws, seed=spec.seed, places=task.places
+    )
+    times = _times(task, rows, kernel, spec, place, pool)
+    return {
+        **described(task, rows),
+        "implementation": kernel.implementation,
+        "median_us": round(statistics.median(times), 3),
+        "min_us": round(min(times), 3),
+        "max_us": round(max(times), 3),
+        "repeats": len(times),
+        "batch_invariant": found.batch.verdict,
+        "position_invariant": found.position.verdict,
+        "repeatable": found.repeat.verdict,
+        "batch_equal": [found.batch.equal, found.batch.compared],
+        "position_equal": [found.position.equal, found.position.compared],
+        "error": "",
+    }
+
+
+def _times(task: Task, rows: int, kernel: Kernel, spec: Spec, place: Place, pool: int) -> list[float]:
+    chance = random.Random(spec.seed)
+    idle = [invariance.IDLE] * max(0, task.places - rows)
+    turns = 1 if spec.device == "cuda" else _TURNS
+    launches = [kernel.prepare([*chance.sample(range(pool), rows), *idle]) for _ in range(turns)]
+    together = (lambda: collectives.barrier(place.device)) if spec.ranks > 1 else None
+    return durations_us(launches, repeats=spec.repeats, budget_s=spec.budget_s, before=together)
+
+
+def _failed(task: Task, rows: int, error: Exception) -> dict[str, Any]:
+    if isinstance(error, UnavailableKernelError):
+        return {"unavailable": {"kernel": task.kernel, "variant": task.variant, "rows": rows, "reason": str(error)}}
+    text = " ".join(str(error).split())[:300]
+    return {"row": empty(task, rows, f"{type(error).__name__}: {text}")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,301 @@
+"""A cluster of plain processes on chosen GPUs: starts, kills, restarts and stops them.
+
+Owns: which node gets which GPU and in what order nodes start. Without a GPU the same nodes run on the CPU. Must not
+know: what is checked on the cluster.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from corun import Client, ClusterStatus, UnavailableError
+from corun.models import tiny
+from corun.node.vllm.start import free_port
+from corun.types import NodeState, NodeStatus
+from corun_bench.children import Processes
+from corun_bench.systems import GPU_MEMORY
+
+POLL_S = 0.5
+STOP_TIMEOUT_S = 40.0
+MAX_MODEL_LEN = 8192
+OPTIONAL_FLAGS: dict[str, tuple[tuple[str, str], ...]] = {
+    "prefill_node": (("--kv-check-fraction", "1.0"),),
+    "decode_node": (),
+}
+"""Passed to a node if its --help lists them."""
+
+
+class StartError(RuntimeError):
+    """A node did not start; the message ends with its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Which nodes run, and where."""
+
+    model: str
+    """Directory of a checkpoint, or "tiny"."""
+    prefill_gpus: tuple[int, ...] = (0,)
+    """GPUs of the prefill nodes: tensor_parallel_size each, a node for every so many."""
+    decode_gpus: tuple[int, ...] = (0,)
+    """GPUs of the decode nodes. Nodes that share one share its memory, and start one after the other."""
+    tensor_parallel_size: int = 1
+    """GPUs of each node."""
+    gpu_memory_utilization: float = 0.0
+    """Share of a GPU's memory that each engine takes; 0: equal shares of 0.84."""
+    slots: int = 256
+    chunk_size: int = 2048
+    max_model_len: int = 0
+    """0: the model's, at most 8192."""
+    threads: int = 0
+    """Of each engine on a CPU; 0: all cores."""
+    start_timeout_s: float = 400.0
+    """For all nodes together."""
+
+    @property
+    def model_path(self) -> str:
+        return str(tiny.ensure()) if self.model == "tiny" else self.model
+
+    @property
+    def model_len(self) -> int:
+        config = json.loads((Path(self.model_path) / "config.json").read_text())
+        return self.max_model_len or min(MAX_MODEL_LEN, config["max_position_embeddings"])
+
+    @property
+    def nodes(self) -> list[NodePlan]:
+        """In the order of their start."""
+        prefill = [NodePlan(f"p{i}", "prefill_node", gpus) for i, gpus in enumerate(self._split(self.prefill_gpus))]
+        decode = [NodePlan(f"d{i}", "decode_node", gpus) for i, gpus in enumerate(self._split(self.decode_gpus))]
+        return prefill + decode
+
+    def share(self, node: NodePlan) -> float:
+        """Of the memory of its GPUs."""
+        if self.gpu_memory_utilization:
+            return self.gpu_memory_utilization
+        neighbours = max(sum(gpu in other.gpus for other in self.nodes) for gpu in node.gpus)
+        return round(GPU_MEMORY / neighbours, 2)
+
+    def flags(self, node: NodePlan) -> list[str]:
+        """The command line that follows `python -m <module>`, but for the router."""
+        found = ["--node-id", node.name, "--model", self.model_path, "--max-model-len", str(self.model_len)]
+        found += ["--chunk-size", str(self.chunk_size)] if node.module == "prefill_node" else []
+        found += ["--slots", str(self.slots)] if node.module == "decode_node" else []
+        found += ["--threads", str(self.threads)] if self.threads else []
+        if has_gpu():
+            found += ["--gpu-memory-utilization", str(self.share(node))]
+            found += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        return found
+
+    def _split(self, gpus: tuple[int, ...]) -> list[tuple[int, ...]]:
+        size = self.tensor_parallel_size
+        if not gpus or len(gpus) % size:
+            raise ValueError(f"GPUs {gpus} cannot be shared out to nodes of {size}")
+        return [gpus[start : start + size] for start in range(0, len(gpus), size)]
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One node to start."""
+
+    name: str
+    module: str
+    gpus: tuple[int, ...]
+
+
+@dataclass
+class Nodes:
+    """A router and nodes as processes."""
+
+    topology: Topology
+    processes: Processes
+    port: int = field(default_factory=lambda: free_port("127.0.0.1"))
+    optional_flags: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=lambda: OPTIONAL_FLAGS)
+    router_flags: tuple[str, ...] = ()
+    member_flags: tuple[str, ...] = ()
+    """Of the router and every node."""
+    token: str = ""
+    """That our own calls show the router."""
+    on_up: Callable[[str], None] = lambda name: None
+    """Called when a node has joined."""
+    started: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """From each start of a node's process to its joining."""
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    """Set from another thread, it ends a start that is going on."""
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def client(self, timeout_s: float = 600.0) -> Client:
+        return Client(self.address, timeout_s=timeout_s, token=self.token)
+
+    def status(self) -> ClusterStatus | None:
+        """None while the router does not answer."""
+        try:
+            with Client(self.address, connect_timeout_s=2.0, token=self.token) as client:
+                return client.get_cluster(timeout_s=5.0)
+        except UnavailableError:
+            return None
+
+    def start(self) -> None:
+        """Starts the router, and each node once those before it on its GPUs have joined; returns when all are ready.
+
+        vLLM measures what memory is free while it starts, so engines on one GPU cannot start at the same time.
+        """
+        self.processes.start("router", "router", "--port", str(self.port), *self.router_flags, *self.member_flags)
+        deadline = time.monotonic() + self.topology.start_timeout_s
+        waiting = list(self.topology.nodes)
+        while waiting or not self.all_ready():
+            if self.abandoned.is_set():
+                raise StartError("the start was given up")
+            joined = self._joined()
+            for node in [node for node in waiting if self._may_start(node, joined)]:
+                self.start_node(node)
+                waiting.remove(node)
+            self._check(deadline)
+            self.abandoned.wait(POLL_S)
+        self._joined()
+
+    def start_node(self, node: NodePlan) -> None:
+        flags = ["--router", self.address, *self.topology.flags(node), *self.member_flags]
+        wanted = self.optional_flags.get(node.module, ())
+        flags += [part for flag in wanted if flag[0] in help_of(node.module) for part in flag]
+        with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, node.gpus)) if has_gpu() else None):
+            self.processes.start(node.name, node.module, *flags)
+        self.started[node.name] = time.monotonic()
+
+    def kill(self, name: str) -> None:
+        """kill -9 of a node's process and all that it started."""
+        self.processes.kill(name, step_s=0.5)
+
+    def restart(self, name: str, timeout_s: float) -> None:
+        """Kills a node and starts its next generation; returns when that one is ready."""
+        deadline = time.monotonic() + timeout_s
+        old = self.generation(name)
+        self.kill(name)
+        self.start_node(next(node for node in self.topology.nodes if node.name == name))
+        while self.generation(name) in ("", old) or not self.all_ready():
+            self._check(deadline)
+            time.sleep(POLL_S)
+        self._joined()
+
+    def generation(self, name: str) -> str:
+        """Empty while the node is not known."""
+        return next((status.node.ref.generation for status in self._nodes() if status.node.ref.node_id == name), "")
+
+    def all_ready(self) -> bool:
+        ready = {status.node.ref.node_id for status in self._nodes() if status.state is NodeState.READY}
+        return ready == {node.name for node in self.topology.nodes}
+
+    def stop(self) -> dict[str, int | str]:
+        """Exit codes; "killed" for a process that had to be."""
+        names = [name for name in self.processes.running if name != "router"]
+        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+            codes = dict(zip(names, pool.map(self._stop, names), strict=True))
+        return codes | {name: self._stop(name) for name in list(self.processes.running)}
+
+    def owners(self) -> dict[int, str]:
+        """Which of our processes each process id belongs to."""
+        return self.processes.owners()
+
+    def log_tail(self, name: str, characters: int = 3000) -> str:
+        """The end of a log, after its errors: vLLM writes the cause long before the end."""
+        text = self.processes.log(name)
+        errors = dict.fromkeys(line[-300:] for line in text[:-characters].splitlines() if "Error: " in line)
+        return "\n".join([*list(errors)[:12], text[-characters:]])
+
+    def _stop(self, name: str) -> int | str:
+        try:
+            return self.processes.terminate(name, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "killed"
+
+    def _nodes(self) -> tuple[NodeStatus, ...]:
+        found = self.status()
+        return () if found is None else found.nodes
+
+    def _may_start(self, node: NodePlan, joined: set[str]) -> bool:
+        before = self.topology.nodes[: self.topology.nodes.index(node)]
+        return not has_gpu() or all(other.name in joined for other in before if {*other.gpus} & {*node.gpus})
+
+    def _joined(self) -> set[str]:
+        """The nodes that the router knows; notes when each was first seen."""
+        found = {status.node.ref.node_id for status in self._nodes()}
+        for name in found & self.started.keys():
+            self.seconds.setdefault(name, []).append(round(time.monotonic() - self.started.pop(name), 1))
+            self.on_up(name)
+        return found
+
+    def _check(self, deadline: float) -> None:
+        """Raises StartError if waiting longer makes no sense."""
+        for name, process in self.processes.running.items():
+            if process.poll() is not None:
+                raise StartError(f"{name} ended with {process.returncode}:\n{self.log_tail(name)}")
+        for status in self._nodes():
+            if status.state is NodeState.REFUSED:
+                raise StartError(f"{status.node.ref.node_id} was refused: {status.detail}")
+        if time.monotonic() > deadline:
+            missing = [node.name for node in self.topology.nodes if node.name not in self.seconds] or ["a pair"]
+            tails = "\n".join(self.log_tail(name) for name in missing if name in self.processes.running)
+            raise StartError(f"{', '.join(missing)} did not start in time:\n{tails}")
+
+
+@contextmanager
+def running(
+    topology: Topology, logs: Path, on_up: Callable[[str], None] = lambda name: None, **settings: object
+) -> Iterator[Nodes]:
+    """A cluster that is ready, until the end of the block; whatever happens, no process is left."""
+    logs.mkdir(parents=True, exist_ok=True)
+    nodes = Nodes(topology, Processes(logs), on_up=on_up, **settings)  # type: ignore[arg-type]
+    try:
+        nodes.start()
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+@contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Variables of the processes that are started in the block; None leaves one alone. Not for several threads."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: value for name, value in values.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA driver; torch is not loaded for that."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+@functools.cache
+def help_of(module: str) -> str:
+    command = [sys.executable, "-m", module, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def after(seconds: float, act: Callable[[], None]) -> threading.Timer:
+    """Calls `act` in a thread after so many seconds unless cancelled; keeps no process alive."""
+    timer = threading.Timer(max(0.0, seconds), act)
+    timer.daemon = True
+    timer.start()
+    return timer

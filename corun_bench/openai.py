@@ -1,0 +1,242 @@
+"""Any server with OpenAI's completions API, as a benchmark drives it: one streamed request, and when its tokens came.
+
+Owns: the HTTP client, the reading of server-sent events. This module must not know workloads, nor what is made of the
+times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aiohttp
+
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun_bench.records import Outcome, Request
+
+TIMEOUT_S = 3600.0
+"""For one request, from its sending to its last token, unless configured."""
+CONNECT_TIMEOUT_S = 30.0
+KEEPALIVE_S = 4.0
+"""For an unused connection: servers built on uvicorn close theirs after 5 s, and a request may not meet that."""
+MAX_EVENT_BYTES = 64 * 1024 * 1024
+MAX_SHOWN = 200
+"""Characters of a server's error that are kept."""
+
+
+class OpenAiTarget:
+    """A server at `url`, as in http://127.0.0.1:8000. Requests name `model`; empty: the first that the server lists.
+
+    token: for a server that wants one. extra: further fields of every request. vllm: send vLLM's own fields, without
+    which tokens are counted but not known (`Outcome.token_ids` stays empty), and may end at the end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        temperature: float = 1.0,
+        token: str = "",
+        timeout_s: float = TIMEOUT_S,
+        extra: dict[str, Any] | None = None,
+        vllm: bool = True,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgumentError("url", url, "must begin with http:// or https://")
+        self.model = model
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        own = {"ignore_eos": True, "return_token_ids": True} if vllm else {}
+        options = {"include_usage": True} | ({"continuous_usage_stats": True} if vllm else {})
+        self._fields = {"temperature": temperature, "stream": True, "stream_options": options, **own, **(extra or {})}
+        self._session: aiohttp.ClientSession | None = None
+
+    def settle(self) -> None:
+        """Nothing."""
+
+    async def forget(self) -> None:
+        """Nothing: no standard call empties a server's caches. Prompts of different runs differ."""
+
+    async def start(self) -> None:
+        """Opens the client and asks for the model. Raises UnavailableError if the server does not say."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+            headers=self._headers,
+        )
+        try:
+            self.model = self.model or await self._first_model()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends every request in flight."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        """Sends one request and notes what comes, until it ends. A failure is noted, too, and not raised."""
+        try:
+            await self._run(request, outcome, logprobs=logprobs, clock=clock)
+        except asyncio.TimeoutError:  # First: an OSError, in some versions of Python.
+            outcome.error = f"no end after {self._timeout_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            outcome.error = _shown(f"{type(error).__name__}: {error}")
+        except BadAnswerError as error:
+            outcome.error = _shown(str(error))
+
+    async def _run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        assert self._session is not None, "start() comes first"
+        reader, answer = EventReader(), _Answer(outcome)
+        body = json.dumps(self._body(request, logprobs))
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(f"{self._url}/v1/completions", data=body, headers=headers) as response:
+            if response.status != 200:
+                raise BadAnswerError(f"HTTP {response.status}: {_message(await response.read())}")
+            async for data in response.content.iter_any():
+                now = clock()
+                for event in reader.feed(data):
+                    answer.take(event, now)
+        answer.finish(request.max_tokens)
+
+    def _body(self, request: Request, logprobs: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(request.prompt_token_ids),
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            **self._fields,
+        }
+        return fields | ({"logprobs": 0} if logprobs else {})  # 0: the sampled token's own, and no other.
+
+    async def _first_model(self) -> str:
+        assert self._session is not None
+        try:
+            async with self._session.get(f"{self._url}/v1/models") as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise UnavailableError(f"{self._url}/v1/models: HTTP {response.status}: {_message(body)}")
+            return str(json.loads(body)["data"][0]["id"])
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise UnavailableError(f"{self._url}/v1/models: {type(error).__name__}: {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise UnavailableError(f"{self._url}/v1/models lists no model") from error
+
+
+class BadAnswerError(Exception):
+    """A server's answer that says, or is, an error."""
+
+
+class EventReader:
+    """Server-sent events out of the bytes of a stream, however they were cut."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._lines: list[bytes] = []
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The data of the events that are complete now. Raises BadAnswerError for one without an end."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise BadAnswerError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        for raw in lines:
+            line = raw.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._lines.append(line[5:].removeprefix(b" "))
+            elif not line and self._lines:  # Other lines are comments, or fields that say nothing here.
+                yield b"\n".join(self._lines)
+                self._lines = []
+
+
+class _Answer:
+    """What one stream has said so far."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._num_tokens = 0
+        self._total: int | None = None
+        """As the server counts them."""
+        self._reason = ""
+        self._done = False
+
+    def take(self, data: bytes, now: float) -> None:
+        """One event. Raises BadAnswerError if it is one."""
+        if data.strip() == b"[DONE]":
+            self._done = True
+            return
+        event = _read(data)
+        if error := event.get("error"):
+            raise BadAnswerError(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
+        try:
+            total = (event.get("usage") or {}).get("completion_tokens")
+            for choice in event.get("choices") or ():
+                self._take_choice(choice, total, now)
+            self._total = self._total if total is None else int(total)
+        except (AttributeError, TypeError, ValueError) as bad:
+            raise BadAnswerError(f"an event of another shape: {_text(data)}") from bad
+
+    def _take_choice(self, choice: dict[str, Any], total: int | None, now: float) -> None:
+        token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+        if token_ids is not None:
+            count = len(token_ids)
+            self._outcome.token_ids.extend(map(int, token_ids))
+        elif total is not None:
+            count = int(total) - self._num_tokens
+        else:
+            count = 0 if reason and not choice.get("text") else 1
+        self._reason = reason or self._reason
+        if count > 0:
+            self._num_tokens += count
+            self._outcome.arrivals.append((now, count))
+        if logprobs := choice.get("logprobs"):
+            self._outcome.logprobs.extend(map(float, logprobs["token_logprobs"]))
+
+    def finish(self, max_tokens: int) -> None:
+        """The end. Raises BadAnswerError if it came too early, or the server counts other tokens."""
+        if not self._done:
+            raise BadAnswerError(f"the stream broke off after {self._num_tokens} tokens")
+        self._add_uncounted()
+        if self._num_tokens != (self._num_tokens if self._total is None else self._total):
+            raise BadAnswerError(f"{self._num_tokens} tokens came, and the server says {self._total}")
+        if self._num_tokens != max_tokens:
+            raise BadAnswerError(f"{self._num_tokens} of {max_tokens} tokens came, finish reason {self._reason!r}")
+
+    def _add_uncounted(self) -> None:
+        """Tokens that a server puts several in a message, and only counts at the end, came with the last at latest."""
+        missing = (self._total or 0) - self._num_tokens
+        if missing > 0 and self._outcome.arrivals and not self._outcome.token_ids:
+            at, count = self._outcome.arrivals[-1]
+            self._outcome.arrivals[-1] = at, count + missing
+            self._num_tokens += missing
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise BadAnswerError(f"an event that is no JSON object: {_text(data)}")
+    return event
+
+
+def _message(body: bytes) -> str:
+    """Of an error: OpenAI's, or whatever it is."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return _text(body)
+
+
+def _text(data: bytes) -> str:
+    return data[:MAX_SHOWN].decode("utf-8", "replace")
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:MAX_SHOWN]

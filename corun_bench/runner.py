@@ -1,0 +1,346 @@
+"""A benchmark from its options to its result: every system up once, every workload on it, repeats, bits compared.
+
+Owns the order of things and what is said meanwhile. Must not know how a system is started or a request is timed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import math
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from corun.errors import CorunError, InternalError
+from corun_bench import conditions, metrics, results, workloads
+from corun_bench.driver import Target, drive
+from corun_bench.engines import TEMPERATURE, IndependentEngines
+from corun_bench.fleet import Up, up
+from corun_bench.openai import OpenAiTarget
+from corun_bench.records import Run, Workload
+from corun_bench.systems import Machine, System
+from router.text import Tokenizer
+
+PADDING_PROMPT, PADDING_OUTPUT = 128, 64
+"""Tokens of the lone request of a padding sweep."""
+REPEAT_SEEDS = 7919
+"""Apart, so that no two repeats share a prompt that a prefix cache would know."""
+CROWD = 96
+"""Requests beside those that are compared."""
+WATCH_S = 0.25
+PROGRESS_S = 15.0
+FEW_AT_ONCE = 4
+"""Requests in flight when they are run again in other company."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    machine: Machine
+    systems: tuple[System, ...]
+    urls: tuple[str, ...] = ()
+    """OpenAI-compatible servers to measure as well, each by its URL."""
+    url_model: str = ""
+    """Name of the model that those serve."""
+    specs: tuple[workloads.Spec, ...]
+    num_prompts: int = 300
+    num_warmups: int = 16
+    repeats: int = 3
+    max_concurrency: tuple[int, ...] = (256,)
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    seed: int = 0
+    logprobs: bool = False
+    percentiles: tuple[float, ...] = metrics.PERCENTILES
+    goodput: dict[str, float] = field(default_factory=dict)
+    mismatch_requests: int = 32
+    mismatch_tokens: int = 64
+    padding: tuple[int, ...] = ()
+    timeout_s: float = 600.0
+    logs: Path
+    output: Path
+    """The result file; rewritten after every run, so that nothing measured is lost."""
+
+
+class Benchmark:
+    """One benchmark. What fails is in `failures`; the rest goes on."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.failures: list[str] = []
+        config = conditions.model_config(plan.machine.model)
+        self._vocab_size = int(config["vocab_size"])
+        self._tokenizer: Tokenizer | None = None
+        self._made: dict[tuple[Any, ...], Workload] = {}
+        self._began = time.monotonic()
+        self._check: Callable[[], None] = lambda: None
+        self.result: results.Result = {
+            "schema": results.SCHEMA,
+            "command": sys.argv[1:],
+            "conditions": {
+                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "hardware": conditions.hardware(),
+                "versions": conditions.versions(),
+                "clocks": {"before": conditions.clocks()},
+                "model": conditions.model_summary(plan.machine.model, config),
+                "sampling": f"temperature {TEMPERATURE}, a seed per request, ignore_eos",
+            },
+            "systems": [],
+            "runs": [],
+            "mismatches": [],
+        }
+
+    def prepare(self) -> None:
+        """Makes every workload. Raises InvalidArgumentError for one that cannot be made, before anything is started."""
+        for spec in self.plan.specs:
+            for repeat in (*([-1] if self.plan.num_warmups else []), *range(self.plan.repeats)):
+                self._workload(spec, repeat, 1)
+            if self.plan.mismatch_requests:
+                self._workload(spec, -2, 1)
+
+    async def run(self) -> None:
+        """Measures one system after the other; what is measured is written also if this is cancelled."""
+        try:
+            for system in self.plan.systems:
+                await self._measure(system.name, up(system, self.plan.machine, self.plan.logs / system.name))
+            for url in self.plan.urls:
+                await self._measure(url, _foreign(url, self.plan.url_model))
+        finally:
+            self.result["conditions"]["clocks"]["after"] = conditions.clocks()
+            self._save()
+
+    async def _measure(self, name: str, starting: Any) -> None:
+        self.say(f"{name}: starting")
+        try:
+            async with starting as found:
+                await self._while_alive(self._on(name, found), found)
+        except (CorunError, RuntimeError) as error:  # corun_bench.nodes.StartError is a RuntimeError.
+            self._fail(f"{name}: {error}", self._missing(name))
+
+    async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: Up | OpenAiTarget) -> None:
+        """Raises UnavailableError as soon as a process of the system has ended: its requests would wait for ever."""
+        self._check = found.check if isinstance(found, Up) else lambda: None
+        watch = asyncio.create_task(_watch(self._check))
+        work = asyncio.create_task(measuring)
+        try:
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.cancelled() and work.done() and work.exception() is not None:
+                await asyncio.wait({watch}, timeout=2 * WATCH_S)  # A process that has ended is why, and says more.
+        finally:
+            for task in (watch, work):
+                task.cancel()
+            await asyncio.gather(watch, work, return_exceptions=True)
+        if not watch.cancelled():
+            watch.result()
+        if work.cancelled():
+            raise InternalError("the measurement was cancelled from within")
+        work.result()
+
+    def _missing(self, name: str) -> str:
+        """How much of a system's runs is not measured; empty if nothing is, or all."""
+        rows = [row for row in self.result["runs"] if row["system"] == name]
+        measured = sum(not row["workload"].startswith("padding=") for row in rows)
+        planned = len(self.plan.specs) * len(self.plan.max_concurrency) * self.plan.repeats
+        return f" ({measured} of its {planned} runs were measured)" if 0 < measured < planned else ""
+
+    async def _on(self, name: str, found: Up | OpenAiTarget) -> None:
+        target = _target_of(found)
+        described = self._describe(name, found)
+        sent = 0
+        for spec in self.plan.specs:
+            sent += await self._warm(name, target, spec)
+            for concurrency in self.plan.max_concurrency:
+                for repeat in range(self.plan.repeats):
+                    workload = self._workload(spec, repeat, concurrency)
+                    sent += len(workload.requests)
+                    await self._run(name, target, workload, repeat, described)
+            sent += await self._compare(name, target, spec)
+        await self._pad(name, found, described)
+        if isinstance(found, Up):
+            described["memory"] = found.memory()
+            described["gpu_memory"] = found.gpu_memory()
+            described["handoff"] = await found.handoffs(sent)
+        self._save()
+
+    async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> Run:
+        run = await self._drive(target, workload, system=name, repeat=repeat, logprobs=self.plan.logprobs)
+        summary = metrics.summarize(
+            run,
+            percentiles=self.plan.percentiles,
+            goodput=self.plan.goodput,
+            gpus=metrics.Gpus(**described["gpus"]),
+            slots=described["slots"],
+        )
+        if not described["pads"]:
+            summary["padding_waste"] = None
+        rate = workload.request_rate if workload.is_open else None
+        row = {"system": name, "workload": workload.name, "repeat": repeat}
+        row |= {"max_concurrency": workload.max_concurrency, "request_rate": rate, "burstiness": workload.burstiness}
+        self.result["runs"].append(row | summary)
+        self._save()
+        self.say(f"{name}: {workload.name} #{repeat + 1} at {workload.max_concurrency}: {_line(summary)}")
+        if errors := sorted({outcome.error for outcome in run.outcomes if outcome.error}):
+            self._fail(f"{name}: {workload.name}: {summary['failed']} requests failed: {errors[0]}")
+        return run
+
+    async def _drive(self, target: Target, workload: Workload, **options: Any) -> Run:
+        """Raises UnavailableError if an engine died meanwhile: what came of it is no measurement."""
+        progress = self._progress(options["system"], workload)
+        run = await drive(target, workload, timeout_s=self.plan.timeout_s, on_done=progress, **options)
+        self._check()
+        return run
+
+    def _progress(self, name: str, workload: Workload) -> Callable[[], None]:
+        """To be called for every request that is done; says so now and then."""
+        count, said = 0, time.monotonic()
+
+        def done() -> None:
+            nonlocal count, said
+            count += 1
+            if time.monotonic() > said + PROGRESS_S and count < len(workload.requests):
+                said = time.monotonic()
+                self.say(f"{name}: {workload.name}: {count} of {len(workload.requests)} requests done")
+
+        return done
+
+    async def _warm(self, name: str, target: Target, spec: workloads.Spec) -> int:
+        """Requests of the same shapes whose times do not count."""
+        if not self.plan.num_warmups:
+            return 0
+        workload = self._workload(spec, -1, min(self.plan.max_concurrency[-1], self.plan.num_warmups))
+        warmups = replace(workload, requests=workload.requests[: self.plan.num_warmups], request_rate=math.inf)
+        await self._drive(target, warmups, system=name)
+        return len(warmups.requests)
+
+    async def _compare(self, name: str, target: Target, spec: workloads.Spec) -> int:
+        """Runs some requests in a crowd, then again few at a time in another order, and compares every bit."""
+        if not (wanted := self.plan.mismatch_requests):
+            return 0
+        made = self._workload(spec, -2, self.plan.max_concurrency[-1])
+        short = [
+            replace(request, max_tokens=min(request.max_tokens, self.plan.mismatch_tokens), arrival_s=0.0)
+            for request in made.requests[: wanted + CROWD]
+        ]
+        crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
+        few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
+        first, again = [await self._drive(target, workload, system=name, logprobs=True) for workload in (crowd, few)]
+        first.outcomes = first.outcomes[:wanted]
+        found = metrics.mismatches(first, again)
+        row = {"system": name, "workload": spec.name, "requests": found.requests, "rate": found.rate}
+        row |= {"different_tokens": found.different_tokens, "different_bits": found.different_bits}
+        self.result["mismatches"].append(row | {"tokens_only": found.tokens_only})
+        self._save()
+        self.say(f"{name}: {spec.name}: {found.different_bits} of {found.requests} requests differ in other company")
+        if found.not_compared:
+            self._fail(f"{name}: {spec.name}: {len(found.not_compared)} requests could not be compared")
+        return len(crowd.requests) + len(few.requests)
+
+    async def _pad(self, name: str, found: Up | OpenAiTarget, described: dict[str, Any]) -> None:
+        """A lone request with decode steps of so many rows (paper, Section V-E); once where rows are not padded."""
+        if not self.plan.padding or not isinstance(found, Up) or not isinstance(found.target, IndependentEngines):
+            return
+        pads = found.system.pads
+        for rows in self.plan.padding if pads else self.plan.padding[:1]:
+            if pads:
+                await found.engines[0].pad_to(rows)
+            await self._alone(name, IndependentEngines(found.engines[:1]), rows, described)
+        if pads:
+            await found.engines[0].pad_to(found.system.slots_on(self.plan.machine))
+
+    async def _alone(self, name: str, target: Target, rows: int, described: dict[str, Any]) -> None:
+        spec = workloads.parse(f"in={PADDING_PROMPT},out={PADDING_OUTPUT}")
+        for repeat in range(-1, self.plan.repeats):
+            made = self._workload(spec, repeat, 1, num_requests=1)
+            workload = replace(made, name=f"padding={rows}", request_rate=math.inf)
+            if repeat < 0:
+                await self._drive(target, workload, system=name)
+            else:
+                await self._run(name, target, workload, repeat, described)
+
+    def _workload(self, spec: workloads.Spec, repeat: int, concurrency: int, num_requests: int = 0) -> Workload:
+        """The same for every system."""
+        key = (spec, repeat, num_requests)
+        if key not in self._made:
+            self._made[key] = self._make(spec, repeat, num_requests)
+        return replace(self._made[key], max_concurrency=concurrency)
+
+    def _make(self, spec: workloads.Spec, repeat: int, num_requests: int) -> Workload:
+        return workloads.make(
+            spec,
+            num_requests=num_requests or self.plan.num_prompts,
+            vocab_size=self._vocab_size,
+            max_model_len=self.plan.machine.max_model_len,
+            seed=self.plan.seed + REPEAT_SEEDS * (repeat + 3),
+            tokenize=self._tokenize if spec.is_text else None,
+            request_rate=self.plan.request_rate,
+            burstiness=self.plan.burstiness,
+        )
+
+    def _tokenize(self, text: str) -> list[int]:
+        self._tokenizer = self._tokenizer or Tokenizer.load(self.plan.machine.model)
+        return list(self._tokenizer.encode(text))
+
+    def _describe(self, name: str, found: Up | OpenAiTarget) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "system": name,
+            "gpus": {"prefill": 0, "decode": 0, "total": 0},
+            "slots": 0,
+            "handoff": None,
+        }
+        row["pads"] = isinstance(found, Up) and found.system.pads
+        if isinstance(found, Up):
+            row |= {"gpus": found.gpus, "slots": found.slots, "ready_s": found.ready_s, "memory": found.memory()}
+            row |= {"gpu_memory": found.gpu_memory(), "fingerprint": found.fingerprint, "settings": found.settings}
+            self.say(f"{name}: ready in {found.ready_s:.1f} s")
+        else:
+            row |= {"ready_s": None, "memory": {}, "gpu_memory": {}, "fingerprint": "", "settings": {"url": name}}
+        self.result["systems"].append(row)
+        return row
+
+    def _save(self) -> None:
+        results.write(self.plan.output, self.result)
+
+    def _fail(self, text: str, missing: str = "") -> None:
+        self.failures.append(text.splitlines()[0] + missing)
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """On stderr, with the time since the start."""
+        with suppress(BrokenPipeError):
+            print(f"[{time.monotonic() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+async def _watch(check: Callable[[], None]) -> None:
+    while True:
+        check()
+        await asyncio.sleep(WATCH_S)
+
+
+def _target_of(found: Up | OpenAiTarget) -> Target:
+    return found.target if isinstance(found, Up) else found
+
+
+def _line(summary: dict[str, Any]) -> str:
+    """A run in one line."""
+    text = f"{summary['output_throughput']:.0f} output tok/s"
+    if summary.get("median_ttft_ms") is not None:
+        text += f", TTFT {summary['median_ttft_ms']:.0f} ms"
+    if summary.get("median_tpot_ms") is not None:
+        text += f", TPOT {summary['median_tpot_ms']:.2f} ms"
+    return text
+
+
+@asynccontextmanager
+async def _foreign(url: str, model: str) -> AsyncIterator[OpenAiTarget]:
+    target = OpenAiTarget(url, model=model, temperature=TEMPERATURE)
+    await target.start()
+    try:
+        yield target
+    finally:
+        await target.close()

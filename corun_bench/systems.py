@@ -1,0 +1,202 @@
+"""The systems that are measured: what their names mean, and which engines or nodes each runs on which GPUs.
+
+Pure. Must not know how anything is started, nor vLLM: `corun_bench.engine` turns settings into its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from corun.errors import InvalidArgumentError
+
+KINDS = {
+    "std": "stock vLLM",
+    "bi": "stock vLLM, batch-invariant (VLLM_BATCH_INVARIANT=1)",
+    "colocated": "the paper's CoRun: isolated prefill and fixed-shape decode in one engine",
+    "colocated+ladder": "colocated, with smaller decode steps where they were found to give the same bits",
+    "pd-std": "stock vLLM, prefill and decode apart over NIXL, behind a plain proxy",
+    "cluster": "this project: prefill nodes, decode nodes and a router",
+    "std+nosplit": "std without split-KV in decode attention (ablation)",
+    "std+isolated": "std+nosplit with isolated prefill (ablation)",
+}
+LADDER = "colocated+ladder"
+PAIRED = ("pd-std", "cluster")
+"""Kinds with prefill and decode apart."""
+SHARED = "shared"
+"""The placement with a prefill and a decode process on every GPU."""
+GPU_MEMORY = 0.84
+"""Of a GPU's memory, for all engines on it together: graphs, NIXL and CUDA contexts come on top."""
+_PLACEMENT = re.compile(r"(\d+)p(\d+)d")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What all systems get alike."""
+
+    model: str
+    """Directory of a checkpoint."""
+    gpus: tuple[int, ...] = ()
+    """Empty: the CPU."""
+    cores: tuple[int, ...] = ()
+    """Of the CPU, where that computes."""
+    slots: int = 256
+    """Decode slots of an engine with fixed shapes, and the most sequences of any engine at once."""
+    chunk_size: int = 2048
+    """Prompt tokens of a prefill step of ours; stock vLLM keeps its own default."""
+    max_model_len: int = 8192
+    tensor_parallel_size: int = 1
+    kv_cache_gib: int = 1
+    """Of each engine on a CPU."""
+
+    @property
+    def num_devices(self) -> int:
+        """Places for an engine: groups of tensor_parallel_size GPUs, or the one CPU."""
+        return max(1, len(self.gpus) // self.tensor_parallel_size)
+
+    def device(self, index: int) -> tuple[int, ...]:
+        """The GPUs of a place; none on a CPU."""
+        size = self.tensor_parallel_size
+        return self.gpus[index * size : (index + 1) * size]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """One vLLM engine of a system that is not the cluster."""
+
+    kind: str
+    role: str = "both"
+    """both, prefill or decode."""
+    model: str
+    gpus: tuple[int, ...]
+    cores: tuple[int, ...]
+    gpu_memory_utilization: float
+    slots: int
+    chunk_size: int
+    max_model_len: int
+    tensor_parallel_size: int
+    kv_cache_gib: int
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it keeps the contract of the cluster's nodes."""
+        return self.kind.startswith("colocated")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """A system by its name, as in "std", "cluster:2p1d", "cluster:shared", "colocated::512" (512 slots)."""
+
+    name: str
+    kind: str
+    placement: str = ""
+    """Of prefill and decode: "XpYd", "shared", or empty for what the GPUs allow."""
+    slots: int = 0
+    """0: the machine's."""
+
+    @classmethod
+    def parse(cls, name: str) -> System:
+        """Raises InvalidArgumentError for a name that is none."""
+        kind, _, rest = name.partition(":")
+        placement, _, slots = rest.partition(":")
+        if kind not in KINDS:
+            raise InvalidArgumentError("systems", name, f"must be one of {', '.join(KINDS)}")
+        if placement and (kind not in PAIRED or not (placement == SHARED or _PLACEMENT.fullmatch(placement))):
+            limit = f"must be shared or XpYd, as in cluster:2p1d, and only {' and '.join(PAIRED)} have one"
+            raise InvalidArgumentError("systems", name, limit)
+        if slots and not slots.isdecimal():
+            raise InvalidArgumentError("systems", name, "must end in a number of slots, as in cluster:1p1d:512")
+        return cls(name=name, kind=kind, placement=placement, slots=int(slots or 0))
+
+    @property
+    def pads(self) -> bool:
+        """Whether every decode step has a row for each slot. Stock steps have no empty rows, and how many those of
+        systems with steps of several sizes have is known to their engines only."""
+        return self.kind == "colocated"
+
+    def slots_on(self, machine: Machine) -> int:
+        return self.slots or machine.slots
+
+    def places(self, machine: Machine) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The places of its prefill and of its decode engines; the same ones where an engine does both.
+
+        Raises InvalidArgumentError if the machine has too few.
+        """
+        if self.kind == "bi" and not machine.gpus:
+            raise InvalidArgumentError("systems", self.name, "needs a GPU: vLLM has no batch-invariant mode on a CPU")
+        devices = machine.num_devices
+        everywhere = tuple(range(devices))
+        if self.kind not in PAIRED or self.placement == SHARED:
+            return everywhere, everywhere
+        found = _PLACEMENT.fullmatch(self.placement)
+        prefill, decode = (int(found[1]), int(found[2])) if found else (max(1, devices // 2), max(1, -(-devices // 2)))
+        if not machine.gpus or (devices == 1 and not found):
+            return (0,) * prefill, (0,) * decode
+        if not 0 < prefill < devices or not 0 < decode <= devices - prefill:
+            limit = f"must leave a GPU to each engine; there are {devices} places"
+            raise InvalidArgumentError("systems", self.name, limit)
+        return everywhere[:prefill], everywhere[prefill : prefill + decode]
+
+    def gpus(self, machine: Machine) -> dict[str, int]:
+        """How many GPUs (or CPUs) prefill, decode and both together use."""
+        prefill, decode = self.places(machine)
+        size = machine.tensor_parallel_size
+        return {
+            "prefill": len({*prefill}) * size,
+            "decode": len({*decode}) * size,
+            "total": len({*prefill, *decode}) * size,
+        }
+
+    def engines(self, machine: Machine) -> list[EngineSettings]:
+        """The engines of a system other than the cluster, in the order of their start."""
+        prefill, decode = self.places(machine)
+        if self.kind not in PAIRED:
+            return [self._engine(machine, "both", place, 1) for place in decode]
+        neighbours = 2 if {*prefill} & {*decode} else 1
+        found = [self._engine(machine, "prefill", place, neighbours) for place in prefill]
+        return found + [self._engine(machine, "decode", place, neighbours) for place in decode]
+
+    def _engine(self, machine: Machine, role: str, place: int, neighbours: int) -> EngineSettings:
+        return EngineSettings(
+            kind=self.kind,
+            role=role,
+            model=machine.model,
+            gpus=machine.device(place),
+            cores=_cores(machine.cores, role),
+            gpu_memory_utilization=round(GPU_MEMORY / neighbours, 2),
+            slots=self.slots_on(machine),
+            chunk_size=machine.chunk_size,
+            max_model_len=machine.max_model_len,
+            tensor_parallel_size=machine.tensor_parallel_size,
+            kv_cache_gib=machine.kv_cache_gib,
+        )
+
+    def describe(self, machine: Machine) -> dict[str, Any]:
+        """For the result file."""
+        prefill, decode = self.places(machine)
+        places = {"prefill": [machine.device(place) for place in prefill]} if self.kind in PAIRED else {}
+        return {
+            "what": KINDS[self.kind],
+            **places,
+            ("decode" if self.kind in PAIRED else "engines"): [machine.device(place) for place in decode],
+        }
+
+
+def _cores(cores: Sequence[int], role: str) -> tuple[int, ...]:
+    """Halves for prefill and decode: engines that share cores slow each other down many times over."""
+    if role == "both" or len(cores) < 2:
+        return tuple(cores)
+    half = len(cores) // 2
+    return tuple(cores[half:] if role == "prefill" else cores[:half])
+
+
+def parse_systems(names: Sequence[str]) -> list[System]:
+    """All of a command line: separated by spaces or commas, each once."""
+    found = [System.parse(name) for group in names for name in group.split(",") if name]
+    if not found:
+        raise InvalidArgumentError("systems", list(names), "must name at least one")
+    if len({system.name for system in found}) < len(found):
+        raise InvalidArgumentError("systems", list(names), "must name each only once")
+    return found
