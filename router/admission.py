@@ -17,7 +17,7 @@ from corun.errors import CorunError, DeadlineError, OverloadedError, Unavailable
 from corun.rpc.auth import ANYONE, Caller
 from corun.types import Priority
 from router.lanes import Lanes, Ticket
-from router.members import Seat
+from router.nodes.members import Seat
 from router.pace import Pace
 from router.placement import Need
 

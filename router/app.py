@@ -25,10 +25,10 @@ from router.failover import SampleRunner
 from router.generations import Generator
 from router.idle import IdleRuns
 from router.metrics import Figures, families
-from router.registry import Registry
+from router.nodes.registry import Registry
+from router.nodes.warmup import spawn
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
 from router.verify import Verifier
-from router.warmup import spawn
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
 BYTES_OF_CASES = 4 * 1024 * 1024

@@ -20,10 +20,10 @@ from corun.types import AuditStatus, FinishReason
 from router.comparison import Comparison
 from router.failover import Finished, NodeFaultError, Sample, receipt_of
 from router.idle import SPARE_SLOTS, IdleRun, IdleRuns
-from router.nodes import is_not_finite
+from router.nodes.node_client import is_not_finite
+from router.nodes.registry import Registry
 from router.output import RECORD
 from router.placement import Need
-from router.registry import Registry
 from router.reproductions import Reproductions
 
 MAX_RUNNING = 4

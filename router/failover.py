@@ -35,11 +35,11 @@ from corun.rpc.auth import ANYONE, Caller
 from corun.types import FinishReason, KvHandle, NodeRef, Priority, ResumePoint
 from router.admission import AdmissionQueue
 from router.lanes import Ticket
-from router.members import Member, PrefillMember, Seat
-from router.nodes import ALONE, Lease, Share, Start, is_not_finite
+from router.nodes.members import Member, PrefillMember, Seat
+from router.nodes.node_client import ALONE, Lease, Share, Start, is_not_finite
+from router.nodes.registry import Registry
 from router.output import SampleOutput
 from router.placement import Need
-from router.registry import Registry
 from router.tally import Tally
 
 CLOCK_SLACK_S = 0.1

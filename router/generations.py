@@ -36,9 +36,9 @@ from corun.types import Priority, ResumePoint
 from router.admission import AdmissionQueue
 from router.failover import Sample, SampleRunner
 from router.lanes import Ticket
+from router.nodes.registry import Registry
 from router.output import Outbox, Piece, SampleOutput
 from router.prompts import Model, PromptEncoder
-from router.registry import Registry
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from corun.errors import OverloadedError
 from corun.types import FinishReason
 from router.admission import AdmissionQueue
 from router.failover import NodeFaultError, Output, Run, Sample
-from router.members import Seat
+from router.nodes.members import Seat
+from router.nodes.registry import Registry
 from router.placement import Need
-from router.registry import Registry
 
 SPARE_SLOTS = 4
 """Slots that stay free on a node beside what may wait, for samples that come in meanwhile; all but one on a node that

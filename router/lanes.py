@@ -26,7 +26,7 @@ from router.placement import Need
 if TYPE_CHECKING:
     import asyncio
 
-    from router.members import Seat
+    from router.nodes.members import Seat
 
 
 class Ticket(Place):

@@ -27,9 +27,9 @@ from router.admission import AdmissionQueue
 from router.audit import Auditor
 from router.failover import Sample, SampleRunner
 from router.generations import Generation, Generator, Request
+from router.nodes.registry import Registry
 from router.output import Piece
 from router.prompts import Model
-from router.registry import Registry
 from router.verify import Verifier, naming_case
 from router.views import for_client
 

@@ -25,8 +25,8 @@ from router.crowd import Crowd, Fillers
 from router.failover import Sample
 from router.generations import Generator
 from router.idle import SPARE_SLOTS, IdleRuns
+from router.nodes.registry import Registry
 from router.prompts import Model
-from router.registry import Registry
 
 LONGEST_S = 900.0
 """Longest verification: who has more to verify comes again, and others had their turn."""

@@ -25,7 +25,7 @@ from typing import Any
 from corun.node import membership
 from corun.rpc.channel import OPEN
 from corun.rpc.server import raise_file_limit
-from router import registry
+from router.nodes import registry
 from router.service import ClusterService
 from tests.fakes import FakeCluster, cluster, router_config, start_router
 from tests.secrets import Secrets

@@ -16,7 +16,7 @@ from corun.rpc.auth import Caller
 from corun.types import Priority
 from router.admission import AdmissionQueue
 from router.lanes import Lanes, Ticket
-from router.members import Seat
+from router.nodes.members import Seat
 from router.pace import Pace
 from router.placement import Need
 

@@ -12,10 +12,10 @@ from corun.errors import CorunError, DeadlineError, InvalidArgumentError, Overlo
 from corun.params import SamplingParams
 from corun.types import NodeInfo, NodeRef, NodeRole, NodeState
 from corun.v1 import cluster_service_pb2 as pb
-from router import registry
 from router.failover import NodeFaultError, SampleRunner
+from router.nodes import registry
+from router.nodes.registry import Registry
 from router.output import Outbox
-from router.registry import Registry
 from tests.fakes import FakeCluster, cluster, contract, generate, router_config
 from tests.fuzz.http2 import WINDOW_UPDATE, Connection, call, frame, hello, status_of
 

@@ -14,8 +14,8 @@ from corun.params import SamplingParams
 from corun.types import NodeState
 from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService
-from router import nodes
-from router.members import DecodeMember
+from router.nodes import node_client
+from router.nodes.members import DecodeMember
 from tests.fakes import (
     WAIT_S,
     FakeCluster,
@@ -131,7 +131,7 @@ class TestSessions:
         self, model: str, monkeypatch: pytest.MonkeyPatch, method: str
     ) -> None:
         """Nothing else would free a lease while its stream stands. The node works on, with the next session."""
-        monkeypatch.setattr(nodes, "CLEANUP_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(node_client, "CLEANUP_TIMEOUT_S", 0.2)
         unanswered = Unanswered(monkeypatch, method)
         async with cluster(model, reserve_timeout_s=0.2, **PATIENT) as fake:
             decode = fake.nodes[1]

@@ -10,10 +10,10 @@ from corun.config.fields import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
 from corun.types import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
-from router.members import Seat
-from router.pinned import MAX_OFFERED, ClusterContract
+from router.nodes.members import Seat
+from router.nodes.pinned import MAX_OFFERED, ClusterContract
+from router.nodes.registry import Registry
 from router.placement import Need
-from router.registry import Registry
 from tests.fakes import cluster, contract, generate, router_config
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE

@@ -12,7 +12,7 @@ import pytest
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
 from corun.types import NodeState
-from router.members import Seat
+from router.nodes.members import Seat
 from tests.fakes import FakeCluster, FakeNode, cluster, generate
 
 PROMPT = (5, 6, 7)
@@ -95,8 +95,8 @@ async def test_audits_run_beside_who_waits_aside(model: str) -> None:
 async def test_why_a_pair_does_not_connect_is_logged_when_it_changes(
     model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.warmup.LONGEST_RETRY_S", 0.01)
-    monkeypatch.setattr("router.warmup.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("router.nodes.warmup.LONGEST_RETRY_S", 0.01)
+    monkeypatch.setattr("router.nodes.warmup.FIRST_RETRY_S", 0.01)
     with caplog.at_level(logging.WARNING):
         async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, large):
             await fake.until(lambda: len(large.engine.connect_errors) < 980)

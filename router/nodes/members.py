@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, TypeVar
 
 from corun.types import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus, state_in_words
-from router.nodes import DecodeClient, NodeClient, PrefillClient
+from router.nodes.node_client import DecodeClient, NodeClient, PrefillClient
 from router.placement import PREFILLS_IN_FLIGHT, Need
 from router.slots import DecodeRoom, PrefillRoom
 

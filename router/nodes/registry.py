@@ -39,14 +39,14 @@ from corun.types import (
     NodeStatus,
 )
 from router.lag import AwakeClock
-from router.members import DecodeMember, Member, PrefillMember, Seat, explain, gap
-from router.nodes import DecodeClient, PrefillClient
-from router.pinned import ClusterContract, check_info
+from router.nodes.members import DecodeMember, Member, PrefillMember, Seat, explain, gap
+from router.nodes.node_client import DecodeClient, PrefillClient
+from router.nodes.pinned import ClusterContract, check_info
+from router.nodes.warmup import Pairs, spawn, until_done
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.prompts import Model
 from router.refusals import Refusals
 from router.text import VERSION, Tokenizer
-from router.warmup import Pairs, spawn, until_done
 
 OPEN_TIMEOUT_S = 10.0
 """Longest wait for a decode node to answer on a new step stream."""

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from corun.errors import CorunError
-from router.members import DecodeMember, Member, PrefillMember
-from router.nodes import NodeClient
+from router.nodes.members import DecodeMember, Member, PrefillMember
+from router.nodes.node_client import NodeClient
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_RETRY_S = 0.25
