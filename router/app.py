@@ -20,15 +20,15 @@ from corun.rpc.channel import Access
 from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.admission import AdmissionQueue
-from router.audit import Auditor
+from router.audit.auditor import Auditor
+from router.audit.idle import IdleRuns
+from router.audit.replay import Verifier
 from router.failover import SampleRunner
 from router.generations import Generator
-from router.idle import IdleRuns
 from router.metrics import Figures, families
 from router.nodes.registry import Registry
 from router.nodes.warmup import spawn
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
-from router.verify import Verifier
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
 BYTES_OF_CASES = 4 * 1024 * 1024

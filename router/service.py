@@ -24,13 +24,13 @@ from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
 from router.admission import AdmissionQueue
-from router.audit import Auditor
+from router.audit.auditor import Auditor
+from router.audit.replay import Verifier, naming_case
 from router.failover import Sample, SampleRunner
 from router.generations import Generation, Generator, Request
 from router.nodes.registry import Registry
 from router.output import Piece
 from router.prompts import Model
-from router.verify import Verifier, naming_case
 from router.views import for_client
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"

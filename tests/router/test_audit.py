@@ -22,11 +22,12 @@ from corun.receipt import output_digest
 from corun.records.claims import NamedCase, case_from_reproduction
 from corun.records.reproduction import Drawn, read_reproduction
 from corun.types import AuditStatus, FinishReason, NodeRole, NodeState
-from router import audit, reproductions
-from router.audit import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
-from router.comparison import Comparison
+from router.audit import auditor as audit
+from router.audit import reproductions
+from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
+from router.audit.comparison import Comparison
+from router.audit.idle import IdleRuns
 from router.failover import Finished
-from router.idle import IdleRuns
 from router.output import RECORD
 from tests.chaos.fakes import CONFIG, Chaos
 from tests.chaos.fakes import add as add_to_chaos

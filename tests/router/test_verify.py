@@ -19,10 +19,11 @@ from corun.rpc import codec
 from corun.rpc.auth import ANYONE
 from corun.rpc.channel import Access
 from corun.types import Condition, FinishReason, NodeState, Priority, VerifyCase, VerifyResult
-from router import crowd, failover
-from router import verify as router_verify
+from router import failover
 from router.admission import AdmissionQueue
-from router.idle import IdleRuns
+from router.audit import crowd
+from router.audit import replay as router_verify
+from router.audit.idle import IdleRuns
 from tests.fakes import WAIT_S, FakeCluster, cluster, expected, expected_digest, generate
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)

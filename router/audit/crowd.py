@@ -18,8 +18,8 @@ from corun.receipt import OutputDigest, prompt_digest
 from corun.rpc.auth import Caller
 from corun.seeds import MAX_SEED
 from corun.types import Priority
+from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.failover import Sample
-from router.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.prompts import Model
 
 MAX_FILLER_PROMPT = 48

@@ -2,7 +2,7 @@
 
 Each condition changes what must not matter: who runs beside a sample, which slot it gets, in which order samples
 arrive. Cases take the same way as every other sample, at the lowest priority, and leave slots free for others; their
-company takes idle slots only (`router.crowd`). This module must not know gRPC messages.
+company takes idle slots only (`router.audit.crowd`). This module must not know gRPC messages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from corun.receipt import Receipt, prompt_digest, text_digest
 from corun.rpc.auth import Caller
 from corun.types import Condition, NodeInfo, Priority, VerifyCase, VerifyResult
 from router.admission import MIN_RETRY_S
-from router.audit import Auditor
-from router.crowd import Crowd, Fillers
+from router.audit.auditor import Auditor
+from router.audit.crowd import Crowd, Fillers
+from router.audit.idle import SPARE_SLOTS, IdleRuns
 from router.failover import Sample
 from router.generations import Generator
-from router.idle import SPARE_SLOTS, IdleRuns
 from router.nodes.registry import Registry
 from router.prompts import Model
 

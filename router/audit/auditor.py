@@ -1,6 +1,6 @@
 """Audits: a random share of the finished samples, run again on other nodes and compared bit by bit.
 
-Owns: which samples are audited, when, and what follows from a difference. Audits only use what is idle (`router.idle`),
+Owns: which samples are audited, when, and what follows from a difference. Audits only use what is idle (`router.audit.idle`),
 and start only while slots are left over. This module must not know gRPC messages or how a sample is run.
 """
 
@@ -17,14 +17,14 @@ from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.records.reproduction import Reproduction
 from corun.types import AuditStatus, FinishReason
-from router.comparison import Comparison
+from router.audit.comparison import Comparison
+from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
+from router.audit.reproductions import Reproductions
 from router.failover import Finished, NodeFaultError, Sample, receipt_of
-from router.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.nodes.node_client import is_not_finite
 from router.nodes.registry import Registry
 from router.output import RECORD
 from router.placement import Need
-from router.reproductions import Reproductions
 
 MAX_RUNNING = 4
 """Audits at a time: a thousandth of what some thousand slots finish."""
