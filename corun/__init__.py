@@ -23,7 +23,8 @@ from corun.errors import (
 )
 from corun.params import SamplingParams
 from corun.receipt import Receipt
-from corun.types import ClusterStatus, Condition, FinishReason, Priority, VerifyCase, VerifyResult
+from corun.records.verification import Condition, VerifyCase, VerifyResult
+from corun.types import ClusterStatus, FinishReason, Priority
 
 __version__ = "0.1.0"
 

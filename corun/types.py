@@ -1,7 +1,7 @@
 """The plain values that cross process boundaries: who a node is, what it holds, how it does.
 
-They mirror the messages in protos/corun/v1 field by field. This module must not know how they travel (`corun.rpc.codec`)
-nor what anybody does with them.
+They mirror the messages in protos/corun/v1 field by field. This module must not know how they travel
+(`corun.rpc.codec`) nor what anybody does with them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corun.params import SamplingParams
-    from corun.receipt import Receipt
+    pass
 
 
 class FinishReason(enum.Enum):
@@ -56,19 +55,6 @@ class NodeState(enum.Enum):
     """Its contract differs from the cluster's, it failed its self-test, or it may have given other bits."""
     DRAINING = "draining"
     """Takes no new work."""
-
-
-class Condition(enum.Enum):
-    """Under what conditions a case is run again."""
-
-    ALONE = "alone"
-    """One sample at a time."""
-    CROWDED = "crowded"
-    """Beside as many other samples as there are idle slots, and as the client may have."""
-    OTHER_SLOTS = "other_slots"
-    """Behind samples that hold the first slots."""
-    SHUFFLED = "shuffled"
-    """Many cases at once, in another order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +102,7 @@ class KvHandle:
     reader: NodeRef
     """The one generation of a decode node that may read it by this handle."""
     binding: str = ""
-    """Over everything above that names the KV, its owner or its reader; 64 hex digits (`corun.node.kv.handle.bound`)."""
+    """Over everything above that names the KV, its owner or its reader; 64 hex digits (corun/node/kv/handle.py)."""
     claim: str = ""
     """Of the prefill that got this handle: one of those that read this KV. Empty: there is no other."""
 
@@ -285,36 +271,6 @@ class ResumePoint:
     """UTF-8 bytes of text received."""
     done: bool = False
     """The receipt was received too: the sample is not run again."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyCase:
-    """One sample to run again."""
-
-    prompt_token_ids: tuple[int, ...]
-    sampling_params: SamplingParams
-    """n must be 1."""
-    seed: int
-    output_digest: str = ""
-    """Expected. Empty: the first condition's run sets it."""
-    text: str = ""
-    """That the prompt's token ids were made of, to check that they were. Empty: not checked."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyResult:
-    """What one case gave under one condition."""
-
-    case_index: int
-    condition: Condition
-    match: bool
-    expected_digest: str
-    receipt: Receipt | None = None
-    """Of the run that was compared; None when the run failed."""
-    error: str = ""
-    """Set when the run itself failed; then match is False."""
-    text_digest: str = ""
-    """Over the text of the run that was compared; 64 hex digits (`corun.receipt.text_digest`)."""
 
 
 def new_generation() -> str:

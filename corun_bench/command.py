@@ -17,9 +17,9 @@ from corun.models import resolve_model
 from corun.node.vllm.start import vllm_distribution
 from corun.processes import descendants, end_tree
 from corun_bench import conditions, metrics, results, workloads
-from corun_bench.cli.run import Bench, options_of, output_directory
 from corun_bench.nodes import has_gpu
 from corun_bench.openai import OpenAiTarget
+from corun_bench.options import BenchOptions, options_of, output_directory
 from corun_bench.report import page, terminal, views
 from corun_bench.runner import Benchmark, Plan
 from corun_bench.systems import Machine, parse_systems
@@ -27,7 +27,7 @@ from corun_bench.systems import Machine, parse_systems
 OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
-def run(options: Bench) -> int:
+def run(options: BenchOptions) -> int:
     """0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
     values = options_of(options)
     machine = _machine(options)
@@ -84,7 +84,7 @@ async def _to_its_end(benchmark: Benchmark) -> bool:
     return not work.cancelled()
 
 
-def _machine(options: Bench) -> Machine:
+def _machine(options: BenchOptions) -> Machine:
     if options.gpus and not has_gpu():
         raise InvalidArgumentError("gpus", list(options.gpus), "must be empty: this machine has none")
     if options.tensor_parallel_size > 1 and not options.gpus:

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import replace
 
 from corun.config.extras import default_slots
-from corun.config.fields import DecodeConfig, parse
+from corun.config.fields import DecodeConfig
+from corun.config.flags import parse
 from corun.models import downloaded
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from corun.config.fields import PrefillConfig, parse
+from corun.config.fields import PrefillConfig
+from corun.config.flags import parse
 from corun.models import downloaded
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint

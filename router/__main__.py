@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import uvloop
 
-from corun.config.fields import SEED_KEY_VARIABLE, RouterConfig, parse
+from corun.config.fields import SEED_KEY_VARIABLE, RouterConfig
+from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
 from corun.observe import tracing
 from corun.rpc.server import raise_file_limit, run

@@ -15,11 +15,12 @@ from corun.errors import DataLossError, InvalidArgumentError, Shown, Unavailable
 from corun.observe.tracing import Span, Value, of_call
 from corun.params import MAX_SAMPLES, check_lengths
 from corun.receipt import Receipt
+from corun.records.verification import VerifyCase
 from corun.rpc import codec
 from corun.rpc.encode import ResponseEncoder
 from corun.rpc.pump import Source
 from corun.rpc.server import Context, caller
-from corun.types import ClusterStatus, VerifyCase
+from corun.types import ClusterStatus
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2

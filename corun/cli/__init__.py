@@ -6,10 +6,12 @@ Owns the list of commands, their help and what an error means to a shell. This m
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Annotated, Any, Protocol, Union, cast
 
 import tyro
@@ -35,12 +37,6 @@ from corun.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from corun_bench.cli.compare import Compare
-from corun_bench.cli.kernels import Kernels
-from corun_bench.cli.report import Report
-from corun_bench.cli.router import RouterBench
-from corun_bench.cli.run import Bench
-from corun_bench.cli.serve import BenchServe
 
 OK, FAILURE, USAGE, MISMATCH, UNAVAILABLE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 130, 141
 
@@ -74,6 +70,11 @@ class Command(Protocol):
         ...
 
 
+PLUGINS = "corun.commands"
+"""Group of entry points that add commands; each names a dict like `COMMANDS`. The benchmark comes in this way: it
+stands above the processes, so nothing here may import it."""
+
+
 COMMANDS: dict[str, type[Any]] = {
     "up": Up,
     "scale": Scale,
@@ -85,13 +86,15 @@ COMMANDS: dict[str, type[Any]] = {
     "fingerprint": Fingerprint,
     "model": Model,
     "certs": Certs,
-    "bench": Bench,
-    "bench compare": Compare,
-    "bench report": Report,
-    "bench kernels": Kernels,
-    "bench router": RouterBench,
-    "bench serve": BenchServe,
 }
+"""Our own commands by their words."""
+
+
+@functools.cache
+def commands() -> dict[str, type[Any]]:
+    """Every command by its words, one or two: our own, then those of plugins."""
+    plugged = [plugin.load() for plugin in metadata.entry_points(group=PLUGINS)]
+    return {name: command for table in (COMMANDS, *plugged) for name, command in table.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,10 +117,10 @@ def parse(argv: Sequence[str]) -> Command:
     """The command of a command line."""
     for words in (2, 1):
         name = " ".join(argv[:words])
-        if len(argv) >= words and name in COMMANDS and not _is_mistyped(name, argv[words:]):
-            command = COMMANDS[name]
-            if command is BenchServe and not {"-h", "--help"} & set(argv[words:]):  # Its options are vLLM's.
-                return BenchServe(tuple(argv[words:]))
+        if len(argv) >= words and name in commands() and not _is_mistyped(name, argv[words:]):
+            command = commands()[name]
+            if getattr(command, "PASSES_ON", False) and not {"-h", "--help"} & set(argv[words:]):
+                return cast(Command, command(tuple(argv[words:])))
             description = inspect.getdoc(command) or ""
             found = tyro.cli(command, prog=f"corun {name}", description=description, args=argv[words:], config=_STYLE)
             return cast(Command, found)
@@ -132,13 +135,15 @@ def parse(argv: Sequence[str]) -> Command:
 
 def _is_mistyped(name: str, rest: Sequence[str]) -> bool:
     """Whether a word follows a command that takes none, but has commands of its own."""
-    return name == "bench" and bool(rest) and not rest[0].startswith("-")
+    return any(other.startswith(f"{name} ") for other in commands()) and bool(rest) and not rest[0].startswith("-")
 
 
 def _mistyped(argv: Sequence[str]) -> str:
     """What to say of words that name no command."""
-    group, word = ("bench ", argv[1]) if argv[0] == "bench" else ("", argv[0])
-    known = [name.removeprefix(group) for name in COMMANDS if name.startswith(group) and " " not in name[len(group) :]]
+    group, word = (f"{argv[0]} ", argv[1]) if argv[0] in commands() else ("", argv[0])
+    known = [
+        name.removeprefix(group) for name in commands() if name.startswith(group) and " " not in name[len(group) :]
+    ]
     if near := difflib.get_close_matches(word, known, n=1):
         return f"'{group}{word}' is no command; perhaps you meant: corun {group}{near[0]}"
     return f"'{group}{word}' is no command: it must be one of {', '.join(known)}"
@@ -156,7 +161,7 @@ def _show_commands(argv: Sequence[str]) -> None:
     """Help, or the usage error of a command line that names no command."""
     kinds = tuple(
         Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
-        for name, kind in COMMANDS.items()
+        for name, kind in commands().items()
     )
     tyro.cli(cast(Any, Union.__getitem__(kinds)), prog="corun", description=_DESCRIPTION, args=argv, config=_STYLE)
 

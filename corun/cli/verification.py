@@ -19,8 +19,9 @@ from corun.errors import DataLossError, DeadlineError, InvalidArgumentError, Una
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.records.claims import NamedCase
+from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
-from corun.types import ClusterStatus, Condition, NodeState, VerifyCase, VerifyResult
+from corun.types import ClusterStatus, NodeState
 
 BYTES_PER_CALL = 2 * 1024 * 1024
 """Of all cases in one call; a router takes 4 MiB, and one case with a prompt of the model's length besides."""

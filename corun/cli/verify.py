@@ -20,7 +20,7 @@ from corun.errors import CorunError, InvalidArgumentError
 from corun.records.claims import NamedCase, case_from_reproduction, cases_from_row
 from corun.records.reproduction import read_reproduction
 from corun.records.rows import read_results, to_line
-from corun.types import Condition
+from corun.records.verification import Condition
 
 MAX_SHOWN_DIFFERENCES = 20
 

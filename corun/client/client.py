@@ -1,7 +1,8 @@
 """The client SDK: `Client`, and `AsyncClient` with the same methods to await.
 
 Every call has a deadline and raises nothing but the errors of `corun.errors`. What the two clients share is in
-`corun.client.request`; here is what differs, blocking and awaiting. This module must not know nodes, files or terminals.
+`corun.client.request`; here is what differs, blocking and awaiting. This module must not know nodes, files or
+terminals.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from corun.completion import Chunk, Generation, Prompt
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
+from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.rpc.channel import Access, channel, sync_channel
-from corun.types import ClusterStatus, Condition, Priority, VerifyCase, VerifyResult
+from corun.types import ClusterStatus, Priority
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 

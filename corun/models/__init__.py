@@ -24,7 +24,7 @@ _BUILT_IN = re.compile(rf"{TINY}-[0-9a-f]{{12}}$")
 def resolve_model(model: str) -> str:
     """The path of a local model, made first if it is the built-in one; a hub id stays as it is."""
     if model == TINY:
-        from corun.models import tiny
+        from corun.models import tiny  # Needs numpy and safetensors, which no other model does.  # noqa: PLC0415
 
         return str(tiny.ensure())
     path = Path(model).expanduser()

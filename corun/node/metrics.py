@@ -1,8 +1,8 @@
 """Metrics that nodes of both roles have: who the node is, whether it may serve, and what its engine says of itself.
 
 vLLM counts in prometheus_client's own registry (v1/metrics/loggers.py), in this process, once it is asked to
-(`corun.node.vllm.start.shared_arguments`). What of it is passed on is said here: nothing that our nodes do not feed. This
-module must not know vLLM, roles or gRPC.
+(`corun.node.vllm.start.shared_arguments`). What of it is passed on is said here: nothing that our nodes do not feed.
+This module must not know vLLM, roles or gRPC.
 """
 
 from __future__ import annotations

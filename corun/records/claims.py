@@ -15,8 +15,8 @@ from corun.errors import DataLossError, InvalidArgumentError
 from corun.params import SamplingParams, check_token_ids
 from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
 from corun.records.rows import SAMPLE_FIELDS, located, params_from_dict
+from corun.records.verification import VerifyCase
 from corun.seeds import sample_seed
-from corun.types import VerifyCase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

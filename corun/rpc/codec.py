@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams, check_request_id, check_seed, check_text, check_token_ids
 from corun.receipt import Receipt
+from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.types import (
     AuditStatus,
     ClusterStatus,
-    Condition,
     Demand,
     FinishReason,
     KvHandle,
@@ -31,8 +31,6 @@ from corun.types import (
     NodeStatus,
     Priority,
     ResumePoint,
-    VerifyCase,
-    VerifyResult,
 )
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import prefill_service_pb2 as prefill_pb2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import ClassVar
 
 import tyro
 
@@ -20,6 +21,9 @@ class BenchServe:
     examples:
       corun bench serve --base-url http://127.0.0.1:8000 --dataset-name random --random-output-len 64 --ignore-eos
     """
+
+    PASSES_ON: ClassVar = True
+    """The command line passes every word on as it is: the options are vLLM's."""
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()
     """Options of `vllm bench serve`, as they are."""

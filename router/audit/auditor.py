@@ -1,7 +1,8 @@
 """Audits: a random share of the finished samples, run again on other nodes and compared bit by bit.
 
-Owns: which samples are audited, when, and what follows from a difference. Audits only use what is idle (`router.audit.idle`),
-and start only while slots are left over. This module must not know gRPC messages or how a sample is run.
+Owns: which samples are audited, when, and what follows from a difference. Audits only use what is idle
+(`router.audit.idle`), and start only while slots are left over. This module must not know gRPC messages or how a sample
+is run.
 """
 
 from __future__ import annotations

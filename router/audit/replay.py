@@ -17,8 +17,9 @@ from functools import partial
 from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed
 from corun.receipt import Receipt, prompt_digest, text_digest
+from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc.auth import Caller
-from corun.types import Condition, NodeInfo, Priority, VerifyCase, VerifyResult
+from corun.types import NodeInfo, Priority
 from router.admission import MIN_RETRY_S
 from router.audit.auditor import Auditor
 from router.audit.crowd import Crowd, Fillers

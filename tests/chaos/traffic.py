@@ -15,7 +15,7 @@ import aiohttp
 
 from corun import AsyncClient, Chunk, OverloadedError, Priority, SamplingParams, UnavailableError
 from corun.receipt import output_digest
-from corun.types import VerifyCase
+from corun.records.verification import VerifyCase
 
 STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

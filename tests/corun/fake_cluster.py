@@ -22,21 +22,10 @@ from corun.contract import Contract, DecodeContract, ModelContract, PrefillContr
 from corun.errors import CorunError, DeadlineError, to_status
 from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
+from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.seeds import sample_seed
-from corun.types import (
-    ClusterStatus,
-    Condition,
-    FinishReason,
-    NodeInfo,
-    NodeLoad,
-    NodeRef,
-    NodeRole,
-    NodeState,
-    NodeStatus,
-    VerifyCase,
-    VerifyResult,
-)
+from corun.types import ClusterStatus, FinishReason, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
 

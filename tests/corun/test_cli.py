@@ -42,7 +42,8 @@ from corun.launch.preflight import Finding
 from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest
 from corun.records.rows import params_from_dict, params_to_dict, short_fp32
-from corun.types import GONE_AS_PLANNED, AuditStatus, Condition, NodeRole, NodeState
+from corun.records.verification import Condition
+from corun.types import GONE_AS_PLANNED, AuditStatus, NodeRole, NodeState
 from tests.corun.fake_cluster import FINGERPRINT, WAIT_S, FakeCluster, contract
 
 PROMPT = "Once upon a time"

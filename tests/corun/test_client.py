@@ -32,9 +32,10 @@ from corun import (
 from corun.client.progress import ProgressBar, left
 from corun.completion import Assembler
 from corun.receipt import output_digest
+from corun.records.verification import VerifyCase
 from corun.rpc import codec
 from corun.seeds import sample_seed
-from corun.types import Priority, VerifyCase
+from corun.types import Priority
 from tests.corun.fake_cluster import WAIT_S, FakeCluster, make_receipt, sample_output, text_of
 
 PROMPT = "Once upon a time"

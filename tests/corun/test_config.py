@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
 
 

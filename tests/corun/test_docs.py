@@ -13,7 +13,8 @@ import yaml
 from corun import cli
 from corun.cli import issue_certs
 from corun.config import cluster_file
-from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
+from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from corun.cli import issue_certs, main
 from corun.client.client import AsyncClient, Client
 from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
-from corun.config.fields import RouterConfig, TlsConfig, is_loopback, parse
+from corun.config.fields import RouterConfig, TlsConfig, is_loopback
+from corun.config.flags import parse
 from corun.errors import (
     CorunError,
     InvalidArgumentError,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from corun.config import docs
-from corun.config.fields import parse
+from corun.config.flags import parse
 from corun.contract import DecodeContract, ModelContract, PrefillContract
 from corun.node.vllm import pin
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from corun.config.cluster_file import CONFIGS, PATHS, ClusterSpec, PoolSpec, Security, read
-from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
 from tests.secrets import Secrets
 

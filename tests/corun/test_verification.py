@@ -7,8 +7,8 @@ import pytest
 from corun.cli import verification
 from corun.params import SamplingParams
 from corun.records.claims import NamedCase
+from corun.records.verification import VerifyCase
 from corun.rpc import codec
-from corun.types import VerifyCase
 
 
 def named(number: int, prompt_tokens: int = 3) -> NamedCase:

@@ -16,11 +16,11 @@ from corun import types
 from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
+from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.types import (
     AuditStatus,
     ClusterStatus,
-    Condition,
     FinishReason,
     KvHandle,
     KvReads,
@@ -31,8 +31,6 @@ from corun.types import (
     NodeRef,
     NodeStatus,
     ResumePoint,
-    VerifyCase,
-    VerifyResult,
 )
 from corun.v1 import cluster_service_pb2, prefill_service_pb2, registry_service_pb2, types_pb2
 

@@ -92,7 +92,7 @@ def test_verify_under_every_condition(cluster: Cluster, cases: list[Case]) -> No
 
 def verify_all(client: Client, cases: list[Case]) -> None:
     """The router's own check: alone, crowded, behind samples that hold the first slots, shuffled."""
-    from corun.types import VerifyCase
+    from corun.records.verification import VerifyCase
 
     checked = [VerifyCase(prompt_token_ids=tuple(p), sampling_params=q, seed=s) for p, q, s in cases]
     results = list(client.verify(checked))
@@ -102,7 +102,7 @@ def verify_all(client: Client, cases: list[Case]) -> None:
 
 def test_verify_notices_a_wrong_digest(cluster: Cluster, cases: list[Case]) -> None:
     """Negative control of the check itself."""
-    from corun.types import VerifyCase
+    from corun.records.verification import VerifyCase
 
     prompt, params, seed = cases[1]
     wrong = VerifyCase(prompt_token_ids=tuple(prompt), sampling_params=params, seed=seed, output_digest="0" * 64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from corun.config.fields import PrefillConfig, parse
+from corun.config.fields import PrefillConfig
+from corun.config.flags import parse
 from corun.types import NodeRole
 from tests.fleet.nodes import main
 

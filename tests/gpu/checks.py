@@ -18,7 +18,8 @@ from typing import Any
 
 from corun import Client, ClusterStatus, Generation, SamplingParams
 from corun.cli import verification
-from corun.types import Condition, NodeRole
+from corun.records.verification import Condition
+from corun.types import NodeRole
 from corun_bench.nodes import Nodes
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corun.config.fields import DecodeConfig, PrefillConfig, parse
+from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.config.flags import parse
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.vllm import start as base
 from corun.processes import descendants, end_tree

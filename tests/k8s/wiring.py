@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from corun.config.flags import parse
 from corun.errors import CorunError
 from corun.node.vllm import pin
 from corun.observe.probes import LOOP_TIMEOUT_S

@@ -13,8 +13,8 @@ import pytest
 
 from corun.errors import InvalidArgumentError, from_rpc_error
 from corun.params import SamplingParams
+from corun.records.verification import VerifyCase
 from corun.rpc import codec
-from corun.types import VerifyCase
 from corun.v1 import cluster_service_pb2 as pb
 from router import service
 from router.generations import Request

@@ -15,10 +15,11 @@ from corun.client.client import AsyncClient
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, from_rpc_error
 from corun.params import SamplingParams
 from corun.receipt import text_digest, tokens_digest
+from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.rpc.auth import ANYONE
 from corun.rpc.channel import Access
-from corun.types import Condition, FinishReason, NodeState, Priority, VerifyCase, VerifyResult
+from corun.types import FinishReason, NodeState, Priority
 from router import failover
 from router.admission import AdmissionQueue
 from router.audit import crowd

@@ -324,4 +324,4 @@ def test_template_and_samples_are_in_the_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if not name.endswith(".py")}
     samples = ("blazedit.jsonl", "burstgpt.csv", "sharegpt.json")
-    assert {"corun/bench/report/page.html.j2", *(f"corun/bench/workloads/samples/{name}" for name in samples)} <= found
+    assert {"corun_bench/report/page.html.j2", *(f"corun_bench/workloads/samples/{name}" for name in samples)} <= found

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec
-from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig, parse
+from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
+from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
 from corun.launch.members import command, free_ports, members, router_address, with_free_ports
 from corun.models import resolve_model, tiny

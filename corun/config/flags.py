@@ -1,0 +1,63 @@
+"""From a command line to a config: flags, whose defaults a `cluster.toml` may give.
+
+This module must not know which fields there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from corun.config.cluster_file import process_settings
+from corun.errors import CorunError, InvalidArgumentError, Shown
+
+C = TypeVar("C")
+
+
+def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None = None) -> C:
+    """A config from a command line (`sys.argv[1:]` if None); ends the process with 2 and a usage error if it is bad.
+
+    `--config cluster.toml` and `--pool NAME` make that file's values for this kind of process the defaults.
+    """
+    import tyro  # Not needed, and slow to import, where configs are made in code.  # noqa: PLC0415
+
+    arguments = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    arguments.add_argument("--config", default="")
+    arguments.add_argument("--pool", default="")
+    try:
+        file, flags = arguments.parse_known_args(argv)
+        _refuse_secrets(cls, flags)
+        words: dict[str, Any] = {"args": flags, "prog": prog, "description": _description(cls)}
+        if file.config or file.pool:
+            words["default"] = _defaults(cls, file.config, file.pool)
+        found: C = tyro.cli(cls, **words)
+        return found
+    except CorunError as error:
+        print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _defaults(cls: type[C], path: str, pool: str) -> C:
+    """What a cluster file says of such a process."""
+    if not path:
+        raise InvalidArgumentError("pool", pool, "must come with --config, the file that has the pool")
+    return cls(**process_settings(path, pool, cls))
+
+
+def _description(cls: type[Any]) -> str:
+    return (
+        f"{inspect.getdoc(cls)}\n\n--config FILE [--pool NAME] takes the defaults of all options from a cluster.toml; "
+        "the pool may be left out where the file has only one."
+    )
+
+
+def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    for known in fields(cls):
+        if known.metadata.get("secret") and known.name in given:
+            limit = f"must not be on a command line, which everyone can read: use {known.name}_file"
+            raise InvalidArgumentError(known.name, Shown("a secret"), limit)
