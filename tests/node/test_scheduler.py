@@ -21,7 +21,7 @@ SCHEDULERS = {
 def test_blocks_are_zeroed_where_a_cpu_computes(monkeypatch: pytest.MonkeyPatch, role: NodeRole, on_cpu: bool) -> None:
     """A GPU's runner ends of blocks to be zeroed: vLLM makes it ready for them with such models only that need it."""
     platform = SimpleNamespace(is_cpu=lambda: on_cpu, is_cuda=lambda: False)
-    monkeypatch.setattr(load("corun.node.scheduler"), "current_platform", platform)
+    monkeypatch.setattr(load("corun.node.vllm.scheduler"), "current_platform", platform)
     trace = Trace(slots=2, chunk=16, blocks=9, ops=())
     scheduler = load("tests.stepping").engine(SCHEDULERS[role], trace, CPU, role=role).scheduler
     assert scheduler.needs_kv_cache_zeroing is on_cpu
