@@ -501,14 +501,14 @@ async def start_router(config: RouterConfig) -> Router:
 async def kill_router(router: Router) -> None:
     """Ends a router as a process that dies: it gives nothing back."""
     router._activity.draining = True
-    for member in (*router.nodes.registry._decodes.values(), *router.nodes.registry._prefills.values()):
-        router.nodes.registry.lose(member, "the router was killed")
+    for member in (*router.registry._decodes.values(), *router.registry._prefills.values()):
+        router.registry.lose(member, "the router was killed")
     await router.stop()
 
 
 def claims(router: Router) -> list[str]:
     """The router's own claims on nodes, in words."""
-    registry = router.nodes.registry
+    registry = router.registry
     decodes = [f"claim on a slot of {m.info.ref}" for m in registry._decodes.values() if m.room._slots.own]
     decodes += [f"claim on KV of {m.info.ref}" for m in registry._decodes.values() if m.room._blocks.own]
     return decodes + [f"claim on a turn of {m.info.ref}" for m in registry._prefills.values() if m.room._in_flight]

@@ -11,7 +11,7 @@ from corun.observe.stages import Reader
 
 def test_a_stage_is_read_from_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    code = "from corun import stages; print('noise', flush=True); stages.enter('one'); stages.enter('two')"
+    code = "from corun.observe import stages; print('noise', flush=True); stages.enter('one'); stages.enter('two')"
     with log.open("wb") as file:
         subprocess.run([sys.executable, "-c", code], stdout=file, stderr=file, check=True, timeout=60)
     assert Reader(log).stage(0) == "two"

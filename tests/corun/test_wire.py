@@ -16,6 +16,7 @@ from corun import types
 from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
+from corun.records import verification
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.types import (
@@ -59,7 +60,7 @@ PARAMS = st.builds(
     n=st.integers(1, 256),
 )
 
-HINTS = {**vars(types), "SamplingParams": SamplingParams, "Receipt": Receipt}
+HINTS = {**vars(types), **vars(verification)}
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:

@@ -86,7 +86,7 @@ async def _shown(model: str) -> Shown:
 
 
 async def _ready(router: Router) -> None:
-    while router.nodes.registry.missing():  # noqa: ASYNC110
+    while router.registry.missing():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

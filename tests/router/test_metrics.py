@@ -153,7 +153,7 @@ async def live(model: str) -> Any:
         kv = FakeKv()
         for role, node_id in ((NodeRole.PREFILL, "p1"), (NodeRole.DECODE, "d1")):
             nodes.append(start_node(model, role, node_id, kv, [router.server.address], metrics_port=0))
-        await until(lambda: not router.nodes.registry.missing())
+        await until(lambda: not router.registry.missing())
         yield Live(router, nodes)
     await router.stop()
 

@@ -319,7 +319,7 @@ def test_command_is_light_until_it_runs() -> None:
 
 def test_template_and_samples_are_in_the_wheel(tmp_path: Path) -> None:
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder
-    root = Path(report.__file__).parents[3]
+    root = Path(report.__file__).parents[2]
     wheel = next(iter(builder(str(root)).build(directory=str(tmp_path), versions=["standard"])))
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if not name.endswith(".py")}
