@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from corun.cluster import NodeRole
+from corun.types import NodeRole
 from tests.loading import load
 from tests.traces import CPU, Trace
 
