@@ -563,7 +563,7 @@ def test_a_hash_that_vllm_makes_otherwise_is_refused(connector: Any, module: Mod
 def test_memory_of_the_dead_is_let_go_between_reads_only(connector: Any, module: ModuleType, monkeypatch: Any) -> None:
     dropped: list[Any] = []
     mappings = SimpleNamespace(pids=lambda: {8, 7}, drop=dropped.append)
-    monkeypatch.setattr(module.ipc_mappings, "of_this_process", lambda: mappings)
+    monkeypatch.setattr(module.ucx_mappings, "of_this_process", lambda: mappings)
     assert connector.mapped_pids() == [7, 8]
     connector.connector_worker._recving_transfers["r"] = [1]
     assert not connector.unmap([7])

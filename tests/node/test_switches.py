@@ -11,7 +11,7 @@ from corun.node.vllm import pin
 SCRIPT = """
 import json, sys
 import torch
-from corun.node import switches
+from corun.node.vllm import switches
 
 platform, change = sys.argv[1:]
 torch.set_float32_matmul_precision("highest")  # as vLLM's worker does before

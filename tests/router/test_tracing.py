@@ -288,7 +288,7 @@ def test_nothing_is_imported_unless_it_is_asked_for(configured: bool) -> None:
 import asyncio, sys
 from router.app import Router
 from corun.config.fields import RouterConfig
-from corun import tracing
+from corun.observe import tracing
 import prefill_node.__main__, decode_node.__main__
 async def main():
     tracing.start("corun-router", "r")
