@@ -1,7 +1,7 @@
 """What a client receives: chunks as they stream, and the samples that they add up to.
 
-Owns the assembly of a response stream and the checks that need nothing but the response itself. This module must not
-know channels, deadlines or how responses are encoded (`corun.rpc.codec`).
+This module owns the assembly of a response stream and the checks that need nothing but the response itself. It must
+not know channels, deadlines or how responses are encoded (`corun.rpc.codec`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from corun.receipt import Receipt, output_digest, prompt_digest, tokens_digest
 from corun.types import FinishReason
 
 Prompt = str | Sequence[int]
-"""Text, or the token ids of it."""
+"""A prompt: its text, or its token ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,20 +24,20 @@ class Chunk:
     request_id: str
     sample_index: int
     seed: int
-    """The sample's own."""
+    """The sample's own seed, not the request's."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """fp32 values, one per token id; empty unless asked for."""
+    """The fp32 log probability of each token id. Empty unless log probabilities were asked for."""
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
     prompt_token_ids: tuple[int, ...] = ()
-    """What the prompt became; in the request's first chunk, if the prompt was text."""
+    """The token ids that a text prompt became. Only the request's first chunk has them."""
     fingerprint: str = ""
-    """Of the contract; in the request's first chunk."""
+    """The fingerprint of the cluster's contract. Only the request's first chunk has it."""
     token_texts: tuple[str, ...] = ()
-    """The text that each token completes, often nothing; empty unless log probabilities were asked for. It comes with
-    its token, while `text` may wait for what follows."""
+    """The text that each token completes, which is often empty. Empty unless log probabilities were asked for. A
+    token's text comes with the token, while `text` may be held back until later tokens arrive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,26 +46,26 @@ class Sample:
 
     index: int
     seed: int
-    """The sample's own: with it, n=1 gives this sample again."""
+    """The sample's own seed. A request with this seed and n=1 gives this sample again."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """fp32 values, one per token id; empty unless asked for."""
+    """The fp32 log probability of each token id. Empty unless log probabilities were asked for."""
     finish_reason: FinishReason
     receipt: Receipt
     token_texts: tuple[str, ...] = ()
-    """The text that each token completes; empty unless log probabilities were asked for. Together they are `text`, and
-    after it what a stop string cut off."""
+    """The text that each token completes. Empty unless log probabilities were asked for. Joined, these texts are `text`
+    followed by what a stop string cut off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """All samples of one prompt; the properties are those of sample 0."""
+    """All samples of one prompt. The properties are shortcuts to the values of sample 0."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
-    """In order of their index; never empty."""
+    """The samples in order of their index. Never empty."""
 
     @property
     def text(self) -> str:
@@ -97,9 +97,9 @@ class Generation:
 
 
 class Assembler:
-    """Adds the interleaved chunks of one request up to its generation.
+    """Assembles the interleaved chunks of one request into its generation.
 
-    Every finished sample is checked against its receipt; a difference raises DataLossError.
+    Every finished sample is checked against its receipt. A difference raises DataLossError.
     """
 
     def __init__(self, n: int, prompt_token_ids: Sequence[int] | None = None) -> None:
@@ -113,7 +113,7 @@ class Assembler:
         self._prompt_token_ids = self._prompt_token_ids or chunk.prompt_token_ids
 
     def finish(self) -> Generation:
-        """The generation. Raises DataLossError if a sample is not whole, or not what its receipt says."""
+        """Return the generation. Raises DataLossError if a sample is incomplete or differs from its receipt."""
         samples = tuple(_join(index, chunks) for index, chunks in enumerate(self._chunks))
         sent = prompt_digest(self._prompt_token_ids)
         for sample in samples:
@@ -126,14 +126,17 @@ class Assembler:
 
 
 def check_receipt(sample: Sample) -> None:
-    """Raises DataLossError if a sample is not what its receipt says. Its output digest needs logprobs to check."""
+    """Raise DataLossError if a sample differs from its receipt.
+
+    The output digest is checked only if the sample has log probabilities, since it covers them.
+    """
     receipt = sample.receipt
     facts: dict[str, tuple[object, object]] = {
         "seed": (sample.seed, receipt.seed),
         "finish reason": (sample.finish_reason, receipt.finish_reason),
         "number of tokens": (len(sample.token_ids), receipt.num_output_tokens),
     }
-    if receipt.tokens_digest:  # A router of an earlier version gives none.
+    if receipt.tokens_digest:  # A router of an earlier version sends no tokens digest.
         facts["tokens digest"] = (tokens_digest(sample.token_ids), receipt.tokens_digest)
     if len(sample.logprobs) == len(sample.token_ids):
         facts["output digest"] = (output_digest(sample.token_ids, sample.logprobs), receipt.output_digest)
@@ -141,7 +144,7 @@ def check_receipt(sample: Sample) -> None:
 
 
 def check_facts(sample_index: int, facts: Mapping[str, tuple[object, object]]) -> None:
-    """Raises DataLossError for the first fact, found and stated, on which a sample and its receipt differ."""
+    """Raise DataLossError for the first fact whose found value differs from the one that the receipt states."""
     for name, (found, stated) in facts.items():
         if found != stated:
             raise DataLossError(f"sample {sample_index}: its {name} is {found}, its receipt says {stated}")
@@ -165,8 +168,11 @@ def _join(index: int, chunks: Sequence[Chunk]) -> Sample:
 
 
 def with_rest(token_texts: Sequence[str], text: str) -> tuple[str, ...]:
-    """The texts of a sample's last tokens, given its text since the first of them. What that has more is of a character
-    that the last token left unfinished, and came after it."""
+    """Return the texts of a sample's last tokens, with the rest of the text appended to the last token's.
+
+    text: the sample's text since the first of these tokens. The rest is what came after the last token, to finish a
+    character that this token left unfinished.
+    """
     *others, last = token_texts or ("",)
     rest = text[sum(map(len, token_texts)) :]
     return (*others, last + rest) if token_texts else ()

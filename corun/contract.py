@@ -1,8 +1,8 @@
 """The contract: every fact that can change a bit of the output, and its fingerprint.
 
 Two nodes with equal fingerprints give equal bits. A prefill and a decode node share the model part; each pins its own
-role part. This module must not know how a fact is observed, and holds text, integers and truth values only: there is
-one way to write those down, and none for a float.
+role part. A contract holds text, integers and truth values only: each of these can be written down in exactly one way,
+which a float cannot. This module must not know how a fact is observed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from corun.errors import ContractMismatchError, InvalidArgumentError
 from corun.types import NodeRole
 
 ABSENT = "(absent)"
-"""Stands for a field that one of two contracts does not have."""
+"""The text that stands for a field that one of two contracts does not have."""
 _MAX_INT = 2**53 - 1
-"""What every JSON reader takes exactly."""
+"""The largest integer that every JSON reader reads exactly."""
 
 
 class _Part:
-    """Checks that each field has exactly its declared type: a value of another one would hash differently."""
+    """Checks that each field has exactly its declared type, since a value of another type would hash differently."""
 
     __slots__ = ()
 
@@ -35,82 +35,86 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelContract(_Part):
-    """What prefill and decode nodes of one cluster share."""
+    """The facts that prefill and decode nodes of one cluster share."""
 
     weights_digest: str
-    """Over the tensors as loaded."""
+    """The digest of the tensors as they were loaded."""
     tokenizer_digest: str
     tokenizers: str
-    """Version of the library that turns text into tokens; routers use the same."""
+    """The version of the library that turns text into tokens. Routers use the same version."""
     config_digest: str
-    """Over config.json and the files beside it that the engine reads like it."""
+    """The digest of config.json and of the other configuration files beside it that the engine reads."""
     dtype: str
     quantization: str
     kv_cache_dtype: str
     block_size: int
-    """Tokens per KV block."""
+    """The number of tokens per KV block."""
     max_model_len: int
-    """Tokens."""
+    """The most tokens of a prompt and its output together."""
     tensor_parallel_size: int
     engine: str
-    """Name and version of the engine."""
+    """The name and version of the engine."""
     torch: str
     kernels: tuple[str, ...]
-    """Names and versions of the libraries that compute, or that read a model's files."""
+    """The names and versions of the libraries that compute, or that read a model's files."""
     plugins: tuple[str, ...]
-    """The engine's plugins that are installed: group, name, object, and the distribution with its version."""
+    """The installed plugins of the engine: for each its group, name, object, and distribution with version."""
     device: str
     driver: str
     cuda: str
     cpu_isa: str
     cpu_features: tuple[str, ...]
-    """Vector and matrix extensions, sorted; empty beside a GPU, like the next two."""
+    """The vector and matrix extensions of the CPU, sorted. Empty on a node with a GPU."""
     cpu_caches: tuple[int, ...]
-    """Bytes of data in each level: kernels cut their work by them."""
+    """The size of each level of the data cache in bytes: kernels split their work by it. Empty on a node with a GPU."""
     threads: int
-    """CPU threads of the engine; 0 beside a GPU, where they compute nothing."""
+    """The number of CPU threads of the engine. 0 on a node with a GPU, where they compute nothing."""
     blas_policy: str
     """How matrix products are computed."""
     environment: tuple[str, ...]
-    """Variables that are set, may move a bit and are not pinned, as "NAME=value"."""
+    """The environment variables that are set, may change a bit and are not pinned, each as "NAME=value"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillContract(_Part):
-    """What decides the shapes and kernels of a prefill."""
+    """The facts that decide the shapes and kernels of a prefill."""
 
     attention_backend: str
     runner: str
     chunk_size: int
-    """Prompt tokens of one step."""
+    """The number of prompt tokens of one step."""
     buckets: tuple[int, ...]
-    """Lengths that a step is padded to; empty: none."""
+    """The lengths that a step is padded to. Empty: steps are not padded."""
     split_policy: str
     multiprocessors: int
-    """Of the GPU, as many as the process sees: fewer under MPS or MIG. 0 on a CPU."""
+    """The number of the GPU's multiprocessors that the process sees; MPS and MIG reduce it. 0 on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeContract(_Part):
-    """What decides the shape and kernels of a decode step."""
+    """The facts that decide the shape and kernels of a decode step."""
 
     attention_backend: str
     runner: str
     sampler: str
-    """Name and version of the sampler."""
+    """The name and version of the sampler."""
     slots: int
-    """Rows of every step."""
+    """The number of rows of every step."""
     split_policy: str
     graph: str
     multiprocessors: int
-    """As in `PrefillContract`; nodes of the two roles may have different shares of a GPU."""
+    """The same as in `PrefillContract`. Nodes of the two roles may have different shares of a GPU."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end an output, ascending; generation_config.json decides which."""
+    """The tokens that end an output, ascending. generation_config.json says which they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """One node's contract: the model part and the part of its role. `role` may be given by its value."""
+    """One node's contract: the model part and the part of its role.
+
+    `role` may be given as a NodeRole or as its value. Raises InvalidArgumentError for an unknown role, or if the role
+    part that is set is not that of the role.
+    """
 
     role: NodeRole
     model: ModelContract
@@ -128,16 +132,19 @@ class Contract:
                 raise InvalidArgumentError(f"contract.{role.value}", part, limit)
 
     def canonical_json(self) -> str:
-        """Sorted keys, no spaces, no escapes beyond JSON's own: the same text everywhere, for the same facts."""
+        """Return the contract as JSON: sorted keys, no spaces, no escapes that JSON does not need.
+
+        Equal facts give the same text everywhere.
+        """
         return _canonical(self._values())
 
     def fingerprint(self) -> str:
-        """SHA-256 of the canonical JSON in UTF-8; 64 hex digits."""
+        """Return the SHA-256 of the canonical JSON in UTF-8, as 64 hex digits."""
         return _sha256(self.canonical_json())
 
     @classmethod
     def from_json(cls, text: str) -> Contract:
-        """Back from `canonical_json`. Raises InvalidArgumentError for a missing, unknown or mistyped field."""
+        """Read what `canonical_json` wrote. Raises InvalidArgumentError for a missing, unknown or mistyped field."""
         values = _load(text)
         _check_keys("contract", cls, values, optional={"prefill", "decode"})
         parts = {name: _read_part(name, part, values[name]) for name, part in _PARTS.items() if name in values}
@@ -149,14 +156,14 @@ class Contract:
 
 
 def diff(a: Contract, b: Contract) -> dict[str, tuple[str, str]]:
-    """The fields in which two contracts differ, by dotted name, each with both values as text."""
+    """Return the fields in which two contracts differ: dotted name to both values as text."""
     return _differences(_flat(a._values()), _flat(b._values()))
 
 
 def pair_fingerprint(prefill: Contract, decode: Contract) -> str:
-    """The fingerprint of a cluster: SHA-256 over the shared model part and both role parts; 64 hex digits.
+    """Return the fingerprint of a cluster: SHA-256 over the shared model part and both role parts, as 64 hex digits.
 
-    Raises ContractMismatchError if the model parts differ, InvalidArgumentError if a contract has the wrong role.
+    Raises ContractMismatchError if the model parts differ, and InvalidArgumentError if a contract has the wrong role.
     """
     for role, contract in ((NodeRole.PREFILL, prefill), (NodeRole.DECODE, decode)):
         if contract.role is not role:
@@ -182,7 +189,7 @@ def _check(name: str, kind: str, value: object) -> None:
     if isinstance(value, int) and abs(value) > _MAX_INT:
         raise InvalidArgumentError(name, value, f"must be at most {_MAX_INT}")
     if isinstance(value, str) and not value.isprintable():
-        raise InvalidArgumentError(name, value, "must be printable")  # And so valid Unicode.
+        raise InvalidArgumentError(name, value, "must be printable")  # Printable text is valid Unicode, too.
 
 
 def _canonical(values: Mapping[str, Any]) -> str:
@@ -227,7 +234,7 @@ def _check_keys(name: str, cls: type[Any], values: Any, optional: set[str] | Non
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted names to texts."""
+    """Return nested values as one level: dotted name to text."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -31,11 +31,11 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 MAX_SHOWN_VALUE = 64
-"""Characters of a value that an error shows."""
+"""The most characters of a value that an error shows."""
 DEFAULT_RETRY_S = 1.0
-"""Delay, in seconds, when an overloaded peer names none."""
+"""The retry delay, in seconds, when an overloaded peer names none."""
 
-# A status travels in HTTP/2 trailers, of which a peer takes 8 KiB by default; beyond that the error itself is lost.
+# A status travels in HTTP/2 trailers. A peer accepts 8 KiB of them by default; beyond that the error itself is lost.
 _MAX_MESSAGE_BYTES = 1000
 _MAX_DIFFERENCES_BYTES = 3500
 _MAX_SHOWN_DIFFERENCE = 40
@@ -55,7 +55,7 @@ class Shown(str):
 
 
 class CorunError(Exception):
-    """Base of every error this project raises on purpose."""
+    """The base of every error that this project raises on purpose."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
@@ -68,8 +68,10 @@ class CorunError(Exception):
 
 
 class InvalidArgumentError(CorunError):
-    """A value is outside its limit: the same request would end so again. Nothing was started or reserved, unless it is
-    only the model that finds it unfit."""
+    """A value is outside its limit. The same request would fail again.
+
+    Nothing was started or reserved, unless only the model could find the value unfit.
+    """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -82,7 +84,7 @@ class InvalidArgumentError(CorunError):
 
 
 class OverloadedError(CorunError):
-    """There is no room now; come back after `retry_after_s` seconds."""
+    """There is no room now. Try again after `retry_after_s` seconds."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -93,7 +95,10 @@ class OverloadedError(CorunError):
 
 
 class UnavailableError(CorunError):
-    """Something needed is not there; the message says what. `retry_after_s` is set where another try will help."""
+    """Something that the call needs is not there; the message says what.
+
+    `retry_after_s` is the number of seconds after which another try will help; None if it will not.
+    """
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -104,7 +109,7 @@ class UnavailableError(CorunError):
 
 
 class DeadlineError(CorunError):
-    """The time given was not enough."""
+    """The call did not finish before its deadline."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -116,7 +121,7 @@ class CancelledByPeerError(CorunError):
 
 
 class ContractMismatchError(CorunError):
-    """Two contracts differ, so their bits may. `differences` maps a dotted field to its two values."""
+    """Two contracts differ, so their outputs may differ. `differences` maps a dotted field to its two values."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -133,7 +138,7 @@ class ContractMismatchError(CorunError):
 
 
 class StaleGenerationError(CorunError):
-    """A node process was replaced: what the caller holds of it is dead."""
+    """A node process was replaced. Whatever the caller holds of the old process is no longer valid."""
 
     code = grpc.StatusCode.ABORTED
 
@@ -158,7 +163,7 @@ class UnauthenticatedError(CorunError):
 
 
 class PermissionDeniedError(CorunError):
-    """A value that this caller may not use, though others may. Nothing was started or reserved."""
+    """This caller may not use a value that other callers may use. Nothing was started or reserved."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
@@ -171,33 +176,33 @@ class PermissionDeniedError(CorunError):
 
 
 class DataLossError(CorunError):
-    """Bits differ where the contract says that they are equal."""
+    """Bits differ although the contract says that they are equal."""
 
     code = grpc.StatusCode.DATA_LOSS
 
 
 class InternalError(CorunError):
-    """A bug on the other side; the message carries an id to look up in that side's log, and nothing else."""
+    """There is a bug on the other side. The message has an id to look up in that side's log, and nothing else."""
 
     code = grpc.StatusCode.INTERNAL
 
 
 def kind_of(error: CorunError) -> str:
-    """The name of an error's class in snake case, without its end: of OverloadedError, "overloaded"."""
+    """Return the name of an error's class in snake case, without "Error": "overloaded" for an OverloadedError."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__.removesuffix("Error")).lower()
 
 
 def shown(value: object) -> str:
-    """`value` as errors show it: its repr, abbreviated to 64 characters."""
+    """Return `value` as errors show it: its repr, abbreviated to 64 characters."""
     if isinstance(value, Shown):
         return _clip(str(value))
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones.
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long integers.
     return _clip(_repr.repr(value))
 
 
 def to_status(error: CorunError) -> status_pb2.Status:
-    """The rich status of `error`, for `grpc_status.rpc_status.to_status`."""
+    """Return the rich status of `error`, for `grpc_status.rpc_status.to_status`."""
     status = status_pb2.Status(code=error.code.value[0], message=_message(error))
     packer = _PACKERS.get(error.code)
     for detail in packer(error) if packer else ():
@@ -206,7 +211,7 @@ def to_status(error: CorunError) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.RpcError) -> CorunError:
-    """The typed error behind a failed call, of a sync or an asyncio stub."""
+    """Return the typed error of a failed call, made with a blocking or an asyncio stub."""
     code, text = _code(error), _text(error)
     if code not in _UNPACKERS:
         return InternalError(f"the peer answered {code.name}: {text}")
@@ -214,7 +219,10 @@ def from_rpc_error(error: grpc.RpcError) -> CorunError:
 
 
 def is_answered(error: grpc.RpcError) -> bool:
-    """Whether a peer of ours ended the call with an error of its own; else the network did, or a peer that died."""
+    """Return whether one of our processes ended the call with a typed error.
+
+    If not, the network failed or the peer died.
+    """
     trailers: Any = error.trailing_metadata()
     return any(key == _DETAILS_KEY for key, _ in trailers or ())
 
@@ -226,14 +234,14 @@ class _Details:
         self._details = details
 
     def find(self, message: Message) -> bool:
-        """Fills `message` from the first detail of its type; False if there is none."""
+        """Fill `message` from the first detail of its type. Return False if there is none."""
         try:
             return any(detail.Unpack(message) for detail in self._details)
         except DecodeError:
-            return False  # A peer that is not ours; the code and the text still say enough.
+            return False  # The peer is not one of our processes. The code and the text still say enough.
 
     def info(self) -> Mapping[str, str]:
-        """What our own ErrorInfo carries; empty if there is none."""
+        """Return the metadata of our own ErrorInfo; empty if there is none."""
         info = error_details_pb2.ErrorInfo()
         return dict(info.metadata) if self.find(info) and info.domain == _DOMAIN else {}
 
@@ -273,7 +281,7 @@ def _unpack_exhausted(text: str, details: _Details) -> CorunError:
     retry = error_details_pb2.RetryInfo()
     if details.find(retry):
         return OverloadedError(text, retry.retry_delay.ToNanoseconds() / 1e9)
-    if too_large := _TOO_LARGE.search(text):  # gRPC's own refusal of a message, before any of our code sees it.
+    if too_large := _TOO_LARGE.search(text):  # gRPC refused the message before our code saw it.
         return too_large_error(int(too_large[1]), int(too_large[2]))
     return OverloadedError(text)
 
@@ -286,7 +294,7 @@ def _unpack_unavailable(text: str, details: _Details) -> CorunError:
 def _pack_mismatch(error: Any) -> list[Message]:
     failure = error_details_pb2.PreconditionFailure()
     for field, pair in sorted(error.differences.items()):
-        # JSON, so that both values come back whatever is in them.
+        # The values travel as JSON, so that any text in them comes back unchanged.
         values = json.dumps([_clip(value, _MAX_SHOWN_DIFFERENCE) for value in pair], ensure_ascii=False)
         failure.violations.add(type="CONTRACT", subject=_clip(field, 128), description=values)
         if failure.ByteSize() > _MAX_DIFFERENCES_BYTES:
@@ -347,12 +355,12 @@ _UNPACKERS: dict[grpc.StatusCode, Callable[[str, _Details], CorunError]] = {
 
 
 def too_large_error(size: int, limit: int) -> InvalidArgumentError:
-    """The refusal of a message of `size` bytes."""
+    """Return the error that refuses a message of `size` bytes."""
     return InvalidArgumentError("message", Shown(f"{size} bytes"), f"must be at most {limit} bytes")
 
 
 def _message(error: CorunError) -> str:
-    # A mismatch carries its differences as details; its text is made again from them on the other side.
+    # A mismatch carries its differences as details. The other side makes the text from them again.
     text = error.message if isinstance(error, ContractMismatchError) else str(error)
     room = _MAX_MESSAGE_BYTES
     for i, char in enumerate(text):
@@ -363,7 +371,7 @@ def _message(error: CorunError) -> str:
 
 
 def _clip(text: str, length: int = MAX_SHOWN_VALUE) -> str:
-    """At most `length` characters, all of them valid Unicode: protobuf takes no lone surrogate."""
+    """Return at most `length` characters of `text` as valid Unicode, since protobuf refuses lone surrogates."""
     clipped = text if len(text) <= length else text[: length - 1] + "…"
     return clipped.encode("utf-8", "replace").decode()
 
@@ -382,7 +390,7 @@ def _pair(description: str) -> tuple[str, str]:
     try:
         a, b = json.loads(description)
     except (TypeError, ValueError):
-        return description, ""  # Another implementation's words.
+        return description, ""  # Another implementation wrote this text.
     return str(a), str(b)
 
 

@@ -1,12 +1,12 @@
-"""Runs one command so that nothing of it outlives the process that asked for it.
+"""Runs one command so that none of its processes outlives the process that asked for it.
 
     python -I guard.py PARENT_PID GRACE_S COMMAND...
 
-Owns the command's whole process tree. The first SIGTERM asks the command to end and gives it GRACE_S seconds; a second
-one, or the parent's death, ends it at once: whoever starts it again needs its ports and its GPU. When the command has
-ended, whatever it left behind is killed, also children whose own parent died without them. Exits as the command did, or
-with 128 + the signal that killed it.
-A script of the standard library alone: it starts in milliseconds and must not know what it runs.
+This script owns the command's whole process tree. The first SIGTERM asks the command to end and gives it GRACE_S
+seconds. A second SIGTERM, or the parent's death, kills it at once, since a restart needs its ports and its GPU. When
+the command has ended, all processes that it left behind are killed, including orphans. The script exits with the
+command's exit code, or with 128 + the signal that killed it.
+It uses the standard library alone, so it starts in milliseconds. It must not know what it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _KILL_TIMEOUT_S = 10.0
-# Wakes the wait now and then, should a signal ever be missed.
+# The longest that the wait sleeps, in case a signal is ever missed.
 _WAKE_S = 1.0
 
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # It died before it could be watched.
+    if os.getppid() != parent:  # The parent died before it could be watched.
         return 1
     guard = os.getpid()
     # preexec_fn is safe in a process without threads.
@@ -46,25 +46,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, ascending, with those that have ended and were not reaped."""
+    """Return the children of a process, ascending, including ended ones that were not reaped yet."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return sorted(child for child in pids if (fields := stat_fields(child)) is not None and int(fields[1]) == pid)
 
 
 def stat_fields(pid: int, thread: str = "") -> list[str] | None:
-    """What /proc/PID/stat says after the name: state, parent, …; None if there is no such process.
+    """Return the fields of /proc/PID/stat after the name: state, parent, …; None if there is no such process.
 
-    thread: "task/TID/" for those of one thread.
+    thread: "task/TID/" to get the fields of one thread.
     """
     try:
-        # "pid (name) state ppid …": the name may hold spaces and parentheses.
+        # The text is "pid (name) state ppid …". The name may hold spaces and parentheses.
         return Path(f"/proc/{pid}/{thread}stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
 
 
 def end_children(pid: int, timeout_s: float = _KILL_TIMEOUT_S) -> None:
-    """Kills and reaps this process's children, and those that they leave to it in turn."""
+    """Kill and reap the children of this process, and the orphans that they leave to it."""
     deadline = time.monotonic() + timeout_s
     while (found := children(pid)) and time.monotonic() < deadline:
         for child in found:
@@ -75,7 +75,7 @@ def end_children(pid: int, timeout_s: float = _KILL_TIMEOUT_S) -> None:
 
 
 def _wait(child: int, parent: int, grace_s: float) -> int:
-    """The command's exit code; negative for a signal."""
+    """Wait for the command and return its exit code; negative if a signal killed it."""
     kill_at: float | None = None
     while (code := _reap().get(child)) is None:
         left = _WAKE_S if kill_at is None else min(_WAKE_S, max(0.0, kill_at - time.monotonic()))
@@ -84,7 +84,7 @@ def _wait(child: int, parent: int, grace_s: float) -> int:
             if kill_at is None:
                 os.kill(child, signal.SIGTERM)
             kill_at = time.monotonic() + (grace_s if kill_at is None else 0.0)
-        # A thread of the parent may end without it, which sends the same signal: what tells is who the parent is.
+        # The kernel sends the same signal when only a thread of the parent ends, so check who the parent is now.
         if os.getppid() != parent or (kill_at is not None and time.monotonic() >= kill_at):
             os.kill(child, signal.SIGKILL)
             kill_at = time.monotonic() + _KILL_TIMEOUT_S
@@ -92,7 +92,7 @@ def _wait(child: int, parent: int, grace_s: float) -> int:
 
 
 def _reap() -> dict[int, int]:
-    """Exit codes of the children that have ended; as a subreaper this process gets orphans too."""
+    """Reap the children that have ended and return their exit codes; a subreaper gets orphans, too."""
     ended = {}
     with suppress(ChildProcessError):
         while (result := os.waitpid(-1, os.WNOHANG))[0]:
@@ -101,7 +101,7 @@ def _reap() -> dict[int, int]:
 
 
 def _die_with(guard: int) -> None:
-    """In the command's process, before it is the command."""
+    """Prepare the child process before it becomes the command: it dies when the guard dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if os.getppid() != guard:

@@ -1,7 +1,7 @@
 """Sampling parameters and the limits on everything a client may ask for.
 
-Validation happens here, once, at the edge; each refusal names the field, the value and the limit. This module must not
-know any engine: what is not in `SamplingParams` is not accepted.
+Values are validated here, once, at the edge. Each refusal names the field, the value and the limit. What is not in
+`SamplingParams` is not accepted. This module must not know any engine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from corun.errors import InvalidArgumentError, Shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
-"""Characters of one stop string."""
+"""The most characters of one stop string."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_SAMPLES = 256
 MAX_REQUEST_ID_LENGTH = 128
-"""Characters."""
+"""The most characters of a request id."""
 MAX_NAME_LENGTH = 128
-"""Characters of the name of a process, or of its address."""
+"""The most characters of the name of a process, or of its address."""
 
 _UINT32 = 2**32
 _INT31 = 2**31
@@ -37,45 +37,45 @@ _NOT_IN_DIGEST = frozenset({"logprobs", "n"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn; vLLM's names and meanings. Raises InvalidArgumentError for a value outside its limit.
+    """How tokens are drawn. Names and meanings are vLLM's. Raises InvalidArgumentError for a value outside its limit.
 
-    No limit is wider than the pinned engine's, and no value is accepted that the engine would change. Where ours are
-    narrower, it is so that every sum and product of them is finite in fp32, whatever their combination.
+    No limit is wider than that of the pinned engine, and no value is accepted that the engine would change. Some limits
+    are narrower than the engine's, so that every sum and product of the values is finite in fp32 in any combination.
 
-    Sequences become tuples and `logit_bias` becomes a tuple of (token id, bias) pairs, ascending by id, so that equal
-    parameters are equal values, whatever they were made from.
+    Sequences become tuples, and `logit_bias` becomes a tuple of (token id, bias) pairs, ascending by id. So equal
+    parameters are equal values, whatever types they were made from.
     """
 
     temperature: float = 1.0
-    """0, which is greedy, or in [0.01, 2]."""
+    """The sampling temperature: 0, which is greedy, or in [0.01, 2]."""
     top_p: float = 1.0
-    """In [1e-9, 1]."""
+    """Draw only from the likeliest tokens, as many as it takes for their probabilities to reach this, in [1e-9, 1]."""
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """Draw only from this many of the likeliest tokens; 0 keeps the whole vocabulary."""
     min_p: float = 0.0
-    """In [0, 1], relative to the likeliest token."""
+    """The least probability of a token, relative to the likeliest token, in [0, 1]."""
     max_tokens: int = 16
-    """Output tokens, at least 1."""
+    """The most output tokens of a sample, at least 1."""
     min_tokens: int = 0
-    """Output tokens before any stop may end the sample."""
+    """The number of output tokens before any stop may end the sample."""
     stop: str | Sequence[str] = ()
-    """Text that ends the sample; not part of its text."""
+    """Texts that end the sample; they are not part of its text."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end the sample; part of its token ids."""
+    """Token ids that end the sample; they are part of its token ids."""
     ignore_eos: bool = False
     """Keep going past the model's end-of-sequence token."""
     presence_penalty: float = 0.0
-    """In [-2, 2]."""
+    """The penalty on tokens that the output has already, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """In [-2, 2]."""
+    """The penalty on tokens for each time that the output has them already, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """In [0.01, 2]."""
+    """The penalty, as a factor, on tokens that the prompt or the output has already, in [0.01, 2]."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    """Token id to a bias in [-100, 100], held as fp32."""
+    """Maps a token id to a bias in [-100, 100], which is held as fp32."""
     logprobs: bool = False
     """Return each sampled token's log probability."""
     n: int = 1
-    """Samples per prompt, at most 256."""
+    """The number of samples per prompt, at most 256."""
 
     def __post_init__(self) -> None:
         for name, normalise in _NORMALISERS.items():
@@ -90,18 +90,21 @@ class SamplingParams:
 
     @property
     def logit_bias_map(self) -> dict[int, float]:
-        """`logit_bias` by token id, ascending."""
+        """`logit_bias` as a dict by token id, ascending."""
         return dict(self.logit_bias)
 
     def digest(self) -> str:
-        """SHA-256 over everything that can change a sample's output; 64 hex digits."""
+        """Return the SHA-256 over every parameter that can change a sample's output, as 64 hex digits."""
         values = {f.name: _exact(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_IN_DIGEST}
         canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(_PARAMS_TAG + canonical.encode()).hexdigest()
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "prompt.token_ids") -> tuple[int, ...]:
-    """The prompt as a tuple of ints; raises InvalidArgumentError unless it has tokens, each in [0, vocab_size)."""
+    """Return the prompt as a tuple of ints.
+
+    Raises InvalidArgumentError if it is empty, or has a token id outside [0, vocab_size).
+    """
     if isinstance(token_ids, (str, bytes, bytearray)) or not isinstance(token_ids, Iterable):
         raise InvalidArgumentError(field, token_ids, "must be a sequence of token ids")
     ids = tuple(token_ids)
@@ -113,7 +116,7 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str = "pro
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidArgumentError if `params` names a token outside the vocabulary."""
+    """Raise InvalidArgumentError if `params` names a token outside the vocabulary."""
     for i, token_id in enumerate(params.stop_token_ids):
         _integer(f"sampling_params.stop_token_ids[{i}]", token_id, 0, vocab_size)
     for token_id in params.logit_bias_map:
@@ -121,7 +124,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_lengths(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
-    """Raises InvalidArgumentError unless a prompt and its output fit the model; all three in tokens."""
+    """Raise InvalidArgumentError unless a prompt and its output fit the model. All three lengths are in tokens."""
     if num_prompt < 1:
         raise InvalidArgumentError("prompt.token_ids", Shown("no tokens"), "must not be empty")
     room = max_model_len - num_prompt
@@ -134,12 +137,12 @@ def check_lengths(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
 
 
 def check_seed(seed: int) -> int:
-    """The seed as an int; raises InvalidArgumentError unless it is in [0, 2^63)."""
+    """Return the seed as an int. Raises InvalidArgumentError unless it is in [0, 2^63)."""
     return _integer("seed", seed, 0, 2**63, "must be in [0, 2^63)")
 
 
 def check_text(field: str, text: str, max_length: int | None = None, min_length: int = 1) -> str:
-    """`text`; raises InvalidArgumentError unless it is valid Unicode of the given length in characters."""
+    """Return `text`. Raises InvalidArgumentError unless it is valid Unicode of the allowed length in characters."""
     if not isinstance(text, str):
         raise InvalidArgumentError(field, text, "must be text")
     if len(text) < min_length:
@@ -154,42 +157,45 @@ def check_text(field: str, text: str, max_length: int | None = None, min_length:
 
 
 def check_request_id(request_id: str) -> str:
-    """`request_id`, which may be empty; raises InvalidArgumentError beyond 128 characters."""
+    """Return `request_id`, which may be empty. Raises InvalidArgumentError if it has more than 128 characters."""
     return check_text("request_id", request_id, MAX_REQUEST_ID_LENGTH, min_length=0)
 
 
 def check_name(field: str, name: str) -> str:
-    """`name` of a process, which goes into logs; raises InvalidArgumentError unless it is short and visible ASCII."""
+    """Return the name of a process.
+
+    Raises InvalidArgumentError unless it is 1 to 128 characters of visible ASCII, since it is written to logs.
+    """
     if not 1 <= len(name) <= MAX_NAME_LENGTH or not all("!" <= char <= "~" for char in name):
         raise InvalidArgumentError(field, name, f"must be 1 to {MAX_NAME_LENGTH} visible ASCII characters")
     return name
 
 
 def _integer(field: str, value: Any, low: int, end: int, limit: str = "") -> int:
-    """`value` as an int in [low, end)."""
+    """Return `value` as an int. Raises InvalidArgumentError unless it is an integer in [low, end)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidArgumentError(field, value, "must be an integer")
-    number = operator.index(value)  # Also numpy's integers.
+    number = operator.index(value)  # This accepts numpy's integers, too.
     if not low <= number < end:
         raise InvalidArgumentError(field, number, limit or f"must be in [{low}, {end})")
     return number
 
 
 def _real(field: str, value: Any, low: float, high: float, limit: str = "") -> float:
-    """`value` as a finite float in [low, high]."""
+    """Return `value` as a float. Raises InvalidArgumentError unless it is a finite number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidArgumentError(field, value, "must be a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not low <= number <= high:  # A NaN is not, either.
+    if not low <= number <= high:  # This refuses a NaN, too.
         raise InvalidArgumentError(field, value, limit or f"must be in [{low:g}, {high:g}]")
     return number + 0.0  # -0.0 becomes 0.0: equal values have equal digests.
 
 
 def _temperature(field: str, value: Any) -> float:
-    """vLLM refuses more than 2, and takes everything between 0 and 0.01 for 0.01."""
+    """Check a temperature. vLLM refuses more than 2, and treats everything between 0 and 0.01 as 0.01."""
     limit = "must be 0 or in [0.01, 2]"
     number = _real(field, value, 0, 2, limit)
     return number if number == 0 else _real(field, value, 0.01, 2, limit)
@@ -225,7 +231,7 @@ def _logit_bias(field: str, value: Any) -> tuple[tuple[int, float], ...]:
         if token_id in bias:
             raise InvalidArgumentError(f"{field}[{token_id}]", pair[1], "must be given once")
         number = _real(f"{field}[{token_id}]", pair[1], -100, 100)
-        bias[token_id] = struct.unpack("<f", struct.pack("<f", number))[0] + 0.0  # As it crosses the wire.
+        bias[token_id] = struct.unpack("<f", struct.pack("<f", number))[0] + 0.0  # Round to fp32, as the wire does.
     return tuple(sorted(bias.items()))
 
 
@@ -233,13 +239,13 @@ def _items(field: str, value: Any, limit: int, unit: str) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InvalidArgumentError(field, value, f"must be a sequence of {unit}")
     items = value if isinstance(value, Sized) else tuple(value)
-    if len(items) > limit:  # Before any of them is looked at: there may be millions.
+    if len(items) > limit:  # Count before reading any item: there may be millions.
         raise InvalidArgumentError(field, Shown(f"{len(items)} {unit}"), f"must be at most {limit}")
     return tuple(items)
 
 
 def _exact(value: Any) -> Any:
-    """`value` for JSON, floats as hexadecimal text: every bit of them, in any language."""
+    """Return `value` for JSON, with floats as hexadecimal text, which keeps every bit in any language."""
     if isinstance(value, float):
         return value.hex()
     return [_exact(item) for item in value] if isinstance(value, tuple) else value
@@ -247,7 +253,7 @@ def _exact(value: Any) -> Any:
 
 _NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
     "temperature": _temperature,
-    "top_p": lambda f, v: _real(f, v, 1e-9, 1),  # Engines hold it in fp32, where the smallest numbers become 0.
+    "top_p": lambda f, v: _real(f, v, 1e-9, 1),  # Engines hold top_p in fp32, where the smallest numbers become 0.
     "top_k": lambda f, v: _integer(f, v, 0, _INT31),
     "min_p": lambda f, v: _real(f, v, 0, 1),
     "max_tokens": lambda f, v: _integer(f, v, 1, _UINT32, "must be at least 1"),
@@ -257,7 +263,7 @@ _NORMALISERS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _flag,
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
-    "repetition_penalty": lambda f, v: _real(f, v, 0.01, 2),  # Logits are multiplied by 1 / it.
+    "repetition_penalty": lambda f, v: _real(f, v, 0.01, 2),  # The engine multiplies logits by its inverse.
     "logit_bias": _logit_bias,
     "logprobs": _flag,
     "n": lambda f, v: _integer(f, v, 1, MAX_SAMPLES + 1, f"must be in [1, {MAX_SAMPLES}]"),

@@ -1,6 +1,6 @@
-"""Process trees of this machine: who descends from whom, and seeing to it that all of them end.
+"""Process trees of this machine: which processes descend from which, and how to end a whole tree.
 
-Linux only (/proc). Must not know what the processes are.
+This module works on Linux only (/proc). It must not know what the processes are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _STEP_S = 5.0
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Every living descendant of a process, with its start time: the two together never name another process."""
+    """Return every living descendant of a process with its start time.
+
+    A process id and its start time together never name another process.
+    """
     tree: dict[int, str] = {}
     for child in children(pid):
         if (started := _start_time(child)) is not None:
@@ -26,12 +29,12 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def started(pids: Iterable[int]) -> dict[int, str]:
-    """Those of the processes that live, with their start times."""
+    """Return the given processes that are alive, with their start times."""
     return {pid: at for pid in pids if (at := _start_time(pid)) is not None}
 
 
 def end_tree(tree: Mapping[int, str], step_s: float = _STEP_S) -> None:
-    """Waits for processes to end; asks those that do not, asks again, and kills them, `step_s` seconds apart."""
+    """Wait for processes to end. After each `step_s` seconds, go on to SIGTERM, SIGTERM again, then SIGKILL."""
     for number in (None, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + step_s
         if number is not None:
@@ -41,14 +44,14 @@ def end_tree(tree: Mapping[int, str], step_s: float = _STEP_S) -> None:
 
 
 def living(tree: Mapping[int, str]) -> list[int]:
-    """Those of a tree that have not ended."""
+    """Return the processes of a tree that have not ended."""
     return [pid for pid, started in tree.items() if _start_time(pid) == started]
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that the main threads of a process's living descendants have used so far."""
+    """Return the CPU seconds that the main threads of a process's living descendants have used so far."""
     fields = [stat_fields(descendant, f"task/{descendant}/") for descendant in descendants(pid)]
-    # Numbers 14 and 15 of proc_pid_stat(5), which counts from 1 and the two fields before these.
+    # These are fields 14 and 15 of proc_pid_stat(5). It counts from 1, and includes the pid and the name.
     return sum(int(found[11]) + int(found[12]) for found in fields if found is not None) / os.sysconf("SC_CLK_TCK")
 
 
@@ -57,10 +60,10 @@ def _send(number: signal.Signals, pids: list[int]) -> None:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            continue  # It has ended since.
+            continue  # The process has ended in the meantime.
 
 
 def _start_time(pid: int) -> str | None:
-    """In clock ticks since boot; None for a process that has ended, reaped or not."""
+    """Return a process's start time in clock ticks since boot; None if it has ended, reaped or not."""
     fields = stat_fields(pid)
     return None if fields is None or fields[0] == "Z" else fields[19]

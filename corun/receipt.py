@@ -1,4 +1,4 @@
-"""Receipts, and the digests in them: what ran, and exactly which bits came out.
+"""Receipts and the digests in them: what ran, and exactly which bits came out.
 
 A digest is SHA-256 over a domain tag and little-endian records, so that any language can compute it. This module must
 not know where tokens come from.
@@ -28,34 +28,34 @@ class Receipt:
     """What ran, under which contract, and what came out: enough to check a later run bit by bit."""
 
     fingerprint: str
-    """Of the contract; 64 hex digits."""
+    """The fingerprint of the contract; 64 hex digits."""
     request_id: str
     sample_index: int
     seed: int
-    """Below 2^63."""
+    """The sample's own seed, in [0, 2^63)."""
     prompt_digest: str
-    """Over the prompt's token ids; 64 hex digits."""
+    """The digest of the prompt's token ids; 64 hex digits."""
     params_digest: str
-    """Over the sampling parameters that can change the output; 64 hex digits."""
+    """The digest of the sampling parameters that can change the output; 64 hex digits."""
     output_digest: str
-    """Over (token id, fp32 log probability bits) of the output; 64 hex digits."""
+    """The digest of the output's pairs of token id and fp32 log probability bits; 64 hex digits."""
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason
     prefill_node: NodeRef
     decode_node: NodeRef
     tokens_digest: str = ""
-    """Over the token ids of the output alone; 64 hex digits. Empty in receipts of earlier versions."""
+    """The digest of the output's token ids alone; 64 hex digits. Empty in receipts of earlier versions."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the receipt as plain values for JSON."""
         return {**asdict(self), "finish_reason": self.finish_reason.value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Receipt:
-        """Back from `to_dict`. Raises InvalidArgumentError for an unknown, mistyped or missing field.
+        """Read what `to_dict` wrote. Raises InvalidArgumentError for an unknown, mistyped or missing field.
 
-        What receipts of earlier versions lack may be missing.
+        Fields that receipts of earlier versions did not have may be missing.
         """
         _check_fields("receipt", cls, values)
         read: dict[str, Any] = {
@@ -65,7 +65,10 @@ class Receipt:
 
 
 class OutputDigest:
-    """SHA-256 over (token id, fp32 log probability bits) of one sample's tokens, in order, and over their ids alone."""
+    """Computes the two digests of one sample's output, token by token and in order.
+
+    One is SHA-256 over the pairs of token id and fp32 log probability bits. The other is over the token ids alone.
+    """
 
     __slots__ = ("_hash", "_num_tokens", "_tokens")
 
@@ -79,22 +82,22 @@ class OutputDigest:
         return self._num_tokens
 
     def update(self, token_id: int, logprob: float) -> None:
-        """Adds one token; `logprob` is rounded to fp32 (the bits of an fp32 value are kept)."""
+        """Add one token. `logprob` is rounded to fp32; the bits of an fp32 value are kept."""
         self._hash.update(_RECORD.pack(token_id, logprob))
         self._tokens.update(_TOKEN_ID.pack(token_id))
         self._num_tokens += 1
 
     def hexdigest(self) -> str:
-        """Of the tokens so far; more may follow."""
+        """Return the output digest of the tokens so far. More tokens may follow."""
         return self._hash.hexdigest()
 
     def tokens_hexdigest(self) -> str:
-        """Of the token ids so far, without their log probabilities."""
+        """Return the digest of the token ids so far, without their log probabilities."""
         return self._tokens.hexdigest()
 
 
 def output_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-    """The digest of a whole output."""
+    """Return the output digest of a whole output. Raises InvalidArgumentError unless each token has one logprob."""
     if len(token_ids) != len(logprobs):
         raise InvalidArgumentError("logprobs", len(logprobs), f"must be one per token, {len(token_ids)}")
     digest = OutputDigest()
@@ -104,30 +107,30 @@ def output_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
 
 
 def records_digest(records: bytes | bytearray) -> str:
-    """The digest of a whole output that is there as records already: token id and fp32 bits, 8 bytes a token."""
+    """Return the output digest of records that are already packed: token id and fp32 bits, 8 bytes per token."""
     digest = hashlib.sha256(_OUTPUT_TAG)
     digest.update(records)
     return digest.hexdigest()
 
 
 def records_tokens_digest(records: bytes | bytearray) -> str:
-    """The digest of the token ids of a whole output that is there as records."""
-    with memoryview(records) as view, view.cast("I") as words:  # Only moves them, so their byte order stays.
+    """Return the tokens digest of an output that is already packed as records."""
+    with memoryview(records) as view, view.cast("I") as words:  # This only copies words, so their byte order stays.
         return hashlib.sha256(_TOKENS_TAG + words[::2].tobytes()).hexdigest()
 
 
 def prompt_digest(token_ids: Iterable[int]) -> str:
-    """SHA-256 over a prompt's token ids, each a little-endian uint32."""
+    """Return the SHA-256 over a prompt's token ids, each a little-endian uint32."""
     return _ids_digest(_PROMPT_TAG, token_ids)
 
 
 def tokens_digest(token_ids: Iterable[int]) -> str:
-    """SHA-256 over an output's token ids, each a little-endian uint32."""
+    """Return the SHA-256 over an output's token ids, each a little-endian uint32."""
     return _ids_digest(_TOKENS_TAG, token_ids)
 
 
 def text_digest(text: str) -> str:
-    """SHA-256 over an output's text in UTF-8."""
+    """Return the SHA-256 over an output's text in UTF-8."""
     return hashlib.sha256(_TEXT_TAG + text.encode()).hexdigest()
 
 

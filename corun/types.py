@@ -1,7 +1,7 @@
-"""The plain values that cross process boundaries: who a node is, what it holds, how it does.
+"""The plain values that cross process boundaries: a node's identity, what it holds, and its state.
 
-They mirror the messages in protos/corun/v1 field by field. This module must not know how they travel
-(`corun.rpc.codec`) nor what anybody does with them.
+They mirror the messages in protos/corun/v1 field by field. This module must not know how the values travel
+(`corun.rpc.codec`) nor what they are used for.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class FinishReason(enum.Enum):
     """Why a sample ended."""
 
     STOP = "stop"
-    """A stop string, a stop token or the end-of-sequence token."""
+    """A stop string, a stop token or the end-of-sequence token ended the sample."""
     LENGTH = "length"
-    """max_tokens."""
+    """The sample reached max_tokens."""
     ERROR = "error"
-    """Between router and node only: the sample must run again from its prompt."""
+    """The run failed, and the sample must run again from its prompt. Only nodes and routers use this reason."""
 
 
 class Priority(enum.Enum):
-    """Which of those that wait for a slot come first: best first. What runs is never touched."""
+    """Which waiting requests get a slot first; the members are in that order. Running samples are never touched."""
 
     HIGH = "high"
     NORMAL = "normal"
     LOW = "low"
-    """When nobody else waits, and for as long as that takes."""
+    """The request gets a slot when no request of a higher priority waits. It may wait for as long as its deadline."""
 
 
 class NodeRole(enum.Enum):
@@ -48,13 +48,14 @@ class NodeState(enum.Enum):
 
     READY = "ready"
     JOINING = "joining"
-    """Registered; its NIXL pairs are still being warmed."""
+    """The node has registered; its NIXL pairs are still being warmed."""
     LOST = "lost"
-    """No heartbeat, or its step stream broke. A node that was told to end comes to this, too: `GONE_AS_PLANNED`."""
+    """The node's heartbeats stopped, or its step stream broke. A node that ended as planned is LOST, too, with the
+    detail `GONE_AS_PLANNED`."""
     REFUSED = "refused"
-    """Its contract differs from the cluster's, it failed its self-test, or it may have given other bits."""
+    """The node's contract differs from the cluster's, it failed its self-test, or it may have given other bits."""
     DRAINING = "draining"
-    """Takes no new work."""
+    """The node takes no new work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ class NodeRef:
 
     node_id: str
     generation: str
-    """Random, 16 hex digits."""
+    """The random name of this life of the process; 16 hex digits."""
 
     def __str__(self) -> str:
         return f"{self.node_id}@{self.generation}"
@@ -74,12 +75,12 @@ class NixlEndpoint:
     """Where a prefill node's KV is read from."""
 
     engine_id: str
-    """Unique to one generation."""
+    """The engine's id, which is unique to one generation."""
     host: str
     port: int
     tp_size: int
     stamp_addresses: tuple[int, ...] = ()
-    """Of each rank's table of block stamps; known once the engine has started."""
+    """The memory address of each rank's table of block stamps; known once the engine has started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,20 +92,22 @@ class KvHandle:
     request_id: str
     """The engine's id of the prefill."""
     block_ids: tuple[tuple[int, ...], ...]
-    """One tuple per KV cache group."""
+    """The ids of the KV blocks: one tuple per KV cache group."""
     host: str
     port: int
     tp_size: int
     num_tokens: int
-    """Prompt tokens whose KV is held."""
+    """The number of prompt tokens whose KV is held."""
     prompt_digest: str
-    """Over the prompt's token ids; 64 hex digits (`corun.receipt.prompt_digest`)."""
+    """The digest of the prompt's token ids; 64 hex digits (`corun.receipt.prompt_digest`)."""
     reader: NodeRef
     """The one generation of a decode node that may read it by this handle."""
     binding: str = ""
-    """Over everything above that names the KV, its owner or its reader; 64 hex digits (corun/node/kv/handle.py)."""
+    """The digest of all fields above that name the KV, its owner or its reader; 64 hex digits
+    (corun/node/kv/handle.py)."""
     claim: str = ""
-    """Of the prefill that got this handle: one of those that read this KV. Empty: there is no other."""
+    """The request id of the Prefill call that got this handle, since calls with equal prompts may share the KV of
+    `request_id`. Empty: no other call shares it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,76 +117,76 @@ class NodeInfo:
     ref: NodeRef
     role: NodeRole
     address: str
-    """host:port of the node's gRPC server."""
+    """The address of the node's gRPC server as host:port."""
     contract_json: str
-    """Canonical JSON of the node's contract (`corun.contract.Contract.canonical_json`)."""
+    """The canonical JSON of the node's contract (`corun.contract.Contract.canonical_json`)."""
     slots: int = 0
-    """Decode only."""
+    """The number of a decode node's slots. 0 for a prefill node."""
     kv_blocks: int
-    """Blocks that requests can use."""
+    """The number of KV blocks that requests can use."""
     block_size: int
-    """Tokens per KV block."""
+    """The number of tokens per KV block."""
     max_model_len: int
-    """Tokens, prompt and output together."""
+    """The most tokens of a prompt and its output together."""
     vocab_size: int
     nixl: NixlEndpoint | None = None
-    """Prefill only."""
+    """Where a prefill node's KV is read from. None for a decode node."""
     model: str
-    """Path of the model, for the router's tokenizer."""
+    """The path of the model, for the router's tokenizer."""
     finding: str = ""
-    """Of the node's self-test: what moved a bit. Empty: it is certified."""
+    """What changed a bit in the node's self-test. Empty: the node passed and is certified."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvReads:
-    """KV that a decode node has read from prefill nodes since its start; of its first tensor-parallel rank."""
+    """The reads of KV from prefill nodes since a decode node's start, by its first tensor-parallel rank."""
 
     count: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """Each read's own, from post to completion; those of parallel ones overlap."""
+    """The sum of the durations of all reads, each from post to completion. Parallel reads overlap."""
     failed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLoad:
-    """How busy a node is; travels with each heartbeat."""
+    """How busy a node is. It travels with each heartbeat."""
 
     used_slots: int = 0
-    """Decode only: leases held."""
+    """The number of leases that a decode node holds."""
     used_kv_blocks: int = 0
     queued_prompt_tokens: int = 0
-    """Prefill only."""
+    """The number of tokens of the prompts that a prefill node still has to compute."""
     steps: int = 0
-    """Decode steps since start."""
+    """The number of decode steps since the node's start."""
     tokens: int = 0
-    """Prompt tokens computed, or output tokens drawn, since start."""
+    """The number of prompt tokens computed, or of output tokens drawn, since the node's start."""
     slots_in_use: tuple[int, ...] = ()
-    """Decode only: the leased slots, ascending."""
+    """The leased slots of a decode node, ascending."""
     kv_reads: KvReads = KvReads()
-    """Decode only; a few seconds old."""
+    """The KV reads of a decode node; a few seconds old."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Samples of a router that wait for room on a decode node; it is told with the answer to a heartbeat."""
+    """Samples of a router that wait for room on a decode node. The router sends it in the answer to a heartbeat."""
 
     router_id: str
-    """As the router names itself when it reserves there."""
+    """The name that the router gives itself when it reserves slots at the node."""
     samples: int = 0
-    """The node's part of those that wait."""
+    """The node's share of the waiting samples."""
     num_tokens: int = 0
-    """Prompt and most output tokens of the first of them."""
+    """The tokens that the first waiting sample needs: its prompt and its most output tokens."""
     lasts_ms: int = 0
-    """Unless the router says otherwise before."""
+    """How long this demand holds, in milliseconds, unless the router sends another before."""
 
 
 GONE_AS_PLANNED = "gone as planned"
-"""The detail of a LOST node that had said before that it would end."""
+"""The detail of a LOST node that had announced that it would end."""
 
 
 def state_in_words(state: NodeState, detail: str) -> str:
-    """A node's state for people, to whom a node that ended as planned is not lost."""
+    """Return a node's state as text for people. A node that ended as planned is not called lost."""
     if detail == GONE_AS_PLANNED:
         return detail
     return f"{state.value}: {detail}" if detail else state.value
@@ -197,87 +200,88 @@ class NodeStatus:
     load: NodeLoad
     state: NodeState
     detail: str = ""
-    """Why the node is not in use; empty when it is."""
+    """Why the node is not in use. Empty if it is in use."""
     last_heartbeat_ms: int = 0
-    """Milliseconds ago."""
+    """The number of milliseconds since the node's last heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditStatus:
-    """What came of running finished samples again, since the router started."""
+    """The results of running finished samples again, since the router started."""
 
     matched: int = 0
-    """Audits that gave the same bits."""
+    """The number of audits that gave the same bits."""
     mismatched: int = 0
-    """Audits that gave other bits."""
+    """The number of audits that gave other bits."""
     failed: int = 0
-    """Audits that their nodes did not finish."""
+    """The number of audits that their nodes did not finish."""
     skipped: int = 0
-    """Samples chosen that found no time or room."""
+    """The number of chosen samples that were not run again, for want of time or room."""
     same_node: int = 0
-    """Of those matched or mismatched: how many used a node of the first run again, because there was no other."""
+    """The number of matched and mismatched audits that used a node of the first run, because there was no other."""
     waiting: int = 0
-    """Samples chosen that have no answer yet."""
+    """The number of chosen samples that have no result yet."""
     last_mismatch: str = ""
-    """When, which sample and which nodes; empty if there was none."""
+    """The time, the sample and the nodes of the last mismatch. Empty if there was none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStatus:
-    """What clients need to know of the model that is served."""
+    """What clients need to know about the model that is served."""
 
     name: str
-    """Without the path that it has on the nodes' machines."""
+    """The model's name, without its path on the nodes' machines."""
     max_model_len: int
-    """Tokens, prompt and output together."""
+    """The most tokens of a prompt and its output together."""
     max_prompt_bytes: int
-    """UTF-8 bytes; no longer text can be a prompt."""
+    """The most UTF-8 bytes of a text that can be a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterStatus:
-    """What the cluster is made of and how busy it is."""
+    """The members of the cluster and how busy they are, as one router sees them."""
 
     router_id: str
     fingerprint: str
-    """Of the contract of the cluster; empty while no node has joined."""
+    """The fingerprint of the cluster's contract. Empty while no node has joined."""
     nodes: tuple[NodeStatus, ...]
     queued_samples: int
-    """Waiting for a slot."""
+    """The number of samples that wait for a slot."""
     max_queued_samples: int
     finished_samples: int
-    """Since the router started."""
+    """The number of samples that have finished since the router started."""
     mismatches: int = 0
-    """Samples whose repeated run gave other bits, audits included, since the router started."""
+    """The number of samples whose repeated run gave other bits since the router started, audits included."""
     refused_requests: int = 0
-    """For want of room, since the router started; those that had waited are among them."""
+    """The number of requests refused for want of room since the router started. It includes requests that were refused
+    after they had waited."""
     audit: AuditStatus = AuditStatus()
     model: ModelStatus | None = None
-    """None while no node has joined."""
+    """The model that is served. None while no node has joined."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """How much of a sample a client has, when it comes back for the rest."""
+    """How much of a sample a client has received when it asks for the rest."""
 
     sample_index: int
     seed: int
-    """The sample's own, as it was received."""
+    """The sample's own seed, as it was received."""
     num_tokens: int
-    """Tokens received."""
+    """The number of tokens received."""
     output_digest: str
-    """Over them (`corun.receipt.OutputDigest`); 64 hex digits."""
+    """The output digest of the received tokens (`corun.receipt.OutputDigest`); 64 hex digits."""
     text_bytes: int
-    """UTF-8 bytes of text received."""
+    """The number of UTF-8 bytes of text received."""
     done: bool = False
-    """The receipt was received too: the sample is not run again."""
+    """Whether the receipt was received, too. If so, the sample is not run again."""
 
 
 def new_generation() -> str:
-    """A fresh generation: 16 random hex digits."""
+    """Return a fresh generation: 16 random hex digits."""
     return secrets.token_hex(8)
 
 
 def new_node_id(role: NodeRole) -> str:
-    """A node id for a process that was given none: hostname-role-random."""
+    """Return a node id for a process that was given none: hostname-role-random."""
     return f"{socket.gethostname()}-{role.value}-{secrets.token_hex(3)}"

@@ -1,4 +1,5 @@
-"""The benchmark: systems driven side by side by one client loop, and what was measured.
+"""The benchmark: one client loop drives several systems side by side and measures them.
 
-An application over everything else: it may import any part of the project, and nothing but the command line imports it.
+This package is an application on top of everything else: it may import any part of the project, and nothing but the
+command line imports it.
 """

@@ -1,4 +1,4 @@
-"""Child processes with a log each, all of which end with their parent's block. Must not know what they are."""
+"""Child processes with one log each. All of them end with their owner's `with` block. Must not know what they run."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from corun.guard import stat_fields
 from corun.processes import descendants, end_tree
 
 TAIL = 3000
-"""Characters of a log that an error carries."""
+"""The number of characters from the end of a log that an error carries."""
 _POLL_S = 0.25
 _ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 _ELSEWHERE = "See root cause above"
-"""vLLM's last error is that of the parent of the process that failed."""
+"""Marks an error line that is not the cause: vLLM's last error comes from the parent of the process that failed."""
 
 
 @dataclass
 class Processes:
-    """Processes by name; all of them are gone after `stop`, and after the block of which they are the context."""
+    """Child processes by name. None of them is left after `stop`, nor after a `with` block over this object."""
 
     logs: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _started: dict[str, dict[int, str]] = field(init=False, default_factory=dict)
-    """What each was seen to have started: a process that dies at once leaves that to nobody who knows."""
+    """The last noted descendants of each process: they cannot be found any more once the process has died."""
 
     def __enter__(self) -> Processes:
         return self
@@ -42,13 +42,13 @@ class Processes:
             self.kill(name)
 
     def start(self, name: str, module: str, *flags: str, stdin: int | None = None) -> None:
-        """Runs `python -m MODULE FLAGS…`; stdin: as of `subprocess.Popen`."""
+        """Run `python -m MODULE FLAGS…`. `stdin` is the one of `subprocess.Popen`."""
         self.commands[name] = (module, *flags)
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                # In this session: Linux gives each session an equal share of a core, however many of its threads
-                # only spin, and the engines share cores here.
+                # The child stays in this session: Linux gives each session an equal share of a core, no matter how
+                # many of its threads only spin, and the engines share cores here.
                 [sys.executable, "-m", module, *flags],
                 stdin=stdin,
                 stdout=log,
@@ -56,33 +56,36 @@ class Processes:
             )
 
     def restart(self, name: str) -> None:
-        """One that has ended."""
+        """Start a process that has ended again, with the same command."""
         self.start(name, *self.commands[name])
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
     def note(self, name: str) -> None:
-        """Remembers all that one has started: it ends with it, however that ends."""
+        """Remember all that a process has started, so that it is ended with the process in any case."""
         self._started[name] = self._tree(name)
 
     def check(self) -> None:
-        """Raises UnavailableError if one has ended: how, its error if it failed by itself, and its log's end."""
+        """Raise UnavailableError if a process has ended.
+
+        The message has the exit code, the error if the process failed by itself, and the end of its log.
+        """
         for name, process in self.running.items():
             if (code := process.poll()) is not None:
                 raise self._failed(name, f"ended with {code}", by_itself=code > 0)
 
     def wait(self, seconds: float) -> None:
-        """Raises UnavailableError if one ends meanwhile."""
+        """Wait this many seconds. Raises UnavailableError if a process ends in that time."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.check()
             time.sleep(min(left, _POLL_S))
 
     def finish(self, names: Iterable[str], timeout_s: float) -> None:
-        """Closes the inputs of processes that have one (PIPE), and waits until they have ended by themselves.
+        """Close the stdin of processes that were started with a pipe, and wait until they have ended by themselves.
 
-        Raises UnavailableError if one fails, or does not end in time.
+        Raises UnavailableError if a process fails, or does not end in time.
         """
         inputs = {name: self.running[name].stdin for name in names}
         for pipe in inputs.values():
@@ -100,7 +103,10 @@ class Processes:
             self._started.pop(name, None)
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
-        """SIGTERM, then the exit code; a process that does not end in time is killed with its descendants."""
+        """Send SIGTERM and return the exit code. Whatever is left of the process and its descendants is killed.
+
+        Raises subprocess.TimeoutExpired if the process does not end in time.
+        """
         process, tree = self._let_go(name)
         process.send_signal(signal.SIGTERM)
         try:
@@ -109,7 +115,7 @@ class Processes:
             _end(process, tree, 2.0)
 
     def kill(self, name: str, step_s: float = 2.0) -> None:
-        """kill -9 of a process, and the end of all that it started; `step_s`: as in `corun.processes.end_tree`."""
+        """Kill a process (SIGKILL) and end all that it started. `step_s` is that of `corun.processes.end_tree`."""
         process, tree = self._let_go(name)
         _end(process, tree, step_s)
 
@@ -117,30 +123,30 @@ class Processes:
         return {name: self.terminate(name) for name in list(self.running)}
 
     def owners(self) -> dict[int, str]:
-        """Which of them each process id belongs to: its own, and those of all that it started."""
+        """Return the process name that each process id belongs to, for the processes and all that they started."""
         trees = {name: (process.pid, *descendants(process.pid)) for name, process in self.running.items()}
         return {pid: name for name, tree in trees.items() for pid in tree}
 
     def memory(self) -> dict[str, float]:
-        """Resident memory of each with all that it started, in MiB."""
+        """Return the resident memory of each process with all that it started, in MiB."""
         pages = self._sums(21)
         return {name: round(count * os.sysconf("SC_PAGE_SIZE") / 2**20, 1) for name, count in pages.items()}
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each has used with all that it started and all their threads."""
+        """Return the CPU seconds that each process has used with all that it started and all their threads."""
         return {name: ticks / os.sysconf("SC_CLK_TCK") for name, ticks in self._sums(11, 12).items()}
 
     def _tree(self, name: str) -> dict[int, str]:
         return self._started.get(name, {}) | descendants(self.running[name].pid)
 
     def _let_go(self, name: str) -> tuple[subprocess.Popen[bytes], dict[int, str]]:
-        """A process and all that it started."""
+        """Remove a process from this object; return it and all that it started."""
         tree = self._tree(name)
         self._started.pop(name, None)
         return self.running.pop(name), tree
 
     def _sums(self, *fields: int) -> dict[str, int]:
-        """Of some fields of proc_pid_stat(5), which counts from 1 and the two fields before these."""
+        """Return the sum of some fields of each process tree. Index 0 is field 3 of proc_pid_stat(5)."""
         sums = dict.fromkeys(self.running, 0)
         for pid, name in self.owners().items():
             if found := stat_fields(pid):
@@ -154,13 +160,13 @@ class Processes:
 
 
 def _error(log: str) -> str:
-    """The line that says why a process failed; its last one where no line looks like it."""
+    """Return the line of a log that says why a process failed, or the last line if none looks like an error."""
     found = [line for line in _ERROR.findall(log) if _ELSEWHERE not in line]
     return (found or log.splitlines() or ["no word"])[-1]
 
 
 def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> None:
-    """Ends whatever is left of a process and its descendants."""
+    """End whatever is left of a process and its descendants."""
     process.kill()
     process.wait()
     end_tree(tree, step_s=step_s)

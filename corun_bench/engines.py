@@ -1,6 +1,7 @@
-"""Engine processes from outside, and the systems made of them: independent engines, and stock prefill and decode.
+"""The parent's side of engine processes, and two systems of them: independent engines, and stock prefill and decode.
 
-Owns: the engines' lives, whose turn it is, and the plain proxy between prefill and decode. Must not know vLLM.
+Owns: the start and end of engines, the choice of an engine for each request, and the plain proxy between prefill and
+decode. Must not know vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from corun_bench.records import Outcome, Request
 from corun_bench.systems import EngineSettings
 
 TEMPERATURE = 0.6
-"""Of every request to every system; the paper's determinism test has it too."""
+"""The sampling temperature of every request to every system; the paper's determinism test uses it too."""
 ANSWER_S = 60.0
 STOP_S = 30.0
 FINISHED_WELL = ("stop", "length")
@@ -37,11 +38,12 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What vLLM's own proxy for NIXL sends along with a prompt (its examples/online_serving/disaggregated_prefill)."""
+"""The transfer parameters that vLLM's own proxy for NIXL sends with a prompt (vLLM's
+examples/online_serving/disaggregated_prefill)."""
 
 
 def sampling(request: Request, *, logprobs: bool) -> dict[str, Any]:
-    """vLLM's parameters of a request."""
+    """Return vLLM's sampling parameters for a request."""
     found: dict[str, Any] = {"temperature": TEMPERATURE, "seed": request.seed, "max_tokens": request.max_tokens}
     return found | ({"logprobs": 0} if logprobs else {})
 
@@ -57,7 +59,7 @@ class Stream:
     outcome: Outcome
     clock: Callable[[], float]
     done: asyncio.Future[dict[str, Any] | None] = field(default_factory=_future)
-    """Ends with the transfer parameters that the engine gave, or an error."""
+    """Resolves when the request ends: to the transfer parameters that the engine gave, or to an error."""
 
 
 class Engine:
@@ -84,22 +86,25 @@ class Engine:
         self._reader = asyncio.create_task(self._read())
 
     def check(self) -> None:
-        """Raises UnavailableError if it said that it died."""
+        """Raise UnavailableError if the engine has reported that it died."""
         if self._dead:
             raise UnavailableError(f"{self._dead}\n{self._processes.log(self.name)[-TAIL:]}")
 
     async def ready(self, deadline: float) -> None:
-        """Raises UnavailableError if it does not start, with the end of its log; DeadlineError if not in time."""
+        """Wait until the engine is ready.
+
+        Raises UnavailableError, with the end of its log, if it does not start; DeadlineError if it is not in time.
+        """
         self.facts = await self._answer("ready", deadline)
         self._processes.note(self.name)
 
     async def forget(self) -> None:
-        """Empties its prefix cache."""
+        """Empty the engine's prefix cache."""
         await self._send("forget")
         await self._answer("forgot", time.monotonic() + ANSWER_S)
 
     async def pad_to(self, rows: int) -> None:
-        """Of a colocated engine: decode steps have so many rows from now on."""
+        """Make all further decode steps of a colocated engine this many rows long."""
         await self._send("pad", rows)
         await self._answer("padded", time.monotonic() + ANSWER_S)
 
@@ -112,7 +117,7 @@ class Engine:
         clock: Callable[[], float],
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Runs one request to its end; returns the transfer parameters of a prefill."""
+        """Run one request to its end; return the transfer parameters of a prefill."""
         stream = self._streams[request_id] = Stream(outcome, clock)
         self.in_flight += 1
         try:
@@ -127,7 +132,7 @@ class Engine:
             self._streams.pop(request_id, None)
 
     async def stop(self) -> None:
-        """Ends the process and all that it started."""
+        """End the process and all that it started."""
         with suppress(subprocess.TimeoutExpired, UnavailableError):
             await self._send("stop")
             await asyncio.to_thread(self._processes.running[self.name].wait, STOP_S)
@@ -137,7 +142,7 @@ class Engine:
             socket.close(linger=0)
 
     async def _send(self, *command: Any) -> None:
-        """Raises UnavailableError if the process does not listen: not yet, or no more."""
+        """Send a command. Raises UnavailableError if the process does not listen yet, or no longer listens."""
         try:
             await self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
         except zmq.Again:
@@ -155,7 +160,7 @@ class Engine:
                 self._answers.put_nowait((kind, value))
 
     def _step(self, rows: list[Any]) -> None:
-        now: float | None = None  # All rows of a step come in one message.
+        now: float | None = None  # One time for all rows: a step is one message.
         for request_id, tokens, logprobs, reason, transfer in rows:
             if (stream := self._streams.get(request_id)) is None:
                 continue
@@ -191,12 +196,12 @@ class Engine:
 
 
 def least_busy(engines: list[Engine]) -> Engine:
-    """The first of those with the fewest requests."""
+    """Return the engine with the fewest requests in flight; the first one of several."""
     return min(engines, key=lambda engine: engine.in_flight)
 
 
 class IndependentEngines:
-    """A `Target` of engines that do both, each request on the least busy one."""
+    """A `Target` of engines that do both prefill and decode; each request goes to the least busy one."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
@@ -213,11 +218,11 @@ class IndependentEngines:
             await engine.forget()
 
     def settle(self) -> None:
-        """Nothing: a step's rows cost little to take."""
+        """Do nothing: a step's rows cost so little that `run` takes them at once."""
 
 
 class PlainProxy:
-    """A `Target` of stock prefill and decode engines: prefill, then decode with what prefill said, nothing else."""
+    """A `Target` of stock prefill and decode engines: prefill, then decode with prefill's parameters, nothing else."""
 
     def __init__(self, prefill: list[Engine], decode: list[Engine]) -> None:
         self._prefill, self._decode = prefill, decode
@@ -227,7 +232,7 @@ class PlainProxy:
         self._sent += 1
         name, prompt = f"r{self._sent}", request.prompt_token_ids
         parameters = sampling(request, logprobs=logprobs)
-        # Its token is not the client's: decode draws the first one again.
+        # The client does not get prefill's token: decode draws the first token again.
         unused = Outcome(index=outcome.index, num_prompt_tokens=outcome.num_prompt_tokens)
         first = {**parameters, "max_tokens": 1}
         prefill = least_busy(self._prefill)
@@ -241,4 +246,4 @@ class PlainProxy:
             await engine.forget()
 
     def settle(self) -> None:
-        """Nothing, as in `IndependentEngines`."""
+        """Do nothing, as in `IndependentEngines`."""

@@ -1,6 +1,6 @@
-"""Brings a system up and down: one context per system, in which its target can be driven.
+"""Starts and stops systems: one context manager per system, inside which its target can be driven.
 
-Owns: the order in which engines start, and what is read off a system that is up. Must not know workloads or metrics.
+Owns: the order in which engines start, and the facts read from a running system. Must not know workloads or metrics.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from corun_bench.systems import PAIRED, Machine, System
 
 START_TIMEOUT_S = 600.0
 READS_KNOWN_S = 8.0
-"""A decode node tells what it has read within so many seconds."""
+"""A decode node reports its KV reads within this time, in seconds."""
 POLL_S = 0.25
 ROUTER_FLAGS = ("--audit-fraction", "0", "--max-queue-wait-s", "0")
-"""No work but the benchmark's, and a closed loop that is refused nothing."""
+"""Flags that turn off audits, so that the cluster does no other work, and let no request be refused for a long wait."""
 
 
 @dataclass(kw_only=True)
 class Up:
-    """A system that is up."""
+    """A system that is running and ready."""
 
     system: System
     target: Target
     slots: int
     gpus: dict[str, int]
     ready_s: float
-    """From its first process to its being ready."""
+    """The time from the start of the first process until the system was ready, in seconds."""
     processes: Processes
     settings: dict[str, Any]
     fingerprint: str = ""
@@ -49,21 +49,21 @@ class Up:
     nodes: Nodes | None = None
 
     def check(self) -> None:
-        """Raises UnavailableError if a process of the system has ended, or an engine has died in its process."""
+        """Raise UnavailableError if a process of the system has ended, or an engine has died in its process."""
         self.processes.check()
         for engine in self.engines:
             engine.check()
 
     def memory(self) -> dict[str, float]:
-        """Resident memory of each process with all that it started, in MiB."""
+        """Return the resident memory of each process with all that it started, in MiB."""
         return self.processes.memory()
 
     def gpu_memory(self) -> dict[str, Any]:
-        """Of each GPU and process, in MiB; empty on a CPU."""
+        """Return the memory in use on each GPU and by each process, in MiB; empty on a CPU."""
         return conditions.gpu_memory(self.processes.owners())
 
     async def handoffs(self, at_least: int) -> dict[str, Any] | None:
-        """The cluster's KV reads since its start; waits a little for `at_least` of them to be known."""
+        """Return the cluster's KV reads since its start; wait a little until `at_least` of them are known."""
         if self.nodes is None:
             return None
         deadline = time.monotonic() + READS_KNOWN_S
@@ -86,8 +86,9 @@ class Up:
 
 @asynccontextmanager
 async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
-    """A system, ready; whatever happens, no process of it is left. logs: a directory, for a file per process.
+    """Start a system that is ready inside the block; after the block no process of it is left, whatever happens.
 
+    logs: a directory, for a file per process.
     Raises UnavailableError or DeadlineError if it does not start; the message ends with a log.
     """
     start = _cluster if system.kind == "cluster" else _engines
@@ -163,15 +164,15 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
 
 
 async def _start(nodes: Nodes) -> None:
-    """If it is cancelled, none is left, and no more are started."""
+    """Start the nodes. If this is cancelled, no more nodes are started and none is left."""
     starting = asyncio.create_task(asyncio.to_thread(nodes.start))
     try:
         await asyncio.shield(starting)
     except asyncio.CancelledError:
         nodes.abandoned.set()
         await asyncio.wait({starting})
-        starting.exception()  # Seen.
-        for name in list(nodes.processes.running):  # A node that starts does not listen to signals yet.
+        starting.exception()  # Marks it as retrieved.
+        for name in list(nodes.processes.running):  # A starting node handles no signals yet.
             await asyncio.to_thread(nodes.kill, name)
         raise
 

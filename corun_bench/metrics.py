@@ -1,9 +1,9 @@
-"""What a run was worth: numbers from the times at which tokens came, named and defined as in `vllm bench serve`.
+"""The metrics of a run, from the times at which tokens came; named and defined as in `vllm bench serve`.
 
 Keys that vLLM's --save-result has mean the same here (calculate_metrics in vllm/benchmarks/serve.py), with these
-differences: a message's tokens are counted, not messages; `ttfts` is in milliseconds. Requests that failed count in
-`failed` and in what the system did over time, and nowhere else. Every number is finite, so that all of it is JSON; one
-that does not exist is None. This module must not know systems or files.
+differences: a message's tokens are counted, not messages; `ttfts` is in milliseconds. Failed requests count in `failed`
+and in what the system did over time (timeline, decode peak, slot occupancy), and nowhere else. Every number is finite,
+so that it can be written as JSON; a number that does not exist is None. This module must not know systems or files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpus:
-    """GPUs that a system runs on; one that does both phases counts in both, and once in `total`."""
+    """The numbers of GPUs of a system. A GPU that does both phases counts in both, and once in `total`."""
 
     prefill: int
     decode: int
@@ -34,7 +34,7 @@ class Gpus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """What repeats of one measurement gave."""
+    """The spread of one measurement over its repeats."""
 
     median: float
     min: float
@@ -42,38 +42,38 @@ class Spread:
     repeats: int
 
     def over(self, unit: float) -> Spread:
-        """The same numbers in multiples of `unit`."""
+        """Return the same numbers in multiples of `unit`."""
         return Spread(median=self.median / unit, min=self.min / unit, max=self.max / unit, repeats=self.repeats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Requests that ran twice, compared bit by bit."""
+    """The comparison, bit by bit, of requests that ran twice."""
 
     requests: int
-    """Requests that were compared."""
+    """The number of requests that were compared."""
     different_tokens: int
-    """Of these, how many have other tokens."""
+    """The number of compared requests that have other tokens."""
     different_bits: int
-    """Of these, how many have other tokens or other bits in a log probability."""
+    """The number of compared requests that have other tokens, or other bits in a log probability."""
     tokens_only: int = 0
-    """Of these, how many have no log probabilities to compare."""
+    """The number of compared requests that have no log probabilities to compare."""
     not_compared: tuple[int, ...] = ()
-    """Indices of requests that are missing or failed in one of the runs, or have log probabilities in one only."""
+    """The indices of requests that are missing or failed in a run, or have log probabilities in only one of them."""
 
     @property
     def rate(self) -> float | None:
-        """Share of the compared requests that differ; None if there are none."""
+        """The share of the compared requests that differ; None if no request was compared."""
         return self.different_bits / self.requests if self.requests else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Latency:
-    """Seconds of one completed request."""
+    """The latencies of one completed request, in seconds."""
 
     ttft: float
     tpot: float | None
-    """None: it has one token."""
+    """The mean time per token after the first one; None if there is only one token."""
     itls: list[float]
     e2el: float
 
@@ -86,10 +86,10 @@ def summarize(
     gpus: Gpus,
     slots: int,
 ) -> dict[str, Any]:
-    """The row of a run in a result file, without system, workload and repeat.
+    """Return the row of a run in a result file, without system, workload and repeat.
 
     `goodput` has limits in ms, as `parse_goodput` reads them. `slots` is how many requests the system decodes at once,
-    over all its engines; 0: nobody knows, and occupancy is None.
+    over all its engines; 0 means that this is unknown, and occupancy is then None.
     """
     completed = [outcome for outcome in run.outcomes if not outcome.error]
     latencies = [_latency(outcome) for outcome in completed if outcome.arrivals]
@@ -121,18 +121,18 @@ def summarize(
 
 
 def output_tokens(outcome: Outcome) -> int:
-    """Tokens that came; a foreign system may say how many and not which."""
+    """Return the number of tokens that came; a foreign system may report how many, but not their ids."""
     return outcome.num_tokens or sum(count for _, count in outcome.arrivals)
 
 
 def aggregate_throughput(summaries: Iterable[Mapping[str, Any]]) -> float:
-    """The paper's aggregate of several tasks (Section V): output tokens/s, each weighted by its time."""
+    """Return the paper's aggregate of several tasks (Section V): output tokens/s, each weighted by its time."""
     tasks = [(float(summary["output_throughput"]), float(summary["duration"])) for summary in summaries]
     return _rate(math.fsum(throughput * time for throughput, time in tasks), math.fsum(time for _, time in tasks))
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Median, minimum and maximum over repeats; raises InvalidArgumentError if there is none."""
+    """Return median, minimum and maximum over repeats; raises InvalidArgumentError if there is no repeat."""
     found = sorted(values)
     if not found:
         raise InvalidArgumentError("repeats", 0, "must be at least 1")
@@ -140,7 +140,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def parse_goodput(text: str | Sequence[str]) -> dict[str, float]:
-    """ "ttft:200 tpot:50 e2el:5000", in ms, as vLLM's --goodput; a request is good if it meets all of them."""
+    """Read limits in ms, as in vLLM's --goodput: "ttft:200 tpot:50 e2el:5000". A good request meets all of them."""
     limits: dict[str, float] = {}
     for pair in text.split() if isinstance(text, str) else text:
         name, _, value = pair.partition(":")
@@ -151,7 +151,7 @@ def parse_goodput(text: str | Sequence[str]) -> dict[str, float]:
 
 
 def mismatches(first: Run, again: Run) -> Mismatch:
-    """Token ids and the fp32 bits of log probabilities of two runs of one workload, request by request."""
+    """Compare the token ids and the fp32 bits of log probabilities of two runs of one workload, by request."""
     before, after = ({outcome.index: outcome for outcome in run.outcomes} for run in (first, again))
     every = sorted(before.keys() | after.keys())
     pairs = {index: (before[index], after[index]) for index in every if index in before and index in after}
@@ -168,12 +168,12 @@ def mismatches(first: Run, again: Run) -> Mismatch:
 
 
 def fp32_bits(values: Sequence[float]) -> bytes:
-    """Four bytes a value: 0.0 and -0.0 differ, and a NaN is equal to itself."""
+    """Return four bytes for each value: 0.0 and -0.0 differ, and a NaN is equal to itself."""
     return array("f", values).tobytes()
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in order, linear between two of them as numpy's default; 0 if there are none, as vLLM has it."""
+    """Return a percentile of sorted values, linear between two of them as in numpy; 0 without values, as in vLLM."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * percent / 100
@@ -232,13 +232,13 @@ def _statistics(name: str, ordered: Sequence[float], percentiles: Sequence[float
 
 
 def _good(latencies: Iterable[_Latency], limits: Mapping[str, float]) -> int:
-    """Requests within every limit; the time per token of a single token is 0, as vLLM has it."""
+    """Return the number of requests within every limit. The time per token of a single token is 0, as in vLLM."""
     found = ({"ttft": one.ttft, "tpot": one.tpot or 0.0, "e2el": one.e2el} for one in latencies)
     return sum(all(1000 * values[name] <= limit for name, limit in limits.items()) for values in found)
 
 
 def _peaks(completed: Sequence[Outcome]) -> dict[str, float]:
-    """vLLM's peaks: of seconds since the first of the completed requests was sent."""
+    """Return vLLM's peaks, over whole seconds since the first of the completed requests was sent."""
     start = min((outcome.sent_s for outcome in completed), default=0.0)
     tokens = per_second((at - start, count) for outcome in completed for at, count in outcome.arrivals)
     spans = ((int(outcome.sent_s - start), int(outcome.done_s - start)) for outcome in completed)
@@ -250,7 +250,7 @@ def _peaks(completed: Sequence[Outcome]) -> dict[str, float]:
 
 
 def _peak_decode(run: Run) -> float:
-    """Tokens of the best whole second, without first tokens; of a run shorter than that, its rate."""
+    """Return the tokens of the best whole second, without first tokens; for a run under a second, its rate."""
     seconds = per_second(piece for outcome in run.outcomes for piece in in_decode(outcome))
     if run.duration_s < 1:
         return _rate(sum(seconds.values()), run.duration_s)
@@ -258,7 +258,10 @@ def _peak_decode(run: Run) -> float:
 
 
 def _occupancy(outcomes: Iterable[Outcome], slots: int) -> float | None:
-    """Mean share of slots in use, over the time in which at least one is: a slot is, from first token to end."""
+    """Return the mean share of slots in use over the time in which at least one is in use.
+
+    A slot is in use from the first token of its request to the end.
+    """
     starts = ((outcome.arrivals[0][0], outcome.done_s) for outcome in outcomes if outcome.arrivals)
     spans = sorted((first, max(first, last)) for first, last in starts)
     busy, reached = 0.0, -math.inf

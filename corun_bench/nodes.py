@@ -1,6 +1,6 @@
-"""A cluster of plain processes on chosen GPUs: starts, kills, restarts and stops them.
+"""A cluster of plain processes on chosen GPUs: this module starts, kills, restarts and stops them.
 
-Owns: which node gets which GPU and in what order nodes start. Without a GPU the same nodes run on the CPU. Must not
+Owns: which node gets which GPU, and in what order nodes start. Without a GPU the same nodes run on the CPU. Must not
 know: what is checked on the cluster.
 """
 
@@ -34,7 +34,7 @@ OPTIONAL_FLAGS: dict[str, tuple[tuple[str, str], ...]] = {
     "prefill_node": (("--kv-check-fraction", "1.0"),),
     "decode_node": (),
 }
-"""Passed to a node if its --help lists them."""
+"""Flags that a node gets if its --help lists them."""
 
 
 class StartError(RuntimeError):
@@ -48,9 +48,9 @@ class Topology:
     model: str
     """Directory of a checkpoint, or "tiny"."""
     prefill_gpus: tuple[int, ...] = (0,)
-    """GPUs of the prefill nodes: tensor_parallel_size each, a node for every so many."""
+    """GPUs of the prefill nodes; there is one node for every tensor_parallel_size of them."""
     decode_gpus: tuple[int, ...] = (0,)
-    """GPUs of the decode nodes. Nodes that share one share its memory, and start one after the other."""
+    """GPUs of the decode nodes. Nodes that share a GPU share its memory, and start one after the other."""
     tensor_parallel_size: int = 1
     """GPUs of each node."""
     gpu_memory_utilization: float = 0.0
@@ -58,11 +58,11 @@ class Topology:
     slots: int = 256
     chunk_size: int = 2048
     max_model_len: int = 0
-    """0: the model's, at most 8192."""
+    """Most tokens of prompt and output together; 0: the model's limit, at most 8192."""
     threads: int = 0
-    """Of each engine on a CPU; 0: all cores."""
+    """Threads of each engine on a CPU; 0: all cores."""
     start_timeout_s: float = 400.0
-    """For all nodes together."""
+    """The time limit for the start of all nodes together, in seconds."""
 
     @property
     def model_path(self) -> str:
@@ -75,20 +75,20 @@ class Topology:
 
     @property
     def nodes(self) -> list[NodePlan]:
-        """In the order of their start."""
+        """The nodes in the order of their start."""
         prefill = [NodePlan(f"p{i}", "prefill_node", gpus) for i, gpus in enumerate(self._split(self.prefill_gpus))]
         decode = [NodePlan(f"d{i}", "decode_node", gpus) for i, gpus in enumerate(self._split(self.decode_gpus))]
         return prefill + decode
 
     def share(self, node: NodePlan) -> float:
-        """Of the memory of its GPUs."""
+        """Return the share of its GPUs' memory that a node takes."""
         if self.gpu_memory_utilization:
             return self.gpu_memory_utilization
         neighbours = max(sum(gpu in other.gpus for other in self.nodes) for gpu in node.gpus)
         return round(GPU_MEMORY / neighbours, 2)
 
     def flags(self, node: NodePlan) -> list[str]:
-        """The command line that follows `python -m <module>`, but for the router."""
+        """Return the node's command line after `python -m <module>`, without the router's address."""
         found = ["--node-id", node.name, "--model", self.model_path, "--max-model-len", str(self.model_len)]
         found += ["--chunk-size", str(self.chunk_size)] if node.module == "prefill_node" else []
         found += ["--slots", str(self.slots)] if node.module == "decode_node" else []
@@ -124,16 +124,16 @@ class Nodes:
     optional_flags: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=lambda: OPTIONAL_FLAGS)
     router_flags: tuple[str, ...] = ()
     member_flags: tuple[str, ...] = ()
-    """Of the router and every node."""
+    """Flags of the router and of every node."""
     token: str = ""
-    """That our own calls show the router."""
+    """The token that this object's own calls show to the router."""
     on_up: Callable[[str], None] = lambda name: None
     """Called when a node has joined."""
     started: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """From each start of a node's process to its joining."""
+    """For each node, the seconds from each start of its process until it joined."""
     abandoned: threading.Event = field(default_factory=threading.Event)
-    """Set from another thread, it ends a start that is going on."""
+    """Another thread sets this event to give up a start that is in progress."""
 
     @property
     def address(self) -> str:
@@ -143,7 +143,7 @@ class Nodes:
         return Client(self.address, timeout_s=timeout_s, token=self.token)
 
     def status(self) -> ClusterStatus | None:
-        """None while the router does not answer."""
+        """Return the status of the cluster; None while the router does not answer."""
         try:
             with Client(self.address, connect_timeout_s=2.0, token=self.token) as client:
                 return client.get_cluster(timeout_s=5.0)
@@ -151,7 +151,7 @@ class Nodes:
             return None
 
     def start(self) -> None:
-        """Starts the router, and each node once those before it on its GPUs have joined; returns when all are ready.
+        """Start the router, and each node once earlier nodes on its GPUs have joined; return when all are ready.
 
         vLLM measures what memory is free while it starts, so engines on one GPU cannot start at the same time.
         """
@@ -178,11 +178,11 @@ class Nodes:
         self.started[node.name] = time.monotonic()
 
     def kill(self, name: str) -> None:
-        """kill -9 of a node's process and all that it started."""
+        """Kill a node's process (SIGKILL) and all that it started."""
         self.processes.kill(name, step_s=0.5)
 
     def restart(self, name: str, timeout_s: float) -> None:
-        """Kills a node and starts its next generation; returns when that one is ready."""
+        """Kill a node and start its next generation; return when the new one is ready."""
         deadline = time.monotonic() + timeout_s
         old = self.generation(name)
         self.kill(name)
@@ -193,7 +193,7 @@ class Nodes:
         self._joined()
 
     def generation(self, name: str) -> str:
-        """Empty while the node is not known."""
+        """Return the generation of a node; empty while the router does not know the node."""
         return next((status.node.ref.generation for status in self._nodes() if status.node.ref.node_id == name), "")
 
     def all_ready(self) -> bool:
@@ -201,18 +201,18 @@ class Nodes:
         return ready == {node.name for node in self.topology.nodes}
 
     def stop(self) -> dict[str, int | str]:
-        """Exit codes; "killed" for a process that had to be."""
+        """Stop all processes and return their exit codes; "killed" for a process that had to be killed."""
         names = [name for name in self.processes.running if name != "router"]
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
             codes = dict(zip(names, pool.map(self._stop, names), strict=True))
         return codes | {name: self._stop(name) for name in list(self.processes.running)}
 
     def owners(self) -> dict[int, str]:
-        """Which of our processes each process id belongs to."""
+        """Return the name of our process that each process id belongs to."""
         return self.processes.owners()
 
     def log_tail(self, name: str, characters: int = 3000) -> str:
-        """The end of a log, after its errors: vLLM writes the cause long before the end."""
+        """Return the errors of a log and then its end, because vLLM writes the cause long before the end."""
         text = self.processes.log(name)
         errors = dict.fromkeys(line[-300:] for line in text[:-characters].splitlines() if "Error: " in line)
         return "\n".join([*list(errors)[:12], text[-characters:]])
@@ -232,7 +232,7 @@ class Nodes:
         return not has_gpu() or all(other.name in joined for other in before if {*other.gpus} & {*node.gpus})
 
     def _joined(self) -> set[str]:
-        """The nodes that the router knows; notes when each was first seen."""
+        """Return the nodes that the router knows; note when each was first seen."""
         found = {status.node.ref.node_id for status in self._nodes()}
         for name in found & self.started.keys():
             self.seconds.setdefault(name, []).append(round(time.monotonic() - self.started.pop(name), 1))
@@ -240,7 +240,7 @@ class Nodes:
         return found
 
     def _check(self, deadline: float) -> None:
-        """Raises StartError if waiting longer makes no sense."""
+        """Raise StartError if it makes no sense to wait longer."""
         for name, process in self.processes.running.items():
             if process.poll() is not None:
                 raise StartError(f"{name} ended with {process.returncode}:\n{self.log_tail(name)}")
@@ -257,7 +257,7 @@ class Nodes:
 def running(
     topology: Topology, logs: Path, on_up: Callable[[str], None] = lambda name: None, **settings: object
 ) -> Iterator[Nodes]:
-    """A cluster that is ready, until the end of the block; whatever happens, no process is left."""
+    """Start a cluster that is ready inside the block; after the block no process is left, whatever happens."""
     logs.mkdir(parents=True, exist_ok=True)
     nodes = Nodes(topology, Processes(logs), on_up=on_up, **settings)  # type: ignore[arg-type]
     try:
@@ -269,7 +269,10 @@ def running(
 
 @contextmanager
 def environment(**values: str | None) -> Iterator[None]:
-    """Variables of the processes that are started in the block; None leaves one alone. Not for several threads."""
+    """Set environment variables for processes that are started in the block. None leaves a variable as it is.
+
+    Not safe with several threads.
+    """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
@@ -283,7 +286,7 @@ def environment(**values: str | None) -> Iterator[None]:
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA driver; torch is not loaded for that."""
+    """Return whether there is an NVIDIA driver, without loading torch."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
@@ -294,7 +297,7 @@ def help_of(module: str) -> str:
 
 
 def after(seconds: float, act: Callable[[], None]) -> threading.Timer:
-    """Calls `act` in a thread after so many seconds unless cancelled; keeps no process alive."""
+    """Call `act` in a thread after this many seconds unless it is cancelled; the thread keeps no process alive."""
     timer = threading.Timer(max(0.0, seconds), act)
     timer.daemon = True
     timer.start()

@@ -1,7 +1,7 @@
-"""Any server with OpenAI's completions API, as a benchmark drives it: one streamed request, and when its tokens came.
+"""A target for any server with OpenAI's completions API: it streams a request and records when its tokens came.
 
-Owns: the HTTP client, the reading of server-sent events. This module must not know workloads, nor what is made of the
-times.
+Owns: the HTTP client and the reading of server-sent events. This module must not know workloads, nor how the times are
+used.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from corun.errors import InvalidArgumentError, UnavailableError
 from corun_bench.records import Outcome, Request
 
 TIMEOUT_S = 3600.0
-"""For one request, from its sending to its last token, unless configured."""
+"""The default time limit for one request, from its sending to its last token."""
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 4.0
-"""For an unused connection: servers built on uvicorn close theirs after 5 s, and a request may not meet that."""
+"""How long an unused connection is kept. Servers built on uvicorn close theirs after 5 s, and no request must be sent
+on a connection that is being closed."""
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 MAX_SHOWN = 200
-"""Characters of a server's error that are kept."""
+"""The number of characters of a server's error that are kept."""
 
 
 class OpenAiTarget:
-    """A server at `url`, as in http://127.0.0.1:8000. Requests name `model`; empty: the first that the server lists.
+    """A server at `url`, as in http://127.0.0.1:8000. `model` is its model; empty: the first that the server lists.
 
-    token: for a server that wants one. extra: further fields of every request. vllm: send vLLM's own fields, without
-    which tokens are counted but not known (`Outcome.token_ids` stays empty), and may end at the end-of-sequence token.
+    token: for a server that wants one. extra: further fields of every request. vllm: send vLLM's own fields. Without
+    them the tokens are counted but not known (`Outcome.token_ids` stays empty), and the output may end early at the
+    end-of-sequence token.
     """
 
     def __init__(
@@ -56,13 +58,13 @@ class OpenAiTarget:
         self._session: aiohttp.ClientSession | None = None
 
     def settle(self) -> None:
-        """Nothing."""
+        """Do nothing: `run` puts nothing off."""
 
     async def forget(self) -> None:
-        """Nothing: no standard call empties a server's caches. Prompts of different runs differ."""
+        """Do nothing: no standard call empties a server's caches. Prompts of different runs differ."""
 
     async def start(self) -> None:
-        """Opens the client and asks for the model. Raises UnavailableError if the server does not say."""
+        """Open the client and ask for the model. Raises UnavailableError if the server does not name one."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
@@ -75,16 +77,16 @@ class OpenAiTarget:
             raise
 
     async def close(self) -> None:
-        """Ends every request in flight."""
+        """Close the client; every request in flight ends."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        """Sends one request and notes what comes, until it ends. A failure is noted, too, and not raised."""
+        """Send one request and record what comes until it ends. A failure is recorded as well, and not raised."""
         try:
             await self._run(request, outcome, logprobs=logprobs, clock=clock)
-        except asyncio.TimeoutError:  # First: an OSError, in some versions of Python.
+        except asyncio.TimeoutError:  # Before OSError, which it is in some versions of Python.
             outcome.error = f"no end after {self._timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
             outcome.error = _shown(f"{type(error).__name__}: {error}")
@@ -113,7 +115,7 @@ class OpenAiTarget:
             "seed": request.seed,
             **self._fields,
         }
-        return fields | ({"logprobs": 0} if logprobs else {})  # 0: the sampled token's own, and no other.
+        return fields | ({"logprobs": 0} if logprobs else {})  # 0: only the sampled token's own.
 
     async def _first_model(self) -> str:
         assert self._session is not None
@@ -130,18 +132,18 @@ class OpenAiTarget:
 
 
 class BadAnswerError(Exception):
-    """A server's answer that says, or is, an error."""
+    """A server's answer reports an error, or is malformed."""
 
 
 class EventReader:
-    """Server-sent events out of the bytes of a stream, however they were cut."""
+    """Reads server-sent events from the bytes of a stream, wherever the stream cuts them."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._lines: list[bytes] = []
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The data of the events that are complete now. Raises BadAnswerError for one without an end."""
+        """Yield the data of the events that are complete now. Raises BadAnswerError for an event without an end."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise BadAnswerError(f"an event of more than {MAX_EVENT_BYTES} bytes")
@@ -149,24 +151,24 @@ class EventReader:
             line = raw.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._lines.append(line[5:].removeprefix(b" "))
-            elif not line and self._lines:  # Other lines are comments, or fields that say nothing here.
+            elif not line and self._lines:  # Other lines are comments, or fields that are not used here.
                 yield b"\n".join(self._lines)
                 self._lines = []
 
 
 class _Answer:
-    """What one stream has said so far."""
+    """The content of one stream so far."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._num_tokens = 0
         self._total: int | None = None
-        """As the server counts them."""
+        """The number of output tokens by the server's own count."""
         self._reason = ""
         self._done = False
 
     def take(self, data: bytes, now: float) -> None:
-        """One event. Raises BadAnswerError if it is one."""
+        """Take one event. Raises BadAnswerError if it reports an error or is malformed."""
         if data.strip() == b"[DONE]":
             self._done = True
             return
@@ -198,7 +200,7 @@ class _Answer:
             self._outcome.logprobs.extend(map(float, logprobs["token_logprobs"]))
 
     def finish(self, max_tokens: int) -> None:
-        """The end. Raises BadAnswerError if it came too early, or the server counts other tokens."""
+        """Check the end. Raises BadAnswerError if it came too early, or if the server counts other tokens."""
         if not self._done:
             raise BadAnswerError(f"the stream broke off after {self._num_tokens} tokens")
         self._add_uncounted()
@@ -208,7 +210,10 @@ class _Answer:
             raise BadAnswerError(f"{self._num_tokens} of {max_tokens} tokens came, finish reason {self._reason!r}")
 
     def _add_uncounted(self) -> None:
-        """Tokens that a server puts several in a message, and only counts at the end, came with the last at latest."""
+        """Add tokens that the server counts only at the end to the last message: they came with it at the latest.
+
+        This happens with a server that puts several tokens into one message.
+        """
         missing = (self._total or 0) - self._num_tokens
         if missing > 0 and self._outcome.arrivals and not self._outcome.token_ids:
             at, count = self._outcome.arrivals[-1]
@@ -227,7 +232,7 @@ def _read(data: bytes) -> dict[str, Any]:
 
 
 def _message(body: bytes) -> str:
-    """Of an error: OpenAI's, or whatever it is."""
+    """Return the message of an error: the field of OpenAI's format, or else the whole text."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

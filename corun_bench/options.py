@@ -30,7 +30,7 @@ class BenchOptions:
     url: tuple[str, ...] = ()
     """OpenAI-compatible servers to measure as well."""
     url_model: str = ""
-    """Name of the model that those serve; by default their first."""
+    """Name of the model that those servers serve; by default the first that each lists."""
     gpus: tuple[int, ...] = ()
     """GPUs of every system; none: the CPU."""
     tensor_parallel_size: int = 1
@@ -38,25 +38,25 @@ class BenchOptions:
     slots: int = 256
     """Decode slots of engines with fixed shapes."""
     chunk_size: int = 2048
-    """Prompt tokens of one prefill step of ours."""
+    """Prompt tokens of one prefill step of this project's engines."""
     max_model_len: int = 8192
-    """Prompt and output of one request together."""
+    """Most tokens of one request, prompt and output together."""
     kv_cache_gib: int = 1
-    """KV of each engine on a CPU."""
+    """KV cache of each engine on a CPU, in GiB."""
     num_prompts: int = 300
     """Requests of each run."""
     num_warmups: int = 16
-    """Requests before the first run of a workload, whose times do not count."""
+    """Warm-up requests before the first run of a workload; their times do not count."""
     repeats: int = 3
-    """Runs of each workload, with other prompts each."""
+    """Runs of each workload; each run has other prompts."""
     max_concurrency: tuple[int, ...] = (256,)
     """Requests in flight; several values give a scaling curve."""
     request_rate: float = math.inf
     """Requests a second; inf: a closed loop that sends the next when one ends."""
     burstiness: float = 1.0
-    """Of an open loop's gaps: 1 is Poisson, less is burstier."""
+    """Burstiness of an open loop's gaps: 1 is Poisson, less is burstier."""
     seed: int = 0
-    """Of prompts, arrivals and requests."""
+    """Seed of prompts, arrivals and requests."""
     logprobs: bool = False
     """Ask every system for log probabilities in the timed runs as well."""
     metric_percentiles: str = "50,90,99"
@@ -64,22 +64,22 @@ class BenchOptions:
     goodput: tuple[str, ...] = ()
     """Limits in ms that a good request keeps, as in ttft:200 tpot:50."""
     mismatch_requests: int = 32
-    """Requests of each workload that are run again in other company and compared; 0: none."""
+    """Requests of each workload that are run again among other requests and compared; 0: none."""
     mismatch_tokens: int = 64
-    """Tokens of each that are compared."""
+    """Tokens of each of these requests that are compared."""
     padding: tuple[int, ...] = ()
-    """Rows of a decode step to try for a lone request, as in 1 8 64 256."""
+    """Numbers of rows of a decode step to try for a single request, as in 1 8 64 256."""
     timeout_s: float = 600.0
-    """Longest time for one run; what is not done by then has failed."""
+    """Longest time for one run, in seconds; a request that is not done by then has failed."""
     output: Annotated[OptionalPath, tyro.conf.arg(aliases=["-o"])] = None
-    """Directory for result.json, logs, pictures and the page, without a result yet; by default a new one, whose path
-    is printed."""
+    """Directory for result.json, logs, pictures and the page; it must not hold a result yet.
+    By default a new directory is made, and its path is printed."""
     save_result: bool = False
     """Write a file per run as well, with the keys of vllm bench serve."""
 
 
 def options_of(bench: BenchOptions) -> dict[str, Any]:
-    """Those that need no further reading; raises InvalidArgumentError for what is out of range."""
+    """Return the options that need no further reading; raises InvalidArgumentError for a value out of range."""
     positive = ("num_prompts", "repeats", "slots", "chunk_size", "max_model_len", "tensor_parallel_size")
     for name in (*positive, "kv_cache_gib", "mismatch_tokens"):
         if getattr(bench, name) < 1:
@@ -100,7 +100,7 @@ def options_of(bench: BenchOptions) -> dict[str, Any]:
 
 
 def output_directory(bench: BenchOptions) -> Path:
-    """Made if it is not there. Raises InvalidArgumentError if it holds a result: that is not overwritten."""
+    """Return the directory; make it if needed. Raises InvalidArgumentError if it holds a result already."""
     found = bench.output or Path(tempfile.mkdtemp(prefix="corun-bench-"))
     if found.exists() and not found.is_dir():
         raise InvalidArgumentError("output", str(found), "must be a directory")

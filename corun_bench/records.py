@@ -14,27 +14,27 @@ class Request:
     """One sample to draw: `max_tokens` tokens after a prompt, whatever they are."""
 
     index: int
-    """Its place in the workload, from 0."""
+    """The request's place in the workload, from 0."""
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     seed: int
     arrival_s: float = 0.0
-    """When it is sent, in an open loop."""
+    """The time at which the request is sent in an open loop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """Requests in their order, and when they are sent.
 
-    Closed loop: `max_concurrency` in flight, the next is sent when one ends (paper, Section V). Open loop: each at its
-    `arrival_s`, and at most `max_concurrency` in flight if that is not 0.
+    Closed loop: `max_concurrency` requests are in flight, and the next is sent when one ends (paper, Section V). Open
+    loop: each is sent at its `arrival_s`, with at most `max_concurrency` in flight if that is not 0.
     """
 
     name: str
-    """As in "in=512,out=256", "burstgpt", "rl=32x8"."""
+    """The workload's name, as in "in=512,out=256", "burstgpt", "rl=32x8"."""
     requests: tuple[Request, ...]
     max_concurrency: int = 256
-    """0: no limit (open loop only)."""
+    """The most requests in flight; 0: no limit (open loop only)."""
     request_rate: float = math.inf
     """Requests a second of an open loop; inf: a closed loop."""
     burstiness: float = 1.0
@@ -47,7 +47,7 @@ class Workload:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What became of one request."""
+    """The outcome of one request."""
 
     index: int
     num_prompt_tokens: int
@@ -56,11 +56,11 @@ class Outcome:
     """When each message with tokens came, and how many tokens it held."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """fp32 values of the sampled tokens; empty unless asked for."""
+    """The fp32 log probabilities of the sampled tokens; empty unless asked for."""
     error: str = ""
-    """Empty: it got all its tokens."""
+    """Why the request failed; empty if it got all its tokens."""
     done_s: float = 0.0
-    """When it ended, in success or not."""
+    """The time at which the request ended, successfully or not."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +75,6 @@ class Run:
     workload: str
     repeat: int
     outcomes: list[Outcome]
-    """In the order of the workload's requests."""
+    """The outcomes in the order of the workload's requests."""
     duration_s: float
-    """From the first request sent to the last one ended."""
+    """The time from the start of the run to the end of the last request, in seconds."""

@@ -1,4 +1,4 @@
-"""The file that a benchmark leaves: one JSON object, written whole, read with its schema checked.
+"""The result file of a benchmark: one JSON object. It is written whole, and its schema is checked.
 
     {"schema": "corun-bench-1", "command": [word, …],
      "conditions": {"date", "hardware": {…}, "versions": {…}, "clocks": {…}, "model"},
@@ -8,9 +8,9 @@
      "runs": [{"system", "workload", "repeat", …corun_bench.metrics.summarize…}],
      "mismatches": [{"system", "workload", "requests", "different_tokens", "different_bits", "tokens_only", "rate"}]}
 
-What `corun bench kernels` leaves is read here, too: {"schema": "corun-bench-kernels-1", "kernels": [{"kernel",
-"variant", …}], …}, for a report shows both. A handoff is the reading of one prompt's KV by a decode node.
-This module must not know how anything was measured.
+The result file of `corun bench kernels` is read here as well, because a report shows both: {"schema":
+"corun-bench-kernels-1", "kernels": [{"kernel", "variant", …}], …}. A handoff is the reading of one prompt's KV by a
+decode node. This module must not know how anything was measured.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from corun_bench.metrics import Mismatch, Spread, spread
 SCHEMA = "corun-bench-1"
 KERNELS_SCHEMA = "corun-bench-kernels-1"
 Json = dict[str, Any]
-"""An object in a file."""
+"""A JSON object in a file."""
 Result = dict[str, Any]
-"""All of a file."""
+"""The whole content of a file."""
 Cell = tuple[str, str]
-"""(workload, system)."""
+"""A pair (workload, system)."""
 
 _PARTS: Mapping[str, Mapping[str, type]] = {
     SCHEMA: {"command": list, "conditions": dict, "systems": list, "runs": list, "mismatches": list},
@@ -44,13 +44,13 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "kernels": ("kernel", "variant"),
 }
 _COUNTS = ("requests", "different_tokens", "different_bits", "tokens_only")
-_TOO_LARGE = 1e300  # JSON has infinities, NaN and integers of any size.
+_TOO_LARGE = 1e300  # Python reads infinities, NaN and integers of any size from JSON.
 _COMPARED_CONDITIONS = ("hardware", "versions", "model")
 _COMPARED_SETTINGS = ("gpus", "slots", "settings")
 
 
 def write(path: Path, result: Result) -> None:
-    """One line of JSON. The file is there in full or not at all; raises InvalidArgumentError for another schema."""
+    """Write a line of JSON: the file appears in full or not at all. Raises InvalidArgumentError for another schema."""
     text = json.dumps(_checked(path, result, (SCHEMA,)), allow_nan=False, separators=(",", ":"))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -61,16 +61,16 @@ def write(path: Path, result: Result) -> None:
 
 
 def read(path: Path, schemas: Sequence[str] = (SCHEMA,)) -> Result:
-    """A result file; raises InvalidArgumentError if it is none of these schemas, OSError if it cannot be read."""
+    """Read a result file; raises InvalidArgumentError if it has none of these schemas, OSError if it is unreadable."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # Neither UTF-8 nor JSON.
+    except ValueError:  # It is not UTF-8, or not JSON.
         raise InvalidArgumentError("result", str(path), "is not JSON") from None
     return _checked(path, result, schemas)
 
 
 def group(rows: Iterable[Json]) -> dict[Cell, list[Json]]:
-    """The rows of each workload on each system, in the file's order."""
+    """Return the rows of each workload on each system, in the file's order."""
     cells: dict[Cell, list[Json]] = {}
     for row in rows:
         cells.setdefault((row["workload"], row["system"]), []).append(row)
@@ -78,19 +78,19 @@ def group(rows: Iterable[Json]) -> dict[Cell, list[Json]]:
 
 
 def spread_of(runs: Iterable[Mapping[str, Any]], key: str) -> Spread | None:
-    """Of one metric over repeats; None if no repeat has it."""
+    """Return the spread of one metric over repeats; None if no repeat has it."""
     values = [value for run in runs if (value := number(run, key)) is not None]
     return spread(values) if values else None
 
 
 def median_of(runs: Iterable[Mapping[str, Any]], key: str) -> float | None:
-    """Of one metric over repeats; None if no repeat has it."""
+    """Return the median of one metric over repeats; None if no repeat has it."""
     found = spread_of(runs, key)
     return found.median if found else None
 
 
 def mismatch_of(rows: Iterable[Json]) -> Mismatch | None:
-    """Several comparisons as one; None if nothing was compared."""
+    """Return several comparisons as one; None if nothing was compared."""
     sums = dict.fromkeys(_COUNTS, 0)
     for row in rows:
         sums = {key: count + whole(row, key) for key, count in sums.items()}
@@ -98,13 +98,13 @@ def mismatch_of(rows: Iterable[Json]) -> Mismatch | None:
 
 
 def mismatch_rates(result: Result) -> dict[Cell, float | None]:
-    """Share of the compared requests that differ, over all comparisons; none where nothing was compared."""
+    """Return the share of compared requests that differ, for each cell in which something was compared."""
     found = {cell: mismatch_of(rows) for cell, rows in group(result["mismatches"]).items()}
     return {cell: mismatch.rate for cell, mismatch in found.items() if mismatch}
 
 
 def differing_conditions(first: Result, second: Result) -> dict[str, tuple[str, str]]:
-    """What makes two results hard to compare: hardware, versions, model, and settings of systems that both have."""
+    """Return what makes two results hard to compare: hardware, versions, model, settings of systems that both have."""
     a, b = _conditions(first), _conditions(second)
     shared = {name for name in a.keys() | b.keys() if _system(name) in _systems(a) & _systems(b)}
     pairs = {name: (a.get(name, "none"), b.get(name, "none")) for name in sorted(shared)}
@@ -112,30 +112,30 @@ def differing_conditions(first: Result, second: Result) -> dict[str, tuple[str, 
 
 
 def number(values: Mapping[str, Any], key: str) -> float | None:
-    """A finite number of a JSON object; None if there is none under this key."""
+    """Return a finite number of a JSON object; None if there is none under this key."""
     return _finite(values.get(key))
 
 
 def numbers(values: Mapping[str, Any], key: str) -> list[float]:
-    """The finite numbers of a JSON list; empty if there is no list under this key."""
+    """Return the finite numbers of a JSON list; empty if there is no list under this key."""
     found = values.get(key)
     items = found if isinstance(found, list) else []
     return [value for item in items if (value := _finite(item)) is not None]
 
 
 def whole(values: Mapping[str, Any], key: str) -> int:
-    """A count of a JSON object; 0 if there is none under this key."""
+    """Return a count of a JSON object; 0 if there is none under this key."""
     return round(number(values, key) or 0)
 
 
 def mapping(values: Mapping[str, Any], key: str) -> Json:
-    """An object within a JSON object; empty if there is none under this key."""
+    """Return an object within a JSON object; empty if there is none under this key."""
     found = values.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All that is no object, or an empty one, by dotted names."""
+    """Yield every value that is not an object, or is an empty one, with its dotted name."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -162,7 +162,7 @@ def _systems(flat: Iterable[str]) -> set[str]:
 
 
 def _system(name: str) -> str:
-    """The system that a condition belongs to; empty: to the whole run."""
+    """Return the system that a condition belongs to; empty if it belongs to the whole run."""
     return name.partition(": ")[0] if ": " in name else ""
 
 

@@ -1,6 +1,6 @@
-"""A benchmark from its options to its result: every system up once, every workload on it, repeats, bits compared.
+"""A benchmark from its plan to its result: start each system once, run every workload on it, repeat, compare bits.
 
-Owns the order of things and what is said meanwhile. Must not know how a system is started or a request is timed.
+Owns the order of the work and the progress messages. Must not know how a system is started or a request is timed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from corun_bench.systems import Machine, System
 from router.text import Tokenizer
 
 PADDING_PROMPT, PADDING_OUTPUT = 128, 64
-"""Tokens of the lone request of a padding sweep."""
+"""The tokens of the single request of a padding sweep."""
 REPEAT_SEEDS = 7919
-"""Apart, so that no two repeats share a prompt that a prefix cache would know."""
+"""The distance between the seeds of repeats, so that no two share a prompt that a prefix cache would know."""
 CROWD = 96
-"""Requests beside those that are compared."""
+"""The number of requests that run beside those that are compared."""
 WATCH_S = 0.25
 PROGRESS_S = 15.0
 FEW_AT_ONCE = 4
-"""Requests in flight when they are run again in other company."""
+"""The number of requests in flight when requests are run again to compare their bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Plan:
     urls: tuple[str, ...] = ()
     """OpenAI-compatible servers to measure as well, each by its URL."""
     url_model: str = ""
-    """Name of the model that those serve."""
+    """The name of the model that those servers serve."""
     specs: tuple[workloads.Spec, ...]
     num_prompts: int = 300
     num_warmups: int = 16
@@ -65,11 +65,11 @@ class Plan:
     timeout_s: float = 600.0
     logs: Path
     output: Path
-    """The result file; rewritten after every run, so that nothing measured is lost."""
+    """The result file. It is rewritten after every run, so that nothing measured is lost."""
 
 
 class Benchmark:
-    """One benchmark. What fails is in `failures`; the rest goes on."""
+    """One benchmark. A failure is added to `failures`, and the rest goes on."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -97,7 +97,7 @@ class Benchmark:
         }
 
     def prepare(self) -> None:
-        """Makes every workload. Raises InvalidArgumentError for one that cannot be made, before anything is started."""
+        """Make every workload, before anything is started. Raises InvalidArgumentError for one that cannot be made."""
         for spec in self.plan.specs:
             for repeat in (*([-1] if self.plan.num_warmups else []), *range(self.plan.repeats)):
                 self._workload(spec, repeat, 1)
@@ -105,7 +105,7 @@ class Benchmark:
                 self._workload(spec, -2, 1)
 
     async def run(self) -> None:
-        """Measures one system after the other; what is measured is written also if this is cancelled."""
+        """Measure one system after the other. All that was measured is written even if this is cancelled."""
         try:
             for system in self.plan.systems:
                 await self._measure(system.name, up(system, self.plan.machine, self.plan.logs / system.name))
@@ -124,14 +124,17 @@ class Benchmark:
             self._fail(f"{name}: {error}", self._missing(name))
 
     async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: Up | OpenAiTarget) -> None:
-        """Raises UnavailableError as soon as a process of the system has ended: its requests would wait for ever."""
+        """Run a measurement to its end.
+
+        Raises UnavailableError as soon as a process of the system has ended, since its requests would wait for ever.
+        """
         self._check = found.check if isinstance(found, Up) else lambda: None
         watch = asyncio.create_task(_watch(self._check))
         work = asyncio.create_task(measuring)
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.cancelled() and work.done() and work.exception() is not None:
-                await asyncio.wait({watch}, timeout=2 * WATCH_S)  # A process that has ended is why, and says more.
+                await asyncio.wait({watch}, timeout=2 * WATCH_S)  # An ended process is the cause.
         finally:
             for task in (watch, work):
                 task.cancel()
@@ -143,7 +146,7 @@ class Benchmark:
         work.result()
 
     def _missing(self, name: str) -> str:
-        """How much of a system's runs is not measured; empty if nothing is, or all."""
+        """Return a text on how many planned runs of a system were measured; empty if none or all were."""
         rows = [row for row in self.result["runs"] if row["system"] == name]
         measured = sum(not row["workload"].startswith("padding=") for row in rows)
         planned = len(self.plan.specs) * len(self.plan.max_concurrency) * self.plan.repeats
@@ -190,14 +193,14 @@ class Benchmark:
         return run
 
     async def _drive(self, target: Target, workload: Workload, **options: Any) -> Run:
-        """Raises UnavailableError if an engine died meanwhile: what came of it is no measurement."""
+        """Run a workload. Raises UnavailableError if an engine died during it: the result is then no measurement."""
         progress = self._progress(options["system"], workload)
         run = await drive(target, workload, timeout_s=self.plan.timeout_s, on_done=progress, **options)
         self._check()
         return run
 
     def _progress(self, name: str, workload: Workload) -> Callable[[], None]:
-        """To be called for every request that is done; says so now and then."""
+        """Return a function to call for every request that is done; it reports progress now and then."""
         count, said = 0, time.monotonic()
 
         def done() -> None:
@@ -210,7 +213,7 @@ class Benchmark:
         return done
 
     async def _warm(self, name: str, target: Target, spec: workloads.Spec) -> int:
-        """Requests of the same shapes whose times do not count."""
+        """Run requests of the same shapes whose times do not count; return how many were sent."""
         if not self.plan.num_warmups:
             return 0
         workload = self._workload(spec, -1, min(self.plan.max_concurrency[-1], self.plan.num_warmups))
@@ -219,7 +222,10 @@ class Benchmark:
         return len(warmups.requests)
 
     async def _compare(self, name: str, target: Target, spec: workloads.Spec) -> int:
-        """Runs some requests in a crowd, then again few at a time in another order, and compares every bit."""
+        """Run some requests among many others, then again few at a time in another order, and compare every bit.
+
+        Return how many requests were sent.
+        """
         if not (wanted := self.plan.mismatch_requests):
             return 0
         made = self._workload(spec, -2, self.plan.max_concurrency[-1])
@@ -242,7 +248,10 @@ class Benchmark:
         return len(crowd.requests) + len(few.requests)
 
     async def _pad(self, name: str, found: Up | OpenAiTarget, described: dict[str, Any]) -> None:
-        """A lone request with decode steps of so many rows (paper, Section V-E); once where rows are not padded."""
+        """Measure a single request with decode steps of each number of rows (paper, Section V-E).
+
+        A system that does not pad is measured once.
+        """
         if not self.plan.padding or not isinstance(found, Up) or not isinstance(found.target, IndependentEngines):
             return
         pads = found.system.pads
@@ -264,7 +273,7 @@ class Benchmark:
                 await self._run(name, target, workload, repeat, described)
 
     def _workload(self, spec: workloads.Spec, repeat: int, concurrency: int, num_requests: int = 0) -> Workload:
-        """The same for every system."""
+        """Return a workload. It is the same for every system."""
         key = (spec, repeat, num_requests)
         if key not in self._made:
             self._made[key] = self._make(spec, repeat, num_requests)
@@ -311,7 +320,7 @@ class Benchmark:
         self.say(text)
 
     def say(self, text: str) -> None:
-        """On stderr, with the time since the start."""
+        """Print a message on stderr, with the time since the start."""
         with suppress(BrokenPipeError):
             print(f"[{time.monotonic() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
@@ -327,7 +336,7 @@ def _target_of(found: Up | OpenAiTarget) -> Target:
 
 
 def _line(summary: dict[str, Any]) -> str:
-    """A run in one line."""
+    """Return the main figures of a run in one line."""
     text = f"{summary['output_throughput']:.0f} output tok/s"
     if summary.get("median_ttft_ms") is not None:
         text += f", TTFT {summary['median_ttft_ms']:.0f} ms"

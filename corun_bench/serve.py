@@ -1,4 +1,4 @@
-"""vLLM's benchmark client without its command line, which wants a distribution that is called vllm."""
+"""vLLM's benchmark client without vLLM's command line, which needs a distribution with the name vllm."""
 
 from __future__ import annotations
 

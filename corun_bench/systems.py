@@ -1,6 +1,7 @@
 """The systems that are measured: what their names mean, and which engines or nodes each runs on which GPUs.
 
-Pure. Must not know how anything is started, nor vLLM: `corun_bench.engine` turns settings into its arguments.
+This module is pure. It must not know how anything is started, nor vLLM: `corun_bench.engine` turns settings into vLLM's
+arguments.
 """
 
 from __future__ import annotations
@@ -24,40 +25,40 @@ KINDS = {
 }
 LADDER = "colocated+ladder"
 PAIRED = ("pd-std", "cluster")
-"""Kinds with prefill and decode apart."""
+"""The kinds whose prefill and decode run in separate processes."""
 SHARED = "shared"
 """The placement with a prefill and a decode process on every GPU."""
 GPU_MEMORY = 0.84
-"""Of a GPU's memory, for all engines on it together: graphs, NIXL and CUDA contexts come on top."""
+"""The share of a GPU's memory for all engines on it together; graphs, NIXL and CUDA contexts come on top."""
 _PLACEMENT = re.compile(r"(\d+)p(\d+)d")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What all systems get alike."""
+    """The settings that are the same for all systems."""
 
     model: str
     """Directory of a checkpoint."""
     gpus: tuple[int, ...] = ()
-    """Empty: the CPU."""
+    """The GPUs; empty: the CPU computes."""
     cores: tuple[int, ...] = ()
-    """Of the CPU, where that computes."""
+    """The cores of the CPU, if it computes; else empty."""
     slots: int = 256
-    """Decode slots of an engine with fixed shapes, and the most sequences of any engine at once."""
+    """Decode slots of an engine with fixed shapes; on a CPU, the most sequences of every engine at once."""
     chunk_size: int = 2048
-    """Prompt tokens of a prefill step of ours; stock vLLM keeps its own default."""
+    """Prompt tokens of a prefill step of this project's engines; stock vLLM keeps its own default."""
     max_model_len: int = 8192
     tensor_parallel_size: int = 1
     kv_cache_gib: int = 1
-    """Of each engine on a CPU."""
+    """The KV cache of each engine on a CPU, in GiB."""
 
     @property
     def num_devices(self) -> int:
-        """Places for an engine: groups of tensor_parallel_size GPUs, or the one CPU."""
+        """The number of places for an engine: groups of tensor_parallel_size GPUs, or the one CPU."""
         return max(1, len(self.gpus) // self.tensor_parallel_size)
 
     def device(self, index: int) -> tuple[int, ...]:
-        """The GPUs of a place; none on a CPU."""
+        """Return the GPUs of a place; none on a CPU."""
         size = self.tensor_parallel_size
         return self.gpus[index * size : (index + 1) * size]
 
@@ -68,7 +69,7 @@ class EngineSettings:
 
     kind: str
     role: str = "both"
-    """both, prefill or decode."""
+    """The engine's role: both, prefill or decode."""
     model: str
     gpus: tuple[int, ...]
     cores: tuple[int, ...]
@@ -81,7 +82,7 @@ class EngineSettings:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it keeps the contract of the cluster's nodes."""
+        """Whether the engine keeps the contract of the cluster's nodes."""
         return self.kind.startswith("colocated")
 
 
@@ -92,13 +93,13 @@ class System:
     name: str
     kind: str
     placement: str = ""
-    """Of prefill and decode: "XpYd", "shared", or empty for what the GPUs allow."""
+    """The placement of prefill and decode: "XpYd", "shared", or empty for what the GPUs allow."""
     slots: int = 0
-    """0: the machine's."""
+    """The number of slots; 0: the machine's."""
 
     @classmethod
     def parse(cls, name: str) -> System:
-        """Raises InvalidArgumentError for a name that is none."""
+        """Read a system's name. Raises InvalidArgumentError for an unknown one."""
         kind, _, rest = name.partition(":")
         placement, _, slots = rest.partition(":")
         if kind not in KINDS:
@@ -112,17 +113,17 @@ class System:
 
     @property
     def pads(self) -> bool:
-        """Whether every decode step has a row for each slot. Stock steps have no empty rows, and how many those of
-        systems with steps of several sizes have is known to their engines only."""
+        """Whether every decode step has a row for each slot. Stock steps have no empty rows. In systems with steps of
+        several sizes, only the engines know how many rows are empty."""
         return self.kind == "colocated"
 
     def slots_on(self, machine: Machine) -> int:
         return self.slots or machine.slots
 
     def places(self, machine: Machine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The places of its prefill and of its decode engines; the same ones where an engine does both.
+        """Return the places of its prefill engines and of its decode engines; the same ones where an engine does both.
 
-        Raises InvalidArgumentError if the machine has too few.
+        Raises InvalidArgumentError if the machine has too few places.
         """
         if self.kind == "bi" and not machine.gpus:
             raise InvalidArgumentError("systems", self.name, "needs a GPU: vLLM has no batch-invariant mode on a CPU")
@@ -140,7 +141,7 @@ class System:
         return everywhere[:prefill], everywhere[prefill : prefill + decode]
 
     def gpus(self, machine: Machine) -> dict[str, int]:
-        """How many GPUs (or CPUs) prefill, decode and both together use."""
+        """Return how many GPUs (or CPUs) prefill, decode and both together use."""
         prefill, decode = self.places(machine)
         size = machine.tensor_parallel_size
         return {
@@ -150,7 +151,7 @@ class System:
         }
 
     def engines(self, machine: Machine) -> list[EngineSettings]:
-        """The engines of a system other than the cluster, in the order of their start."""
+        """Return the engines of a system other than the cluster, in the order of their start."""
         prefill, decode = self.places(machine)
         if self.kind not in PAIRED:
             return [self._engine(machine, "both", place, 1) for place in decode]
@@ -174,7 +175,7 @@ class System:
         )
 
     def describe(self, machine: Machine) -> dict[str, Any]:
-        """For the result file."""
+        """Return the description of the system for the result file."""
         prefill, decode = self.places(machine)
         places = {"prefill": [machine.device(place) for place in prefill]} if self.kind in PAIRED else {}
         return {
@@ -185,7 +186,7 @@ class System:
 
 
 def _cores(cores: Sequence[int], role: str) -> tuple[int, ...]:
-    """Halves for prefill and decode: engines that share cores slow each other down many times over."""
+    """Return the cores of a role: a half each for prefill and decode, since sharing slows both down many times over."""
     if role == "both" or len(cores) < 2:
         return tuple(cores)
     half = len(cores) // 2
@@ -193,7 +194,7 @@ def _cores(cores: Sequence[int], role: str) -> tuple[int, ...]:
 
 
 def parse_systems(names: Sequence[str]) -> list[System]:
-    """All of a command line: separated by spaces or commas, each once."""
+    """Read the systems of a command line, separated by spaces or commas; each may be named once."""
     found = [System.parse(name) for group in names for name in group.split(",") if name]
     if not found:
         raise InvalidArgumentError("systems", list(names), "must name at least one")

@@ -1,7 +1,7 @@
 """A run over time: tokens of prompts and of outputs in bins, and how many requests are being decoded.
 
-Counts everything that came, of requests that failed later, too: it is what the system did. This module must not know
-latencies or systems.
+It counts everything that came, also from requests that failed later, because the system did that work. This module must
+not know latencies or systems.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ _STEPS = (1, 2, 5)
 
 
 def timeline(run: Run) -> dict[str, Any]:
-    """{"bin_s", "prefill_tokens_per_s": […], "decode_tokens_per_s": […], "running": […]}, 20 to 200 bins from time 0.
+    """Return the run in 20 to 200 bins from time 0.
 
-    A prompt's tokens count when its first token comes, for nobody outside sees them earlier; outputs count without
-    their first tokens, which prefill computes. `running` is the mean number of requests between first token and end.
+    {"bin_s", "prefill_tokens_per_s": […], "decode_tokens_per_s": […], "running": […]}
+    A prompt's tokens count when its first output token comes, because they cannot be seen earlier from outside. Outputs
+    count without their first tokens, which prefill computes. `running` is the mean number of requests between first
+    token and end.
     """
     width = bin_width(run.duration_s)
     bins = max(MIN_BINS, math.ceil(run.duration_s / width))
@@ -44,7 +46,7 @@ def timeline(run: Run) -> dict[str, Any]:
 
 
 def bin_width(duration_s: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten, in seconds, with which there are at most 200 bins."""
+    """Return the smallest width of 1, 2 or 5 times a power of ten, in seconds, that gives at most 200 bins."""
     if duration_s <= 0:
         return 0.001
     power = math.floor(math.log10(duration_s / MAX_BINS))
@@ -53,7 +55,7 @@ def bin_width(duration_s: float) -> float:
 
 
 def in_decode(outcome: Outcome) -> Iterator[tuple[float, int]]:
-    """When tokens came and how many, without the first token."""
+    """Yield when tokens came and how many, without the first token."""
     first = 1
     for at, count in outcome.arrivals:
         yield at, max(0, count - first)
@@ -61,7 +63,7 @@ def in_decode(outcome: Outcome) -> Iterator[tuple[float, int]]:
 
 
 def per_second(pieces: Iterable[tuple[float, int]]) -> Counter[int]:
-    """Sums of what came in [0, 1), [1, 2), …; seconds with nothing are not in it."""
+    """Return the sums of what came in the seconds [0, 1), [1, 2), …; seconds with nothing are left out."""
     sums: Counter[int] = Counter()
     for at, count in pieces:
         sums[int(at)] += count

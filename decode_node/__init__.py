@@ -1,1 +1,1 @@
-"""A decode node: draws every output token in steps of one fixed shape."""
+"""A decode node draws every output token in steps of one fixed shape."""

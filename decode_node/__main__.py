@@ -1,4 +1,4 @@
-"""`python -m decode_node`: one decode node process."""
+"""`python -m decode_node` runs one decode node process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observatio
 
 
 async def watched(config: DecodeConfig, stop: asyncio.Event) -> None:
-    """Can be watched from before its engine loads."""
+    """Run the node; its health and metrics can be observed before its engine has loaded."""
     async with observed(config) as observation:
         await run(config, stop, observation)
 

@@ -1,7 +1,7 @@
-"""A decode node's self-test: a row's bits must not depend on its neighbours, its row, its KV blocks or slot moves.
+"""A decode node's self-test: a sample's bits must not depend on its neighbours, its row, its KV blocks or row moves.
 
-Owns: which scenes are compared. Runs in the engine's worker on the loaded model's own step, before the node serves.
-Must not know: vLLM's internals, gRPC.
+Owns: which scenes are compared. It runs in the engine's worker, with the loaded model's own step, before the node
+serves. Must not know: vLLM's internals, gRPC.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
 
 PROBES = 6
-"""As many as there are styles of sampling (decode_node/worker.py)."""
+"""The number of probes: one for each style of sampling (decode_node/worker.py)."""
 STEPS = 4
 LONGEST = 1024  # tokens of a sequence under test
 SEED = 20_25
 
 Sampling = Callable[[int], Any]
-"""From a number to vLLM's `SamplingParams`: which styles of sampling meet in a batch."""
+"""A function from a number to vLLM's `SamplingParams`. It decides which styles of sampling are in one batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """One sequence whose bits are compared: the same prompt and KV in every scene."""
+    """One sequence whose bits are compared. It has the same prompt and KV in every scene."""
 
     name: str
     prompt: tuple[int, ...]
     sampling: Any
     contents: tuple[torch.Tensor, ...]
-    """Of its KV blocks, per layer."""
+    """The contents of its KV blocks, per layer."""
 
 
 class Bench:
-    """Sets scenes up: places sequences in KV blocks and plays their steps."""
+    """Sets up scenes: it places sequences in KV blocks and runs their steps."""
 
     def __init__(self, stepper: Stepper, rows: int, sampling: Sampling) -> None:
         self._stepper = stepper
@@ -61,10 +61,10 @@ class Bench:
         return Probe(name=f"probe-{number}", prompt=prompt, sampling=self._sampling(number), contents=contents)
 
     def play(self, probes: list[Probe], *, crowd: int, moving: bool) -> dict[str, list[Trace]]:
-        """Runs `STEPS` steps of every probe among `crowd` neighbours, in a random order of rows.
+        """Run `STEPS` steps of every probe among `crowd` neighbours, in a random order of rows.
 
-        With `moving`, probes start one step after the other, and half of the neighbours end after each step and make
-        room for others, so that rows move.
+        With `moving`, one probe starts in each step, and half of the neighbours end after each step and are replaced by
+        others, so that sequences change their rows.
         """
         waiting = [self._place(probe) for probe in probes]
         neighbours = [self._neighbour() for _ in range(crowd)]
@@ -116,21 +116,21 @@ class Bench:
 
 
 def _sequence(name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], sampling: Any) -> TestSequence:
-    """As it stands when its KV has arrived from a prefill node: the last prompt token is yet to run."""
+    """Return a sequence whose KV has arrived from a prefill node: only the last prompt token has not run yet."""
     return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=len(prompt) - 1, sampling=sampling)
 
 
 class Certification:
-    """Probes, and the bits that each has alone in a step of all slots."""
+    """The probes, and the bits that each one has alone in a step of all slots."""
 
     def __init__(self, stepper: Stepper, slots: int, sampling: Sampling) -> None:
-        """Call with steps of all slots."""
+        """Compute the expected bits. The worker must use steps of all slots at this time."""
         self._bench = Bench(stepper, slots, sampling)
         self._probes = [self._bench.probe(number) for number in range(min(PROBES, slots))]
         self._expected = self._one_by_one()
 
     def check(self, rows: int) -> str:
-        """Plays the probes alone in other KV blocks, in a half-full crowd, in a full one, and with moving rows.
+        """Run the probes alone in other KV blocks, with half of the rows busy, with all rows busy, and with row moves.
 
         Returns:
             The first difference in words; empty if every bit is the same.
@@ -147,6 +147,6 @@ class Certification:
         return next((finding for finding in findings if finding), "")
 
     def _one_by_one(self) -> dict[str, list[Trace]]:
-        """Each probe alone."""
+        """Run each probe alone and return its traces, by name."""
         alone = (self._bench.play([probe], crowd=0, moving=False) for probe in self._probes)
         return {name: traces for found in alone for name, traces in found.items()}

@@ -1,6 +1,7 @@
-"""The decode node's vLLM engine: fixed-shape steps over KV read from prefill nodes.
+"""The decode node's vLLM engine: it runs fixed-shape steps over KV that was read from prefill nodes.
 
-Owns: the engine's arguments, requests into the engine and whole steps out of it. Must not know: gRPC, leases, routers.
+Owns: the engine's arguments, the way of requests into the engine and of whole steps out of it. Must not know: gRPC,
+leases, routers.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ _SAME = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""Parameters that vLLM has under the same name, with the same meaning."""
+"""The parameters that vLLM has under the same name, with the same meaning."""
 _FILTERS = ("top_p", "top_k", "min_p")
 MAX_HELD_BACK = 128
-"""Stop tokens that a sample's `min_tokens` can hold back; with more, the GPU runner ends its engine
-(vllm/v1/worker/gpu/sample/logit_bias.py: `MAX_NUM_STOP_TOKEN_IDS`)."""
+"""The largest number of stop tokens that a sample's `min_tokens` can hold back. With more, the GPU runner crashes its
+engine (vllm/v1/worker/gpu/sample/logit_bias.py: `MAX_NUM_STOP_TOKEN_IDS`)."""
 log = logging.getLogger(__name__)
 
 
 def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
-    """The engine's `AsyncEngineArgs`; pins the environment first."""
+    """Pin the environment, then return the engine's `AsyncEngineArgs`."""
     base.prepare(config, NodeRole.DECODE, endpoint)
     from vllm import AsyncEngineArgs
 
@@ -82,19 +83,19 @@ class VllmDecodeEngine:
         self.on_kv_reads: Callable[[KvReads], None] = lambda reads: None
         self.on_death: Callable[[], None] = lambda: None
         self.steps = 0
-        """Since its start."""
+        """The number of steps since the engine's start."""
         self.ladder: Ladder
-        """The numbers of rows that steps may have; known once it was launched."""
+        """The numbers of rows that steps may have; `launch` sets them."""
         self._llm = llm
-        self._logged: dict[int, dict[str, float]] = {}  # by rank
-        self._mapped: dict[int, str] = {}  # Start times of the processes whose GPU memory we read, by process id.
+        self._logged: dict[int, dict[str, float]] = {}  # rank -> the figures of KV reads that were last logged
+        self._mapped: dict[int, str] = {}  # process id -> start time, for processes whose GPU memory is mapped here
         self._tasks: list[asyncio.Task[None]] = []
         llm.on_outputs = self._take
         llm.on_dead = self._die
 
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
-        """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
+        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
         llm = base.step_llm().from_engine_args(arguments(config, endpoint))
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
@@ -108,7 +109,7 @@ class VllmDecodeEngine:
         """See `DecodeEngine.start`.
 
         Raises:
-            InvalidArgumentError: the engine would refuse a parameter, change it or end of it; names the field.
+            InvalidArgumentError: the engine would refuse a parameter, change it or crash on it; names the field.
         """
         from vllm.v1.engine import EngineCoreRequest
 
@@ -147,7 +148,10 @@ class VllmDecodeEngine:
         await self._note_mapped()
 
     async def _ask(self, peer: NixlEndpoint, method: str, *args: Any) -> bool:
-        """Whether all workers have done with a peer what they were asked to. Raises UnavailableError if one failed."""
+        """Call a method for a peer on all workers. Return whether it is complete on all of them.
+
+        Raises UnavailableError if one failed.
+        """
         answers = {str(one) for one in await base.call_workers(self._llm, method, *args, timeout_s=CONNECT_TIMEOUT_S)}
         if failures := sorted(answers - {"", UNDER_WAY}):
             raise _unconnected(peer, "; ".join(failures))
@@ -158,7 +162,7 @@ class VllmDecodeEngine:
             self._mapped |= {pid: at for pid, at in started(pids).items() if pid not in self._mapped}
 
     async def _let_go(self) -> None:
-        """Unmaps the GPU memory of prefill nodes that have died: they could not start again on their GPU otherwise."""
+        """Unmap the GPU memory of prefill nodes that have died. Otherwise they could not start again on their GPU."""
         while True:
             await asyncio.sleep(LET_GO_S)
             dead = sorted(self._mapped.keys() - living(self._mapped))
@@ -178,9 +182,12 @@ class VllmDecodeEngine:
         return base.computed_s(self.contract)
 
     async def _report(self) -> None:
-        """Logs the KV reads of every `REPORT_S` in which there were any. Each is counted before the first word of its
-        request, so after silence there is none to ask for, but of those that were aborted: they are told with the next.
-        Asking keeps an idle worker spinning for a second."""
+        """Log the new KV reads every `REPORT_S` seconds, if there was a step in that time.
+
+        A read is counted before the first row of its request, so without a new step there are no new reads to ask for.
+        Only reads of aborted requests may be missing then; they are logged with the next ones. Asking keeps an idle
+        worker spinning for a second, so it is avoided.
+        """
         seen = self.steps
         while True:
             await asyncio.sleep(REPORT_S)
@@ -189,7 +196,7 @@ class VllmDecodeEngine:
                 await self._log_handoffs(CONNECT_TIMEOUT_S)
 
     async def _log_handoffs(self, timeout_s: float) -> None:
-        """One line on the KV reads since the last, if there were any; none if the engine does not answer."""
+        """Log one line per rank on the KV reads since the last report, if there were any and the engine answers."""
         try:
             ranks = await base.call_workers(self._llm, "handoffs", timeout_s=timeout_s)
         except UnavailableError as error:
@@ -205,7 +212,7 @@ class VllmDecodeEngine:
             self._logged[rank] = done
 
     async def close(self) -> None:
-        """Ends the engine's processes."""
+        """End the engine's processes."""
         for task in self._tasks:
             task.cancel()
         if not self._llm.errored:
@@ -213,7 +220,7 @@ class VllmDecodeEngine:
         self._llm.shutdown()
 
     def _sampling(self, request: DecodeRequest) -> Any:
-        """vLLM's parameters for one sample, with the KV that it reads."""
+        """Return vLLM's parameters for one sample, with the KV that it reads."""
         handle = request.handle
         transfer = {
             "do_remote_prefill": True,
@@ -232,19 +239,19 @@ class VllmDecodeEngine:
         self.on_death()
 
     def _take(self, outputs: list[Any]) -> None:
-        """Turns one engine step into rows."""
+        """Turn one engine step into rows."""
         self.steps += 1
         self.on_step([row for output in outputs for row in _rows(output)])
 
 
 def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, extra_args: dict[str, Any]) -> Any:
-    """vLLM's parameters for one sample. Stop strings are the router's: tokens are all that exists here.
+    """Return vLLM's parameters for one sample. The router handles stop strings, because only tokens exist here.
 
-    Routers check the same limits before they begin. What gets through to here, because a router or an engine has
-    others, is refused by name, since no other node would take it either.
+    Routers check the same limits before they begin. If a parameter passes there, because a router or an engine has
+    other limits, it is refused here with its name, since no other node would accept it either.
 
     Raises:
-        InvalidArgumentError: vLLM would refuse a parameter, change it or end of it.
+        InvalidArgumentError: vLLM would refuse a parameter, change it or crash on it.
     """
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -257,18 +264,18 @@ def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, ex
             stop_token_ids=_stops(params, facts.eos_token_ids),
             ignore_eos=True,
             logit_bias=dict(params.logit_bias) or None,
-            logprobs=0,  # the sampled token's own; receipts need it always
+            logprobs=0,  # Only the sampled token's log probability, which receipts always need.
             detokenize=False,
             extra_args=extra_args,
         )
-    except (TypeError, ValueError) as error:  # Its validation errors are such.
+    except (TypeError, ValueError) as error:  # vLLM's validation errors are of these types.
         raise _refusal(params, error) from None
     _refuse_changed(params, made)
     return made
 
 
 def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
-    """The tokens that end the sample. Raises InvalidArgumentError if they are too many to be held back."""
+    """Return the tokens that end the sample. Raises InvalidArgumentError if they are too many to be held back."""
     eos = () if params.ignore_eos else eos_token_ids
     stops = sorted({*params.stop_token_ids, *eos})
     if params.min_tokens and len(stops) > MAX_HELD_BACK:
@@ -281,7 +288,7 @@ def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
 
 
 def _refusal(params: SamplingParams, error: Exception) -> InvalidArgumentError:
-    """vLLM's own words; they begin with the parameter's name."""
+    """Return an error with vLLM's own message, which begins with the parameter's name."""
     words = str(*error.args[:1])
     name = words.partition(" ")[0]
     if name not in _SAME:
@@ -290,7 +297,10 @@ def _refusal(params: SamplingParams, error: Exception) -> InvalidArgumentError:
 
 
 def _refuse_changed(params: SamplingParams, made: Any) -> None:
-    """Greedy samples lose their filters, which do nothing there."""
+    """Refuse parameters that vLLM changed, except the filters of greedy samples: vLLM resets them, without effect.
+
+    Raises InvalidArgumentError, which names the parameter.
+    """
     for name in _SAME:
         asked, taken = getattr(params, name), getattr(made, name)
         if asked != taken and not (params.greedy and name in _FILTERS):
@@ -302,7 +312,7 @@ def _unconnected(peer: NixlEndpoint, reason: str) -> UnavailableError:
 
 
 async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:
-    """Lets the engine run steps with fewer rows than slots, where every rank finds that they give the same bits.
+    """Let the engine run steps with fewer rows than slots if every rank finds that they give the same bits.
 
     Returns:
         These numbers of rows, ascending.
@@ -332,10 +342,10 @@ def _rows(output: Any) -> list[StepRow]:
 
 
 def _until_not_finite(rows: list[StepRow]) -> list[StepRow]:
-    """The rows before the first token that means nothing, and the end of its request there.
+    """Return the rows before the first invalid token, and a row that ends the request there.
 
-    Both samplers give such a token a log probability that is not finite (decode_node/sampling.py). It has gone into
-    the engine's next step already, which only this request reads.
+    Both samplers give such a token a log probability that is not finite (decode_node/sampling.py). The token has gone
+    into the engine's next step already, but only this request reads it there.
     """
     good = list(itertools.takewhile(lambda row: math.isfinite(row.logprob), rows))
     name = rows[0].request_id

@@ -1,4 +1,4 @@
-"""A decode node's metrics: their names, and what they mean to Prometheus. Must not know vLLM or gRPC."""
+"""A decode node's metrics: their names, types and help texts in Prometheus. Must not know: vLLM, gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = "corun_decode_"
 
 
 def families(service: DecodeService, table: SlotTable) -> Iterator[Metric]:
-    """All of them, but those that both roles have."""
+    """Return all metrics of a decode node except those that both roles have."""
     figures = service.figures
     steps = {(str(rows),): steps for rows, steps in sorted(figures.steps_by_rows.items())}
     yield counters(f"{P}steps", "Steps, by the number of rows that they computed", ("rows",), steps)

@@ -1,7 +1,7 @@
 """Shape-aligned, request-bound sampling on a fixed number of rows (paper, Section IV-C).
 
-Owns: R(seed, position), and how logits and R give a token. Every reduction runs over the same [rows, vocab] shape,
-whatever the number of live requests; a row reads nothing of another row. Must not know: vLLM, requests, slots.
+Owns: R(seed, position), and how a token is drawn from logits and R. Every reduction runs over the same [rows, vocab]
+shape, for any number of live requests, and a row reads nothing of another row. Must not know: vLLM, requests, slots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Part of the contract: any change that can move a token gets a new version.
+# The version is part of the contract: any change that can change a token gets a new version.
 SAMPLER_VERSION = "corun-inverse-cdf-1"
 
 
@@ -38,27 +38,27 @@ IDLE = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 
 
 def variate(seed: int, position: int) -> float:
-    """R(s, t): a uniform variate in [0, 1) with 53 bits, a pure function of seed and output position.
+    """Return R(s, t): a uniform variate in [0, 1) with 53 bits, a pure function of seed and output position.
 
-    The first 53 bits of BLAKE2b over the two numbers, so that any language can recompute it.
+    It is made of 53 bits of BLAKE2b over the two numbers, so that it can be recomputed in any language.
     """
     digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8, person=b"corun-R").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token per row, whatever is in the row and in its draw.
+    """Draw one token per row, for any contents of the row and of its draw.
 
     Args:
         logits: [rows, vocab] fp32, after penalties and biases.
         draws: one per row; idle rows hold `IDLE`.
 
     Returns:
-        [rows] int64 token ids, each in the vocabulary, and [rows] bool: whether the token means anything. Nothing can
-        be drawn from a row that has a NaN or is infinite, or in which no token is left.
+        [rows] int64 token ids, each in the vocabulary, and [rows] bool: whether the token is valid. No valid token can
+        be drawn from a row that holds a NaN, whose largest logit is infinite, or in which no token is left.
     """
     greedy = logits.argmax(dim=-1)
-    largest = logits.gather(-1, greedy.unsqueeze(-1)).squeeze(-1)  # A NaN, if there is one.
+    largest = logits.gather(-1, greedy.unsqueeze(-1)).squeeze(-1)  # This is NaN if the row holds a NaN.
     if all(draw.temperature == 0 for draw in draws):
         return greedy, largest.isfinite()
     temperature = _column([draw.temperature or 1.0 for draw in draws], logits)
@@ -74,16 +74,16 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, t
 
 
 def total(draw: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """vLLM's draw of the GPU runner (vllm/v1/worker/gpu/sample/sampler.py: `Sampler.sample`), made total, too.
+    """Make vLLM's draw of the GPU runner total, too (vllm/v1/worker/gpu/sample/sampler.py: `Sampler.sample`).
 
-    Its argmax may give a number beyond the vocabulary for a row of NaN; read as a token, that would end the engine or
-    reach into another request's counts. Where the logit that was drawn is not finite, the row's raw logit of that token
-    becomes NaN, and so does its log probability, which is computed after this. No other bit changes: 0 is added to all
-    others. There is no look at values, so the GPU does not wait for the CPU.
+    For a row of NaN its argmax may give a number beyond the vocabulary. Used as a token, that number would crash the
+    engine or change another request's counts. If the drawn logit is not finite, this function sets the row's raw logit
+    of the token to NaN, so its log probability, which is computed later, is NaN, too. No other bit changes: all other
+    rows get 0 added to one raw logit. The CPU reads no value, so the GPU does not wait for it.
     """
 
     def drawn(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, vocab] raw logits -> [rows] int64 token ids, [rows, vocab] logits that they were drawn from."""
+        """Map [rows, vocab] raw logits to [rows] int64 token ids and the [rows, vocab] logits they were drawn from."""
         tokens, processed = draw(logits, *args, **kwargs)
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
         at = tokens.unsqueeze(-1)
@@ -95,7 +95,7 @@ def total(draw: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..
 
 
 def _filtered(scaled: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """min_p, then top_k, then top_p, as vLLM orders them; a row without filters passes unchanged."""
+    """Apply min_p, then top_k, then top_p, in vLLM's order; a row without filters stays unchanged."""
     vocab = scaled.shape[-1]
     probs = scaled.softmax(dim=-1)
     min_p = _column([draw.min_p for draw in draws], probs)
@@ -105,16 +105,16 @@ def _filtered(scaled: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     rank = torch.arange(vocab, device=scaled.device)
     ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
     mass = ordered.softmax(dim=-1).double()
-    before = mass.cumsum(dim=-1) - mass  # of the likelier tokens: the likeliest always stays
+    before = mass.cumsum(dim=-1) - mass  # The mass of the likelier tokens: 0 for the likeliest, which always stays.
     top_p = _column([draw.top_p for draw in draws], mass)
     ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), float("-inf"))
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
 
 def _inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulated probability exceeds uniform * total; never one of probability 0.
+    """Return the first token whose cumulated probability exceeds uniform * total; its probability is never 0.
 
-    In a row of NaN no number exceeds another: it gives the last token.
+    For a row of NaN, where no comparison holds, return the last token.
     """
     cdf = probs.double().cumsum(dim=-1)
     total = cdf[:, -1:]

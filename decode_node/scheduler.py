@@ -1,8 +1,8 @@
 """Fixed slots: at most `max_num_seqs` requests, one token each, admitted only with KV room for their whole sequence.
 
-Owns: admission into the engine and the promise that a step holds no prompt token and nothing is preempted. It repeats
-the node's own lease accounting on purpose: the blocks of an aborted request come back late, and only the engine knows
-when. Must not know: leases, gRPC, sampling.
+Owns: admission into the engine, and the guarantee that a step holds no prompt token and that no request is preempted.
+It repeats the node's own lease accounting on purpose: the blocks of an aborted request become free later, and only the
+engine knows when. Must not know: leases, gRPC, sampling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from corun.node.vllm.gpu_lock import DecodeTurn
 from corun.node.vllm.scheduler import ReservingScheduler
 
 LONGEST_WAIT = "longest_wait_s"
-"""Of a step, in the connector's configuration, where schedulers find ours."""
+"""The key of the longest wait of a step, in seconds, in the connector's extra configuration; our schedulers read their
+settings there."""
 
 
 class FixedSlotScheduler(ReservingScheduler):
@@ -29,10 +30,10 @@ class FixedSlotScheduler(ReservingScheduler):
             self.turn = DecodeTurn(path, self.vllm_config.kv_transfer_config.kv_connector_extra_config[LONGEST_WAIT])
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One decode step over the admitted requests. On a GPU that is shared, prefill goes first.
+        """Schedule one decode step over the admitted requests. On a shared GPU, prefill goes first.
 
         Raises:
-            RuntimeError: the step would have another shape; it is refused, not run.
+            RuntimeError: the step would have another shape; it is refused and does not run.
         """
         if self.turn is not None and self.running:
             self.turn.wait()
@@ -42,7 +43,8 @@ class FixedSlotScheduler(ReservingScheduler):
         return output
 
     def admissible(self) -> list[Request]:
-        """The requests from the head of the queue that have a slot and KV room; FIFO, so the first misfit ends it."""
+        """Return the requests at the head of the queue that get a slot and KV room. The order is FIFO, so the first
+        request without room ends the list."""
         admitted = [*self.running, *self.skipped_waiting]
         slots = self.max_num_running_reqs - len(admitted)
         free = self.free_blocks(admitted)

@@ -1,7 +1,8 @@
-"""The gRPC face of a decode node.
+"""The gRPC service of a decode node.
 
-Owns: leases and their time to live, the one step stream of each router, and the way from a lease to an engine request
-and back. Must not know: vLLM. The engine is anything with the three methods of `DecodeEngine` that calls `on_step`.
+Owns: leases and their time to live, the one step stream of each router, and the mapping between leases and engine
+requests. Must not know: vLLM. The engine is any object that has the three methods of `DecodeEngine` and calls
+`on_step`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class DecodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """What one step gave one request. A row that only ends a request has `token_id` None."""
+    """The result of one step for one request. A row that only ends a request has `token_id` None."""
 
     request_id: str
     token_id: int | None
@@ -53,25 +54,25 @@ class StepRow:
     finish: FinishReason | None = None
     detail: str = ""
     not_finite: bool = False
-    """The logits of the next token are not finite. The engine does not know yet that the request is over."""
+    """Whether the logits of the next token are not finite. The engine does not know yet that the request is over."""
 
 
 class DecodeEngine(Protocol):
-    """What a decode node needs of its engine, which calls `DecodeService.on_step` once a step."""
+    """The methods that a decode node needs from its engine, which calls `DecodeService.on_step` once per step."""
 
     async def start(self, request: DecodeRequest) -> None:
-        """Reads the KV and decodes; every outcome, failures included, arrives as rows."""
+        """Read the KV and decode. Every outcome, failures included, arrives as rows."""
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; no row of it follows. Unknown ids are ignored."""
+        """End a request; no row of it follows. Unknown ids are ignored."""
 
     async def connect(self, peer: NixlEndpoint) -> None:
-        """Makes the NIXL connection to a prefill node ahead of its first handle."""
+        """Make the NIXL connection to a prefill node before its first handle arrives."""
 
 
 class StepStream:
-    """Rows waiting for one session of a router. Steps merge while the router is slow, so memory is bounded by its
-    leases."""
+    """The rows that wait to be sent to one session of a router. The rows of several steps merge into one message while
+    the router is slow, so the memory is bounded by its leases."""
 
     def __init__(self, session: int) -> None:
         self.session = session
@@ -97,12 +98,12 @@ class StepStream:
         self._ready.set()
 
     def replace(self) -> None:
-        """Ends the stream: its router has opened another."""
+        """End the stream, because its router has opened another one."""
         self.replaced = True
         self._ready.set()
 
     async def messages(self) -> AsyncIterator[pb.StreamStepsResponse]:
-        """Message 0 is empty and says that the stream stands."""
+        """Yield the stream's messages. Message 0 is empty and tells the router that the stream is open."""
         yield pb.StreamStepsResponse(step=0)
         while True:
             await self._ready.wait()
@@ -117,27 +118,27 @@ class StepStream:
 
 
 class Figures:
-    """What a decode node counts, since its start."""
+    """The counters of a decode node since its start."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.tokens = 0
-        """Of samples that still held their lease."""
+        """The number of tokens drawn for samples that still held their lease."""
         self.steps_by_rows: Counter[int] = Counter()
         self.used_rows = 0
-        """Those that drew a token. On a GPU, the row of a sample that a stop has ended is computed once more."""
+        """The number of rows that drew a token. On a GPU, a sample's row runs once more after a stop has ended it."""
         self.expired_leases = 0
         self.step_s = Histogram(STEPS_S)
-        """From one step's tokens to the next one's, while samples run."""
-        self._last_step_at: float | None = None  # None: nothing has run since.
+        """The time from one step's tokens to the next step's tokens, while samples run."""
+        self._last_step_at: float | None = None  # None if no sample has run since the last step.
 
     @property
     def rows(self) -> int:
-        """That were computed."""
+        """The number of rows that steps computed."""
         return sum(rows * steps for rows, steps in self.steps_by_rows.items())
 
     def note_step(self, rows: int, used: int, now: float, *, goes_on: bool) -> None:
-        """A step has come, at a time on the loop's clock. goes_on: samples of it do."""
+        """Count a step; `now` is on the loop's clock. goes_on: whether any of its samples continues."""
         self.steps += 1
         if used:
             self.steps_by_rows[rows] += 1
@@ -148,31 +149,31 @@ class Figures:
 
 
 class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
-    """Answers `corun.v1.DecodeService` for one generation of one node."""
+    """Serves `corun.v1.DecodeService` for one generation of one node."""
 
     def __init__(self, ref: NodeRef, engine: DecodeEngine, table: SlotTable, *, lease_ttl_ms: int) -> None:
         self.ref = ref
         self.draining = False
         self.closed = ""
-        """Why nothing can be started here now; empty if it can."""
+        """The reason why the node accepts no new work now; empty if it accepts work."""
         self._engine = engine
         self._table = table
         self._ttl_s = lease_ttl_ms / 1000
         self._wishes = Wishes(table.total)
-        self._streams: dict[str, StepStream] = {}  # Of each router the one that stands, by its id.
+        self._streams: dict[str, StepStream] = {}  # router id -> the router's open stream
         self._running: dict[str, Lease] = {}  # engine request id -> lease
-        self._expiry: dict[int, asyncio.TimerHandle] = {}  # Of leases whose session has no stream, by id.
-        self._handoffs: dict[str, Span] = {}  # Of requests without a row, by engine request id.
+        self._expiry: dict[int, asyncio.TimerHandle] = {}  # lease id -> timer, for leases whose session has no stream
+        self._handoffs: dict[str, Span] = {}  # engine request id -> span, for requests that have no row yet
         self._aborts: set[asyncio.Task[None]] = set()
         self.ladder = Ladder(table.slots)
         """The numbers of rows that the engine's steps have."""
         self.figures = Figures()
         self.kv_reads = KvReads()
-        """Of the engine; a few seconds old."""
+        """The engine's KV reads so far; the figures are a few seconds old."""
 
     @property
     def running_samples(self) -> int:
-        """Now."""
+        """The number of samples that run now."""
         return len(self._running)
 
     async def load(self) -> NodeLoad:
@@ -186,11 +187,11 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         )
 
     def on_kv_reads(self, reads: KvReads) -> None:
-        """Takes what the engine has read so far."""
+        """Store the figures of the KV that the engine has read so far."""
         self.kv_reads = reads
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
-        """Takes one engine step: hands each row to its router's stream and frees the slots of what ended."""
+        """Process one engine step: add each row to its router's stream and free the slots of samples that ended."""
         if self._handoffs:
             self._end_handoffs(rows)
         touched: dict[int, StepStream] = {}
@@ -218,7 +219,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             stream.flush()
 
     def give_up(self, reason: str) -> None:
-        """Ends whatever runs with an error, so that routers run it elsewhere; late tokens of it reach nobody."""
+        """End all running samples with an error, so routers run them elsewhere. Late tokens of them are dropped."""
         for lease in list(self._running.values()):
             if (stream := self._stream_of(lease)) is not None:
                 stream.add(lease.lease_id, StepRow(_request_id(lease), None, 0.0, FinishReason.ERROR, reason))
@@ -241,13 +242,13 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
 
     def note_demand(self, demand: Demand) -> None:
-        """What a router would use here, if there was room."""
+        """Record the room that a router would use here if there was room."""
         room, now = self._table.needs(demand.num_tokens), asyncio.get_running_loop().time()
         until = now + demand.lasts_ms / 1000
         self._wishes.note(demand.router_id, demand.samples, room, self._table.held, now, until)
 
     def _reserve(self, request: pb.ReserveRequest) -> Lease:
-        """Raises OverloadedError if there is no room, or none for this router."""
+        """Lease a slot. Raises OverloadedError if there is no room, or none for this router."""
         router_id, now = request.router_id, asyncio.get_running_loop().time()
         kept = self._wishes.kept_from(router_id, self._table.held, now)
         try:
@@ -273,7 +274,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         except BaseException:
             self._drop(lease)
             raise
-        if decode.request_id not in self._running:  # Ended meanwhile, maybe before the engine knew the request.
+        if decode.request_id not in self._running:  # It ended in the meantime, maybe before the engine knew it.
             await self._engine.abort(decode.request_id)
         return pb.StartResponse()
 
@@ -307,8 +308,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             self._detach(request.router_id, stream)
 
     def _attach(self, router_id: str, session: int) -> StepStream:
-        """Stops the clock of the session's leases, and ends what earlier sessions of this router have left: it gave
-        this node up then, so nobody waits for them."""
+        """Open a session's stream: stop the expiry timers of its leases and end the leases of the router's earlier
+        sessions. The router gave up this node when an earlier session ended, so it does not wait for their samples."""
         stream = StepStream(session)
         previous, self._streams[router_id] = self._streams.get(router_id), stream
         if previous is not None:
@@ -329,12 +330,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             self._keep_or_expire(lease)
 
     def _stream_of(self, lease: Lease) -> StepStream | None:
-        """The stream of the lease's own session, if it stands."""
+        """Return the stream of the lease's own session if it is open, else None."""
         stream = self._streams.get(lease.router_id)
         return stream if stream is not None and stream.session == lease.session else None
 
     def _bind(self, lease: Lease, request: pb.StartRequest) -> DecodeRequest:
-        """Checks that lease, prompt, handle and parameters belong together: a foreign handle is refused, never read."""
+        """Check that lease, prompt, handle and parameters belong together: a foreign handle is refused, never read."""
         prompt = list(request.prompt_token_ids)
         params = codec.sampling_params_from_proto(request.sampling_params)
         handle = codec.kv_handle_from_proto(request.handle)
@@ -355,12 +356,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         if handle.binding != binding(handle):
             raise InvalidArgumentError("handle.binding", handle.binding, "must be that of the handle's other fields")
         blocks = blocks_needed(len(prompt), self._table.block_size)
-        if [len(group) for group in handle.block_ids] != [blocks]:  # vLLM asserts it, and the engine would be gone.
+        if [len(group) for group in handle.block_ids] != [blocks]:  # vLLM asserts it, and the engine would crash.
             raise InvalidArgumentError("handle.block_ids", handle.block_ids, f"must be one list of {blocks} blocks")
 
     def _keep_or_expire(self, lease: Lease) -> None:
-        """Stops the clock of a lease while the stream of its session stands: its router ends it then, within the
-        router's own timeouts. Else starts the clock, unless it runs."""
+        """Stop a lease's expiry timer if the stream of its session is open: then the router ends the lease, within its
+        own timeouts. If the stream is not open, start the timer unless it runs already."""
         if self._stream_of(lease) is None:
             if lease.lease_id not in self._expiry:
                 loop = asyncio.get_running_loop()
@@ -375,7 +376,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:
-        """Frees a lease; ends its engine request if it has one."""
+        """Free a lease; end its engine request if it has one."""
         running = _request_id(lease) in self._running
         self._end(lease)
         if running:
@@ -392,7 +393,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             timer.cancel()
 
     def _end_handoffs(self, rows: Sequence[StepRow]) -> None:
-        """A sample's first row says that its KV has been read, or could not be."""
+        """End the handoff spans of these rows: a sample's first row tells that its KV was read or could not be read."""
         for row in rows:
             if span := self._handoffs.pop(row.request_id, None):
                 span.end(None if row.token_id is not None else UnavailableError(row.detail))
@@ -402,7 +403,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             raise UnavailableError(f"decode node {self.ref.node_id}: {self.closed}")
 
     def _check_session(self, router_id: str, session: int) -> None:
-        """What an earlier session of a router still asks for, when a later one stands, nobody would ever give back."""
+        """Refuse a call of an earlier session while a later one is open: no router would ever release its lease."""
         stream = self._streams.get(router_id)
         if stream is not None and stream.session > session:
             raise UnavailableError(f"session {session} of router {router_id} is over: session {stream.session} stands")

@@ -1,4 +1,4 @@
-"""The slots and KV room of a decode node, and who holds them.
+"""The slots and KV room of a decode node, and the leases that hold them.
 
 Owns: admission. A lease is granted only when a slot *and* the KV blocks for prompt + max_tokens are free, so that no
 running request is ever preempted (paper, Section IV-B; `can_fit_full_sequence` in Alg. 1).
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 
 class NoRoomError(Exception):
-    """No slot or not enough KV blocks right now."""
+    """There is no free slot, or there are not enough free KV blocks, right now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """An amount of what a sample needs here."""
+    """An amount of slots and KV blocks."""
 
     slots: int = 0
     kv_blocks: int = 0
@@ -51,12 +51,12 @@ class Lease:
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """KV blocks for `num_tokens` tokens of `block_size` tokens each."""
+    """Return the number of KV blocks, of `block_size` tokens each, that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
 class SlotTable:
-    """Leases over `slots` slots and `kv_blocks` KV blocks of `block_size` tokens."""
+    """The leases over `slots` slots and `kv_blocks` KV blocks of `block_size` tokens each."""
 
     def __init__(self, *, slots: int, kv_blocks: int, block_size: int) -> None:
         self.slots = slots
@@ -72,13 +72,13 @@ class SlotTable:
         return Room(self.slots, self.kv_blocks)
 
     def needs(self, num_tokens: int) -> Room:
-        """Of one sample with so many prompt and output tokens at most."""
+        """Return the room for one sample; `num_tokens` is the largest number of its prompt and output tokens."""
         return Room(1, blocks_needed(num_tokens, self.block_size))
 
     def reserve(
         self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: Room = NOTHING, *, session: int = 0
     ) -> Lease:
-        """Leases the lowest free slot. kept: free room that is not for this router.
+        """Lease the lowest free slot. kept: the free room that this router must not use.
 
         Raises NoRoomError if every slot is held or kept, or fewer KV blocks are left than the sample needs.
         """
@@ -97,7 +97,7 @@ class SlotTable:
         return lease
 
     def release(self, lease_id: int) -> Lease | None:
-        """Frees a lease; None if it is not held (any more)."""
+        """Free a lease and return it; None if it is not held (any more)."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
             heapq.heappush(self._free, lease.slot)
@@ -109,7 +109,7 @@ class SlotTable:
 
     @property
     def held(self) -> dict[str, Room]:
-        """By router."""
+        """The room that each router holds, by router id."""
         slots: Counter[str] = Counter()
         kv_blocks: Counter[str] = Counter()
         for lease in self._leases.values():
@@ -121,7 +121,7 @@ class SlotTable:
         return [lease for lease in self._leases.values() if lease.router_id == router_id]
 
     def slots_in_use(self) -> list[int]:
-        """The leased slots, ascending."""
+        """Return the leased slots, ascending."""
         return sorted(lease.slot for lease in self._leases.values())
 
     def __len__(self) -> int:

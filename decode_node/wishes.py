@@ -1,12 +1,14 @@
-"""What is kept for routers that wait for room.
+"""How much free room is kept for routers that wait for room.
 
-A router hears at once when one of its own samples ends, and of other free room with the next heartbeat only. So one
-that keeps a node full would take all of that again before another one knew of it. Routers therefore say, in answer to
-heartbeats, what they would use here. Free room is kept for one that waits from each that holds more by at least the
-sample that waits, and after `TURN_S` also from one that holds as much, or more by less, where they could give enough.
-Who holds more is told by dominant shares: the larger one of a router's shares of the slots and of the KV blocks (Ghodsi
-et al., Dominant Resource Fairness, NSDI 2011). Pure: it is told the time, in seconds on any clock. Must not know:
-leases, which slots there are.
+A router learns at once when one of its own samples ends, but learns of other free room only with the next heartbeat.
+So a router that keeps a node full would take all freed room again before another router knew of it. Therefore routers
+say, in answer to heartbeats, how much room they would use here.
+
+Free room is kept for a waiting router from each router that holds more by at least the waiting sample. After `TURN_S`
+it is also kept from a router that holds as much, or more by less than that, if the routers that hold more could give
+up enough. Routers are compared by dominant shares: the larger of a router's shares of the slots and of the KV blocks
+(Ghodsi et al., Dominant Resource Fairness, NSDI 2011). This module is pure: callers pass the time, in seconds on any
+clock. Must not know: leases, which slots there are.
 """
 
 from __future__ import annotations
@@ -17,28 +19,29 @@ from dataclasses import dataclass
 from decode_node.slots import NOTHING, Room
 
 TURN_S = 5.0
-"""The least wait for what others may as well have. What is kept stays empty until its router hears of it, so what is
-left over where room does not divide evenly must not change hands all the time."""
+"""How long a router waits, at least, before room is kept for it from routers with an equal or slightly larger share.
+Kept room stays empty until its router learns of it, so room that cannot be divided evenly must change hands rarely."""
 
 
 @dataclass(slots=True)
 class Wish:
-    """Of a router that waits."""
+    """The wish of a router that waits for room."""
 
     samples: int
     room: Room
-    """Of the first of them; the others are taken to be like it."""
+    """The room that the first waiting sample needs; the other samples are assumed to need the same."""
     share: int
-    """That it had when it said so: what ends of it meanwhile it takes again by itself."""
+    """The share that the router held when it stated the wish. Room of its own samples that end after that still counts,
+    because the router takes such room again by itself."""
     since: float
-    """It has waited with this share."""
+    """The time from which the router has waited with this share."""
     granted_at: float
-    """When it was last given room, be it for what it had before; else when it began to wait."""
+    """The time when the router last got room, even if only to replace a sample that ended, or else began to wait."""
     until: float
 
 
 class Wishes:
-    """Those of all routers, for a node that has so much room in `total`."""
+    """The wishes of all routers, for a node whose whole room is `total`."""
 
     def __init__(self, total: Room) -> None:
         self._total = total
@@ -47,11 +50,11 @@ class Wishes:
     def note(
         self, router_id: str, samples: int, room: Room, held: Mapping[str, Room], now: float, until: float
     ) -> None:
-        """A router would use room for so many samples, if there was some; that holds `until` then, unless it says so
-        again. room: of one sample; held: by router."""
+        """Record that a router would use room for `samples` samples. The wish holds until `until`, unless the router
+        states a new one. room: the room of one sample; held: the room that each router holds."""
         self._forget_old(now)
         known = self._wishes.pop(router_id, None)
-        if not samples or self._share(room) > self._share(self._total):  # More than there is can never be kept.
+        if not samples or self._share(room) > self._share(self._total):  # More than the whole room can never be kept.
             return
         share = self._share_of(router_id, held)
         since = known.since if known is not None and known.share == share else now
@@ -59,7 +62,7 @@ class Wishes:
         self._wishes[router_id] = Wish(samples, room, share, since, granted_at, until)
 
     def granted(self, router_id: str, room: Room, now: float) -> None:
-        """A router was given room."""
+        """Record that a router got room."""
         if (wish := self._wishes.get(router_id)) is None:
             return
         wish.granted_at = now
@@ -69,7 +72,7 @@ class Wishes:
             del self._wishes[router_id]
 
     def kept_from(self, router_id: str, held: Mapping[str, Room], now: float) -> Room:
-        """How much of what is free is not for this router."""
+        """Return how much of the free room is kept from this router."""
         self._forget_old(now)
         own, mine = self._share_of(router_id, held), self._wishes.get(router_id)
         kept = NOTHING
@@ -81,14 +84,14 @@ class Wishes:
             is_next = lead > 0 or (lead == 0 and (mine is None or wish.granted_at < mine.granted_at))
             has_turn = is_next and wish.since < now - TURN_S and self._can_get(name, wish.room, held)
             if lead >= each or has_turn:
-                kept += wish.room * min(wish.samples, 1 + lead // (2 * each))  # That makes both equal; at least one.
+                kept += wish.room * min(wish.samples, 1 + lead // (2 * each))  # Makes both equal; at least one.
         return kept
 
     def _forget_old(self, now: float) -> None:
         self._wishes = {name: wish for name, wish in self._wishes.items() if wish.until > now}
 
     def _can_get(self, router_id: str, need: Room, held: Mapping[str, Room]) -> bool:
-        """Whether others that come down to what it holds leave it so much more."""
+        """Return whether `need` would be free if all routers with a larger share came down to this router's share."""
         theirs = self._share_of(router_id, held)
         left = self._total - sum(held.values(), NOTHING)
         for room in held.values():
@@ -101,5 +104,5 @@ class Wishes:
         return self._share(held.get(router_id, NOTHING))
 
     def _share(self, room: Room) -> int:
-        """The dominant share, in parts of slots times KV blocks, so that it is an integer."""
+        """Return the dominant share as an integer: 1 stands for one part of (total slots times total KV blocks)."""
         return max(room.slots * self._total.kv_blocks, room.kv_blocks * self._total.slots)

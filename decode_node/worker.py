@@ -1,9 +1,9 @@
-"""The vLLM worker of a decode node: body, lm_head and sampler of a step run on one number of rows, used or not.
+"""The vLLM worker of a decode node: body, lm_head and sampler of a step run on the same number of rows, used or idle.
 
 Owns: how a step of n requests is padded, on vLLM's V1 runner (CPU) and V2 runner (GPU), and which numbers of rows may
-run (decode_node/ladder.py): that is decided here and nowhere else. Must not know: gRPC, leases, NIXL.
+run (decode_node/ladder.py). No other module decides this. Must not know: gRPC, leases, NIXL.
 
-The hooks are instance attributes set after vLLM's own warm-up, which runs other shapes on purpose.
+The hooks are instance attributes. They are set after vLLM's own warm-up, which runs other shapes on purpose.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from decode_node.ladder import Ladder, smaller_than
 from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample, total
 
 RowsOf = Callable[[int], int]
-"""From the live requests of a step to its rows."""
+"""A function from the number of a step's live requests to its number of rows."""
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
 
 
 class FixedShapeWorker(NodeWorker):
-    """Runs decode steps at a number of rows that does not change a bit (paper, Sections IV-B and IV-C)."""
+    """Runs decode steps with numbers of rows that do not change any bit (paper, Sections IV-B and IV-C)."""
 
     ladder: Ladder
 
@@ -44,20 +44,20 @@ class FixedShapeWorker(NodeWorker):
         return times
 
     def _rows_of(self, live: int) -> int:
-        return self.ladder.rows(live)  # Of the ladder in use, which changes.
+        return self.ladder.rows(live)  # `self.ladder` is read on each call, because it can change.
 
     @property
     def slots(self) -> int:
         return int(self.vllm_config.scheduler_config.max_num_seqs)
 
     def use(self, ladder: Ladder) -> None:
-        """Steps have these numbers of rows from now on; on a GPU, each needs a graph that was captured."""
+        """Use these numbers of rows from now on; on a GPU, each needs a captured graph."""
         self.ladder = ladder
         if not current_platform.is_cpu():
             choose_graphs_v2(self.model_runner.cudagraph_manager, ladder)
 
     def certify(self) -> str:
-        """The first difference that the self-test finds (decode_node/certify.py); empty if there is none."""
+        """Return the first difference that the self-test finds (decode_node/certify.py); empty if there is none."""
         self.use(Ladder(self.slots))
         with torch.inference_mode():
             finding = Certification(Stepper(self), self.slots, _sampling_style).check(self.slots)
@@ -65,7 +65,7 @@ class FixedShapeWorker(NodeWorker):
         return finding
 
     def certify_rows(self) -> list[int]:
-        """Which smaller steps give the bits of a step of all slots, on this model and device."""
+        """Return the smaller numbers of rows that give the bits of a step of all slots, on this model and device."""
         found = []
         self.use(Ladder(self.slots))
         with torch.inference_mode():
@@ -81,7 +81,7 @@ class FixedShapeWorker(NodeWorker):
         return found
 
     def use_rows(self, certified: Sequence[int]) -> None:
-        """Lets smaller steps run that all ranks have certified."""
+        """Allow the smaller steps that all ranks have certified."""
         self.use(Ladder.of(self.slots, certified))
 
     def observe(self) -> dict[str, Any]:
@@ -90,21 +90,22 @@ class FixedShapeWorker(NodeWorker):
 
 
 class ColocatedWorker(FixedShapeWorker):
-    """Prefill and decode in one engine, as in the paper: prefill steps have their own length.
+    """Runs prefill and decode in one engine, as in the paper: prefill steps have their own length.
 
-    The benchmark's; prefix caching must be off, else a prompt could begin with KV that decode has written.
+    Only the benchmark uses it. Prefix caching must be off: otherwise a prompt could begin with KV that decode wrote.
     """
 
     def pad_to(self, rows: int) -> None:
-        """Decode steps have `rows` rows from now on, whatever that does to bits: for a padding sweep."""
+        """Use `rows` rows for decode steps from now on, even if bits change. A padding sweep needs this."""
         self.use(Ladder(rows))
 
 
 def _sampling_style(number: int) -> SamplingParams:
-    """Give one of the styles that meet in one batch: greedy and drawn, filtered and penalised.
+    """Return one of the sampling styles of a test batch: greedy or drawn, filtered or penalised.
 
-    vLLM compiles its filter by whether any row has top-k, and any has top-p (v1/sample/ops/topk_topp_triton.py): the
-    first two run alone under one kernel each, and in company under a third. They come first for nodes of few slots.
+    vLLM compiles its filter by whether any row has top-k and whether any row has top-p
+    (v1/sample/ops/topk_topp_triton.py). The first two styles run under one kernel each when alone, and under a third
+    one when they are in one batch. They come first, so that nodes with few slots test them, too.
     """
     styles: list[dict[str, Any]] = [
         {"temperature": 1.0, "top_p": 0.9},
@@ -119,7 +120,7 @@ def _sampling_style(number: int) -> SamplingParams:
 
 
 def fix_shapes(runner: Any, rows_of: RowsOf) -> None:
-    """Pads the steps of the platform's model runner."""
+    """Pad the steps of the platform's model runner."""
     if current_platform.is_cpu():
         fix_shapes_v1(runner, rows_of)
     else:
@@ -127,10 +128,10 @@ def fix_shapes(runner: Any, rows_of: RowsOf) -> None:
 
 
 def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:
-    """Pads the V1 runner, which has no graphs on CPU (vllm/v1/worker/gpu_model_runner.py).
+    """Pad the V1 runner, which has no graphs on CPU (vllm/v1/worker/gpu_model_runner.py).
 
-    The body follows `_determine_batch_execution_and_padding`; lm_head and sampler run outside it, on as many rows as
-    `compute_logits` is given, so they are padded on their own.
+    The body gets its number of rows from `_determine_batch_execution_and_padding`. lm_head and sampler run outside it,
+    on as many rows as `compute_logits` is given, so they are padded separately.
     """
     decide = runner._determine_batch_execution_and_padding
 
@@ -144,7 +145,7 @@ def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:
 
 
 def padded_lm_head(compute_logits: Callable[..., Any], rows_of: RowsOf) -> Callable[..., Any]:
-    """lm_head on as many rows as the step has: [n <= rows, hidden] -> [rows, vocab]."""
+    """Pad lm_head to as many rows as the step has: [n <= rows, hidden] -> [rows, vocab]."""
 
     def at_fixed_rows(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         padded = hidden.new_zeros((rows_of(hidden.shape[0]), hidden.shape[-1]))
@@ -166,15 +167,15 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         self._runner = runner
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *_: Any, **__: Any) -> SamplerOutput:
-        """[rows, vocab] logits -> the live requests' tokens and raw log probabilities.
+        """Map [rows, vocab] logits to the live requests' tokens and raw log probabilities.
 
-        A token that means nothing has a log probability that is not finite: it ends its request where it is read
-        (decode_node/engine.py), and neither this engine nor another request.
+        An invalid token gets a log probability that is not finite. That ends the token's request where it is read
+        (decode_node/engine.py), and affects neither this engine nor another request.
         """
         live = self._runner.input_batch.num_reqs
         logprobs = self.compute_logprobs(logits)
         logits = logits.to(torch.float32, copy=True)
-        # Biases and penalties work on one element at a time: the number of rows cannot move a bit there.
+        # Biases and penalties work on one element at a time, so the number of rows cannot change a bit there.
         logits[:live] = self.apply_logits_processors(logits[:live], sampling_metadata, False)
         tokens, sound = sample(logits, self._draws(logits.shape[0]))
         picked = logprobs.gather(-1, tokens.unsqueeze(-1))[:live].masked_fill(~sound[:live, None], torch.nan)
@@ -200,9 +201,10 @@ def _draw_of(state: Any) -> Draw:
 
 
 def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
-    """Pads the V2 runner's lm_head and sampler; its captured graph pads the body (vllm/v1/worker/gpu/model_runner.py).
+    """Pad the V2 runner's lm_head and sampler; its captured graph pads the body (vllm/v1/worker/gpu/model_runner.py).
 
-    Rows beyond the live requests repeat the first one: sampling only reads its state, and their results are cut off.
+    Rows beyond the live requests repeat the first request. Sampling only reads its state, and the results of these rows
+    are cut off.
     """
 
     def sample_fixed_rows(hidden: torch.Tensor, batch: Any, grammar_output: Any) -> tuple[Any, Any, Any]:
@@ -218,9 +220,9 @@ def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
 
 
 def choose_graphs_v2(manager: Any, ladder: Ladder) -> None:
-    """Lets decode steps run the captured graphs of the ladder's rows, and no other.
+    """Let decode steps run only the captured graphs with the ladder's numbers of rows.
 
-    Where prefill runs in the same engine, its steps keep the piecewise graph of their own length
+    If prefill runs in the same engine, its steps keep the piecewise graph of their own length
     (vllm/v1/worker/gpu/cudagraph_utils.py).
     """
     full = {graph.num_tokens: graph for graph in manager.graphs}
@@ -231,11 +233,11 @@ def choose_graphs_v2(manager: Any, ladder: Ladder) -> None:
 
 
 def pad_batch(batch: Any, rows: int) -> Any:
-    """A V2 `InputBatch` whose sampling fields have `rows` rows, one logit each."""
+    """Return a V2 `InputBatch` whose sampling fields have `rows` rows, with one row of logits each."""
     live = batch.num_reqs
 
     def pad(column: Any) -> Any:
-        """[>= live] -> [rows], the first value repeated."""
+        """Pad [>= live] to [rows] by repeating the first value."""
         parts = [column[:live], column[:1].repeat(rows - live)]
         return np.concatenate(parts) if isinstance(column, np.ndarray) else torch.cat(parts)
 
@@ -255,7 +257,7 @@ def pad_batch(batch: Any, rows: int) -> Any:
 
 
 def cut(output: Any, live: int) -> Any:
-    """The first `live` rows of a V2 `SamplerOutput`."""
+    """Return the first `live` rows of a V2 `SamplerOutput`."""
     logprobs = output.logprobs_tensors
     if logprobs is not None:
         logprobs = logprobs._replace(

@@ -2,7 +2,7 @@
 
     make demo
 
-Everything here is what a user has: the `corun` commands and the SDK.
+The demo uses only what a user has: the `corun` commands and the SDK.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def main() -> int:
 
 @contextmanager
 def cluster() -> Iterator[tuple[str, dict[int, str]]]:
-    """The address of a running cluster, and a place to note its processes. The cluster ends with the block."""
+    """Run a cluster for as long as the block runs. Yield its address and a dict that holds its processes afterwards."""
     command = [sys.executable, "-m", "corun", "up", "--model", "tiny", "--slots", "8", "--port", "0"]
-    # Its own session: Ctrl-C reaches this process alone, which then ends the cluster in order.
+    # The cluster has its own session: Ctrl-C reaches only this process, which then ends the cluster in order.
     up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     tree: dict[int, str] = {}
     try:
@@ -86,7 +86,7 @@ def cluster() -> Iterator[tuple[str, dict[int, str]]]:
 
 
 def wait_until_ready(up: subprocess.Popen[str]) -> str:
-    """The router's address, which `corun up` prints when its cluster can be used."""
+    """Return the router's address, which `corun up` prints when its cluster can be used."""
     assert up.stdout is not None
     watchdog = threading.Timer(START_TIMEOUT_S, up.terminate)
     watchdog.start()
@@ -101,7 +101,7 @@ def wait_until_ready(up: subprocess.Popen[str]) -> str:
 
 
 async def stream_all(address: str) -> list[Generation]:
-    """All prompts at once, each printed as its text comes."""
+    """Run all prompts at once, and print the text of each as it comes."""
     async with AsyncClient(address) as client:
         return list(await asyncio.gather(*(stream(client, index) for index in range(len(PROMPTS)))))
 
@@ -119,7 +119,7 @@ async def stream(client: AsyncClient, index: int) -> Generation:
 
 
 def show_receipts(done: list[Generation]) -> None:
-    """A line each, of at most 80 columns."""
+    """Print one line for each receipt, of at most 80 columns."""
     for index, receipt in enumerate(generation.receipt for generation in done):
         ended = f"{receipt.num_output_tokens:>2} tokens, {receipt.finish_reason.value:<6}"
         nodes = f"{receipt.prefill_node.node_id} → {receipt.decode_node.node_id}"
@@ -128,7 +128,7 @@ def show_receipts(done: list[Generation]) -> None:
 
 
 def verify(address: str, done: list[Generation]) -> dict[str, Any]:
-    """`corun verify` over the results; its table is printed, its JSON returned."""
+    """Run `corun verify` over the results. Print its table and return its JSON."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as results:
         for index, (prompt, generation) in enumerate(zip(PROMPTS, done, strict=True)):
             results.write(to_line(result_row(str(index), prompt, PARAMS, generation)) + "\n")
@@ -137,7 +137,7 @@ def verify(address: str, done: list[Generation]) -> dict[str, Any]:
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     table, _, last_line = run.stdout.rstrip().rpartition("\n")
     console.print(table)
-    if run.returncode not in (0, 3):  # 3: it ran, and bits differ.
+    if run.returncode not in (0, 3):  # 3: the command ran, and bits differ.
         raise SystemExit(f"corun verify failed with exit code {run.returncode}")
     report: dict[str, Any] = json.loads(last_line)
     return report

@@ -1,7 +1,8 @@
-"""Takes out of an environment what a requirement does not need: `python locks/prune.py 'corun-llm[router]'`.
+"""Remove from an environment what a requirement does not need: `python locks/prune.py 'corun-llm[router]'`.
 
-A lock file holds everything for development, too. The environment keeps what the requirement reaches through the
-metadata of what is installed, and pip. Runs in the environment itself; must not know what is in it.
+A lock file also holds everything for development. The environment keeps pip and the distributions that the requirement
+reaches through the metadata of the installed distributions. The script runs in the environment itself. It must not know
+what is in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 
 def needed(root: str) -> set[str]:
-    """Canonical names of the distributions that a requirement reaches, itself included."""
+    """Return the canonical names of the distributions that a requirement reaches, including its own."""
     seen: set[tuple[str, str]] = set()
     todo = [(canonicalize_name(Requirement(root).name), extra) for extra in ("", *Requirement(root).extras)]
     while todo:
@@ -31,7 +32,7 @@ def _requirements(name: str, extra: str) -> Iterator[tuple[str, str]]:
     try:
         texts = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
-        return  # For another platform, or not in the lock on purpose.
+        return  # It is for another platform, or left out of the lock on purpose.
     for requirement in map(Requirement, texts):
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             for further in ("", *requirement.extras):

@@ -1,1 +1,1 @@
-"""A prefill node: computes each prompt's KV alone and keeps it until a decode node has read it."""
+"""A prefill node computes each prompt's KV alone and keeps it until a decode node has read it."""

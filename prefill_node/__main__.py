@@ -1,4 +1,4 @@
-"""`python -m prefill_node`: one prefill node process."""
+"""`python -m prefill_node` runs one prefill node process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observati
 
 
 async def watched(config: PrefillConfig, stop: asyncio.Event) -> None:
-    """Can be watched from before its engine loads."""
+    """Run the node; its health and metrics can be observed before its engine has loaded."""
     async with observed(config) as observation:
         await run(config, stop, observation)
 

@@ -1,6 +1,7 @@
-"""A prefill node's self-test: a prompt's KV must not depend on what ran before it or on where it lies.
+"""A prefill node's self-test: a prompt's KV must not depend on earlier prompts or on the KV blocks that hold it.
 
-Owns: which prompts are compared. Runs in the engine's worker on the loaded model's own steps, before the node serves.
+Owns: which prompts are compared. It runs in the engine's worker, with the loaded model's own steps, before the node
+serves.
 Must not know: vLLM's internals, gRPC.
 """
 
@@ -19,14 +20,14 @@ PROMPTS = 6
 
 
 def lengths(chunk_size: int, buckets: Sequence[int], longest: int) -> list[int]:
-    """Prompt lengths on both sides of the edges where shapes change, none above `longest`; at most `PROMPTS`."""
+    """Return at most `PROMPTS` prompt lengths, on both sides of the edges where shapes change, none above `longest`."""
     middle = buckets[len(buckets) // 2] if buckets else chunk_size // 2
     edges = [1, middle, middle + 1, chunk_size - 1, chunk_size, chunk_size + 1]
     return sorted({length for length in edges if 1 <= length <= longest})[:PROMPTS]
 
 
 class Bench:
-    """Runs prompts one at a time, each time in other KV blocks."""
+    """Runs prompts one at a time, each in other KV blocks than the one before."""
 
     def __init__(self, stepper: Stepper, chunk_size: int, longest: int, sampling: Any) -> None:
         self._stepper = stepper
@@ -42,14 +43,14 @@ class Bench:
         return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
 
     def contents(self, length: int) -> tuple[torch.Tensor, ...]:
-        """What lies in the blocks of a prompt before it runs: its last block is not filled to the end."""
+        """Return the contents of a prompt's blocks before it runs; they matter because its last block is not filled."""
         taken = self._pool.take(self._blocks_of(length))
         found = self._stepper.read(taken)
         self._pool.give_back(taken)
         return found
 
     def run(self, name: str, prompt: tuple[int, ...], contents: Sequence[torch.Tensor] | None = None) -> Trace:
-        """Prefills one prompt in chunks; the trace holds all of its KV."""
+        """Prefill one prompt in chunks and return a trace with all of its KV."""
         blocks = self._pool.take(self._blocks_of(len(prompt)))
         if contents is not None:
             self._stepper.write(blocks, contents)
@@ -68,7 +69,7 @@ class Bench:
 
 
 def certify(stepper: Stepper, chunk_size: int, buckets: Sequence[int], sampling: Any) -> str:
-    """Runs each prompt twice: after another prompt and in other KV blocks the second time.
+    """Run each prompt twice; the second run comes after another prompt and uses other KV blocks.
 
     Returns:
         The first difference in words; empty if every bit is the same.

@@ -1,6 +1,7 @@
-"""The prefill node's vLLM engine: one prompt a step, KV kept for a NIXL reader.
+"""The prefill node's vLLM engine: each step computes one prompt, and its KV is kept for a NIXL reader.
 
-Owns: the engine's arguments and the way from vLLM's `kv_transfer_params` to a `KvHandle`. Must not know: gRPC, routers.
+Owns: the engine's arguments, and the conversion of vLLM's `kv_transfer_params` to a `KvHandle`. Must not know: gRPC,
+routers.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from corun.params import check_lengths
 from corun.receipt import prompt_digest
 from corun.types import KvHandle, NixlEndpoint, NodeRef, NodeRole
 
-# One computes; the others are done and wait for their output to be read back (async scheduling).
+# One sequence computes. The others are done and wait until their output is read back (async scheduling).
 MAX_SEQUENCES = 8
 RELEASE_TIMEOUT_S = 30.0
 HELD_TIMEOUT_S = 1.0
 
 
 def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
-    """Step lengths that get a CUDA graph, ascending: finer where padding would cost most, none above the chunk."""
+    """Return the step lengths that get a CUDA graph, ascending: denser where padding costs most, at most the chunk."""
     sizes = [*range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256)]
     return tuple(size for size in sizes if size <= chunk_size)
 
 
 def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
-    """The engine's `AsyncEngineArgs`; pins the environment first."""
+    """Pin the environment, then return the engine's `AsyncEngineArgs`."""
     base.prepare(config, NodeRole.PREFILL, endpoint)
     from vllm import AsyncEngineArgs
 
@@ -46,7 +47,8 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
         max_num_batched_tokens=config.chunk_size,
     )
     if base.on_gpu():
-        # A graph per bucket: a step is padded to the next bucket of its own length, which nobody else can change.
+        # There is one graph per bucket. A step is padded to the next bucket above its own length, so other requests
+        # cannot change its shape.
         made.compilation_config = base.gpu_graphs("PIECEWISE", prefill_buckets(config.chunk_size))
         made.attention_config = base.gpu_attention(made)
     return made
@@ -67,22 +69,22 @@ class VllmPrefillEngine:
         self.facts = facts
         self.contract = contract
         self.endpoint = endpoint
-        """With the addresses of the stamps."""
+        """Where the node's NIXL handshakes are answered, with the addresses of its stamp tables."""
         self.on_death: Callable[[], None] = lambda: None
         self.steps = 0
-        """Always: a prompt's steps are not seen from outside, but the core answers between them."""
+        """Always 0. The steps of a prompt are not visible from outside, but the core answers between them."""
         self.expired_claims = 0
-        """Prompts whose KV nobody read before its lease ended; as the worker last said."""
+        """The number of prompts whose KV was not read before its lease ended, by the worker's last report."""
         self._llm = llm
         self._ref = ref
         self._check_fraction = check_fraction
         self._kept: dict[str, int] = {}  # request id -> KV blocks, until the worker no longer holds them
-        self._fresh: set[str] = set()  # kept since the worker was last asked, and maybe not known to it yet
+        self._fresh: set[str] = set()  # Prefills kept since the worker was last asked; it may not know them yet.
         self._asking = asyncio.Lock()
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
-        """Loads the model and starts the engine; blocks the event loop meanwhile (25-90 s)."""
+        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
         made = arguments(config, endpoint)
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -101,11 +103,11 @@ class VllmPrefillEngine:
 
         Raises:
             InvalidArgumentError: no node can compute the prompt (field "prompt.token_ids"), it can never fit this
-                node's KV, or the id still names KV that is held here.
+                node's KV, or KV is still held here under the same id.
         """
         self._check_prompt(prompt_token_ids)
         self._check_fits(len(prompt_token_ids))
-        if request_id in self._kept:  # vLLM's scheduler dies of an id that it still knows.
+        if request_id in self._kept:  # vLLM's scheduler crashes if it gets an id that it still knows.
             raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
         digest = prompt_digest(prompt_token_ids)
         params = await self._run(request_id, prompt_token_ids, owner(request_id, self._ref, digest))
@@ -126,7 +128,7 @@ class VllmPrefillEngine:
         return bound(handle)
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
-        """See `PrefillEngine.share`. Of several ranks all must hold it: one that has let go would be read in vain."""
+        """See `PrefillEngine.share`. All ranks must still hold the KV, because a read from a rank without it fails."""
         answers = await base.call_workers(self._llm, "share_kv", request_id, readers, timeout_s=RELEASE_TIMEOUT_S)
         if any(answers) and not all(answers):
             for reader in readers:
@@ -142,18 +144,18 @@ class VllmPrefillEngine:
         await base.call_workers(self._llm, "release_kv", request_id, reader, timeout_s=RELEASE_TIMEOUT_S)
 
     async def held_kv_blocks(self) -> int:
-        """See `PrefillEngine.held_kv_blocks`. While the engine is deep in a step, the last known number."""
-        if self._llm.errored:  # With no prefill under way, nobody else notices.
+        """See `PrefillEngine.held_kv_blocks`. If the engine is busy with a long step, return the last known number."""
+        if self._llm.errored:  # If no prefill is running, only this check notices.
             self.on_death()
         if not self._kept:  # Asking keeps an idle worker spinning for a second (device_communicators/shm_broadcast.py).
             return 0
-        async with self._asking:  # Else the second of two would take what the first has yet to hear of for gone.
+        async with self._asking:  # Of two parallel calls, one could drop prefills that the other still holds as fresh.
             await self._ask_held()
         return self.known_kv_blocks
 
     @property
     def known_kv_blocks(self) -> int:
-        """KV blocks that are held, as far as is known without asking."""
+        """The number of KV blocks that are held, as far as is known without asking the worker."""
         return sum(self._kept.values())
 
     async def _ask_held(self) -> None:
@@ -179,12 +181,12 @@ class VllmPrefillEngine:
         return base.computed_s(self.contract)
 
     async def close(self) -> None:
-        """Ends the engine's processes."""
+        """End the engine's processes."""
         self._llm.shutdown()
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Routers check the same before they begin. The engine, which has no tokenizer, ends of a token that the model
-        does not have."""
+        """Check the prompt's length and token ids, as routers do before they begin. The engine has no tokenizer, and a
+        token id that the model does not have would crash it."""
         check_lengths(len(prompt_token_ids), 1, self.facts.max_model_len)
         if (largest := max(prompt_token_ids)) >= self.facts.vocab_size:
             raise InvalidArgumentError("prompt.token_ids", largest, f"must be in [0, {self.facts.vocab_size})")
@@ -199,7 +201,7 @@ class VllmPrefillEngine:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        # The one token that prefill draws is discarded: decode draws every token, the first included.
+        # The single token that prefill draws is discarded: decode draws every token, including the first.
         transfer = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -221,7 +223,7 @@ class VllmPrefillEngine:
         except EngineDeadError:
             self.on_death()
             raise
-        except ValueError as error:  # vLLM's validation errors are such.
+        except ValueError as error:  # vLLM's validation errors are ValueErrors.
             raise InvalidArgumentError(
                 "prompt.token_ids", Shown(f"{len(prompt_token_ids)} tokens"), str(error)
             ) from None

@@ -1,4 +1,4 @@
-"""A prefill node's metrics: their names, and what they mean to Prometheus. Must not know vLLM or gRPC."""
+"""A prefill node's metrics: their names, types and help texts in Prometheus. Must not know: vLLM, gRPC."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = "corun_prefill_"
 
 
 class Engine(Protocol):
-    """What is known of the KV that an engine holds, without asking it."""
+    """The figures about an engine's KV that are known without asking the engine."""
 
     expired_claims: int
 
@@ -23,7 +23,7 @@ class Engine(Protocol):
 
 
 def families(service: PrefillService, engine: Engine, *, kv_blocks: int) -> Iterator[Metric]:
-    """All of them, but those that both roles have."""
+    """Return all metrics of a prefill node except those that both roles have."""
     figures = service.figures
     yield counter(f"{P}prompts", "Prompts computed", figures.prompts)
     yield counter(f"{P}prompt_tokens", "Tokens of the prompts that were computed", figures.prompt_tokens)

@@ -1,6 +1,6 @@
 """Isolated prefill: a scheduling step that holds prompt tokens holds one request (paper, Algorithms 1 and 2).
 
-Owns: which request may prefill next. The stock scheduler does the rest, shown only that request. Chunk boundaries
+Owns: which request may prefill next. The stock scheduler sees only that request and does the rest. Chunk boundaries
 follow from the request's own length, because an isolated request always has the step's whole token budget. Must not
 know: connectors, sampling, slots.
 """
@@ -19,7 +19,7 @@ from corun.node.vllm.scheduler import ReservingScheduler
 
 
 class IsolatedPrefillScheduler(ReservingScheduler):
-    """Runs one prompt at a time, first come, first served; steps without prompt tokens stay the stock scheduler's."""
+    """Runs one prompt at a time, first come, first served; the stock scheduler makes steps without prompt tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,7 +27,7 @@ class IsolatedPrefillScheduler(ReservingScheduler):
         self.turn = None if path is None else PrefillTurn(path)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Paper, Algorithm 2: isolates the request of Algorithm 1, or runs a decode step without admitting anything."""
+        """Isolate the request that Algorithm 1 chose, or run a decode step without admitting anything (Algorithm 2)."""
         chosen = self.find_prefill_request()
         self._take_turn(busy=chosen is not None or bool(self.running))
         with self._isolating(chosen):
@@ -37,7 +37,7 @@ class IsolatedPrefillScheduler(ReservingScheduler):
         return output
 
     def find_prefill_request(self) -> Request | None:
-        """Paper, Algorithm 1: an unfinished chunked prompt, else the head of the queue if its whole sequence fits."""
+        """Return an unfinished chunked prompt, else the head of the queue if its whole sequence fits (Algorithm 1)."""
         for request in self.running:
             if request.num_computed_tokens < request.num_prompt_tokens:
                 return request
@@ -58,7 +58,8 @@ class IsolatedPrefillScheduler(ReservingScheduler):
         return finished
 
     def has_work(self) -> bool:
-        """Whether the next step may hold a prompt. After a step without one it has not: there is no room."""
+        """Return whether the next step may hold a prompt, because a request runs or waits. Only `schedule` finds out
+        whether a waiting prompt has room; if none has and no request runs, it gives the turn back."""
         return bool(self.running or self.waiting)
 
     def _take_turn(self, *, busy: bool) -> None:
@@ -67,7 +68,7 @@ class IsolatedPrefillScheduler(ReservingScheduler):
 
     @contextmanager
     def _isolating(self, chosen: Request | None) -> Iterator[None]:
-        """Shows the stock scheduler only `chosen`; with None, only the requests that have started."""
+        """Show the stock scheduler only `chosen`; with None, show only the requests that have started."""
         if chosen is None:
             with self.showing_waiting([]):
                 yield
@@ -79,5 +80,5 @@ class IsolatedPrefillScheduler(ReservingScheduler):
             with self.showing_waiting([chosen] if starts else []):
                 yield
         finally:
-            # The chosen request goes first: Algorithm 1 finds an unfinished prompt at the head.
+            # The chosen request goes first, because Algorithm 1 looks for an unfinished prompt from the head.
             self.running.extend(request for request in running if request is not chosen)

@@ -1,7 +1,7 @@
-"""The gRPC face of a prefill node.
+"""The gRPC service of a prefill node.
 
-Owns: which calls are accepted, what is dropped when a caller goes away, the node's load figures.
-Must not know: vLLM. The engine is anything with the methods of `PrefillEngine`.
+Owns: which calls are accepted, which KV is released when a caller goes away, the node's load figures.
+Must not know: vLLM. The engine is any object with the methods of `PrefillEngine`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ SERVICE_NAME = "corun.v1.PrefillService"
 
 
 class PrefillEngine(Engine, Protocol):
-    """What a prefill node needs of its engine."""
+    """The methods that a prefill node needs from its engine."""
 
     async def held_kv_blocks(self) -> int:
-        """KV blocks of finished prefills that are neither read, released nor expired."""
+        """Return the number of KV blocks of finished prefills that are not yet read, released or expired."""
 
 
 class Figures:
-    """What a prefill node counts, since its start.
+    """The counters of a prefill node since its start.
 
-    Prompts are computed one at a time, in the order in which they come: one is computed from when the one before it was
-    done, or from its arrival if that was later. Waiting for KV room is part of that time.
+    Prompts are computed one at a time, in the order of their arrival. The computation of a prompt begins when the
+    previous prompt is done, or when the prompt arrives if that is later. Its time includes the wait for KV room.
     """
 
     def __init__(self) -> None:
         self.prompts = 0
         self.prompt_tokens = 0
         self.failed_prompts = 0
-        """Those that left without KV: cancelled, given up, or refused by the engine."""
+        """The number of prompts that ended without KV: they were cancelled, given up, or refused by the engine."""
         self.queue_s = Histogram(LATENCIES_S)
         self.compute_s = Histogram(LATENCIES_S)
         self.rate = Rate()
-        """Of prompt tokens."""
+        """The rate at which prompt tokens are computed."""
         self._done_at = 0.0
 
     def note_prompt(self, num_tokens: int, arrived: float, now: float) -> tuple[float, float]:
-        """A prompt is done; times are on the loop's clock. Returns how long it waited, and was computed, in seconds."""
+        """Count a finished prompt; times are on the loop's clock. Return its waiting and computing time in seconds."""
         began = max(arrived, self._done_at)
         self._done_at = now
         self.prompts += 1
@@ -61,11 +61,11 @@ class Figures:
 
 
 class _Metered:
-    """An engine whose prefills are counted, once each, however many asked for one."""
+    """An engine whose prefills are counted; a prefill that several requests share is counted once."""
 
     def __init__(self, engine: PrefillEngine, figures: Figures) -> None:
         self.computing: dict[str, int] = {}  # request id -> prompt tokens
-        self.laps: dict[str, list[Lap]] = {}  # of the requests that want to know, by id
+        self.laps: dict[str, list[Lap]] = {}  # request id -> the request's laps, for the requests that record them
         self.share, self.release, self.holds = engine.share, engine.release, engine.holds
         self._engine = engine
         self._figures = figures
@@ -86,14 +86,14 @@ class _Metered:
 
 
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
-    """Answers `corun.v1.PrefillService` for one generation of one node."""
+    """Serves `corun.v1.PrefillService` for one generation of one node."""
 
     def __init__(self, ref: NodeRef, engine: PrefillEngine, *, kv_tokens: int) -> None:
-        """kv_tokens: how many tokens the engine has KV room for."""
+        """Create the service. kv_tokens: the number of tokens that the engine has KV room for."""
         self.ref = ref
         self.draining = False
         self.closed = ""
-        """Why nothing can be started here now; empty if it can."""
+        """The reason why the node accepts no new work now; empty if it accepts work."""
         self._engine = engine
         self.figures = Figures()
         self._metered = _Metered(engine, self.figures)
@@ -103,16 +103,19 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     @property
     def queued_prompts(self) -> int:
-        """In the node now, the one that is being computed included."""
+        """The number of prompts in the node now, including the prompt that is being computed."""
         return len(self._running)
 
     @property
     def queued_tokens(self) -> int:
-        """Of the prompts that are computed for them."""
+        """The number of tokens of the prompts that the engine has to compute for the queued requests."""
         return sum(self._metered.computing.values())
 
     async def load(self) -> NodeLoad:
-        """In a drain, which it is asked for to see the end of, KV is no longer kept for those who have yet to ask."""
+        """Return the node's load.
+
+        The drain polls the load to see when the work is over. So a draining node keeps no more KV for later requests.
+        """
         if self.draining:
             self.sharing.let_go()
         return NodeLoad(
@@ -122,7 +125,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         )
 
     def give_up(self, reason: str) -> None:
-        """Ends whatever runs with an error, so that routers run it elsewhere. KV that waits for its reader is kept."""
+        """End all running prefills with an error, so routers run them elsewhere. KV that waits for a reader stays."""
         for request_id, task in self._running.items():
             self._given_up[request_id] = reason
             task.cancel()
@@ -140,7 +143,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             self.figures.failed_prompts += 1
             if not isinstance(error, asyncio.CancelledError):
                 raise
-            # The answer may have been on its way: whoever asked no longer knows the handle, so nobody else can free it.
+            # The prefill may have finished already. The caller gets no handle, so only this node can free the KV.
             self.sharing.release_soon(request.request_id)
             if reason := self._given_up.get(request.request_id):
                 raise UnavailableError(f"prefill node {self.ref.node_id}: {reason}") from None
@@ -155,7 +158,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     async def ReleaseKv(
         self, request: prefill_service_pb2.ReleaseKvRequest, context: Context
     ) -> prefill_service_pb2.ReleaseKvResponse:
-        # Another generation's KV died with it: there is nothing to release and nothing to complain about.
+        # The KV of another generation ended with its process: there is nothing to release, and this is no error.
         if request.generation == self.ref.generation:
             await self.sharing.release(request.request_id)
         return prefill_service_pb2.ReleaseKvResponse()
@@ -163,7 +166,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     async def _run(
         self, request: prefill_service_pb2.PrefillRequest, prompt: Sequence[int], reader: NodeRef
     ) -> KvHandle:
-        """In a task of its own, which `give_up` can end without the call."""
+        """Run the prefill in a task of its own, so that `give_up` can cancel it without cancelling the call."""
         name, scope = request.request_id, request.share_scope
         prefill = self.sharing.prefill(name, prompt, reader, scope, more_follow=request.more_follow)
         task = self._running[name] = asyncio.ensure_future(prefill)

@@ -1,9 +1,9 @@
-"""Equal prompts are computed once, while their KV is there: who waits for it, and for whom it is kept.
+"""Computes equal prompts once while their KV exists, and tracks which requests wait for it or will read it.
 
-Isolated prefill gives a prompt the same KV whenever it computes it, so KV that is read twice moves no bit, and eight
-samples of a prompt cost one prefill. Where some of them still wait for slots, it is kept for them for a while. Only
-prompts of one scope share, which is one client's: else the time that a prompt takes would tell whether somebody else
-has just sent it. Must not know: vLLM, gRPC, what a scope is.
+Isolated prefill gives a prompt the same KV every time, so requests that read the same KV get the same bits, and eight
+samples of a prompt cost one prefill. If some of these samples still wait for slots, the KV is kept for them for a
+while. Only prompts of one scope share KV, and a scope belongs to one client. Otherwise the latency of a prompt would
+reveal whether another client has just sent it. Must not know: vLLM, gRPC, what a scope is.
 """
 
 from __future__ import annotations
@@ -23,52 +23,53 @@ log = logging.getLogger(__name__)
 Key = tuple[str, str]
 
 KEPT_S = 2.0
-"""How long KV is kept for those who wait for slots, from the last one that came, while its lease lasts."""
+"""How long KV is kept for requests that wait for slots, counted from the latest request, while its lease lasts."""
 KEEPER = "/kept"
-"""The reader that KV is kept for meanwhile; no request has such an id."""
+"""The name of the reader that stands for these waiting requests; no request has such an id."""
 KEPT_PART = 0.25
-"""Of the KV room: what may be kept so. The rest is for prompts that are computed, and KV that is about to be read."""
+"""The largest part of the KV room that may be kept so. The rest is for running prefills and KV about to be read."""
 
 
 class Engine(Protocol):
-    """What computes and keeps KV."""
+    """The engine that computes and keeps KV."""
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
-        """Computes the prompt's KV and keeps it until it is read, released or its lease ends; its handle is `reader`'s.
+        """Compute the prompt's KV and keep it until it is read, it is released or its lease ends.
 
-        Cancelling the call stops the work and keeps nothing.
+        The handle that is returned is for `reader`. Cancelling the call stops the work and keeps nothing.
         """
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
-        """Keeps the KV of a finished prefill for these readers, too. False: it is not there any more.
+        """Keep the KV of a finished prefill for these readers, too. Return False if the KV no longer exists.
 
-        Readers have the names of the calls that got its handle, or `KEEPER`'s; the first one has the prefill's own.
+        A reader is named by the id of the request that got its handle, or it is `KEEPER`. The first reader has the
+        prefill's own id.
         """
 
     async def release(self, request_id: str, reader: str) -> None:
-        """Takes a reader that has not read yet from a finished prefill, whose KV is dropped after the last one; unknown
-        ids are ignored."""
+        """Remove a reader that has not read yet from a finished prefill. The KV is dropped after the last reader.
+        Unknown ids are ignored."""
 
     def holds(self, request_id: str) -> bool:
-        """Whether a finished prefill's KV waits for a reader, as far as is known without asking."""
+        """Return whether a finished prefill's KV waits for a reader, as far as is known without asking the worker."""
 
 
 class _Computation:
-    """Of one prompt's KV, for all who ask for it until it is done; it ends when none of them wants it any more."""
+    """One computation of a prompt's KV, for all requests that ask for it. It is cancelled if no request is left."""
 
     def __init__(
         self, engine: Engine, name: str, prompt: Sequence[int], reader: NodeRef, drop: Callable[[str, set[str]], None]
     ) -> None:
         self.name = name
-        """The engine's id of it: that of the first request."""
+        """The engine's id of this prefill, which is the id of the first request."""
         self.num_tokens = len(prompt)
         self.is_kept = False
-        """For requests that will ask for it, too, once they have slots; from when it is there."""
+        """Whether the KV, once it exists, is kept for requests that will ask for it when they have slots."""
         self.waiting: set[str] = set()
         self.claims: set[str] = set()
-        """The readers that its KV is kept for, or was until they had read it."""
+        """The readers that the KV is kept for; a reader stays in the set after it has read the KV."""
         self.is_gone = False
-        """There will be no KV, or no more of it."""
+        """Whether the KV no longer exists or will never exist."""
         self._engine = engine
         self._drop = drop
         self._letting_go: asyncio.TimerHandle | None = None
@@ -76,7 +77,7 @@ class _Computation:
         self.task.add_done_callback(_heard)
 
     async def wait(self, request_id: str) -> KvHandle | None:
-        """The KV, once it is there; None if this request came too late for it."""
+        """Wait for the KV and return its handle; None if the KV was already gone when this request joined."""
         if self.task.done():
             return await self._join(request_id)
         self.waiting.add(request_id)
@@ -85,13 +86,13 @@ class _Computation:
         finally:
             self.waiting.discard(request_id)
             if not self.waiting and not self.task.done():
-                self.is_gone = True  # From now on: nobody may join what is being ended.
+                self.is_gone = True  # From now on no request may join this computation, because it is being cancelled.
                 self.task.cancel()
-        # Who came between the count of readers and the end has to be counted as well.
+        # A request that came after the readers were counted, but before the task ended, must be counted, too.
         return handle if request_id in self.claims else await self._join(request_id)
 
     def let_go(self) -> None:
-        """Keeps it no longer than those who have asked need it."""
+        """Keep the KV no longer than the requests that have already asked for it need it."""
         self.is_kept = False
         if self._letting_go is not None:
             self._letting_go.cancel()
@@ -106,13 +107,13 @@ class _Computation:
         except BaseException as error:
             self.is_gone = True
             if self.claims or isinstance(error, asyncio.CancelledError):
-                self._drop(self.name, {self.name, *self.claims})  # It may be there, and nobody will hear of it.
+                self._drop(self.name, {self.name, *self.claims})  # The KV may exist, but no request gets its handle.
             raise
         return handle
 
     async def _count(self) -> None:
-        """Tells the engine who waits. Before any of them hears of the KV: the first could have read it, and it be gone,
-        before the second is counted."""
+        """Tell the engine which requests wait for the KV, before any of them gets the handle. Otherwise the first
+        request could read the KV, and the engine free it, before the second one is counted."""
         readers = self._claim(self.waiting)
         others = sorted(readers - {self.name})
         if others and not await self._engine.share(self.name, others):
@@ -131,7 +132,10 @@ class _Computation:
         return None
 
     def _claim(self, requests: set[str]) -> set[str]:
-        """Whom the engine has to be told of. Before it is told: who gives up meanwhile has something to give back."""
+        """Record these requests as readers and return the readers that the engine must be told of.
+
+        They are recorded before the engine is told, so that a request that gives up in the meantime can be released.
+        """
         readers = set(requests)
         if self.is_kept:
             if self._letting_go is not None:
@@ -144,19 +148,19 @@ class _Computation:
 
 
 class Sharing:
-    """Prefills of one node. Every request that gets a handle is one reader, until it has read or is released.
+    """The prefills of one node. Every request that gets a handle is one reader until it has read or is released.
 
-    kv_tokens: how many tokens there is KV room for.
+    kv_tokens: the number of tokens that there is KV room for.
     """
 
     def __init__(self, engine: Engine, kv_tokens: int) -> None:
         self.shared = 0
-        """Prompts that got KV which another one's prefill has computed."""
+        """The number of prompts that got KV which another request's prefill has computed."""
         self._engine = engine
         self._max_kept = int(KEPT_PART * kv_tokens)
         self._room_beside = kv_tokens - self._max_kept
         self._computations: dict[Key, _Computation] = {}
-        self._ending: list[_Computation] = []  # Nobody may join these any more, but some may not have read yet.
+        self._ending: list[_Computation] = []  # No request may join these, but some readers may not have read yet.
         self._releases: set[asyncio.Task[None]] = set()
 
     async def prefill(
@@ -168,11 +172,11 @@ class Sharing:
         *,
         more_follow: bool = False,
     ) -> KvHandle:
-        """The KV of a prompt, for one reader. Without a scope it is computed for this request alone.
+        """Return the handle of a prompt's KV for one reader. Without a scope the KV is computed for this request alone.
 
-        more_follow: requests with this prompt and scope wait for slots.
+        more_follow: whether more requests with this prompt and scope wait for slots.
 
-        Cancelling the call keeps nothing once `release` has been called as well. Raises what the engine raises.
+        A caller that cancels the call must also call `release`; then nothing is kept. Raises what the engine raises.
         """
         if len(prompt_token_ids) > self._room_beside:
             self.let_go()
@@ -185,7 +189,7 @@ class Sharing:
                 self._prune()
                 found = _Computation(self._engine, request_id, prompt_token_ids, reader, self._release_soon)
             self._computations.pop(key, None)
-            self._computations[key] = found  # Last: it was asked for last.
+            self._computations[key] = found  # The dict is in the order of the last request for each computation.
             found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
             try:
                 if (handle := await found.wait(request_id)) is not None:
@@ -196,12 +200,12 @@ class Sharing:
                     self._ending.append(self._computations.pop(key))
 
     def let_go(self) -> None:
-        """Nobody will ask any more: keeps nothing that is not to be read by somebody who has asked."""
+        """Keep KV only for requests that have already asked for it, because no more requests will come."""
         for made in self._computations.values():
             made.let_go()
 
     def _makes_room(self, made: _Computation) -> bool:
-        """Whether it may be kept; those that nobody has asked for longest are not any more, if necessary."""
+        """Return whether this KV may be kept. If room is needed, stop keeping the KV requested least recently."""
         others = [other for other in self._computations.values() if other.is_kept and other is not made]
         left = self._max_kept - made.num_tokens - sum(other.num_tokens for other in others)
         for other in others if made.num_tokens <= self._max_kept else ():
@@ -212,17 +216,17 @@ class Sharing:
         return made.num_tokens <= self._max_kept
 
     async def release(self, request_id: str) -> None:
-        """A request's reader will not read, if it has not read yet. Unknown ids are the engine's business."""
+        """Release the KV for a request whose reader will not read it. Unknown ids are passed to the engine."""
         for made in (*self._computations.values(), *self._ending):
             if request_id in made.claims:
                 await self._engine.release(made.name, request_id)
                 return
             if request_id == made.name:
-                return  # It was given up before it was counted; the KV is the others'.
+                return  # This request gave up before it was counted; the KV belongs to the other readers.
         await self._engine.release(request_id, request_id)
 
     def release_soon(self, request_id: str) -> None:
-        """`release`, in the background."""
+        """Call `release` in the background."""
         self._spawn(self.release(request_id))
 
     def _release_soon(self, name: str, readers: set[str]) -> None:
@@ -235,7 +239,7 @@ class Sharing:
         task.add_done_callback(self._releases.discard)
 
     def _prune(self) -> None:
-        """Drops those whose KV is gone."""
+        """Forget the computations whose KV no longer exists."""
         for key, made in list(self._computations.items()):
             if not self._is_there(made):
                 del self._computations[key]
@@ -248,11 +252,11 @@ class Sharing:
 async def _patient(release: Coroutine[Any, Any, None]) -> None:
     try:
         await release
-    except CorunError as error:  # A stuck engine does it when it goes on.
+    except CorunError as error:  # A stuck engine releases the KV when it continues.
         log.warning("KV was not released yet: %s", error)
 
 
 def _heard(task: asyncio.Task[KvHandle]) -> None:
-    """An error is everybody's who waits; if nobody does any more, it is no news."""
+    """Mark a task's error as retrieved: each waiting request raises it, and without one it needs no warning."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
-"""The vLLM worker of a prefill node: the stock one, observed and tested.
+"""The vLLM worker of a prefill node: the stock worker, with observation and a self-test.
 
-Prefill steps need no padding: an isolated prompt always has the shape that its own length gives.
+Prefill steps need no padding: the shape of an isolated prompt's steps depends on its own length alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class PrefillWorker(NodeWorker):
     """Computes isolated prompts with the stock model runner."""
 
     def certify(self) -> str:
-        """The first difference that the self-test finds (prefill_node/certify.py); empty if there is none."""
+        """Return the first difference that the self-test finds (prefill_node/certify.py); empty if there is none."""
         chunk_size = self.vllm_config.scheduler_config.max_num_batched_tokens
         buckets = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True, detokenize=False)

@@ -1,1 +1,1 @@
-"""The router process: validates, queues, places, streams and fails over. It computes nothing itself."""
+"""The router process. It validates, queues, places, streams and fails over requests. It computes nothing itself."""

@@ -1,4 +1,4 @@
-"""`python -m router`: one router process, until SIGTERM or SIGINT; then it drains."""
+"""`python -m router` runs one router process until SIGTERM or SIGINT. Then the router drains and ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from corun.rpc.server import raise_file_limit, run
 from router.app import Router
 
 GC_THRESHOLDS = 50_000, 20, 20
-"""Objects that are made beyond those that are gone before the youngest generation is looked through, and so on."""
+"""The thresholds of the garbage collector's three generations. The first is the number of allocations, less
+deallocations, that starts a collection of the youngest generation."""
 
 
 async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
-    """Starts, serves until `stop` is set, drains, stops."""
+    """Start a router, serve until `stop` is set, then drain and stop it."""
     router = Router(config)
     tracing.start("corun-router", router.router_id)
     await router.start()
@@ -37,8 +38,8 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
 
 
 def _spare_collections() -> None:
-    """What is there now stays. Hardly anything here is part of a cycle, and with a step's messages the usual threshold
-    of 700 objects is reached several times a step."""
+    """Make garbage collections rare and leave all present objects out of them. Hardly any object here is part of a
+    cycle, and the messages of one step reach the usual threshold of 700 objects several times."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

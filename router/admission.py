@@ -1,8 +1,8 @@
-"""The queue of samples that wait for a slot: bounded by count, tokens and time, and every wait ends.
+"""The queue of samples that wait for a slot. It is bounded by count, tokens and time, and every wait ends.
 
-Who is next and who is shed is said by `router.lanes`; nothing here touches a sample that has a seat. A ticket, drawn on
-arrival, is a place: who has to wait again, because a node had no room after all or failed, keeps it. This module must
-not know nodes or gRPC.
+`router.lanes` decides which sample is next and which request is shed. Nothing here touches a sample that has a seat. A
+sample gets a ticket on arrival, which is its place in the queue. It keeps that place if it has to wait again because a
+node had no room after all or failed. This module must not know nodes or gRPC.
 """
 
 from __future__ import annotations
@@ -24,41 +24,42 @@ from router.placement import Need
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
 MISSING_RETRY_S = 1.0
-"""The least while nodes are missing."""
+"""The shortest retry delay while nodes are missing."""
 _SPREAD = 0.5
-"""Part by which retry delays differ, so that those who are refused together do not come back together."""
+"""The fraction by which retry delays differ, so that clients refused together do not come back together."""
 _GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, are spread evenly however many there are."""
+"""The golden ratio's fraction. Its multiples, modulo 1, are spread evenly however many there are."""
 
 
 class Pool(Protocol):
-    """Where seats come from."""
+    """The source of seats."""
 
     def place(self, need: Need) -> Seat | None:
-        """Claims room for a sample now; None if it has to wait."""
+        """Claim room for a sample now. Return None if the sample has to wait."""
 
     def most_tokens(self) -> int:
-        """Tokens of the largest sample for which an empty node in use has room; 0 while none is in use."""
+        """Return the tokens of the largest sample for which an empty node in use has room; 0 while none is in use."""
 
     def awaited(self, num_tokens: int) -> str:
-        """Which nodes would have room for so many tokens but cannot be used now, in words; empty if none would."""
+        """Return in words which nodes could hold `num_tokens` tokens but cannot be used now; empty if none could."""
 
     def missing(self) -> str:
-        """Why nobody can be placed at all; empty if somebody can."""
+        """Return why no sample can be placed at all; empty if samples can be placed."""
 
 
 class AdmissionQueue:
     """Gives seats to tickets in order. `pump` or `pump_soon` has to be called when the pool changes.
 
-    max_wait_s: longest wait that a newcomer may have to expect, but one of the lowest class; 0: any.
-    node_wait_s: longest wait while nodes are missing, or aside for a node that cannot be used.
+    max_wait_s: the longest wait that a newcomer may expect before it is refused; 0 means no limit. It does not apply to
+        the lowest class.
+    node_wait_s: the longest wait while nodes are missing, or while a sample waits aside for a node that cannot be used.
     """
 
     def __init__(
         self, pool: Pool, *, max_samples: int, max_tokens: int, node_wait_s: float, max_wait_s: float = 0.0
     ) -> None:
         self.refused = 0
-        """Requests for which there was no room, or none any more, since the router started."""
+        """The number of refused or shed requests, since the router started."""
         self._pool = pool
         self._max_samples = max_samples
         self._max_tokens = max_tokens
@@ -71,41 +72,41 @@ class AdmissionQueue:
         self._giving_up: asyncio.TimerHandle | None = None
         self._giving_up_aside: asyncio.TimerHandle | None = None
         self._most_tokens = 0
-        """What the pool said when those aside were last looked at."""
+        """The pool's `most_tokens` when the samples aside were last checked."""
         self._pumping: asyncio.Handle | None = None
         self._pace = Pace()
 
     @property
     def waiting(self) -> int:
-        """Samples without a seat."""
+        """The number of samples without a seat."""
         return self._lanes.waiting
 
     @property
     def in_line(self) -> int:
-        """Those of them that a node in use could hold."""
+        """The number of samples that wait in line, without those aside."""
         return self._lanes.in_line
 
     @property
     def waiting_tokens(self) -> int:
-        """Their prompt tokens."""
+        """The prompt tokens of all samples without a seat."""
         return self._lanes.waiting_tokens
 
     @property
     def next_need(self) -> Need | None:
-        """Of the sample that is next; None if nobody waits."""
+        """The need of the sample that is next; None if none waits in line."""
         head = self._lanes.head()
         return None if head is None else head.need
 
     def more_follow(self, kv_key: str) -> bool:
-        """Whether somebody waits who may get this KV, too."""
+        """Return whether a waiting sample may get the KV with this key, too."""
         return bool(kv_key) and kv_key in self._lanes.waiting_for
 
     @contextmanager
     def arriving(
         self, samples: int, tokens: int, deadline: float, *, caller: Caller, priority: Priority
     ) -> Iterator[None]:
-        """Counts samples that have yet to `enter`. Raises OverloadedError at once, before any work is done for them, if
-        they would be refused there, or not be seated before `deadline` or within `max_wait_s`."""
+        """Count samples that have yet to `enter`. Raises OverloadedError at once, before any work is done for them, if
+        `enter` would refuse them, or if they would not be seated before `deadline` or within `max_wait_s`."""
         if self.in_line:
             self._check_wait(samples, deadline, caller, priority)
         if (self.waiting or self._arriving) and not self._has_room(self._arriving + samples, tokens):
@@ -121,10 +122,10 @@ class AdmissionQueue:
     def enter(
         self, needs: Sequence[Need], *, caller: Caller = ANYONE, priority: Priority = Priority.NORMAL
     ) -> list[Ticket]:
-        """Tickets for the samples of one request, some perhaps already with a seat.
+        """Queue the samples of one request and return their tickets. Some may already have a seat.
 
-        Raises OverloadedError, and takes none of them, if more would have to wait than the bounds allow, and nobody
-        has to go for them.
+        Raises OverloadedError, and queues none of them, if more samples would have to wait than the bounds allow and no
+        other request may be shed for them.
         """
         party = [self._ticket(need, caller, priority) for need in needs]
         for ticket in party:
@@ -139,19 +140,20 @@ class AdmissionQueue:
         return party
 
     async def seat(self, ticket: Ticket, deadline: float) -> Seat:
-        """The ticket's seat, which now belongs to the caller. Whatever is raised, the ticket has left the queue.
+        """Wait for the ticket's seat and return it. The seat then belongs to the caller. If this raises anything, the
+        ticket has left the queue.
 
         Raises:
-            DeadlineError: no seat before `deadline`, on the loop's clock.
-            OverloadedError: the request had to go for others.
-            UnavailableError: nodes are missing, or the only ones that could hold it cannot be used, and that was so for
-                `node_wait_s` or until the deadline.
+            DeadlineError: there was no seat before `deadline`, on the loop's clock.
+            OverloadedError: the request was shed for others.
+            UnavailableError: for `node_wait_s` or until the deadline, nodes were missing, or the only nodes that could
+                hold the sample could not be used.
         """
         assert ticket.granted is not None
         timer = asyncio.get_running_loop().call_at(deadline, self._expire, ticket)
         try:
             seat = await ticket.granted
-        except BaseException:  # A cancelled caller may have been given a seat in the same moment.
+        except BaseException:  # A cancelled caller may have been given a seat at the same moment.
             self.leave(ticket)
             raise
         finally:
@@ -160,30 +162,33 @@ class AdmissionQueue:
         return seat
 
     def again(self, ticket: Ticket, *, ran: bool = False) -> None:
-        """Puts a ticket whose seat was of no use back to its old place; one that `ran` before everybody who has not:
-        no class reaches into a request that is running."""
+        """Put a ticket whose seat was of no use back to its old place. If it `ran`, it goes before all tickets that
+        have not run, of any class, because a running request must not wait for other classes."""
         ticket.ran = ticket.ran or ran
         self._push(ticket)
         self.pump()
 
     def leave(self, ticket: Ticket) -> None:
-        """Takes a ticket out for good; a seat that nobody has taken goes back. Harmless for a ticket that is out."""
+        """Remove a ticket for good, and give back a seat that its caller has not taken. It does nothing to a ticket
+        that has left already."""
         was_waiting = ticket.is_waiting
         self._lanes.remove(ticket)
-        ticket.party = ()  # Else tickets would hold each other until they are found by the garbage collector.
+        ticket.party = ()  # Otherwise the tickets would refer to each other until the garbage collector finds them.
         granted, ticket.granted = ticket.granted, None
         if granted is not None and granted.done() and not granted.cancelled() and granted.exception() is None:
             granted.result().close()
         if was_waiting:
-            self.pump_soon()  # What it waited for may be more than the next one needs.
+            self.pump_soon()  # The next ticket may need less room than this one.
 
     def pump_soon(self) -> None:
-        """Pumps once what runs now is done: by then, who lost its seat in it has queued up again."""
+        """Call `pump` after the code that runs now. By then, samples that lost their seats in it have queued again."""
         if self._pumping is None:
             self._pumping = asyncio.get_running_loop().call_soon(self._pump_now)
 
     def pump(self) -> None:
-        """Seats tickets in order for as long as there is room for the first, or no node in use that could have any."""
+        """Seat tickets in order, until the first one has to wait for room on a node in use, or nodes are missing. A
+        ticket that no node in use could ever hold does not block the others: it steps aside, or fails if no other node
+        could hold it either."""
         self._look_aside()
         while (head := self._lanes.head()) is not None:
             if (seat := self._pool.place(head.need)) is not None:
@@ -195,7 +200,7 @@ class AdmissionQueue:
             else:
                 self._fail(head, UnavailableError(f"no decode node has KV room for {head.need.total} tokens"))
         is_stuck = self.in_line > 0 and bool(self._pool.missing())
-        self._pace.waits(_now(), anyone=self.in_line > 0 and not is_stuck)  # An outage says nothing about the pace.
+        self._pace.waits(_now(), anyone=self.in_line > 0 and not is_stuck)  # An outage tells nothing about the pace.
         self._watch_for_nodes(is_stuck=is_stuck)
         self._watch_aside()
 
@@ -207,7 +212,7 @@ class AdmissionQueue:
         return Ticket(next(self._orders), need, caller, priority, self._size(1, need.num_prompt))
 
     def _size(self, samples: int, tokens: int) -> int:
-        """Parts of both bounds together, in a unit that makes them integers."""
+        """Return the sum of the fractions of both bounds that this takes, in a unit that makes it an integer."""
         return samples * self._max_tokens + tokens * self._max_samples
 
     def _push(self, ticket: Ticket) -> None:
@@ -216,7 +221,7 @@ class AdmissionQueue:
 
     def _grant(self, ticket: Ticket, seat: Seat) -> None:
         assert ticket.granted is not None
-        if ticket.granted.done():  # Its caller was cancelled a moment ago and has yet to leave.
+        if ticket.granted.done():  # The caller was cancelled a moment ago, but the ticket has not left the queue yet.
             self._lanes.remove(ticket)
             seat.close()
             return
@@ -238,19 +243,19 @@ class AdmissionQueue:
             self.pump_soon()
 
     def _lacks(self, need: Need) -> str:
-        """Why a sample waits aside, in words."""
+        """Return why a sample waits aside, in words."""
         nodes = self._pool.awaited(need.total) or "the one that was waited for is gone"
         return f"no decode node in use has KV room for {need.total} tokens: {nodes}"
 
     def _look_aside(self) -> None:
-        """Lets those come back that a node in use could hold by now."""
+        """Put the samples aside that a node in use could now hold back in line."""
         most = self._pool.most_tokens() if self.waiting > self.in_line else 0
         if most > self._most_tokens:
             self._lanes.come_back(most)
         self._most_tokens = most
 
     def _watch_aside(self) -> None:
-        """Runs a clock for the one that has waited aside longest."""
+        """Run a timer for the sample that has waited aside longest."""
         if self.waiting > self.in_line and self._giving_up_aside is None:
             since = min(ticket.aside_at or 0.0 for ticket in self._lanes.aside())
             at = since + self._node_wait_s
@@ -264,7 +269,7 @@ class AdmissionQueue:
         self._watch_aside()
 
     def _watch_for_nodes(self, *, is_stuck: bool) -> None:
-        """Runs a clock while samples wait and nodes are missing."""
+        """Run a timer while samples wait and nodes are missing."""
         if is_stuck and self._giving_up is None:
             self._giving_up = asyncio.get_running_loop().call_later(self._node_wait_s, self._give_up)
         elif not is_stuck and self._giving_up is not None:
@@ -281,14 +286,14 @@ class AdmissionQueue:
         return self.waiting + samples <= self._max_samples and self.waiting_tokens + tokens <= self._max_tokens
 
     def _make_room(self, newcomer: Ticket) -> bool:
-        """Sheds requests until the queue is within its bounds; none if that would not do."""
+        """Shed requests until the queue is within its bounds. If that is not possible, shed none and return False."""
         parties: list[Sequence[Ticket]] = []
         while not self._has_room() and (victim := self._lanes.victim(newcomer)) is not None:
             parties.append([ticket for ticket in victim.party if ticket.is_waiting])
             for ticket in parties[-1]:
                 self._lanes.remove(ticket)
         if not self._has_room():
-            for ticket in itertools.chain.from_iterable(reversed(parties)):  # Back to where they were: oldest first.
+            for ticket in itertools.chain.from_iterable(reversed(parties)):  # Put them back, the oldest first.
                 self._lanes.add(ticket)
             return False
         for party in parties:
@@ -316,7 +321,8 @@ class AdmissionQueue:
         return self._refusal(f"{text}, with {self.waiting_tokens} of at most {self._max_tokens} tokens")
 
     def _refusal(self, text: str, retry_s: float | None = None) -> OverloadedError:
-        """retry_s: None: when all who wait now have their seats."""
+        """Count a refusal and return its error. retry_s: seconds until the client should retry; None means the time in
+        which all samples in line should get their seats."""
         self.refused += 1
         retry_s = self.in_line * self._pace.interval_s if retry_s is None else retry_s
         least = MISSING_RETRY_S if self._pool.missing() else MIN_RETRY_S

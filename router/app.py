@@ -1,4 +1,4 @@
-"""A whole router: its parts, put together, and its life from the first listening to the last release.
+"""A whole router: its parts, put together, and its lifecycle from listening to the last release.
 
 Lifecycle: made → `start` → `drain` → `stop`. This module must not know command lines or signals.
 """
@@ -32,10 +32,10 @@ from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Ac
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
 BYTES_OF_CASES = 4 * 1024 * 1024
-"""Of one verification, beside one case with a prompt of the model's length."""
+"""The bytes that one Verify request may have beyond one case with a prompt of the model's length."""
 SEED_KEY_BYTES = 32
 STOP_GRACE_S = 5.0
-"""For calls that were cancelled to end, in seconds."""
+"""The seconds that cancelled calls have to end."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Router:
         self.auditor = Auditor(self.registry, self.idle, config)
         self.registry.watch(self.idle.give_way)
         self.registry.subscribe(self.idle.review)
-        self.registry.subscribe(self.auditor.pump)  # After the queue: what that leaves.
+        self.registry.subscribe(self.auditor.pump)  # Audits come after the queue and use the room that it leaves.
         self.server = GrpcServer(
             config.host,
             config.port,
@@ -88,13 +88,13 @@ class Router:
         self.verifier = Verifier(
             self.generator, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
-        self.registry.subscribe(self.verifier.pump)  # After the audits.
+        self.registry.subscribe(self.verifier.pump)  # Verifications come after the audits.
         self._activity = Activity()
         self._is_ready = False
         self._add_services()
 
     async def start(self) -> None:
-        """Listens for clients and nodes. Raises UnavailableError if the address cannot be had."""
+        """Listen for clients and nodes. Raises UnavailableError if the router cannot bind the address."""
         await self.observation.start()
         try:
             await self.server.start()
@@ -112,7 +112,7 @@ class Router:
             log.warning("%s is a public address without TLS and tokens: anyone may use this router", config.host)
 
     async def drain(self) -> None:
-        """Refuses new requests and waits for the running ones, at most `drain_grace_s` seconds."""
+        """Refuse new requests and wait for the running ones, at most `drain_grace_s` seconds."""
         self._activity.draining = True
         self.auditor.stop()
         self._is_ready = False
@@ -122,7 +122,7 @@ class Router:
             log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
 
     async def stop(self) -> None:
-        """Cancels what still runs, gives back what it held on the nodes, and closes."""
+        """Cancel the calls that still run, give back what they held on the nodes, and close."""
         self._activity.draining = True
         await self.server.stop(0.0)
         await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
@@ -133,8 +133,8 @@ class Router:
         await self.observation.stop()
 
     def request_limit(self, method: str) -> int:
-        """Bytes that a request of a method may have, by its full name: to parse what no model takes would cost as much
-        as to parse what it does."""
+        """Return the most bytes that a request may have, by the method's full name. The limit follows the model,
+        because parsing a request that is too long for the model costs as much as parsing a valid one."""
         most, model = self._config.max_message_bytes, self.registry.model
         beside = {GENERATE: 0, VERIFY: BYTES_OF_CASES}.get(method)
         return most if beside is None or model is None else min(most, model.max_request_bytes + beside)
@@ -156,7 +156,8 @@ class Router:
         )
 
     def _tell_health(self) -> None:
-        """Clients are served while a certified pair of nodes is warm; the process itself, and nodes, always."""
+        """Update the health of the client service, which serves while a certified pair of nodes is warm. The health of
+        the process and of the node service does not depend on it."""
         ready = not self.registry.missing() and not self._activity.draining
         if ready != self._is_ready:
             self._is_ready = ready
@@ -187,12 +188,14 @@ class Router:
 
 
 def _process_id(router_id: str) -> str:
-    """How decode nodes know this process. A later session of one id ends what earlier ones hold, so an id must not be
-    another process's, be it that a router was started again, or that somebody gave two of them one name."""
+    """Return the id by which decode nodes know this process. A later session with the same id ends the leases of
+    earlier ones. So each process needs its own id, even if a router was started again or two routers were given one
+    name."""
     suffix = f"-{secrets.token_hex(4)}"
     return router_id[: MAX_NAME_LENGTH - len(suffix)] + suffix
 
 
 def _client_tokens(config: RouterConfig) -> Callable[[], Sequence[ClientToken]]:
-    """Those of the file as it is now; one that cannot be used, or has none, leaves those before."""
+    """Return a function that reads the client tokens from the file as it is now. If the file cannot be used or has no
+    tokens, the previous ones stay."""
     return Renewed((config.client_tokens_file,), config.client_tokens).current

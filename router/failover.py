@@ -1,8 +1,8 @@
-"""One sample, from its place in the queue to its receipt, over as many runs as node faults make necessary.
+"""Run one sample, from its place in the queue to its receipt, over as many runs as node faults make necessary.
 
-A run that a node fault ends is started again from the prompt with the same seed; the tokens that were delivered must
-come again bit by bit, and the client sees one stream. However a run ends, by cancellation too, its slot, its KV and its
-claims are given back. This module must not know gRPC messages or how nodes are found.
+If a node fault ends a run, the sample runs again from its prompt with the same seed. The tokens that were delivered
+must come again bit by bit, and the client sees one stream. When a run ends in any way, even by cancellation, its slot,
+its KV and its claims are given back. This module must not know gRPC messages or how nodes are found.
 """
 
 from __future__ import annotations
@@ -44,45 +44,48 @@ from router.tally import Tally
 
 CLOCK_SLACK_S = 0.1
 NOT_FINITE_RUNS = 2
-"""How many runs must have nothing to draw from before it is the request's: one may have been on a broken node."""
+"""The number of runs without finite logits after which the request is at fault. A single run may have been on a broken
+node."""
 SOURCE_CHECK_S = 0.5
-"""How often a sample without a token looks whether the node that holds its KV is still there."""
+"""The seconds between two checks whether the node that holds a sample's KV is still there. They end with the sample's
+first token."""
 
 _OF_CLIENTS = ("prompt.", "sampling_params", "seed")
-"""How the fields of a client's request begin; all others of a call to a node are the router's."""
+"""The prefixes of the fields that come from a client's request. All other fields of a call to a node come from the
+router."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sample of a request, checked."""
+    """One sample of a checked request."""
 
     request_id: str
     index: int
     prompt_token_ids: tuple[int, ...]
     prompt_digest: str
-    """Over the prompt's token ids (`corun.receipt.prompt_digest`)."""
+    """The digest of the prompt's token ids (`corun.receipt.prompt_digest`)."""
     params: SamplingParams
     seed: int
     deadline: float
-    """On the loop's clock."""
+    """The time by which the sample must have ended, on the loop's clock."""
     received: ResumePoint | None = None
-    """What the client has of it from an earlier call."""
+    """The output of this sample that the client has from an earlier call."""
     caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
     arrived: float | None = None
-    """When its request came, on the loop's clock; None: not a client's."""
+    """When the sample's request came, on the loop's clock; None if no client's request came for it."""
     share_scope: str = ""
-    """Whose equal prompts may get the same KV; empty: nobody's."""
+    """The scope in which equal prompts may share KV, such as one client; empty if the sample shares none."""
     span: Span = field(default=OFF, repr=False, compare=False)
-    """The request's."""
+    """The span of the sample's request."""
     token_texts: bool = False
-    """Its client wants the text of each token."""
+    """Whether the client wants the text of each token."""
 
     @property
     def need(self) -> Need:
-        """Of its first run."""
+        """The need of the sample's first run."""
         kv_key = self.share_scope and f"{self.prompt_digest} {self.share_scope}"
         return Need(num_prompt=len(self.prompt_token_ids), max_tokens=self.params.max_tokens, kv_key=kv_key)
 
@@ -92,18 +95,18 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """A sample that its client has in full."""
+    """A sample whose output the client has in full."""
 
     sample: Sample
     receipt: Receipt
     records: bytes | bytearray
-    """Of its tokens, 8 bytes each (`router.output.RECORD`)."""
+    """The records of the sample's tokens, 8 bytes each (`router.output.RECORD`)."""
     node_reason: FinishReason | None
-    """Why the node ended it; None: the router did, at a stop string."""
+    """Why the node ended the sample; None if the router ended it at a stop string."""
 
 
 class NodeFaultError(Exception):
-    """A node failed this run; another run may succeed."""
+    """A node failed this run. Another run may succeed."""
 
     def __init__(self, member: Member[Any], error: CorunError) -> None:
         super().__init__(f"{member.info.ref}: {error}")
@@ -112,41 +115,42 @@ class NodeFaultError(Exception):
 
     @property
     def is_loss(self) -> bool:
-        """The node went away in the run; else it answered, with an error of its own."""
+        """Whether the node went away in the run. Otherwise it answered with an error of its own."""
         gone = isinstance(self.error, (UnavailableError, StaleGenerationError, CancelledByPeerError))
         return gone or bool(self.member.lost)
 
     def doubts_kv(self, num_tokens: int) -> bool:
-        """Whether the KV may be what was wrong: the node that was to read it answered with an error, or not in time,
-        and has drawn no token from it. One that went away says nothing of it. num_tokens: of the run."""
+        """Return whether the KV may have been wrong. This is so if the decode node answered with an error, or not in
+        time, and drew no token from the KV. A node that went away tells nothing about its KV. num_tokens: the tokens of
+        the run."""
         return not (isinstance(self.member, PrefillMember) or self.is_loss or num_tokens)
 
 
 class History:
-    """The runs of one sample so far, for whom to name when it cannot go on."""
+    """The runs of one sample so far. They show which nodes to name if the sample cannot go on."""
 
     def __init__(self) -> None:
         self.first_token_at: float | None = None
-        """On the loop's clock."""
+        """When the sample's first token came, on the loop's clock; None before it."""
         self._give_back_kv: Callable[[], None] = _nothing
         self.num_failed = 0
-        """Runs without an end, whoever has to answer for it."""
+        """The number of runs that a fault ended, including excused ones."""
         self._reached: list[tuple[int, Seat]] = []
         self._faults: list[NodeRef] = []
         self._losses = 0
-        self._not_finite: list[tuple[int, Seat]] = []  # Runs that had nothing to draw from, as in `_reached`.
+        self._not_finite: list[tuple[int, Seat]] = []  # The entries of `_reached` for runs without finite logits.
 
     @property
     def num_faults(self) -> int:
-        """Runs that a node failed."""
+        """The number of runs that a node failed, without excused ones."""
         return len(self._faults)
 
     def note_run(self, num_tokens: int, seat: Seat) -> None:
-        """A run has ended; the sample had so many tokens then."""
+        """Note that a run on `seat` has ended, when the sample had `num_tokens` tokens."""
         self._reached.append((num_tokens, seat))
 
     def note_failed(self, fault: NodeFaultError, *, is_excused: bool) -> None:
-        """A run has no end. is_excused: neither the node nor the request has to answer for that."""
+        """Note that a fault ended a run. is_excused: neither the node nor the request is to blame for it."""
         self.num_failed += 1
         if not is_excused:
             self._faults.append(fault.member.info.ref)
@@ -155,30 +159,30 @@ class History:
             self._not_finite.append(self._reached[-1])
 
     def keep_kv(self, give_back: Callable[[], None]) -> None:
-        """A run has left KV that nobody has read; the next one may read it."""
+        """Keep KV that a run left unread, because the next run may read it. `give_back` releases it."""
         self._give_back_kv = give_back
 
     def give_back_kv(self) -> None:
-        """The next run has a claim of its own, or there is none."""
+        """Release the kept KV, because the next run has its own claim on it or there is no next run."""
         self._give_back_kv()
         self._give_back_kv = _nothing
 
     @property
     def contradicted(self) -> tuple[NodeRef, ...]:
-        """Nodes that had nothing to draw from where the last run, which ended well, drew its tokens; those of that run
-        only if there are no others."""
+        """The nodes of the runs without finite logits, to be read after the last run ended well. That run contradicts
+        them. Nodes of the last run are included only if there are no others."""
         refs = [ref for _, seat in self._not_finite for ref in seat.refs]
         return tuple(ref for ref in refs if ref not in self._reached[-1][1].refs) or tuple(refs)
 
     def source(self, position: int) -> Seat | None:
-        """Where the token at `position` was drawn first."""
+        """Return the seat of the run that first drew the token at `position`."""
         return next((seat for num_tokens, seat in self._reached if num_tokens > position), None)
 
     def given_up(self, sample: Sample, max_attempts: int) -> CorunError | None:
-        """What ends the sample after its newest fault; None: it runs again.
+        """Return the error that ends the sample after its newest fault; None if it runs again.
 
-        Names the nodes; and the request, if it seems to take its nodes with it wherever it runs, or if two runs of it
-        had nothing to draw from.
+        The error names the nodes. It also blames the request, if nodes are lost wherever it runs, or if two of its runs
+        had no finite logits to draw from.
         """
         nodes = ", ".join(map(str, self._faults))
         if len(self._not_finite) >= min(NOT_FINITE_RUNS, max_attempts):
@@ -204,7 +208,7 @@ class SampleRunner:
         on_finished: Callable[[Finished], None] = lambda _: None,
     ) -> None:
         self.finished = 0
-        """Samples, since the router started."""
+        """The number of samples that ended well, since the router started."""
         self.tally = Tally()
         self._registry = registry
         self._queue = queue
@@ -212,14 +216,14 @@ class SampleRunner:
         self._on_finished = on_finished
 
     async def run(self, sample: Sample, ticket: Ticket, output: SampleOutput) -> Receipt:
-        """Runs a sample to its end; its tokens go to `output` as they come.
+        """Run a sample to its end. Its tokens go to `output` as they come.
 
         Raises:
             DeadlineError: the sample's deadline has passed.
-            OverloadedError: it had to go for others before it ever had a seat.
+            OverloadedError: its request was shed for others before it ever had a seat.
             UnavailableError: nodes are missing, or failed `max_attempts` runs.
-            InvalidArgumentError: an engine refuses the request, or two runs had nothing to draw from.
-            DataLossError: a repeated run gave other bits than the one before, or than the client received.
+            InvalidArgumentError: an engine refuses the request, or two runs had no finite logits to draw from.
+            DataLossError: a repeated run gave other bits than the run before, or than the client received.
         """
         history = History()
         try:
@@ -245,7 +249,8 @@ class SampleRunner:
         return receipt
 
     async def _try(self, sample: Sample, ticket: Ticket, output: SampleOutput, history: History) -> Receipt | None:
-        """One run; None if a node failed it. Raises DeadlineError if the sample's time is over."""
+        """Run the sample once and return its receipt; None if a node failed the run. Raises DeadlineError if the run
+        failed because the sample's deadline passed."""
         still_before = self._registry.clock.still_s
         try:
             return await self._run_once(sample, ticket, output, history)
@@ -262,10 +267,11 @@ class SampleRunner:
             return None
 
     def _stood_still(self, still_s: float) -> bool:
-        """Whether this router itself was silent in a run for longer than a node may be.
+        """Return whether this router itself stood still in a run for longer than a node may be silent.
 
-        Nodes end the streams and leases of such a router, so a failed run is no fault of theirs, and no reason to give
-        the request up before its deadline. Each such run takes so long that a request which does kill nodes kills few.
+        Nodes end the streams and leases of such a router. So the failed run is not their fault, and it is no reason to
+        give the request up before its deadline. Each such run takes so long that even a request that kills nodes kills
+        only a few.
         """
         if excused := still_s > self._config.heartbeat_timeout_ms / 1000:
             log.warning("it does not count: this router stood still for %.1f s in it", still_s)
@@ -307,16 +313,17 @@ class SampleRunner:
     def _note_mismatch(
         self, error: DataLossError, sample: Sample, seat: Seat, output: SampleOutput, history: History
     ) -> None:
-        """Bits differ. If two runs here do, some node of theirs gave wrong ones; which, nobody can tell."""
+        """Log that bits differ. If two runs in this router differ, quarantine the nodes of both, because one of them
+        gave wrong bits and nothing shows which."""
         log.error("%s of %s", error, sample)
-        if output.differs_at is None:  # The client's word against the nodes': that convicts no node.
+        if output.differs_at is None:  # The bits differ only from those the client sent, which proves nothing of nodes.
             return
         source = history.source(output.differs_at)
-        assert source is not None  # What differs was there before.
+        assert source is not None  # An earlier run drew the token that differs.
         self._registry.quarantine((*source.refs, *seat.refs), str(sample))
 
     async def _admit(self, sample: Sample, ticket: Ticket, output: SampleOutput, span: Span) -> Run:
-        """Waits for a seat and reserves it; if the node has no room after all, waits again at the same place."""
+        """Wait for a seat and reserve it. If the node has no room after all, wait again at the same place."""
         now = asyncio.get_running_loop().time
         while True:
             began = now()
@@ -343,27 +350,27 @@ class SampleRunner:
 
 
 class Output(Protocol):
-    """Where the tokens of a run go."""
+    """The receiver of a run's tokens."""
 
     position: int
-    """Tokens of the current run."""
+    """The number of tokens that the current run has given so far."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the sample."""
+        """The number of tokens of the sample so far, over all its runs."""
 
     def take(self, token_id: int, logprob: float) -> bool:
-        """Takes the run's next token; True ends the sample."""
+        """Take the run's next token. Return True if the sample ends with it."""
 
     def hexdigest(self) -> str:
-        """Of the sample's tokens (`corun.receipt.OutputDigest`)."""
+        """Return the digest of the sample's tokens (`corun.receipt.OutputDigest`)."""
 
     def tokens_hexdigest(self) -> str:
-        """Of their ids alone."""
+        """Return the digest of the sample's token ids alone."""
 
 
 class Run:
-    """One run of one sample on one pair of nodes, and what it holds there."""
+    """One run of one sample on one pair of nodes, with the slot and the KV that it holds there."""
 
     def __init__(
         self,
@@ -381,15 +388,15 @@ class Run:
         self._output = output
         self._config = config
         self._lease = Lease(output.take)
-        self._prefill_id = ""  # Set while the prefill node may hold KV for us.
+        self._prefill_id = ""  # It is set while the prefill node may hold KV for this run.
 
     @property
     def first_token_at(self) -> float | None:
-        """On the loop's clock; None: there was none."""
+        """When the run's first token came, on the loop's clock; None if there was none."""
         return self._lease.first_row_at
 
     async def reserve(self) -> None:
-        """Leases the slot. Raises OverloadedError if the node has no room now."""
+        """Lease the slot. Raises OverloadedError if the node has no room now."""
         with _faults_of(self.seat.decode, passing=OverloadedError), self._span.child("reserve"):
             await self.seat.decode.client.reserve(
                 self._lease,
@@ -400,11 +407,11 @@ class Run:
         self._span.note({"corun.slot": self._lease.slot or 0})
 
     async def to_end(self) -> FinishReason:
-        """Computes the whole sample, in a slot that is leased; tokens go to the output meanwhile."""
+        """Compute the whole sample in the leased slot. Its tokens go to the output as they come."""
         return await self.decode(await self.prefill())
 
     async def decode(self, handle: KvHandle) -> FinishReason:
-        """Draws all tokens from the prompt's KV; they go to the output."""
+        """Decode all tokens from the prompt's KV. They go to the output as they come."""
         with self._span.child("decode") as span:
             try:
                 await self.start(handle)
@@ -414,7 +421,7 @@ class Run:
                     span.event("first_token", self.first_token_at)
 
     async def prefill(self) -> KvHandle:
-        """Computes the prompt's KV."""
+        """Compute the prompt's KV and return its handle."""
         self._prefill_id = secrets.token_hex(12)
         with _faults_of(self.seat.prefill), self._span.child("prefill") as span:
             handle = await self.seat.prefill.client.prefill(
@@ -429,7 +436,7 @@ class Run:
         return handle
 
     async def start(self, handle: KvHandle) -> None:
-        """Hands the KV over and starts to decode."""
+        """Hand the KV over to the decode node and start to decode."""
         sample = self._sample
         start = Start(handle=handle, prompt_token_ids=sample.prompt_token_ids, params=sample.params, seed=sample.seed)
         with _faults_of(self.seat.decode):
@@ -437,40 +444,41 @@ class Run:
             await self.seat.decode.client.start(self._lease, start, timeout_s, self._span.metadata)
 
     async def stream(self) -> FinishReason:
-        """Waits for the last token; tokens go to the output meanwhile."""
+        """Wait for the last token. Tokens go to the output as they come."""
         ended = self._lease.ended
         with _faults_of(self.seat.decode):
             while not ended.done():
                 left = self._config.step_timeout_s - self.seat.decode.client.silent_s(self._lease)
                 if left <= 0:
                     raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
-                if not self._output.position:  # The KV may not have been read yet.
+                if not self._output.position:  # Before the first token, the KV may not have been read yet.
                     self._check_source()
                     left = min(left, SOURCE_CHECK_S)
                 await asyncio.wait((ended,), timeout=self._time(left))
             return ended.result()
 
     def _check_source(self) -> None:
-        """Raises NodeFaultError if nobody may answer for the KV any more."""
+        """Raise NodeFaultError if the prefill node that holds the KV is lost or stuck."""
         prefill = self.seat.prefill
         if reason := prefill.lost or prefill.stuck:
             raise NodeFaultError(prefill, UnavailableError(f"{prefill.node_id}: {reason}"))
 
     def close(self) -> None:
-        """Gives back all that the run holds. Never waits: what needs a call happens in the background."""
+        """Give back all that the run holds. This never waits: calls to nodes run in the background."""
         self.seat.leave()
         self.leave_kv()()
         self.seat.decode.client.release(self._lease, self.seat.free)
 
     def leave_kv(self) -> Callable[[], None]:
-        """Leaves KV where it is, for another run; to be called before `close`. Returns what gives it back."""
+        """Leave the KV on the prefill node for another run, and return a function that releases it. Call this before
+        `close`."""
         name, self._prefill_id = self._prefill_id, ""
-        if not name or self._output.position:  # With the first token, the KV has been read.
+        if not name or self._output.position:  # Once there is a token, the KV has been read.
             return _nothing
         return partial(self.seat.prefill.client.release_kv, name)
 
     def _time(self, longest_s: float) -> float:
-        """Seconds until `longest_s` or the sample's deadline, whichever is sooner. Raises DeadlineError if none."""
+        """Return the seconds until the sample's deadline, at most `longest_s`. Raises DeadlineError if none is left."""
         left = self._sample.deadline - asyncio.get_running_loop().time()
         if left <= 0:
             raise DeadlineError(f"the deadline passed in a run of {self._sample}")
@@ -482,7 +490,7 @@ def _nothing() -> None:
 
 
 def _not_finite(sample: Sample, position: int, nodes: str) -> InvalidArgumentError:
-    """The model's numbers overflow for this very request: no client is to send it again as it is."""
+    """Return the error for a request whose logits overflow. It tells clients not to send the request again as it is."""
     limit = f"has logits that are not finite at output token {position} with these parameters ({nodes})"
     return InvalidArgumentError("prompt", Shown(f"{len(sample.prompt_token_ids)} tokens"), limit)
 
@@ -504,32 +512,33 @@ def _receipt_facts(receipt: Receipt) -> dict[str, Value]:
 
 
 def _unreceived(sample: Sample, output: SampleOutput) -> int:
-    """Tokens that the client did not have before it came."""
+    """Return the number of the sample's tokens that the client did not have from an earlier call."""
     return max(0, output.num_tokens - (sample.received.num_tokens if sample.received else 0))
 
 
 def _is_over(sample: Sample, fault: NodeFaultError) -> bool:
-    """Whether a run ended since the sample's time is over. That is no fault of a node, else short deadlines could keep
-    it from work. gRPC's clock may be a little ahead of the loop's."""
+    """Return whether a run ended because the sample's deadline passed. That must not count as a fault of the node,
+    because short deadlines could then keep the node from work. gRPC's clock may be a little ahead of the loop's."""
     slack_s = CLOCK_SLACK_S if isinstance(fault.error, DeadlineError) else 0.0
     return asyncio.get_running_loop().time() >= sample.deadline - slack_s
 
 
 @contextmanager
 def _faults_of(member: Member[Any], passing: type[CorunError] | tuple[()] = ()) -> Iterator[None]:
-    """Turns what a node's call raises into that node's fault, but for `passing` and what is the client's own."""
+    """Turn the errors of calls to a node into faults of that node, except `passing` and errors in the client's own
+    fields."""
     try:
         yield
     except passing:
         raise
     except CorunError as error:
         if isinstance(error, InvalidArgumentError) and error.field.startswith(_OF_CLIENTS):
-            raise  # The engine refuses what it cannot do; no other run would change that.
+            raise  # The engine refuses the request, and another run would not change that.
         raise NodeFaultError(member, error) from error
 
 
 def receipt_of(sample: Sample, fingerprint: str, output: Output, seat: Seat, reason: FinishReason) -> Receipt:
-    """Of a run that has ended."""
+    """Return the receipt of a run that has ended."""
     return Receipt(
         fingerprint=fingerprint,
         request_id=sample.request_id,

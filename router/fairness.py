@@ -1,10 +1,11 @@
-"""Whose turn it is among the clients that wait: each gets tokens in proportion to its weight, its own samples in order.
+"""Fair queueing of the waiting clients. Each client gets tokens in proportion to its weight, its own samples in order.
 
-Start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996): a client's next sample starts
-at a virtual time, and every sample that is served moves that on by its cost over the client's weight; the earliest
-start is next. Time is that of the last sample served, and whoever comes anew starts now: idling saves up nothing. What
-leaves unserved costs nothing. Every operation takes O(log clients). Pure: this module must not know what a sample is,
-seats, clocks or priorities.
+This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996). A client's next sample
+starts at a virtual time; each served sample moves that time on by its cost divided by the client's weight. The client
+with the earliest start is next. The current virtual time is the start of the last sample served. A new client starts at
+the current time, so a client saves up nothing while it is idle. A sample that leaves without being served costs
+nothing. Every operation takes O(log clients). This module is pure: it must not know what a sample is, seats, clocks or
+priorities.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 MAX_IDLE = 1024
-"""Clients without a waiting sample that are remembered for what they were served ahead of others."""
+"""The number of clients without a waiting sample that are remembered, because they were served ahead of others."""
 
 
 class Place:
@@ -25,20 +26,20 @@ class Place:
 
     def __init__(self, order: int, client: str, *, weight: int, cost: int, size: int) -> None:
         self.order = order
-        """Of arrival; of one client's samples, the lowest is first."""
+        """The place's number in the order of arrival. Within one client, the lowest number is first."""
         self.client = client
         self.weight = weight
         self.cost = cost
-        """Tokens that serving it takes."""
+        """The tokens that serving the sample takes."""
         self.size = size
-        """What it takes of the queue's bounds, in the caller's unit."""
+        """The part of the queue's bounds that the sample takes, in the caller's unit."""
 
 
 P = TypeVar("P", bound=Place)
 
 
 class Line(Generic[P]):
-    """One client's samples."""
+    """The waiting samples of one client."""
 
     __slots__ = ("client", "first", "places", "size", "start", "weight")
 
@@ -46,10 +47,11 @@ class Line(Generic[P]):
         self.client = client
         self.weight = weight
         self.start = start
-        """Virtual time at which its next sample starts."""
+        """The virtual time at which the client's next sample starts."""
         self.first = first
-        """Order of its first sample, by which clients with equal starts go; perhaps of one that has left."""
-        self.places: OrderedDict[int, P] = OrderedDict()  # By order: samples leave at both ends and in between.
+        """The order number of the client's first sample, which sorts clients with equal starts. That sample may have
+        left already."""
+        self.places: OrderedDict[int, P] = OrderedDict()  # By order number; samples leave at both ends and in between.
         self.size = 0
 
     def __lt__(self, other: Line[P]) -> bool:
@@ -57,7 +59,7 @@ class Line(Generic[P]):
 
     @property
     def share(self) -> float:
-        """How much of the queue it takes, for its weight."""
+        """The part of the queue's bounds that the client takes, divided by its weight."""
         return self.size / self.weight
 
     @property
@@ -70,13 +72,13 @@ class FairQueue(Generic[P]):
 
     def __init__(self) -> None:
         self.weights = 0
-        """Of all clients with waiting samples, summed."""
+        """The sum of the weights of all clients with waiting samples."""
         self._count = 0
         self._lines: dict[str, Line[P]] = {}
         self._heap: list[Line[P]] = []
-        """Every line once. No start is before `_now`: an empty line that comes first is no longer ahead of anybody."""
+        """Every line once. No start is before `_now`, so an empty line at the head is no longer ahead of any other."""
         self._sizes: list[tuple[float, str]] = []
-        """(-share, client), for each line at least once with no less than its share."""
+        """Pairs (-share, client). Every line is here at least once with a share that is not below its current one."""
         self._now = 0.0
         self._idle = 0
 
@@ -84,12 +86,12 @@ class FairQueue(Generic[P]):
         return self._count
 
     def __iter__(self) -> Iterator[P]:
-        """Every sample, client by client."""
+        """Yield every sample, client by client."""
         for line in self._lines.values():
             yield from line.places.values()
 
     def add(self, place: P) -> None:
-        """Takes a sample in, behind those of its client that came before."""
+        """Add a sample behind the earlier samples of its client."""
         line = self._lines.get(place.client) or self._open(place)
         if not line.places:
             self._idle -= 1
@@ -100,12 +102,12 @@ class FairQueue(Generic[P]):
         self._note_size(line)
 
     def sort(self, client: str) -> None:
-        """Puts a client's samples in the order of their arrival, after old ones have been added again."""
+        """Sort a client's samples by arrival, after older samples have been added again."""
         if (line := self.line(client)) is not None:
             line.places = OrderedDict(sorted(line.places.items()))
 
     def head(self) -> P | None:
-        """The sample whose turn it is."""
+        """Return the sample whose turn it is; None if none waits."""
         while self._heap:
             line = self._heap[0]
             if not line.places:
@@ -118,7 +120,7 @@ class FairQueue(Generic[P]):
         return None
 
     def serve(self, place: P) -> None:
-        """Takes the head out, at its client's cost."""
+        """Remove the head and charge its cost to its client."""
         line = self._heap[0]
         assert next(iter(line.places)) == place.order, "only the head is served"
         self.remove(place)
@@ -128,7 +130,7 @@ class FairQueue(Generic[P]):
         heapq.heapreplace(self._heap, line)
 
     def remove(self, place: P) -> None:
-        """Takes a sample out that is not served."""
+        """Remove a sample without charging its cost to its client."""
         line = self._lines[place.client]
         del line.places[place.order]
         line.size -= place.size
@@ -138,12 +140,12 @@ class FairQueue(Generic[P]):
             self.weights -= line.weight
 
     def line(self, client: str) -> Line[P] | None:
-        """What waits of one client; None if nothing does."""
+        """Return the waiting samples of one client; None if it has none."""
         line = self._lines.get(client)
         return line if line is not None and line.places else None
 
     def largest(self) -> Line[P] | None:
-        """The client that takes most of the queue for its weight."""
+        """Return the line of the client with the largest `share`; None if no sample waits."""
         while self._sizes:
             size, client = self._sizes[0]
             line = self.line(client)

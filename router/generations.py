@@ -1,7 +1,7 @@
-"""Requests: checked before anything is reserved, expanded into samples, run, and streamed as one.
+"""Requests: they are checked before anything is reserved, expanded into samples, run, and streamed as one output.
 
-Owns: what the router checks of a request, seeds, the life of a request's samples. Whoever started a request closes it,
-and nothing of it runs on after that. This module must not know gRPC messages or nodes.
+Owns: the router's checks of a request, seeds, and the life of a request's samples. The caller that starts a request
+closes it, and nothing of the request runs after that. This module must not know gRPC messages or nodes.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a client asks for, as it came."""
+    """A client's request, as it came."""
 
     prompt: str | Sequence[int]
-    """Text or token ids: nothing has been done for each of them yet."""
+    """The prompt as text or token ids. No work per token has been done for it yet."""
     params: SamplingParams
     request_id: str = ""
-    """Empty: the router draws one."""
+    """The request's id. If it is empty, the router draws one."""
     seed: int | None = None
-    """None: derived from the request id."""
+    """The request's seed. If it is None, the router derives one from the request id."""
     resume: tuple[ResumePoint, ...] = ()
-    """What an earlier call delivered."""
+    """The output of each sample that an earlier call delivered."""
     fingerprint: str = ""
-    """Of the contract that the earlier call ran under; empty: any."""
+    """The fingerprint of the contract that the earlier call ran under; empty allows any contract."""
     caller: Caller = ANYONE
     priority: Priority = Priority.NORMAL
     span: Span = OFF
     token_texts: bool = False
-    """Whether the text of each token is wanted."""
+    """Whether the client wants the text of each token."""
 
 
 class Generation:
-    """The running samples of one request. Close it, whatever happens."""
+    """The running samples of one request. The caller must close it in every case."""
 
     def __init__(self, tickets: Sequence[Ticket], tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
         self.tickets = tickets
@@ -78,19 +78,19 @@ class Generation:
         return len(self._tasks)
 
     def take(self) -> Awaitable[Sequence[Piece]]:
-        """The output that has come since the last time, at least some; each sample's last piece has its receipt.
+        """Wait for output and return all that has come since the last call. Each sample's last piece has its receipt.
 
-        Raises what ended the request.
+        Raises the error that ended the request.
         """
         return self._outbox.take()
 
     @property
     def outbox(self) -> Outbox:
-        """Where its output waits."""
+        """The outbox where the request's output waits."""
         return self._outbox
 
     async def to_end(self) -> tuple[str, Receipt]:
-        """Runs a request of one sample to its end: its text and its receipt."""
+        """Wait for the end of a request with one sample. Return its text and its receipt."""
         texts: list[str] = []
         while True:
             for piece in await self._outbox.take():
@@ -99,18 +99,18 @@ class Generation:
                     return "".join(texts), piece.receipt
 
     def cancel(self) -> None:
-        """Tells what still runs to end."""
+        """Cancel the samples that still run, without waiting for their end."""
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
-        """Ends what still runs."""
+        """Cancel the samples that still run, and wait for their end."""
         self.cancel()
-        await asyncio.wait(self._tasks)  # A cancelled sample does not wait for anything.
+        await asyncio.wait(self._tasks)  # This is short: a cancelled sample does not wait for anything.
 
 
 class Generator:
-    """Makes samples of requests and runs them."""
+    """Expands requests into samples and runs them."""
 
     def __init__(
         self,
@@ -133,21 +133,21 @@ class Generator:
         self._texts = PromptEncoder()
 
     def close(self) -> None:
-        """Ends its threads, when no request is accepted any more."""
+        """End the tokenizer threads. Call it when no request is accepted any more."""
         self._texts.close()
 
     async def accept(self, request: Request, deadline: float) -> list[Sample]:
-        """The samples of a request that are to run; nothing is reserved for them yet.
+        """Check a request and return its samples that must run. Nothing is reserved for them yet.
 
         Raises:
-            InvalidArgumentError: the request cannot be run; names field, value and limit.
-            ContractMismatchError: it began under another contract or seed key, so its rest would be other bits.
-            OverloadedError: there is no room, or not in time; found out before the prompt is looked at.
-            PermissionDeniedError: the caller may not ask for such a priority.
-            UnavailableError: nodes are missing, and were until `deadline` or for `node_wait_s`.
+            InvalidArgumentError: the request cannot be run; the error names field, value and limit.
+            ContractMismatchError: it began under another contract or seed key, so its rest would have other bits.
+            OverloadedError: there is no room, or not in time. This is checked before the prompt is processed.
+            PermissionDeniedError: the caller may not ask for this priority.
+            UnavailableError: nodes were missing until `deadline` or for `node_wait_s`.
         """
         check_priority(request.priority, request.caller)
-        tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)  # Of text, as many as are known.
+        tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)  # A text has at least one token.
         with self._queue.arriving(request.params.n, tokens, deadline, caller=request.caller, priority=request.priority):
             return await self._accept(request, deadline)
 
@@ -176,7 +176,8 @@ class Generator:
                 caller=request.caller,
                 priority=request.priority,
                 arrived=arrived,
-                # What is resumed is compared with what the client has: it must not inherit what was wrong with that.
+                # A resumed sample is compared with what the client has, so it must not read KV that may have been wrong
+                # in the earlier call.
                 share_scope=f"client {request.caller.name}" if self._share_kv and index not in received else "",
                 span=request.span,
                 token_texts=request.token_texts,
@@ -186,11 +187,11 @@ class Generator:
         ]
 
     async def model(self, deadline: float) -> Model:
-        """The cluster's model, once nodes are ready."""
+        """Wait until nodes are ready, and return the cluster's model."""
         return await self._registry.wait_ready(min(deadline, asyncio.get_running_loop().time() + self._node_wait_s))
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams, model: Model) -> None:
-        """Raises InvalidArgumentError for what this model, or every node in use, cannot run."""
+        """Raise InvalidArgumentError if this model cannot run the request, or if no node has KV room for it."""
         check_lengths(len(prompt), params.max_tokens, model.max_model_len)
         check_token_ids(prompt, model.vocab_size)
         check_vocabulary(params, model.vocab_size)
@@ -202,12 +203,12 @@ class Generator:
     async def is_text_of(
         self, text: str, prompt: tuple[int, ...], model: Model, deadline: float, caller: Caller
     ) -> bool:
-        """Whether a request with this text would be computed from these token ids."""
+        """Return whether a request with this text would be computed from these token ids."""
         return await self._texts.encode(text, model, deadline, caller.name) == prompt
 
     def start(self, samples: Sequence[Sample]) -> Generation:
-        """Queues the samples of one request, in order, and runs them. Raises OverloadedError if the queue is full."""
-        assert self._registry.model is not None  # There are samples, so there was one to check them against.
+        """Queue the samples of one request, in order, and run them. Raises OverloadedError if the queue is full."""
+        assert self._registry.model is not None  # The samples were checked against it.
         first = samples[0]
         needs = [sample.need for sample in samples]
         tickets = self._queue.enter(needs, caller=first.caller, priority=first.priority)
@@ -217,10 +218,10 @@ class Generator:
             for sample, ticket in zip(samples, tickets, strict=True)
         ]
         for task, ticket in zip(tasks, tickets, strict=True):
-            # Also if the task is cancelled before its first step.
+            # The callback runs even if the task is cancelled before its first step.
             task.add_done_callback(lambda _, ticket=ticket: self._queue.leave(ticket))  # type: ignore[misc]
         generation = Generation(tickets, tasks, outbox)
-        outbox.overflowed = generation.cancel  # Its reader may be stuck where it cannot see the error yet.
+        outbox.overflowed = generation.cancel  # The reader may be blocked where it cannot see the error yet.
         return generation
 
     async def _run(self, sample: Sample, ticket: Ticket, outbox: Outbox, model: Model) -> None:
@@ -258,7 +259,7 @@ class Generator:
 
 
 def check_priority(priority: Priority, caller: Caller) -> None:
-    """Raises PermissionDeniedError if the caller may not ask for it."""
+    """Raise PermissionDeniedError if the caller may not ask for this priority."""
     order = list(Priority)
     if order.index(priority) < order.index(caller.max_priority):
         limit = f"must be {caller.max_priority.value} or lower for client {caller.name}"
@@ -266,8 +267,8 @@ def check_priority(priority: Priority, caller: Caller) -> None:
 
 
 def _received(request: Request, seed: int) -> dict[int, ResumePoint]:
-    """What the client has, by sample index. Raises InvalidArgumentError if that cannot be, and ContractMismatchError if
-    it was drawn from other seeds than these."""
+    """Return the output that the client has, by sample index. Raises InvalidArgumentError if the resume points are not
+    valid, and ContractMismatchError if they were drawn from other seeds than this router gives."""
     if request.resume and not request.request_id:
         raise InvalidArgumentError("request_id", request.request_id, "must be set to resume a request")
     found: dict[int, ResumePoint] = {}
@@ -277,7 +278,7 @@ def _received(request: Request, seed: int) -> dict[int, ResumePoint]:
             raise InvalidArgumentError(f"resume[{number}].sample_index", point.sample_index, "must be given once")
         found[point.sample_index] = point
         own = sample_seed(seed, point.sample_index)
-        if point.seed != own:  # Routers of one cluster have one seed key; this one has another.
+        if point.seed != own:  # Routers of one cluster share a seed key, so this router has another key.
             differences = {f"resume[{number}].seed": (str(point.seed), str(own))}
             raise ContractMismatchError("the request began with another seed than this router gives it", differences)
     if len(found) == request.params.n and all(point.done for point in found.values()):

@@ -1,13 +1,18 @@
-"""The order of those who wait, and who has to go when too many do.
+"""The order of the waiting samples, and which requests are shed when too many wait.
 
-First come the samples that ran and whose node failed, then class by class. Within a class, samples that had a seat and
-could not use it go by their turn, then clients share by tokens (`router.fairness`). For a newcomer may be shed: the
-newest request of the lowest class, else of its own class, of the client that takes most of that; in its own class only
-while the newcomer's client takes less; never a request of which a sample had a seat.
+First come the samples that ran and whose node failed, then the priority classes in order. Within a class, first come
+the samples that had a seat and could not use it, in the order of their first seat; then clients share by tokens
+(`router.fairness`).
 
-A sample whose turn it is, and which only a node could hold that cannot be used now, steps aside: it keeps its place and
-its part of the queue's bounds, and is in nobody's way until it comes back. Samples aside are shed before those in line.
-Pure: this module must not know nodes, clocks or what a seat is.
+To make room for a newcomer, a request of a lower class may be shed, lowest class first, or one of the newcomer's own
+class. Within a class it is the newest request of the client that takes most of that class. Among the samples with which
+the newcomer itself waits, that happens only while the newcomer's client takes less. A request of which a sample has had
+a seat is never shed.
+
+A sample steps aside when it is its turn but only nodes that cannot be used now could hold it. It keeps its place and
+its part of the queue's bounds, and blocks no other sample until it comes back. In each class, samples aside are shed
+before those in line.
+This module is pure: it must not know nodes, clocks or what a seat is.
 """
 
 from __future__ import annotations
@@ -39,23 +44,24 @@ class Ticket(Place):
         self.need = need
         self.priority = priority
         self.party: Sequence[Ticket] = ()
-        """All tickets of its request."""
+        """All tickets of the same request."""
         self.turn: int | None = None
-        """When it got its first seat, counted in seats; its place if it has to wait again."""
+        """The number of the ticket's first seat, counting all seats granted; None before it. It is the ticket's place
+        if it has to wait again."""
         self.ran = False
-        """A run of it has begun: its client may have output."""
+        """Whether a run of the sample has begun, so that its client may have output."""
         self.is_waiting = False
         self.aside_at: float | None = None
-        """Since when it waits aside, on the caller's clock; None: it waits in line."""
+        """The time since which the ticket waits aside, on the caller's clock; None if it is not aside."""
         self.granted: asyncio.Future[Seat] | None = None
-        """Set from when the ticket starts to wait until its seat is taken."""
+        """The future of the ticket's seat. It exists from when the ticket starts to wait until its seat is taken."""
 
 
 class Returned:
-    """Tickets that had a seat and wait again, in the order of their first one."""
+    """Tickets that had a seat and wait again, in the order of their first seats."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Ticket]] = []  # Also holds tickets that have left; they are dropped at the head.
+        self._heap: list[tuple[int, Ticket]] = []  # It also holds tickets that have left; they are dropped at the head.
         self._count = 0
 
     def __len__(self) -> int:
@@ -72,14 +78,14 @@ class Returned:
         return self._heap[0][1] if self._heap else None
 
     def serve(self, ticket: Ticket) -> None:
-        """Takes the head out."""
+        """Remove the head."""
         assert self._heap[0][1] is ticket
         heapq.heappop(self._heap)
         self._count -= 1
 
     def remove(self, ticket: Ticket) -> None:
         self._count -= 1
-        if self._heap[0][1] is ticket:  # It may come again, and must not be in the heap twice.
+        if self._heap[0][1] is ticket:  # The ticket may be added again, and must not be in the heap twice.
             heapq.heappop(self._heap)
 
 
@@ -88,12 +94,12 @@ class Lane:
 
     def __init__(self) -> None:
         self.fresh: FairQueue[Ticket] = FairQueue()
-        """Those that never had a seat."""
+        """The tickets that never had a seat."""
         self.returned = Returned()
         self.aside: FairQueue[Ticket] = FairQueue()
 
     def __len__(self) -> int:
-        """Those in line."""
+        """Return the number of tickets in line, without those aside."""
         return len(self.fresh) + len(self.returned)
 
     def head(self) -> Ticket | None:
@@ -101,20 +107,21 @@ class Lane:
 
 
 class Lanes:
-    """All who wait."""
+    """All waiting tickets, ordered by class."""
 
     def __init__(self) -> None:
         self.waiting = 0
-        """Samples, those aside included."""
+        """The number of waiting samples, including those aside."""
         self.waiting_tokens = 0
-        """Their prompt tokens."""
+        """The prompt tokens of all waiting samples."""
         self.waiting_for: Counter[str] = Counter()
-        """How many of them may get the same KV, by its key; empty: none."""
+        """The number of waiting samples that may get the same KV, by KV key. The empty key is that of samples that
+        share no KV."""
         self._front = Returned()
         self._lanes = {priority: Lane() for priority in Priority}
 
     def head(self) -> Ticket | None:
-        """The sample whose turn it is."""
+        """Return the ticket whose turn it is; None if none waits in line."""
         heads = itertools.chain([self._front.head()], (lane.head() for lane in self._lanes.values()))
         return next((head for head in heads if head is not None), None)
 
@@ -126,33 +133,33 @@ class Lanes:
         self._place(ticket).add(ticket)
 
     def serve(self, ticket: Ticket) -> None:
-        """Takes the head out, at its client's cost."""
+        """Remove the head and charge its cost to its client."""
         self._leave(ticket)
         self._place(ticket).serve(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Takes a ticket out, if it is in."""
+        """Remove a ticket. It does nothing if the ticket does not wait."""
         if ticket.is_waiting:
             self._leave(ticket)
             self._place(ticket).remove(ticket)
 
     @property
     def in_line(self) -> int:
-        """Samples that wait for a node which is in use."""
+        """The number of samples that wait in line, without those aside."""
         return self.waiting - sum(len(lane.aside) for lane in self._lanes.values())
 
     def aside(self) -> Iterator[Ticket]:
-        """Those that stepped aside, in no order."""
+        """Yield the tickets that stepped aside, in no order."""
         return itertools.chain.from_iterable(lane.aside for lane in self._lanes.values())
 
     def step_aside(self, head: Ticket, now: float) -> None:
-        """Lets those behind the head go before it, until it comes back."""
+        """Move the head aside, so that the tickets behind it go first until it comes back."""
         self.remove(head)
         head.aside_at = now
         self.add(head)
 
     def come_back(self, most_tokens: int) -> None:
-        """Puts samples of up to so many tokens back to where they were when they stepped aside."""
+        """Put the samples aside that need at most `most_tokens` tokens back to their old places in line."""
         able = [ticket for ticket in self.aside() if ticket.need.total <= most_tokens]
         for ticket in able:
             self.remove(ticket)
@@ -162,8 +169,9 @@ class Lanes:
             self._lanes[priority].fresh.sort(client)
 
     def victim(self, newcomer: Ticket) -> Ticket | None:
-        """A ticket whose request is to go first for the newcomer, which is in; None if nobody has to. A newcomer that
-        waits aside takes no place in line."""
+        """Return a ticket whose request is the next to be shed for the newcomer; None if no request may be. The
+        newcomer must already be waiting. A newcomer aside takes no place in line, so only tickets aside are shed for
+        it."""
         place = self._place(newcomer)
         for priority in reversed(Priority):
             lane = self._lanes[priority]
@@ -178,7 +186,8 @@ class Lanes:
         return None
 
     def may_shed(self, size: int, caller: Caller, priority: Priority) -> bool:
-        """False if certainly nobody would have to go for a newcomer of this size, which is not in."""
+        """Return False only if certainly no request could be shed for a newcomer of this size. The newcomer is not yet
+        in the queue."""
         if any(len(lane.fresh) + len(lane.aside) for other, lane in self._lanes.items() if _is_lower(other, priority)):
             return True
         if len(self._lanes[priority].aside):
@@ -189,7 +198,7 @@ class Lanes:
         return largest is not None and largest is not own and size / caller.weight < largest.share
 
     def ahead(self, samples: int, caller: Caller, priority: Priority) -> float:
-        """How many samples get seats before the last of a newcomer's, itself included, if nobody else comes."""
+        """Return how many samples get seats up to and including the newcomer's last one, if no others arrive."""
         higher = sum(len(lane) for other, lane in self._lanes.items() if _is_lower(priority, other))
         lane = self._lanes[priority]
         own = lane.fresh.line(caller.name)
@@ -221,7 +230,7 @@ def _is_lower(one: Priority, other: Priority) -> bool:
 
 
 def _sheddable(line: Line[Ticket] | None) -> Ticket | None:
-    """The newest of a client's tickets, if no sample of its request has had a seat."""
+    """Return the newest of a client's tickets if no sample of its request has had a seat; otherwise None."""
     if line is None or any(ticket.turn is not None for ticket in line.newest.party):
         return None
     return line.newest

@@ -1,4 +1,5 @@
-"""A router's metrics: their names, and what they mean to Prometheus. Must not know where the figures come from."""
+"""The router's metrics: their names, types and help texts for Prometheus. This module must not know where the figures
+come from."""
 
 from __future__ import annotations
 
@@ -17,29 +18,29 @@ P = "corun_router_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What is shown, since the router started."""
+    """The figures that the metrics show. Counts start when the router starts."""
 
     router_id: str
     version: str
     fingerprint: str
-    """Empty while it is not known."""
+    """The cluster contract's fingerprint; empty while it is not known."""
     tally: Tally
     queued_samples: int
-    """Now."""
+    """The number of samples that wait now."""
     queued_tokens: int
-    """Now: of their prompts."""
+    """The prompt tokens of the samples that wait now."""
     finished_samples: int
     mismatches: int
     audit: AuditStatus
     nodes: Sequence[NodeStatus]
     has_pair: bool
-    """A certified pair of nodes takes work."""
+    """Whether a certified pair of nodes takes work."""
     still_s: float
-    """For how long the event loop has stood still (`router.lag`)."""
+    """For how many seconds the event loop has stood still (`router.lag`)."""
 
 
 def families(now: Figures) -> Iterator[Metric]:
-    """All of a router's metrics."""
+    """Yield all metrics of a router."""
     facts = {"router": now.router_id, "version": now.version, "fingerprint": now.fingerprint}
     yield info(f"{P}info", "What this router is; always 1", facts)
     text = "Seconds in which the event loop stood still, so that nothing was read or sent"

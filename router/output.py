@@ -1,8 +1,8 @@
-"""What comes out of a sample: tokens checked against an earlier run, text, stop strings, the digest; and the way out.
+"""The output of a sample: checking tokens against an earlier run, text, stop strings, the digest, and delivery.
 
-Owns: everything between a token that arrives and a message that may be sent, less what a client that came back has
-already. All of it is called in the decode stream's own loop, once per token, and wakes one task per request. This
-module must not know nodes, queues or gRPC.
+Owns: everything between a token that arrives and a message that may be sent. Output that a resuming client already has
+is left out. All of it runs in the loop that reads the decode stream, once per token, and wakes one task per request.
+This module must not know nodes, queues or gRPC.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from corun.types import FinishReason, ResumePoint
 from router.text import Detokenizer, StopMatcher
 
 RECORD = struct.Struct("<If")
-"""A token id and the bits of its log probability, as in `corun.receipt.OutputDigest`."""
+"""The binary record of a token: its id and the bits of its log probability, as in `corun.receipt.OutputDigest`."""
 _pack = RECORD.pack
 _RECORD_SIZE = RECORD.size
 
 
 class Piece:
-    """New output of one sample; pieces that wait to be sent grow together. Plain: there is one for most tokens."""
+    """New output of one sample. Output that arrives while a piece waits to be sent is added to that piece. The class is
+    plain because most tokens get a piece of their own."""
 
     __slots__ = ("logprobs", "receipt", "sample_index", "seed", "text", "token_ids", "token_texts")
 
@@ -36,39 +37,39 @@ class Piece:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.receipt: Receipt | None = None
-        """Set in the sample's last piece."""
+        """The sample's receipt; set only in its last piece."""
         self.token_texts: list[str] | None = None
-        """One per token id, if they are wanted."""
+        """The text of each token, one per token id, if the client wants them; otherwise None."""
 
 
 class Outbox:
-    """Output of one request's samples on its way to the client: at most `max_tokens` tokens of it."""
+    """The output of one request's samples that waits to be sent to the client. It holds at most `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int = MAX_UNSENT_TOKENS) -> None:
         self.overflowed: Callable[[], None] = lambda: None
         """Called when the client reads so slowly that there is no room for more."""
         self.ready: Callable[[], None] | None = None
-        """Called when there is output or an error, instead of waking who waits in `take`."""
+        """Called when there is output or an error. If it is None, the caller that waits in `take` is woken instead."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._pending: dict[int, Piece] = {}  # By sample index, oldest first.
         self._error: CorunError | None = None
-        self._taking: asyncio.Future[None] | None = None  # Of the one who waits for output.
+        self._taking: asyncio.Future[None] | None = None  # The future of the caller that waits in `take`.
 
     @property
     def error(self) -> CorunError | None:
-        """What ended the request; None if nothing has."""
+        """The error that ended the request; None if there was none."""
         return self._error
 
     def piece(self, sample_index: int, seed: int) -> Piece:
-        """The piece to add new output of a sample to; `added` is to be called then."""
+        """Return the piece to which new output of a sample is added. The caller must call `added` afterwards."""
         found = self._pending.get(sample_index)
         if found is None:
             found = self._pending[sample_index] = Piece(sample_index, seed)
         return found
 
     def add(self, piece: Piece, token_id: int, logprob: float, text: str = "", token_text: str | None = None) -> None:
-        """Adds a token to a piece, and new text. token_text: the token's own, if that is wanted."""
+        """Add a token and new text to a piece. token_text: the token's own text, if the client wants it."""
         piece.token_ids.append(token_id)
         piece.logprobs.append(logprob)
         if token_text is not None:
@@ -86,19 +87,19 @@ class Outbox:
             self.added()
 
     def fail(self, error: CorunError) -> None:
-        """Ends the request; the first failure counts."""
+        """End the request with an error. If it fails several times, the first error counts."""
         self._error = self._error or error
         self.added()
 
     async def take(self) -> Sequence[Piece]:
-        """Waits for output and takes all there is. Raises what `fail` was given. One at a time may wait."""
+        """Wait for output and take all of it. Raises the error passed to `fail`. Only one caller at a time may wait."""
         if not self._pending and self._error is None:
             self._taking = asyncio.get_running_loop().create_future()
-            await self._taking  # Ends: each sample ends, by its own deadline at the latest.
+            await self._taking  # This wait ends, because each sample ends by its own deadline at the latest.
         return self.take_now()
 
     def take_now(self) -> Sequence[Piece]:
-        """Takes all there is now. Raises what `fail` was given."""
+        """Take all output that is there now, without waiting. Raises the error passed to `fail`."""
         if self._error is not None:
             raise self._error
         if not self._pending:
@@ -108,21 +109,21 @@ class Outbox:
         return tuple(pending.values())
 
     def added(self) -> None:
-        """Tells the reader that there is something."""
+        """Tell the reader that there is output or an error."""
         if self.ready is not None:
             self.ready()
         elif self._taking is not None:
             taking, self._taking = self._taking, None
-            if not taking.done():  # Who waited may have been cancelled.
+            if not taking.done():  # The waiting caller may have been cancelled.
                 taking.set_result(None)
 
 
 class SampleOutput:
     """The output of one sample over all its runs.
 
-    received: what the client has from an earlier call. It is checked before anything else is sent, and not sent again:
-    text is a function of the tokens, so the text of a whole run minus the bytes received is what is missing, whatever
-    was held back where the earlier call broke off.
+    received: the output that the client has from an earlier call. It is checked before anything else is sent, and it is
+    not sent again. Text is a function of the tokens, so the missing text is the text of the whole run without the bytes
+    received, no matter how much text was held back when the earlier call broke off.
     """
 
     def __init__(
@@ -137,15 +138,16 @@ class SampleOutput:
         with_token_texts: bool = False,
     ) -> None:
         self.position = 0
-        """Tokens of the current run."""
+        """The number of tokens that the current run has given so far."""
         self.mismatch: DataLossError | None = None
-        """Set when bits differed from an earlier run's, or from what the client received."""
+        """Set when bits differ from those of an earlier run, or from those the client received."""
         self.differs_at: int | None = None
-        """The token, from 0, at which a run differed from an earlier one; that is the nodes' fault."""
+        """The index of the token, from 0, at which a run differs from an earlier one. Such a difference is the nodes'
+        fault."""
         self.records = bytearray()
-        """Of every token of the sample so far, 8 bytes each."""
+        """The records of every token of the sample so far, 8 bytes each (`RECORD`)."""
         self.node_reason: FinishReason | None = None
-        """Why the node ended the sample; None if a stop string did, which nodes know nothing of."""
+        """Why the node ended the sample; None if a stop string ended it, because nodes do not know stop strings."""
         self._sample_index = sample_index
         self._seed = seed
         self._min_tokens = params.min_tokens
@@ -158,27 +160,28 @@ class SampleOutput:
         self._resumes = received is not None
         self._num_received = received.num_tokens if received else 0
         self._received_digest = received.output_digest if received else ""
-        self._skip_bytes = received.text_bytes if received else 0  # Of text, still to come again.
+        self._skip_bytes = received.text_bytes if received else 0  # Bytes of received text that have yet to come again.
         self._unsent = ""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens delivered."""
+        """The number of tokens of the sample so far, over all its runs."""
         return len(self.records) // _RECORD_SIZE
 
     def restart(self) -> None:
-        """A new run begins at the first token; what was delivered must come again, bit by bit."""
+        """Begin a new run at the first token. The tokens of earlier runs must come again, bit by bit."""
         self.position = 0
 
     def take(self, token_id: int, logprob: float) -> bool:
-        """Takes the run's next token; True ends the sample."""
+        """Take the run's next token. Return True if the sample ends with it."""
         record, records = _pack(token_id, logprob), self.records
         at = self.position * _RECORD_SIZE
         self.position += 1
         if at < len(records):
             return self._is_different(at, record)
         records += record
-        # As in vLLM: a stop token is part of the ids and not of the text, a stop string may end after min_tokens.
+        # As in vLLM, a stop token is part of the ids but not of the text, and a stop string counts only if it ends
+        # after min_tokens tokens.
         text = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
         own = text if self._with_token_texts else None
         if self._has_stops:
@@ -189,7 +192,7 @@ class SampleOutput:
         return self._stops.matched
 
     def _take_resumed(self, token_id: int, logprob: float, text: str, own: str | None) -> bool:
-        """The rest of `take` where the client has the first tokens, or text."""
+        """Finish `take` for a resumed sample, whose first tokens or text the client already has."""
         self._unsent += text
         if self.num_tokens > self._num_received:
             piece = self._outbox.piece(self._sample_index, self._seed)
@@ -199,9 +202,9 @@ class SampleOutput:
         return self._stops.matched or self.mismatch is not None
 
     def end(self, reason: FinishReason) -> FinishReason:
-        """The run is over: delivers the text that was held back. The result differs from `reason` if that completes a
-        stop string. Raises DataLossError if the run was not a repetition of an earlier one, or not what the client
-        has received."""
+        """End the run and deliver the text that was held back. Return STOP if that text completes a stop string,
+        otherwise `reason`. Raises DataLossError if the run did not repeat an earlier run, or did not repeat what the
+        client has received."""
         self.node_reason = None if self._stops.matched else reason
         if self.mismatch is None and self.position < self.num_tokens:
             self.differs_at = self.position
@@ -215,7 +218,7 @@ class SampleOutput:
         return FinishReason.STOP if self._stops.matched else reason
 
     def deliver(self, receipt: Receipt) -> None:
-        """Ends the sample's output."""
+        """End the sample's output with its receipt."""
         self._outbox.piece(self._sample_index, self._seed).receipt = receipt
         self._outbox.added()
 
@@ -237,7 +240,8 @@ class SampleOutput:
         return True
 
     def _check_received(self) -> None:
-        """All that the client has of the tokens has come again: nothing new is sent before that was equal."""
+        """Compare the first tokens with those the client received, once all of them have come again. Nothing new is
+        sent unless they are equal."""
         if self.hexdigest() == self._received_digest:
             self._send_text()
         else:
@@ -257,7 +261,7 @@ class SampleOutput:
             self._outbox.added()
 
     def _new_text(self) -> str:
-        """What the client has not received."""
+        """Take the unsent text, without the part that the client has already received."""
         text, self._unsent = self._unsent, ""
         return self._without_received(text) if self._skip_bytes else text
 

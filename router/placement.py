@@ -1,6 +1,7 @@
-"""Where the next sample goes. Pure: the same view of the nodes gives the same choice, ties by node id.
+"""Choose the nodes for the next sample. This module is pure: the same view of the nodes gives the same choice, and ties
+are broken by node id.
 
-A sample goes to a pair of a decode and a prefill node whose NIXL connection stands. This module must not know clients,
+A sample goes to a pair of a decode and a prefill node with an open NIXL connection. This module must not know clients,
 clocks or queues.
 """
 
@@ -13,31 +14,32 @@ from dataclasses import dataclass, replace
 from router.slots import DecodeRoom, PrefillRoom
 
 PREFILLS_IN_FLIGHT = 4
-"""Prompts a router has at one prefill node at a time.
+"""The most prompts that a router has at one prefill node at a time.
 
-A prefill runs alone, so more would only wait there while they hold decode slots; fewer would let the node idle for a
-round trip.
+A prefill runs alone, so more prompts would only wait there while they hold decode slots. With fewer, the node would be
+idle for a round trip.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What one sample needs, in tokens."""
+    """The room that one sample needs, in tokens, and its choice of nodes."""
 
     num_prompt: int
     max_tokens: int
     avoid: frozenset[str] = frozenset()
-    """Node ids where this sample has failed before; taken only if there is no other."""
+    """The ids of nodes where this sample has failed before. They are used only if there are no others."""
     kv_key: str = ""
-    """Samples with the same one may get KV that is computed once. Empty: this one shares none."""
+    """The key of the KV. Samples with the same key may share KV that is computed once; with an empty key, a sample
+    shares none."""
 
     @property
     def total(self) -> int:
         return self.num_prompt + self.max_tokens
 
     def again(self, *avoid: str, shares: bool = False) -> Need:
-        """For another run, away from these nodes. shares: it may have KV with others, as before; else it gets its own,
-        since that may be what was wrong with the first."""
+        """Return the need of another run, away from the nodes `avoid`. shares: the run may share KV as before;
+        otherwise it gets its own KV, because the shared KV may have been wrong."""
         return replace(self, avoid=self.avoid.union(avoid), kv_key=self.kv_key if shares else "")
 
 
@@ -59,10 +61,11 @@ def choose_pair(
     prefills: Iterable[PrefillCandidate],
     is_warm: Callable[[str, str], bool],
 ) -> tuple[str, str] | None:
-    """The ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
+    """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
-    Decode: most free slots, then most free KV. Prefill, among those with a warm pair: one that computes the same KV
-    already, then fewest queued prompt tokens, this prompt's included where its KV may not be.
+    The decode node is the one with the most free slots, then with the most free KV. The prefill node is chosen among
+    those warm with it: first a node that is computing the same KV already, then the one with the fewest queued prompt
+    tokens. This prompt's tokens are included, except on a node that may already have its KV.
     """
     free = [node for node in prefills if node.room.has_room(need.kv_key)]
     free.sort(key=lambda node: (node.node_id in need.avoid, *_delay(need, node.room), node.node_id))
@@ -80,10 +83,10 @@ def choose_idle_pair(
     is_warm: Callable[[str, str], bool],
     spare_slots: int,
 ) -> tuple[str, str] | None:
-    """The (decode, prefill) pair for a sample that nobody waits for, or None if it has to wait.
+    """Return the ids of the (decode, prefill) pair for a sample that no client waits for, or None if it has to wait.
 
-    Only a prefill node with nothing to do and a decode node that keeps `spare_slots` free will do. A node of
-    `need.avoid` is taken where no pair without it could ever hold the sample, and not because the others are busy.
+    The prefill node must have nothing to do, and the decode node must keep `spare_slots` slots free. A node of
+    `need.avoid` is used only if no pair without it could ever hold the sample, not because the other nodes are busy.
     """
     able = [node for node in decodes if node.room.could_hold(need.total)]
     pairs = [pair for pair in itertools.product(able, prefills) if is_warm(pair[0].node_id, pair[1].node_id)]

@@ -1,7 +1,8 @@
-"""Text prompts to token ids: bounded by the model before any work, beside the event loop, few at a time.
+"""Turn text prompts into token ids. A text's size is checked before any work, and long texts are tokenized in threads,
+at most two at a time.
 
-Owns: what the router knows of the model, how long a text may be, the two threads that tokenize, and who waits for them.
-This module must not know samples, queues or nodes.
+Owns: the router's knowledge of the model, the limit on a text's length, the two threads that tokenize, and the texts
+that wait for them. This module must not know samples, queues or nodes.
 """
 
 from __future__ import annotations
@@ -15,53 +16,55 @@ from corun.types import ModelStatus
 from router.text import Tokenizer
 
 SHORT = 512
-"""Bytes of a text that is tokenized in the event loop itself: about a millisecond."""
+"""The most bytes of a text that is tokenized in the event loop itself. That takes about a millisecond."""
 LONG = 64 * 1024
-"""Bytes beyond which a text waits for other long ones only, and the rest does not wait for it."""
+"""The number of bytes above which a text is long. Long texts wait only for other long texts, and shorter texts do not
+wait for them."""
 MAX_WAITING = 64 * 1024 * 1024
-"""Bytes of the texts that wait for others like them."""
+"""The most bytes of text that may wait in each lane, that of long texts and that of the others."""
 MAX_WAITING_OF_CLIENT = MAX_WAITING // 4
-"""Bytes of those that one client has among them."""
+"""The most bytes of text of one client that may wait in each lane."""
 LARGEST = 4 * 1024 * 1024
 TOKEN_BYTES = 8
-"""Tokenizing takes some 150 bytes of memory for a byte of text, so that a text may have `LARGEST` bytes, or so many for
-each token that the model takes, if that is more. Hardly any text that fits a model is longer."""
+"""Tokenizing takes about 150 bytes of memory per byte of text. So a text may have at most `LARGEST` bytes, or
+`TOKEN_BYTES` bytes per token of the model's length if that is more. Hardly any text that fits a model is longer."""
 TOKEN_ID_BYTES = 6
-"""Bytes of one id in a message, at most, with the tag of its field."""
+"""The most bytes of one token id in a message, with the tag of its field."""
 PARAMETERS_BYTES = 1024 * 1024
-"""Bytes of a request without its prompt, at most: that is far more than all limits on them come to."""
+"""The most bytes of a request without its prompt. This is far more than the limits on all its fields add up to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What the router needs to know of the cluster's model."""
+    """The router's knowledge of the cluster's model."""
 
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int
-    """Tokens, prompt and output together."""
+    """The most tokens of a sample, prompt and output together."""
     name: str
-    """What clients call it."""
+    """The name by which clients know the model."""
 
     @property
     def max_prompt_bytes(self) -> int:
-        """UTF-8 bytes that a text prompt may have: what fits the model if every token is its longest, and memory."""
+        """The most UTF-8 bytes of a text prompt. The bound is what fits the model if every token is as long as its
+        longest one, limited further by memory (`TOKEN_BYTES`)."""
         fits = self.max_model_len * self.tokenizer.max_token_bytes
         return min(fits, max(LARGEST, self.max_model_len * TOKEN_BYTES))
 
     @property
     def max_request_bytes(self) -> int:
-        """Bytes that a whole request may have, with a prompt of text or of token ids."""
+        """The most bytes of a whole request, with a prompt of text or of token ids."""
         return max(self.max_prompt_bytes, self.max_model_len * TOKEN_ID_BYTES) + PARAMETERS_BYTES
 
     @property
     def status(self) -> ModelStatus:
-        """What clients are told of it."""
+        """The facts about the model that clients may see."""
         return ModelStatus(name=self.name, max_model_len=self.max_model_len, max_prompt_bytes=self.max_prompt_bytes)
 
 
 class PromptEncoder:
-    """Tokenizes one long text at a time, and one other. Close it, when nothing runs any more."""
+    """Tokenizes one long text and one shorter text at a time. Close it when nothing runs any more."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(2, "tokenize")
@@ -69,12 +72,12 @@ class PromptEncoder:
         self._other = _Lane(self._threads)
 
     async def encode(self, text: str, model: Model, deadline: float, client: str = "") -> tuple[int, ...]:
-        """Token ids of a prompt. Clients, by name, take turns, however many texts each of them has.
+        """Return the token ids of a prompt. Clients take turns by name, however many texts each of them has waiting.
 
         Raises:
-            InvalidArgumentError: the text has no token, or is longer than the model; names what it has and the limit.
-            OverloadedError: too many others wait to be tokenized.
-            DeadlineError: it was not its turn, or not done, before `deadline`, on the loop's clock.
+            InvalidArgumentError: the text has no token, or is too long for the model; names its size and the limit.
+            OverloadedError: too many other texts wait to be tokenized.
+            DeadlineError: the text was not tokenized before `deadline`, on the loop's clock.
         """
         size = len(text.encode())
         if size > (limit := model.max_prompt_bytes):
@@ -90,7 +93,7 @@ class PromptEncoder:
         return ids
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._threads.shutdown(wait=False)
 
 
@@ -99,19 +102,19 @@ class _Line:
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """Of its texts only the holder's waits for the lane."""
+        """The lock that lets only one of the client's texts at a time wait for the lane."""
         self.waiting = 0
-        """Bytes."""
+        """The bytes of the client's waiting texts."""
 
 
 class _Lane:
-    """Texts that are tokenized one after the other: of each client the oldest, and clients in turn."""
+    """Texts that are tokenized one after the other. Clients take turns, each with its oldest text."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
         self._turn = asyncio.Lock()
-        self._lines: dict[str, _Line] = {}  # Of clients that wait.
-        self._waiting = 0  # Bytes.
+        self._lines: dict[str, _Line] = {}  # The lines of waiting clients, by client name.
+        self._waiting = 0  # The bytes of all waiting texts.
 
     async def encode(self, text: str, size: int, model: Model, deadline: float, client: str) -> tuple[int, ...]:
         line = self._lines.get(client) or _Line()
@@ -123,7 +126,7 @@ class _Lane:
         try:
             await asyncio.wait((encoding,), timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         finally:
-            encoding.cancel()  # Does nothing to one that is done.
+            encoding.cancel()  # This does nothing to a finished task.
             self._waiting -= size
             line.waiting -= size
             if not line.waiting:
@@ -146,9 +149,10 @@ class _Lane:
         encode, max_tokens = model.tokenizer.encode, model.max_model_len - 1
         work = asyncio.get_running_loop().run_in_executor(self._threads, encode, text, max_tokens)
         work.add_done_callback(self._done)
-        return await asyncio.shield(work)  # A thread goes on to its end, whoever is gone: until then it is its turn.
+        # A thread runs to its end even if its caller is gone, so the turn lasts until then.
+        return await asyncio.shield(work)
 
     def _done(self, work: asyncio.Future[tuple[int, ...]]) -> None:
         self._turn.release()
         if not work.cancelled():
-            work.exception()  # Nobody may be there any more to be told.
+            work.exception()  # Mark the error as retrieved, because the caller may be gone.

@@ -1,4 +1,4 @@
-"""The nodes that may not join, or not yet, for the cluster's status: who, why, and until when they are remembered.
+"""The nodes that may not join, or not yet. They are remembered for a time, with the reason, for the cluster's status.
 
 This module must not know what the reasons are.
 """
@@ -21,13 +21,13 @@ class Refusal:
 
     info: NodeInfo
     state: NodeState
-    """REFUSED, or JOINING where that may change by itself."""
+    """The node's state: REFUSED, or JOINING if the refusal may end by itself."""
     detail: str
     at: float
 
 
 class Refusals:
-    """Refusals by node id, each for `keep_s` seconds after the node's last try."""
+    """Refusals by node id. Each is kept for `keep_s` seconds after the node's last try."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -37,7 +37,7 @@ class Refusals:
         return iter(self._known)
 
     def note(self, info: NodeInfo, detail: str, state: NodeState = NodeState.REFUSED) -> None:
-        """A node has tried to join, in vain."""
+        """Note that a node has tried to join and was refused."""
         node_id, known = info.ref.node_id, self._known.get(info.ref.node_id)
         if known is None:
             asyncio.get_running_loop().call_later(self._keep_s, self._forget_late, node_id)
@@ -46,11 +46,11 @@ class Refusals:
         self._known[node_id] = Refusal(info=info, state=state, detail=detail, at=_now())
 
     def drop(self, node_id: str) -> None:
-        """The node has joined."""
+        """Forget a node's refusal, because the node has joined."""
         self._known.pop(node_id, None)
 
     def statuses(self) -> Iterator[NodeStatus]:
-        """By node id."""
+        """Yield the status of each refused node, sorted by node id."""
         for _, refusal in sorted(self._known.items()):
             yield NodeStatus(
                 node=refusal.info,
@@ -65,7 +65,7 @@ class Refusals:
         if refusal is None:
             return
         left = refusal.at + self._keep_s - _now()
-        if left > 0:  # It has tried again since.
+        if left > 0:  # The node has tried again since.
             asyncio.get_running_loop().call_later(left, self._forget_late, node_id)
         else:
             del self._known[node_id]

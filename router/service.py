@@ -1,7 +1,7 @@
-"""The gRPC face of a router: `ClusterService` for clients, `RegistryService` for nodes.
+"""The gRPC services of a router: `ClusterService` for clients, `RegistryService` for nodes.
 
-Owns: between messages and plain values, deadlines of calls, and the end of service. This module must not know how
-samples run.
+Owns: the translation between messages and plain values, the deadlines of calls, and the end of service. This module
+must not know how samples run.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from router.views import for_client
 CLUSTER_SERVICE = "corun.v1.ClusterService"
 REGISTRY_SERVICE = "corun.v1.RegistryService"
 LONGEST_CALL_S = 3600.0
-"""Deadline of a call whose client set none."""
+"""The longest time a call may take, and the deadline of a call whose client set none."""
 ANSWER_S = 0.25
-"""How long before the client's deadline a call is given up, so that the reason still reaches the client."""
+"""How many seconds before the client's deadline a call is given up, so that the reason still reaches the client."""
 AWAY_S = 0.5
-"""When a client of a router that ends should try again: by then another one may listen there."""
+"""The seconds after which a client should try again when this router shuts down. By then another router may listen at
+its address."""
 
 
 class Activity:
-    """Calls in progress, and whether new ones are taken."""
+    """The calls in progress, and whether the router accepts new ones."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -55,7 +56,7 @@ class Activity:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call. Raises UnavailableError when the router is draining."""
+        """Count one call while it runs. Raises UnavailableError when the router is draining."""
         if self.draining:
             raise UnavailableError("the router is shutting down", AWAY_S)
         self._running += 1
@@ -68,7 +69,7 @@ class Activity:
                 self._idle.set()
 
     async def drain(self, grace_s: float) -> bool:
-        """Takes no new calls and waits for the running ones; False if they took longer than `grace_s` seconds."""
+        """Refuse new calls and wait for the running ones. Return False if they took longer than `grace_s` seconds."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -78,7 +79,7 @@ class Activity:
 
 
 class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
-    """Answers clients."""
+    """The gRPC service that answers clients."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             samples = await self._generator.accept(asked, _deadline(context))
             span.note({**_asked(asked, samples), "corun.router": self._router_id})
             generation = self._generator.start(samples)
-            # Whoever sent text learns what was computed from, and can check the receipt or run it again.
+            # A client that sent text gets the prompt's token ids, so it can check the receipt or run the request again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
             fingerprint = self._registry.contract.fingerprint
             responses = Responses(generation, samples[0].request_id, with_logprobs=samples[0].params.logprobs)
@@ -125,7 +126,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                     yield responses
             finally:
                 span.note(_given(responses.receipts))
-                if error := generation.outbox.error:  # It may have been raised where the output was taken.
+                if error := generation.outbox.error:  # The error may have been raised where the output was taken.
                     span.fail(error)
                 await generation.close()
 
@@ -155,7 +156,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             cases = []
             for index, case in enumerate(request.cases):
                 cases.append(_case(index, case, model))
-                await asyncio.sleep(0)  # Their prompts may be 16 MiB together.
+                await asyncio.sleep(0)  # Let other tasks run: the prompts of all cases may take 16 MiB.
             conditions = [codec.condition_from_proto(condition) for condition in request.conditions]
             results = self._verifier.verify(
                 cases, conditions, order_seed=request.order_seed, deadline=_deadline(context), caller=caller()
@@ -166,7 +167,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
 
 
 class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
-    """Answers nodes."""
+    """The gRPC service that answers nodes."""
 
     def __init__(
         self,
@@ -207,7 +208,8 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
 
 @contextmanager
 def _told_in(response: registry_pb2.RegisterResponse | registry_pb2.HeartbeatResponse) -> Iterator[None]:
-    """A quarantine is no error of the call: the node hears of it in the answer, and goes on to tell other routers."""
+    """Put a quarantine into the response instead of failing the call. The node reads it there, and goes on to tell
+    other routers."""
     try:
         yield
     except DataLossError as error:
@@ -215,14 +217,14 @@ def _told_in(response: registry_pb2.RegisterResponse | registry_pb2.HeartbeatRes
 
 
 def _deadline(context: Context) -> float:
-    """When to give a call up, on the loop's clock."""
+    """Return when to give the call up, on the loop's clock."""
     left = context.time_remaining()
     left = LONGEST_CALL_S if left is None else min(left, LONGEST_CALL_S)
     return asyncio.get_running_loop().time() + max(left - ANSWER_S, left / 2)
 
 
 def _asked(request: Request, samples: Sequence[Sample]) -> dict[str, Value]:
-    """What a request's span says of it: nothing of its text."""
+    """Return the attributes of a request's span. They contain nothing of its text."""
     params = request.params
     return {
         "gen_ai.operation.name": "text_completion",
@@ -263,7 +265,8 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
 
 
 def _prompt(message: cluster_pb2.GenerateRequest) -> str | Sequence[int]:
-    """Token ids as they are in the message: copied only when the model is known to take so many."""
+    """Return the prompt as it is in the message. Token ids are copied only later, when the model is known to accept so
+    many."""
     return message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
 
 
@@ -274,11 +277,11 @@ def _case(index: int, message: cluster_pb2.VerifyCase, model: Model) -> VerifyCa
 
 
 class Responses(Source):
-    """The responses of one request, as bytes: there is one for most tokens (`corun.rpc.encode`)."""
+    """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own."""
 
     def __init__(self, generation: Generation, request_id: str, *, with_logprobs: bool) -> None:
         self.receipts: list[Receipt] = []
-        """Those that have been sent."""
+        """The receipts that have been sent."""
         self._outbox = generation.outbox
         self._request_id = request_id
         self._with_logprobs = with_logprobs

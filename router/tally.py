@@ -1,4 +1,4 @@
-"""What a router counts of its requests and samples, since it started. Must not know who shows it."""
+"""The router's counts of its requests and samples, since it started. This module must not know who shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from corun.errors import CorunError, kind_of
 from corun.observe.figures import LATENCIES_S, STEPS_S, Histogram
 
 REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_denied", "unauthenticated")
-"""Of the errors that end a request, those that say: not this request, or not now. The others are failures."""
+"""The kinds of errors that refuse a request, in this form or at this time. All other errors count as failures."""
 
 
 class Ending:
@@ -19,37 +19,37 @@ class Ending:
 
     def __init__(self) -> None:
         self.has_finished: Callable[[], bool] = lambda: False
-        """Whether its client was sent everything."""
+        """A function that returns whether the client was sent everything."""
         self.error: Callable[[], CorunError | None] = lambda: None
-        """What ended it before that, as its output knows."""
+        """A function that returns the error that ended the request's output early; None if there was none."""
 
 
 class Tally:
-    """Plain numbers, written in the event loop."""
+    """The counts, as plain numbers. They are written only in the event loop."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()
-        """Ended, by outcome (finished, cancelled, refused, failed) and the error's kind."""
+        """The number of ended requests, by outcome (finished, cancelled, refused, failed) and the error's kind."""
         self.resumed = 0
-        """Requests that came back for the rest of their output."""
+        """The number of requests that came back for the rest of their output."""
         self.retries: Counter[str] = Counter()
-        """Runs of samples that a node failed: it was "lost" in them, or answered with a "fault"."""
+        """The number of runs that a node failed: the node was "lost" in the run, or answered with a "fault"."""
         self.prompt_tokens = 0
-        """Of finished samples."""
+        """The prompt tokens of finished samples."""
         self.output_tokens = 0
-        """Delivered, by runs that have ended."""
+        """The tokens delivered to clients by runs that have ended."""
         self.queue_s = Histogram(LATENCIES_S)
-        """Wait for a slot, of every run."""
+        """The seconds that each run waited for a slot."""
         self.first_token_s = Histogram(LATENCIES_S)
-        """From a request's arrival, of every sample that got one."""
+        """The seconds from a request's arrival to a sample's first token, for every sample that got one."""
         self.token_s = Histogram(STEPS_S)
-        """Of a finished sample's tokens after its first, the mean."""
+        """The mean seconds per token of a finished sample, over its tokens after the first."""
         self.finished_s = Histogram(LATENCIES_S)
-        """From a request's arrival to a sample's end."""
+        """The seconds from a request's arrival to the end of a finished sample."""
 
     @contextmanager
     def request(self) -> Iterator[Ending]:
-        """Counts one request when it ends, however it does."""
+        """Count one request when it ends, whatever its outcome."""
         ending = Ending()
         raised: CorunError | None = None
         try:
@@ -61,7 +61,7 @@ class Tally:
             self.requests[_outcome(ending, raised or ending.error())] += 1
 
     def note_sample(self, arrived: float, first_token: float | None, num_prompt: int, num_tokens: int) -> None:
-        """A sample has finished; times are on the loop's clock."""
+        """Count a sample that has finished. Times are on the loop's clock."""
         now = asyncio.get_running_loop().time()
         self.prompt_tokens += num_prompt
         self.finished_s.observe(now - arrived)

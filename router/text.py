@@ -1,4 +1,4 @@
-"""Text to tokens and back: the tokenizer of the cluster's model, a detokenizer per sample, a stop-string matcher.
+"""Turn text into tokens and back: the tokenizer of the cluster's model, detokenizers and the stop-string matcher.
 
 Everything here is a pure function of the token ids seen so far, so a sample that runs again gives the same text at the
 same tokens. This module must not know requests, nodes or gRPC.
@@ -19,46 +19,47 @@ import tokenizers
 from corun.errors import InvalidArgumentError, Shown, UnavailableError
 
 VERSION: str = tokenizers.__version__
-"""Of the library: another one may turn a text into other tokens."""
+"""The version of the tokenizers library. Another version may turn a text into other tokens."""
 TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PIECE = 64 * 1024
-"""Characters of a text that are tokenized at once to see how many tokens it has."""
+"""The number of characters of a text that are tokenized at once, to see how many tokens the text has."""
 _LONGEST_CHARACTER = 4
-"""UTF-8 bytes."""
+"""The UTF-8 bytes of the longest character."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""What a ByteFallback decoder makes bytes of, a whole run at a time."""
+"""The spelling of a token that a ByteFallback decoder turns into a byte. It decodes a whole run of such tokens at
+once."""
 
 
 class Detokenizer(Protocol):
-    """The text of one sample as its tokens come. Together the pieces are the decoded text of all tokens."""
+    """Turns the tokens of one sample into text as they come. Together the pieces are the decoded text of all tokens."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes: never half a character, often nothing."""
+        """Return the text that this token completes. It is never half a character, and often empty."""
 
     def flush(self) -> str:
-        """What is left when no more tokens come; an unfinished character becomes U+FFFD."""
+        """Return the rest of the text when no more tokens come. An unfinished character becomes U+FFFD."""
 
 
 class Tokenizer:
-    """The tokenizer of one model: prompts to token ids, token ids to text without special tokens."""
+    """The tokenizer of one model. It turns prompts into token ids, and token ids into text without special tokens."""
 
     def __init__(self, data: bytes) -> None:
         self.digest = hashlib.sha256(data).hexdigest()
         self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        self._tokenizer.no_truncation()  # Files may carry settings of their training.
+        self._tokenizer.no_truncation()  # Files may contain truncation and padding settings from training.
         self._tokenizer.no_padding()
         decoder = json.loads(data).get("decoder") or {}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self.max_token_bytes = self._max_token_bytes()
-        """UTF-8 bytes of a prompt that one token may stand for, at most."""
+        """The most UTF-8 bytes of a prompt that one token may stand for."""
         self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, model_dir: str) -> Tokenizer:
-        """Reads the model's tokenizer.json. Raises UnavailableError if there is none that can be read."""
+        """Read the model's tokenizer.json. Raises UnavailableError if it cannot be read or used."""
         path = Path(model_dir) / TOKENIZER_FILE
         try:
             return cls(path.read_bytes())
@@ -68,10 +69,10 @@ class Tokenizer:
             raise UnavailableError(f"the tokenizer {path} cannot be used: {error}") from error
 
     def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds.
+        """Return the token ids of a prompt, with the special tokens that the tokenizer's own post-processor adds.
 
-        Other threads run meanwhile. Raises InvalidArgumentError if the text has more than `max_tokens` tokens; that
-        takes no longer, and no more memory, the more it has. None: it may have any number.
+        Other threads can run meanwhile. Raises InvalidArgumentError if the text has more than `max_tokens` tokens. A
+        longer text does not make this refusal take more time or memory. max_tokens: None allows any number.
         """
         if max_tokens is not None and self._is_far_longer(text, max_tokens):
             raise _too_long(f"more than {2 * max_tokens}", max_tokens)
@@ -81,33 +82,34 @@ class Tokenizer:
         return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of whole outputs; ids that the tokenizer does not have give none."""
+        """Return the text of a whole output. Ids that the tokenizer does not have give no text."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh detokenizer for one sample."""
+        """Return a new detokenizer for one sample."""
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes)
         return WindowDetokenizer(self.decode, self.token)
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary spells it; None for those without text, special and unknown ones."""
+        """Return a token as the vocabulary spells it; None for special and unknown tokens, which have no text."""
         return None if token_id in self._special else self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's own UTF-8 bytes under a byte-level decoder; none for tokens without text."""
+        """Return a token's own UTF-8 bytes under a byte-level decoder; empty for tokens without text."""
         found = self._token_bytes.get(token_id)
         if found is None:
             found = self._token_bytes[token_id] = _bytes_of(self.token(token_id) or "")
         return found
 
     def _encode(self, text: str, *, special: bool = True) -> tokenizers.Encoding:
-        # `encode` gives the same ids, and offsets, which nobody needs; and it holds the GIL to its end.
+        # `encode` would give the same ids, but also compute offsets, which nothing needs, and hold the GIL to its end.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
 
     def _is_far_longer(self, text: str, max_tokens: int) -> bool:
-        """Whether a text has more than twice `max_tokens` tokens when it is cut into pieces. The whole text has more
-        than `max_tokens` then: a cut adds a few tokens at most, to the hundreds or more that a piece has."""
+        """Return whether a text has more than twice `max_tokens` tokens when it is cut into pieces. Then the whole text
+        has more than `max_tokens` tokens, because a cut adds at most a few tokens to the hundreds or more of a piece.
+        """
         count = 0
         for start in range(0, len(text) if len(text) > PIECE else 0, PIECE):
             count += len(self._encode(text[start : start + PIECE], special=False))
@@ -116,13 +118,16 @@ class Tokenizer:
         return False
 
     def _max_token_bytes(self) -> int:
-        """A token stands for no more bytes than it is spelled with: spellings of bytes (Ġ, <0x0A>), of spaces (▁) and
-        of parts of words (##) are longer than what they stand for. A token for what is unknown is a character's. A
-        normalizer may make a character shorter, or one of several: NFC up to three times (Hangul, the Kelvin sign),
-        NFKC up to four times.
+        """Return the most UTF-8 bytes of a prompt that one token may stand for.
 
-        What a tokenizer drops has no token to stand for it: white space without end, runs of unknown characters that
-        become one token. A text that is longer than this bound only for such is refused all the same.
+        A token stands for no more bytes than its spelling has: the spellings of bytes (Ġ, <0x0A>), of spaces (▁) and of
+        parts of words (##) are longer than what they stand for. A token for unknown text stands for one character. A
+        normalizer may make a character shorter, or merge several characters into one: NFC shortens a text up to three
+        times (Hangul, the Kelvin sign), NFKC up to four times.
+
+        Some text has no token of its own, because the tokenizer drops it: long white space, or runs of unknown
+        characters that become one token. If a text is longer than this bound only because of these, it is refused all
+        the same.
         """
         longest = max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=0)
         shrinks = _LONGEST_CHARACTER if self._tokenizer.normalizer is not None else 1
@@ -130,7 +135,7 @@ class Tokenizer:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level decoders, where a token is a fixed run of bytes: constant work per token."""
+    """A detokenizer for byte-level decoders, where a token is a fixed run of bytes. The work per token is constant."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -144,9 +149,9 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other decoders: decodes a short window of tokens again and emits what is new.
+    """A detokenizer for all other decoders. It decodes a short window of tokens again and emits the new text.
 
-    The window starts at the tokens of the last emitted piece, since a decoder may treat the first token in a special
+    The window starts at the tokens of the last emitted piece, because a decoder may treat the first token in a special
     way (for example drop its leading space).
     """
 
@@ -154,15 +159,15 @@ class WindowDetokenizer:
         self._decode = decode
         self._token = token
         self._window: list[int] = []
-        self._emitted_ids = 0  # Leading tokens of the window whose text is out.
-        self._emitted = ""  # Their text.
+        self._emitted_ids = 0  # The number of leading tokens of the window whose text was emitted.
+        self._emitted = ""  # The text of these leading tokens.
 
     def push(self, token_id: int) -> str:
         token = self._token(token_id)
         if token is None:
             return ""
         self._window.append(token_id)
-        if _BYTE_TOKEN.fullmatch(token):  # The text of a run of such tokens is known when the run is over.
+        if _BYTE_TOKEN.fullmatch(token):  # The text of a run of byte tokens is known only when the run is over.
             return ""
         return self._emit(whole=False)
 
@@ -181,7 +186,7 @@ class WindowDetokenizer:
 
 
 class StopMatcher:
-    """Cuts text at the earliest of some stop strings and holds back what may be the start of one."""
+    """Cuts text at the earliest stop string, and holds back text that may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -190,7 +195,7 @@ class StopMatcher:
         self.matched = False
 
     def push(self, text: str, *, armed: bool = True) -> str:
-        """The text that is safe to show. Sets `matched` if a stop string ends in `text` and the matcher is armed."""
+        """Return the text that is safe to show. Set `matched` if a stop string ends in `text` while `armed` is true."""
         if not self._stops:
             return text
         seen, self._held = len(self._held), self._held + text
@@ -200,16 +205,16 @@ class StopMatcher:
         return self._take(self._first_open())
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text that was held back, when no more text comes."""
         return self._take(len(self._held))
 
     def _find(self, seen: int) -> int:
-        """Where the earliest stop string that ends beyond the first `seen` held characters starts; -1 if none does."""
+        """Return the start of the earliest stop string that ends after the first `seen` held characters; -1 if none."""
         starts = [self._held.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stops]
         return min((start for start in starts if start >= 0), default=-1)
 
     def _first_open(self) -> int:
-        """Where the earliest possible start of an unfinished stop string is; the text's length if there is none."""
+        """Return the earliest possible start of an unfinished stop string; the text's length if there is none."""
         for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
             tail = self._held[start:]
             if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
@@ -227,7 +232,8 @@ def _too_long(found: str, max_tokens: int) -> InvalidArgumentError:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level token stands for (GPT-2's table: printable bytes are themselves)."""
+    """Return the byte that each character of a byte-level token stands for. This is GPT-2's table, in which printable
+    bytes stand for themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

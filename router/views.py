@@ -1,7 +1,8 @@
-"""What a client that is no operator sees of the cluster's status: what serves it, and how busy that is.
+"""The cluster's status as a client that is no operator sees it: the nodes that serve it, and how busy they are.
 
-Owns: what is left out. That is why a node is not in use and which sample differed, since both may name another client's
-request; where models and nodes are; the values of environment variables. This module must not know who asks.
+Owns: what is left out. Why a node is not in use and which sample differed are left out, because both may name another
+client's request. So are the locations of models and nodes, and the values of environment variables. This module must
+not know who asks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FOR_OPERATORS = "only an operator's token shows why"
 
 
 def for_client(status: ClusterStatus) -> ClusterStatus:
-    """The status without what is the operators' business or another client's."""
+    """Return the status without the facts that are only for operators or for other clients."""
     audit = status.audit
     return replace(
         status,
@@ -40,7 +41,8 @@ def _node(node: NodeInfo) -> NodeInfo:
 
 
 def _contract(text: str) -> str:
-    """The contract without the values of its variables, so that its hash is another one. Empty if it cannot be read."""
+    """Return the contract without the values of its variables; empty if it cannot be read. Its hash therefore differs
+    from the real one."""
     try:
         contract = Contract.from_json(text)
     except InvalidArgumentError:

@@ -1,8 +1,8 @@
 """Fake engines and nodes: real node services and a real router around engines that only hash.
 
-A token is a hash of (prompt, parameters, seed, position) and its log probability likewise, so the output of a sample is
-known ahead (`expected`). KV is a note in a table: a decode engine that is given a handle for KV that is not held there
-fails the sample, as the real one does. Only tests use this; a cluster never falls back to it.
+A token and its log probability are a hash of (prompt, parameters, seed, position), so the output of a sample is known
+ahead (`expected`). KV is an entry in a table. A decode engine that gets a handle for KV that is not in the table fails
+the sample, as the real one does. Only tests use this; a cluster never falls back to it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ BLOCK_SIZE = 16
 KV_BLOCKS = 1000
 STEP_MS = 1.0
 WAIT_S = 30.0
-"""Longest wait of any test for anything."""
+"""The longest wait of any test for anything."""
 
 
 def write_tokenizer(directory: Path) -> str:
-    """A byte-level tokenizer of 256 tokens, written as a model's; returns the directory."""
+    """Write a byte-level tokenizer of 256 tokens as a model's; return the directory."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fake = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     fake.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -75,7 +75,7 @@ def write_tokenizer(directory: Path) -> str:
 
 
 def token(prompt: Sequence[int], params: SamplingParams, seed: int, position: int) -> tuple[int, float]:
-    """The token that fake engines draw, and its log probability, an fp32 value."""
+    """Return the token that fake engines draw, and its log probability, an fp32 value."""
     key = f"{prompt_digest(prompt)} {params.digest()} {seed} {position}"
     number, fraction = struct.unpack("<II", hashlib.blake2b(key.encode(), digest_size=8).digest())
     logprob: float = struct.unpack("<f", struct.pack("<f", -fraction / 2**30))[0]
@@ -83,7 +83,7 @@ def token(prompt: Sequence[int], params: SamplingParams, seed: int, position: in
 
 
 def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> tuple[list[int], list[float], FinishReason]:
-    """The whole output of a sample, stop strings left aside."""
+    """Return the whole output of a sample; stop strings are ignored."""
     ids: list[int] = []
     logprobs: list[float] = []
     while True:
@@ -100,28 +100,31 @@ def expected_digest(prompt: Sequence[int], params: SamplingParams, seed: int) ->
 
 
 def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> FinishReason | None:
-    """Whether an engine ends a sample at its newest token. The fake model has no end-of-sequence token."""
+    """Return why an engine ends a sample at its newest token, or None if it goes on.
+
+    The fake model has no end-of-sequence token.
+    """
     if token_id in params.stop_token_ids and num_tokens > params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if num_tokens >= params.max_tokens else None
 
 
 class FakeKv:
-    """The KV that all prefill engines hold: prompts by (engine id, request id), and the readers of what is shared."""
+    """The KV that all prefill engines hold: prompts by (engine id, request id), and the readers of shared KV."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, str], tuple[int, ...]] = {}
         self.readers: dict[tuple[str, str], set[str]] = {}
 
     def take(self, key: tuple[str, str], reader: str) -> bool:
-        """One reader fewer, and no KV after the last one. False: it was not there."""
+        """Remove a reader, and the KV after its last one. Return False if the KV was not there."""
         readers = self.readers.get(key, {reader})
         readers.discard(reader)
         return key in self.held if readers else self.held.pop(key, None) is not None
 
 
 class FakePrefillEngine:
-    """Takes `delay_s` per prompt, one prompt at a time."""
+    """A prefill engine that takes `delay_s` per prompt, one prompt at a time."""
 
     def __init__(self, ref: NodeRef, kv: FakeKv) -> None:
         self.ref = ref
@@ -130,15 +133,15 @@ class FakePrefillEngine:
         )
         self.delay_s = 0.0
         self.kv_ttl_s = 30.0
-        """How long KV waits for its reader."""
+        """How long KV is kept for its reader."""
         self.errors: list[Exception] = []
-        """Raised by the next prefills, one each."""
+        """The errors that the next prefills raise, one each."""
         self.hanging = False
         self.prefilled: list[tuple[int, ...]] = []
         self.released: list[str] = []
         self.expired_claims = 0
         self.turn = asyncio.Lock()
-        """Of the prompt that is being computed. None is while a test holds it, so that prompts gather."""
+        """The lock of the prompt that is being computed. While a test holds it, prompts gather uncomputed."""
         self._kv = kv
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
@@ -190,19 +193,22 @@ class FakePrefillEngine:
 
 
 class FakeDecodeEngine:
-    """Draws a token for every running request each `step_ms`; a request without its KV ends with an error."""
+    """A decode engine that draws a token for every running request each `step_ms`.
+
+    A request without its KV ends with an error.
+    """
 
     def __init__(self, kv: FakeKv) -> None:
         self.step_ms = STEP_MS
         self.hanging = False
         self.fail_after: int | None = None
-        """Ends the next request that has so many tokens with an error, once."""
+        """End the next request that has this many tokens with an error, once."""
         self.not_finite: list[int] = []
-        """Finds no finite logits for these tokens, from 0, of any request; once each."""
+        """The positions, from 0, at which some request finds no finite logits; once each."""
         self.start_errors: list[Exception] = []
-        """Raised by the next starts, one each."""
+        """The errors that the next starts raise, one each."""
         self.corrupt = False
-        """Draws other log probabilities than it should."""
+        """Whether it draws other log probabilities than it should."""
         self.connected: list[NixlEndpoint] = []
         self.connect_errors: list[Exception] = []
         self.most_running = 0
@@ -287,7 +293,7 @@ def model_contract(model: str, **changes: Any) -> ModelContract:
 
 
 def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> Contract:
-    """A fake node's contract; `changes` go to its model part."""
+    """Return a fake node's contract; `changes` go to its model part."""
     part = model_contract(model, **changes)
     if role is NodeRole.PREFILL:
         prefill = PrefillContract(
@@ -329,25 +335,25 @@ class FakeNode:
 
     @property
     def drawn_tokens(self) -> int:
-        """Of a decode node, since its start."""
+        """The number of tokens that a decode node has drawn since its start."""
         return int(self.service.figures.tokens)
 
     @property
     def queued_tokens(self) -> int:
-        """Of a prefill node."""
+        """The number of tokens of the prompts that a prefill node is to compute."""
         return int(self.service.queued_tokens)
 
     def join(self) -> None:
         self.membership = asyncio.ensure_future(self.agent.run())
 
     async def fall_silent(self) -> None:
-        """No heartbeat any more; the service still answers."""
+        """Stop the heartbeats; the service still answers."""
         if self.membership is not None:
             self.membership.cancel()
             await asyncio.wait((self.membership,))
 
     async def kill(self) -> None:
-        """Ends at once, as a process that dies."""
+        """End at once, as a process that dies."""
         await self.fall_silent()
         if isinstance(self.engine, FakeDecodeEngine):
             self.engine.shutdown()
@@ -361,7 +367,7 @@ class FakeCluster:
         self.model = model
         self.router = router
         self.access = access
-        """Of members."""
+        """The access of the cluster's members."""
         self.client = client
         self.kv = FakeKv()
         self.nodes: list[FakeNode] = []
@@ -436,7 +442,7 @@ class FakeCluster:
         return node
 
     async def ready(self, *names: str) -> None:
-        """Waits until each of these nodes, by id or as id@generation, is READY."""
+        """Wait until each of these nodes, by id or as id@generation, is READY."""
         await self.until(lambda: all(self.state(name) is NodeState.READY for name in names))
 
     def state(self, name: str) -> NodeState | None:
@@ -457,21 +463,21 @@ class FakeCluster:
         return codec.cluster_status_from_proto(answer)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition; fails the test if it does not come."""
+        """Wait for a condition; fail the test if it does not come."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while not condition():
             assert asyncio.get_running_loop().time() < deadline, "the condition did not come"
             await asyncio.sleep(0.002)
 
     async def idle(self) -> None:
-        """Waits until nothing is held anywhere: no slot, no KV, no place in the queue, no claim of the router."""
+        """Wait until nothing is held anywhere: no slot, no KV, no place in the queue, no claim of the router."""
         try:
             await self.until(lambda: not self.held())
         except AssertionError:
             raise AssertionError(f"still held: {self.held()}") from None
 
     def held(self) -> list[str]:
-        """What is held, in words."""
+        """Return a text for each thing that is held."""
         live = [node for node in self.nodes if node.membership is not None and not node.membership.done()]
         engines = {node.engine.endpoint.engine_id for node in live if isinstance(node.engine, FakePrefillEngine)}
         found = [f"{node.used_slots} slots of {node.info.ref}" for node in live if node.used_slots]
@@ -486,9 +492,9 @@ class FakeCluster:
 
 
 def router_config(**config: Any) -> RouterConfig:
-    """Of a router on a free port, with tests' own patience."""
+    """Return the config of a router on a free port, with timeouts that suit tests."""
     values = {"port": 0, "seed_key": "00" * 32, "heartbeat_interval_ms": 50, "heartbeat_timeout_ms": 2000}
-    values["audit_fraction"] = 0  # Else one sample of a thousand would run twice.
+    values["audit_fraction"] = 0  # Otherwise one sample of a thousand would run twice.
     return RouterConfig(**{**values, **config})
 
 
@@ -499,7 +505,7 @@ async def start_router(config: RouterConfig) -> Router:
 
 
 async def kill_router(router: Router) -> None:
-    """Ends a router as a process that dies: it gives nothing back."""
+    """End a router as a process that dies: it gives nothing back."""
     router._activity.draining = True
     for member in (*router.registry._decodes.values(), *router.registry._prefills.values()):
         router.registry.lose(member, "the router was killed")
@@ -507,7 +513,7 @@ async def kill_router(router: Router) -> None:
 
 
 def claims(router: Router) -> list[str]:
-    """The router's own claims on nodes, in words."""
+    """Return a text for each of the router's own claims on nodes."""
     registry = router.registry
     decodes = [f"claim on a slot of {m.info.ref}" for m in registry._decodes.values() if m.room._slots.own]
     decodes += [f"claim on KV of {m.info.ref}" for m in registry._decodes.values() if m.room._blocks.own]
@@ -525,7 +531,7 @@ async def cluster(
     client: Access = OPEN,
     **config: Any,
 ) -> AsyncIterator[FakeCluster]:
-    """A running cluster whose nodes are READY; closed, and checked to hold nothing, at the end."""
+    """Run a cluster whose nodes are READY. At the end, check that it holds nothing, and close it."""
     settings = router_config(**config)
     fake = FakeCluster(model, await start_router(settings), Access.of_member(settings), client)
     try:
@@ -562,7 +568,7 @@ async def generate(
     request_id: str = "",
     timeout_s: float = WAIT_S,
 ) -> list[Output]:
-    """Runs a request over gRPC; one output per sample. Raises typed errors."""
+    """Run a request over gRPC; return one output per sample. Raises typed errors."""
     params = params or SamplingParams(logprobs=True)
     request = codec.generate_request(prompt, params, seed=seed, request_id=request_id)
     return await send(fake, request, timeout_s=timeout_s)
@@ -571,7 +577,7 @@ async def generate(
 async def send(
     fake: FakeCluster, request: cluster_service_pb2.GenerateRequest, *, timeout_s: float = WAIT_S
 ) -> list[Output]:
-    """Sends a request as it is."""
+    """Send a request as it is; return one output per sample."""
     outputs = [Output() for _ in range(max(1, request.sampling_params.n))]
     try:
         async with fake.stub() as stub:

@@ -13,7 +13,7 @@ from corun.rpc.channel import Access
 
 @dataclass(frozen=True)
 class Secrets:
-    """What `corun certs` wrote."""
+    """The certificates, keys and tokens that `corun certs` wrote."""
 
     directory: Path
 
@@ -30,11 +30,11 @@ class Secrets:
 
     @property
     def tls(self) -> TlsConfig:
-        """Of a client without a certificate."""
+        """The TLS settings of a client without a certificate."""
         return TlsConfig(ca=self.path("ca.pem"))
 
     def tls_of(self, name: str) -> TlsConfig:
-        """Of a member or a client."""
+        """Return the TLS settings of a member or a client with the certificate `name`."""
         return TlsConfig(ca=self.path("ca.pem"), cert=self.path(f"{name}.pem"), key=self.path(f"{name}.key"))
 
     @property
@@ -47,7 +47,7 @@ class Secrets:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a router."""
+        """The security settings of a router."""
         return {
             "tls_ca": self.path("ca.pem"),
             "tls_cert": self.path("member.pem"),
@@ -58,6 +58,6 @@ class Secrets:
 
     @property
     def texts(self) -> list[str]:
-        """What nobody may read anywhere: both tokens, and a line of each private key."""
+        """The texts that must never appear anywhere: both tokens, and one line of each private key."""
         keys = [(self.directory / f"{name}.key").read_text().splitlines()[1] for name in ("ca", "member", "client")]
         return [self.token("cluster"), self.token("client"), *keys]

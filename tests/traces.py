@@ -1,6 +1,6 @@
-"""Random traces for scheduler tests, the record of how one was played, and what no record may show.
+"""Random traces for scheduler tests, the record of how one was played, and the violations that no record may show.
 
-Knows nothing of vLLM: `tests.stepping` plays a trace.
+Must not know vLLM: `tests.stepping` plays a trace.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from hypothesis import strategies as st
 
 BLOCK_SIZE = 16
 ENDLESS = 0
-"""Of `Arrive.stops_after`: runs to max_tokens."""
+"""A value of `Arrive.stops_after`: the request runs to max_tokens."""
 
 
 @dataclass(frozen=True)
 class Arrive:
-    """A request."""
+    """A request arrives."""
 
     prompt: int
-    """Tokens."""
+    """Its length in tokens."""
     max_tokens: int = 1
     stops_after: int = ENDLESS
-    """Draws its stop token as this output token."""
+    """The number, from 1, of the output token that is its stop token."""
     transfer_steps: int = 0
-    """How long its KV takes to be read by, or from, the other side."""
+    """The number of steps that the read of its KV takes, by the other side or from it."""
     fails: bool = False
-    """Its KV cannot be read."""
+    """Whether the read of its KV fails."""
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Of request `which`, modulo the number of requests so far, in whatever state it is."""
+    """Request `which`, modulo the number of requests so far, is aborted in whatever state it is."""
 
     which: int
 
 
 @dataclass(frozen=True)
 class Run:
-    """Iterations of the engine's loop."""
+    """The engine's loop runs `steps` iterations."""
 
     steps: int
 
@@ -50,19 +50,19 @@ Op: TypeAlias = "Arrive | Abort | Run"
 
 @dataclass(frozen=True)
 class Trace:
-    """A node's size and what happens to it."""
+    """A node's size, and the operations on it."""
 
     slots: int
     chunk: int
-    """Tokens of a step."""
+    """The number of tokens of a step."""
     blocks: int
-    """KV blocks that requests can use."""
+    """The number of KV blocks that requests can use."""
     ops: tuple[Op, ...]
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What a scheduler sees of the platform: steps in flight and model runner."""
+    """The parts of the platform that a scheduler sees: steps in flight and model runner."""
 
     async_scheduling: bool
     v2_runner: bool
@@ -74,10 +74,10 @@ GPU = Platform(async_scheduling=True, v2_runner=True)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one step computes of one request."""
+    """The part of one request that one step computes."""
 
     start: int
-    """Position of its first token."""
+    """The position of its first token."""
     tokens: int
 
 
@@ -86,24 +86,24 @@ class Step:
     """One scheduled step, and the KV right after it was scheduled, in blocks."""
 
     rows: dict[int, Row]
-    """By the request's number, its place in the order of arrival."""
+    """The rows by the request's number, which is its place in the order of arrival."""
     loads: tuple[int, ...]
-    """Requests whose KV begins to be read."""
+    """The numbers of the requests whose KV begins to be read."""
     admitted: int
-    """Requests that run or whose KV is being read."""
+    """The number of requests that run or whose KV is being read."""
     preempted: int
     free: int
     owed: int
-    """What the admitted requests may still need to their last token."""
+    """The number of blocks that the admitted requests may still need up to their last token."""
     stale: int
-    """Blocks that requests were given as others had left them: neither zeroed nor read from the other side."""
+    """The number of blocks given to requests as others had left them: neither zeroed nor read from the other side."""
     wiped: int
-    """Blocks that are zeroed although a request had them before, or while its KV is read into them."""
+    """The number of blocks zeroed although a request had them before, or while its KV is read into them."""
 
 
 @dataclass
 class Record:
-    """All that happened in one trace."""
+    """Everything that happened in one trace."""
 
     requests: list[Arrive] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -111,9 +111,9 @@ class Record:
     finished: dict[int, str] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     left_over: list[str] = field(default_factory=list)
-    """What is still held after the last request has ended."""
+    """Everything that is still held after the last request has ended."""
     stuck: bool = False
-    """Requests that could run did not, with nothing in flight."""
+    """Whether requests that could run did not, with nothing in flight."""
 
 
 LONGEST_PROMPT = 100
@@ -122,7 +122,7 @@ MOST_BLOCKS = 24
 
 
 def prefill_traces(*, longest_output: int = 1) -> st.SearchStrategy[Trace]:
-    """For a node that computes prompts; with more output than one token, for one that decodes as well."""
+    """Traces for a node that computes prompts; with more than one output token, for one that decodes as well."""
     arrivals = st.builds(
         Arrive,
         prompt=st.integers(1, LONGEST_PROMPT),
@@ -149,7 +149,7 @@ def _traces(arrivals: st.SearchStrategy[Arrive], chunks: st.SearchStrategy[int] 
     op = arrivals | arrivals | st.builds(Abort, st.integers(0, 99)) | st.builds(Run, st.integers(1, 8))
     ops = st.lists(op, min_size=12, max_size=60)  # A short trace never fills a node.
     slots = st.integers(1, 8)
-    # The largest request always fits: engines and services refuse what never can.
+    # The largest request always fits: engines and services refuse a request that never can.
     blocks = st.integers(-(-(LONGEST_PROMPT + LONGEST_OUTPUT) // BLOCK_SIZE), MOST_BLOCKS)
     if chunks is None:  # A decode step has one token for each slot.
         return st.builds(lambda n, b, o: Trace(n, n, b, tuple(o)), slots, blocks, ops)
@@ -157,7 +157,7 @@ def _traces(arrivals: st.SearchStrategy[Arrive], chunks: st.SearchStrategy[int] 
 
 
 def violations(record: Record) -> Iterator[str]:
-    """What no scheduler of ours may do, whatever its role."""
+    """Yield each thing that no scheduler of ours may do, whatever its role."""
     if record.stuck:
         yield "stuck"
     if record.left_over:
@@ -176,7 +176,7 @@ def violations(record: Record) -> Iterator[str]:
 
 
 def in_order(numbers: list[int]) -> bool:
-    """Requests are numbered as they arrive."""
+    """Return whether the numbers ascend; requests are numbered as they arrive."""
     return numbers == sorted(numbers)
 
 
@@ -185,7 +185,7 @@ def _outcome(record: Record, number: int) -> tuple[int, str]:
 
 
 def _expected(request: Arrive) -> tuple[int, str]:
-    """Output tokens and finish reason."""
+    """Return the number of output tokens and the finish reason that a request must have."""
     if request.fails:
         return 0, "error"
     if ENDLESS < request.stops_after <= request.max_tokens:

@@ -1,6 +1,7 @@
 """The command `corun`: one verb per command, one line per error, and exit codes that scripts can use.
 
-Owns the list of commands, their help and what an error means to a shell. This module must not know what a command does.
+This module owns the list of commands, their help, and the exit code of each error. It must not know what a command
+does.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ class Command(Protocol):
     """A parsed command line."""
 
     def run(self) -> int:
-        """The exit code."""
+        """Run the command and return the exit code."""
         ...
 
 
 PLUGINS = "corun.commands"
-"""Group of entry points that add commands; each names a dict like `COMMANDS`. The benchmark comes in this way: it
-stands above the processes, so nothing here may import it."""
+"""The group of entry points that add commands. Each entry point names a dict like `COMMANDS`. The benchmark is added in
+this way: it imports the processes, so nothing here may import it."""
 
 
 COMMANDS: dict[str, type[Any]] = {
@@ -87,18 +88,18 @@ COMMANDS: dict[str, type[Any]] = {
     "model": Model,
     "certs": Certs,
 }
-"""Our own commands by their words."""
+"""The built-in commands by name."""
 
 
 @functools.cache
 def commands() -> dict[str, type[Any]]:
-    """Every command by its words, one or two: our own, then those of plugins."""
+    """Return every command by its name of one or two words: the built-in commands, then those of plugins."""
     plugged = [plugin.load() for plugin in metadata.entry_points(group=PLUGINS)]
     return {name: command for table in (COMMANDS, *plugged) for name, command in table.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code; `--help` and usage errors raise SystemExit, as argparse does."""
+    """Run one command line and return its exit code. `--help` and usage errors raise SystemExit, as in argparse."""
     try:
         code = parse(sys.argv[1:] if argv is None else argv).run()
         sys.stdout.flush()
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """The command of a command line."""
+    """Return the parsed command of a command line. Raises SystemExit for help, for `--version` and for usage errors."""
     for words in (2, 1):
         name = " ".join(argv[:words])
         if len(argv) >= words and name in commands() and not _is_mistyped(name, argv[words:]):
@@ -134,12 +135,12 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _is_mistyped(name: str, rest: Sequence[str]) -> bool:
-    """Whether a word follows a command that takes none, but has commands of its own."""
+    """Return whether a word follows a command name that is also the first word of other commands."""
     return any(other.startswith(f"{name} ") for other in commands()) and bool(rest) and not rest[0].startswith("-")
 
 
 def _mistyped(argv: Sequence[str]) -> str:
-    """What to say of words that name no command."""
+    """Return the error message for words that name no command."""
     group, word = (f"{argv[0]} ", argv[1]) if argv[0] in commands() else ("", argv[0])
     known = [
         name.removeprefix(group) for name in commands() if name.startswith(group) and " " not in name[len(group) :]
@@ -150,7 +151,7 @@ def _mistyped(argv: Sequence[str]) -> str:
 
 
 def exit_code(error: CorunError) -> int:
-    """What an error means to a shell."""
+    """Return the exit code of an error."""
     return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), FAILURE)
 
 
@@ -158,7 +159,7 @@ _STYLE = (tyro.conf.FlagCreatePairsOff,)
 
 
 def _show_commands(argv: Sequence[str]) -> None:
-    """Help, or the usage error of a command line that names no command."""
+    """Show help, or the usage error of a command line that names no command."""
     kinds = tuple(
         Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
         for name, kind in commands().items()
@@ -172,6 +173,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _reader_left() -> int:
-    """The reader of our output is gone, as in `corun batch … | head`: nothing is wrong, and nothing can be said."""
+    """Return the exit code after the reader of our output has gone, as in `corun batch … | head`. This is no error, and
+    no message can be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

@@ -41,7 +41,7 @@ class Batch:
     Each input line is an object: {"prompt": "text" or [token ids], "id"?, "seed"?, "params"?: {"temperature": 0.6, …}}.
     Each output line is a finished prompt with its token ids, log probabilities and receipt, in order of completion.
     Sampling options are the defaults of rows that do not set them.
-    A prompt that the cluster refuses is reported at the end, with exit code 2; the others run on.
+    A prompt that the cluster refuses is reported at the end, with exit code 2. The other prompts still run.
 
     examples:
       corun batch prompts.jsonl -o results.jsonl --max-tokens 256 --logprobs --seed 7
@@ -97,7 +97,7 @@ class Batch:
     async def _work(
         self, client: AsyncClient, rows: Iterator[PromptRow], run: _Run, sink: TextIO, bar: ProgressBar
     ) -> None:
-        for row in rows:  # Shared by all workers: each takes the next.
+        for row in rows:  # All workers share the iterator: each takes the next row.
             done = await self._generate(client, row, run)
             if done is not None:
                 sink.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
@@ -106,7 +106,7 @@ class Batch:
             bar.advance()
 
     async def _generate(self, client: AsyncClient, row: PromptRow, run: _Run) -> Generation | None:
-        """None if the cluster refuses the prompt."""
+        """Run one row. Return None if the cluster refuses its prompt."""
         deadline = Deadline(self.cluster.timeout_s)
         while True:
             try:
@@ -122,7 +122,7 @@ class Batch:
 
 
 class _Run:
-    """What became of the rows."""
+    """The counts of finished and refused rows in one run."""
 
     def __init__(self, before: int) -> None:
         self.before = before
@@ -141,9 +141,9 @@ class _Run:
 
 
 def unfinished(rows: list[PromptRow], output: Path) -> list[PromptRow]:
-    """The rows that `output` does not have yet; cuts off a line that an interrupted run left torn.
+    """Return the rows that have no result in `output` yet. Cut off a last line that an interrupted run left incomplete.
 
-    Raises InvalidArgumentError if it holds the answer to another prompt under the id of one of them.
+    Raises InvalidArgumentError if `output` has, under the id of one of the rows, the answer to another prompt.
     """
     if not output.exists():
         return rows

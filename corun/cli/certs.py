@@ -16,7 +16,7 @@ class Certs:
     """Make certificates and tokens for a cluster of your own.
 
     Writes ca.pem, member.pem, client.pem with their keys, cluster.token, clients.tokens, client.token, and seed.key for
-    the routers. Nothing that is there is overwritten.
+    the routers. Existing files are never overwritten.
 
     examples:
       corun certs secrets --hosts 127.0.0.1 10.0.0.7 router.example.org

@@ -1,4 +1,4 @@
-"""`corun fingerprint`: the contract a cluster keeps, in one line, in full, or against another."""
+"""`corun fingerprint`: show the contract of a cluster in one line or in full, or compare two contracts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Fingerprint:
 
 
 def of_cluster(status: ClusterStatus) -> Contracts:
-    """The contracts that the cluster keeps: those of the first node of each role that is not refused."""
+    """Return the contracts of the cluster: for each role, the contract of the first node that is not refused."""
     found: Contracts = {}
     for node in status.nodes:
         if node.state is not NodeState.REFUSED:
@@ -90,7 +90,7 @@ def of_cluster(status: ClusterStatus) -> Contracts:
 
 
 def of_node(status: ClusterStatus, node_id: str) -> Contracts:
-    """One node's contract. Raises InvalidArgumentError if the cluster has no such node."""
+    """Return the contract of one node. Raises InvalidArgumentError if the cluster has no such node."""
     for node in status.nodes:
         if node.node.ref.node_id == node_id:
             return {node.node.role: Contract.from_json(node.node.contract_json)}
@@ -99,7 +99,10 @@ def of_node(status: ClusterStatus, node_id: str) -> Contracts:
 
 
 def of_file(path: Path) -> Contracts:
-    """The contracts that `corun fingerprint --json` printed; of each role the first that was not refused."""
+    """Return the contracts that `corun fingerprint --json` printed: for each role, the first that was not refused.
+
+    Raises InvalidArgumentError if the file is not such output or holds no contract.
+    """
     found: Contracts = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -116,7 +119,8 @@ def of_file(path: Path) -> Contracts:
 
 
 def differing(first: Contracts, second: Contracts) -> dict[str, tuple[str, str]]:
-    """The differing fields of the roles that both have; of two nodes of different roles, all of them."""
+    """Return the fields that differ, with both values. Compare the roles that both sides have; if they have none in
+    common, compare the first contract of each side."""
     pairs = [(first[role], second[role]) for role in NodeRole if role in first and role in second]
     if not pairs:
         pairs = [(next(iter(first.values())), next(iter(second.values())))]
@@ -149,5 +153,5 @@ def _show_differences(first: str, second: str, differences: dict[str, tuple[str,
 def _console() -> Console:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 160  # Two digests side by side; a file has no edge.
+        console.width = 160  # Two digests fit side by side; a file has no width.
     return console

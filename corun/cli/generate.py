@@ -1,4 +1,4 @@
-"""`corun generate`: one prompt, its text as it comes, its seeds and receipts."""
+"""`corun generate`: run one prompt and print its text as it comes, then its seeds and receipts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Generate:
     token_ids: tuple[int, ...] = ()
     """The prompt, as token ids."""
     seed: OptionalInt = None
-    """In [0, 2^63); without one the router derives it and says which."""
+    """Seed in [0, 2^63); without one, the router derives a seed and reports it."""
     request_id: str = ""
     """Your name for the request, at most 128 characters; without one the router draws it."""
     priority: PriorityName = "normal"
@@ -58,7 +58,8 @@ class Generate:
 
 
 class SampleWriter:
-    """Writes text sample by sample: one as it comes, the next ones when those before them have ended."""
+    """Writes text sample by sample. The current sample is written as its text comes; each later sample waits until the
+    samples before it have ended."""
 
     def __init__(self, n: int) -> None:
         self._texts: list[list[str]] = [[] for _ in range(n)]
@@ -70,7 +71,7 @@ class SampleWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the line, so that what comes next, be it an error, has its own."""
+        """End the line, so that the next output, which may be an error, starts on its own line."""
         if self._in_line:
             sys.stdout.write("\n")
 
@@ -92,12 +93,12 @@ class SampleWriter:
 
 
 def for_terminal(text: str) -> str:
-    """`text` without characters that could command a terminal: a model may say anything."""
+    """Return `text` with all characters escaped that could control a terminal. A model may output anything."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def receipts(done: Generation) -> str:
-    """Seed and receipt of each sample, to print after the text."""
+    """Return the seed and the receipt of each sample, to be printed after the text."""
     return "\n\n".join(_receipt(done, index) for index in range(len(done.samples)))
 
 

@@ -1,7 +1,7 @@
-"""A small certificate authority: what TLS between the processes of one cluster needs, made on the spot.
+"""A small certificate authority: it makes the files that TLS between the processes of one cluster needs.
 
-Owns the files that `make` writes, tokens and a seed key among them. An organisation's own authority does better; this
-is for those without one. Must not know who uses the files.
+This module owns the files that `make` writes, which include tokens and a seed key. It is for users without an authority
+of their own organisation, which would be better. It must not know who uses the files.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
 
 
 def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[Path]:
-    """Writes an authority, a certificate for the members, reached at `hosts`, one for clients, a token for each, and
-    the routers' seed key. The client's token is an operator's: whoever makes a cluster wants to see it.
+    """Write an authority, a certificate for the members, which are reached at `hosts`, a certificate for clients, a
+    token for each, and the routers' seed key. Return the paths of the files.
 
-    Keys and tokens are for their owner's eyes only. Raises InvalidArgumentError if a file is there already.
+    The client's token has operator rights, since whoever makes a cluster wants to see its state. Keys and tokens can be
+    read by their owner only. Raises InvalidArgumentError if there is no host or if a file exists already.
     """
     if not hosts:
         raise InvalidArgumentError("hosts", list(hosts), "must be at least one host name or address")
@@ -76,7 +77,7 @@ def _unsigned(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name, day
     now = datetime.datetime.now(datetime.timezone.utc)
     builder = x509.CertificateBuilder(issuer_name=issuer, subject_name=_subject(name), public_key=key.public_key())
     builder = builder.serial_number(x509.random_serial_number())
-    # Clocks differ.
+    # The clocks of machines differ, so the certificate is valid from one hour ago.
     return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
         now + datetime.timedelta(days=days)
     )

@@ -1,4 +1,4 @@
-"""`corun model`: the built-in tiny model as a directory."""
+"""`corun model`: make the built-in tiny model as a directory."""
 
 from __future__ import annotations
 

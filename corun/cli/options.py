@@ -65,7 +65,7 @@ class RouterOptions:
 class SamplingOptions(SamplingParams):
     """How tokens are drawn."""
 
-    # `SamplingParams` takes these as any sequence or mapping; a command line needs one type.
+    # `SamplingParams` takes these fields as any sequence or mapping; a command line needs one type for each.
 
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text that ends the sample, not part of its text; may be given several times."""
@@ -75,5 +75,5 @@ class SamplingOptions(SamplingParams):
     """Token ids, each with a bias in [-100, 100]."""
 
     def params(self) -> SamplingParams:
-        """The plain value."""
+        """Return the options as plain `SamplingParams`."""
         return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(SamplingParams)})

@@ -1,5 +1,5 @@
-"""`corun scale`: more or fewer nodes of a cluster that runs. The work is `corun.launch`, which needs the serving
-packages."""
+"""`corun scale`: change the number of nodes of a running cluster. The work is done in `corun.launch`, which needs the
+serving packages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from corun.errors import InvalidArgumentError
 class Scale:
     """Change how many nodes a running cluster has.
 
-    New nodes join as soon as there is room for them. Nodes that are too many drain: what they have ends there, or goes
-    on elsewhere with the same bits. Returns once the nodes are as wanted.
+    New nodes join as soon as there is room for them. Surplus nodes drain: their work ends there, or continues on other
+    nodes with the same bits. The command returns once the nodes are as wanted.
 
     examples:
       corun scale prefill=3
@@ -29,12 +29,12 @@ class Scale:
     """
 
     counts: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[POOL.]ROLE=N")]]
-    """How many nodes there are to be: prefill=N or decode=N."""
+    """The wanted number of nodes: prefill=N or decode=N."""
     ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """The Ray cluster that corun up runs on, which this machine must be a host of; by default that of the last corun up
     on this machine."""
     timeout_s: float = 900.0
-    """Longest wait for it, in seconds."""
+    """Longest wait for the change, in seconds."""
 
     def run(self) -> int:
         if not 0 < self.timeout_s <= 86_400:
@@ -48,9 +48,9 @@ class Scale:
 
 
 def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
-    """The pool, empty if none is named, and the numbers of its processes by role.
+    """Return the name of the pool, empty if none is named, and the numbers of its processes by role.
 
-    Raises InvalidArgumentError for what is not [POOL.]ROLE=N, and for several pools at once.
+    Raises InvalidArgumentError for a word that is not [POOL.]ROLE=N, and for several pools at once.
     """
     if not words:
         raise InvalidArgumentError("counts", (), "must name a role and a number, as in prefill=3")

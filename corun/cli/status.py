@@ -1,4 +1,4 @@
-"""`corun status`: the cluster as a picture: nodes, queue, and every decode slot."""
+"""`corun status`: show the cluster as a picture of its nodes, its queue and every decode slot."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Status:
     """
 
     watch: OptionalFloat = None
-    """Show it again every so many seconds, until Ctrl-C."""
+    """Show the status again every so many seconds, until Ctrl-C."""
     json: bool = False
     """Print one JSON object instead."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
@@ -77,12 +77,12 @@ class Status:
 
 
 def is_serving(status: ClusterStatus) -> bool:
-    """True if a prefill node and a decode node are ready."""
+    """Return whether a prefill node and a decode node are ready."""
     return {node.node.role for node in status.nodes if node.state is NodeState.READY} == set(NodeRole)
 
 
 def picture(status: ClusterStatus, address: str) -> RenderableType:
-    """The whole status, for a terminal."""
+    """Return the whole status, for a terminal."""
     head = Text.assemble(("router ", "bold"), f"{status.router_id} at {address}")
     model = Text.assemble(("model ", "bold"), status.model.name if status.model else "none: no node has joined")
     contract = Text.assemble(("fingerprint ", "bold"), status.fingerprint or "none: no node has joined")
@@ -126,7 +126,7 @@ def _audits(audit: AuditStatus) -> Text:
 
 
 def slot_map(node: NodeStatus) -> RenderableType:
-    """The slots of a decode node, each a square: full if leased."""
+    """Return the slots of a decode node as squares. A square is full if its slot is leased."""
     used, total = frozenset(node.load.slots_in_use), node.node.slots
     title = Text.assemble((f"{node.node.ref.node_id} ", "bold"), f"{node.load.used_slots} of {total} slots in use")
     rows = (range(start, min(start + SLOTS_PER_LINE, total)) for start in range(0, total, SLOTS_PER_LINE))
@@ -134,7 +134,7 @@ def slot_map(node: NodeStatus) -> RenderableType:
 
 
 def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
-    """Plain values for JSON; contracts as objects."""
+    """Return the status as plain values for JSON, with contracts as objects."""
     values: dict[str, Any] = _plain(asdict(status))
     for node in values["nodes"]:
         node["node"]["contract"] = json.loads(node["node"].pop("contract_json") or "null")
@@ -142,7 +142,7 @@ def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
 
 
 class _Squares:
-    """A line of slots; ASCII where the terminal has no squares."""
+    """A line of slots as squares, or as ASCII characters where the terminal has no squares."""
 
     def __init__(self, used: list[bool]) -> None:
         self._used = used

@@ -1,4 +1,5 @@
-"""`corun up`: a whole cluster from one command. The work is `corun.launch`, which needs the serving packages."""
+"""`corun up`: run a whole cluster with one command. The work is done in `corun.launch`, which needs the serving
+packages."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class Up:
         return code
 
     def _look(self, spec: ClusterSpec) -> int:
-        """Says what would run, and what of it this machine lacks; 1 if it would not start."""
+        """Show what would run, and what this machine lacks for it. Return 1 if the cluster would not start here."""
         console = Console(highlight=False, markup=False)
         console.print(picture(spec))
         if self.ray_address is not None:
@@ -115,7 +116,7 @@ class Up:
         return 1 if failing else 0
 
     def spec(self) -> ClusterSpec:
-        """The cluster that is meant. Raises InvalidArgumentError for a file that is wrong, or has flags beside it."""
+        """Return the spec of the cluster. Raises InvalidArgumentError for an invalid file, or flags beside a file."""
         values = {name: getattr(self, name) for name in _OF_SPEC}
         given = {name: value for name, value in values.items() if value is not None and value is not False}
         if self.file is None:
@@ -127,11 +128,11 @@ class Up:
 
 
 _OF_SPEC = tuple(known.name for known in fields(Up) if known.name not in ("file", "check", "ray_address", "log_dir"))
-"""Options that a cluster.toml decides instead."""
+"""The options that a cluster.toml replaces."""
 
 
 def _of_flags(**given: Any) -> ClusterSpec:
-    """A cluster of one pool."""
+    """Return the spec of a cluster with one pool."""
     for name in PATHS:
         if given.get(name):
             given[name] = str(Path(given[name]).resolve())
@@ -151,7 +152,7 @@ def _of_flags(**given: Any) -> ClusterSpec:
 
 
 def picture(spec: ClusterSpec) -> Table:
-    """What a spec would run, for a terminal: a line for each role of each pool."""
+    """Return a table, for a terminal, of what a spec would run: a line for each role of each pool."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("pool", "role", "replicas", "model", "slots", "TP", "nodes/GPU", "ports"):
         table.add_column(name, overflow="fold")
@@ -167,7 +168,7 @@ def picture(spec: ClusterSpec) -> Table:
 
 
 def findings(found: Sequence[Any]) -> Table:
-    """What a cluster needs of a machine beside what that has, for a terminal."""
+    """Return a table, for a terminal, of what a cluster needs of a machine and what the machine has."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "needs", "has", ""):
         table.add_column(name, overflow="fold")

@@ -1,7 +1,7 @@
-"""Checks a cluster against itself: runs results or built-in prompts again and compares every bit.
+"""Check a cluster against itself: run results or built-in prompts again and compare every bit.
 
-Owns which cases are run and what the answers add up to; the runs themselves are the router's `Verify`, and what a row
-says of itself is checked by `corun.records.claims`. This module must not know how a report is shown.
+This module owns the choice of the cases and the report on the answers. The router's `Verify` does the runs, and
+`corun.records.claims` checks what a row says about itself. This module must not know how a report is shown.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from corun.rpc import codec
 from corun.types import ClusterStatus, NodeState
 
 BYTES_PER_CALL = 2 * 1024 * 1024
-"""Of all cases in one call; a router takes 4 MiB, and one case with a prompt of the model's length besides."""
+"""The most bytes of several cases in one call. A router takes 4 MiB, plus one case with a prompt of the model's
+length."""
 CASES_PER_CALL = 256
-"""Cases that one call to the router carries."""
+"""The most cases that one call to the router carries."""
 TIMEOUT_S = 3600.0
-"""For the cases of one call, over as many calls as their router needs for them."""
+"""The time in seconds for the cases of one call, over as many calls as the router needs to finish them."""
 BUILT_IN_CASES = 12
 _MAX_PROMPT = 200
 _BUILT_IN_OUTPUT = 24
@@ -41,12 +42,12 @@ _SAME = {
     "params_digest": "parameters were",
     "seed": "seed was",
 }
-"""What two receipts of one case have in common beside their contract and their output, in words."""
+"""The receipt fields, beside contract and output, that are the same in all runs of one case, each with its words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One run that was not what it had to be."""
+    """One run whose result is not the expected one."""
 
     name: str
     condition: Condition
@@ -58,13 +59,13 @@ class Difference:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What all runs add up to, also when they were interrupted."""
+    """The sum of all runs so far. It is also valid when the runs were interrupted."""
 
     num_cases: int
     num_runs: int
-    """That were asked for."""
+    """The number of runs that were asked for."""
     runs: Counter[Condition] = field(default_factory=Counter)
-    """That have a result."""
+    """The number of runs that have a result, by condition."""
     equal: Counter[Condition] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
     fingerprints: set[str] = field(default_factory=set)
@@ -73,12 +74,12 @@ class Report:
 
     @property
     def match(self) -> bool:
-        """True if there were runs, all of them were run, and every one of them was equal."""
+        """True if there is at least one run, no run is missing, and every run was equal."""
         return not self.differences and bool(self.runs) and not self.num_missing
 
     @property
     def num_missing(self) -> int:
-        """Runs without a result."""
+        """The number of runs without a result."""
         return self.num_runs - self.runs.total()
 
     def add(self, named: NamedCase, result: VerifyResult) -> None:
@@ -95,14 +96,14 @@ class Report:
         self.differences.append(Difference(name=named.name, condition=condition, reason=reason))
 
     def case(self, named: NamedCase) -> VerifyCase:
-        """The case as it has to be run next: a later call has to give what an earlier one did."""
+        """Return the case to run next. It carries the output digest of its first run, which later calls must repeat."""
         first = self._first.get(named)
         if named.case.output_digest or first is None or first.receipt is None:
             return named.case
         return replace(named.case, output_digest=first.receipt.output_digest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the report as plain values for JSON."""
         counts = {c.value: {"runs": self.runs[c], "equal": self.equal[c]} for c in Condition if self.runs[c]}
         return {
             "match": self.match,
@@ -116,7 +117,7 @@ class Report:
 
 
 class Verification:
-    """Cases that are run again under conditions (none given: all of them). Its report grows as results come."""
+    """Runs cases again under conditions; without conditions, under all of them. `report` grows as results come."""
 
     def __init__(
         self, cases: Sequence[NamedCase], conditions: Sequence[Condition] = (), *, order_seed: int = 0
@@ -131,7 +132,10 @@ class Verification:
     def run(
         self, client: Client, *, timeout_s: float = TIMEOUT_S, on_result: Callable[[], None] = lambda: None
     ) -> Report:
-        """Runs everything. timeout_s: for each 256 cases. Whatever is raised, the report has what came before."""
+        """Run all cases and return the report. If an error is raised, `report` still has all earlier results.
+
+        timeout_s: the time for the cases of one call, at most 256.
+        """
         for start, cases in _calls(self._cases):
             part = _Part(self, cases, self._order_seed + start, on_result)
             deadline = Deadline(timeout_s)
@@ -152,12 +156,12 @@ def run(
     order_seed: int = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> Report:
-    """Runs every case under every condition; see `Verification`."""
+    """Run every case under every condition; see `Verification`."""
     return Verification(cases, conditions, order_seed=order_seed).run(client, timeout_s=timeout_s)
 
 
 def _calls(cases: Sequence[NamedCase]) -> Iterator[tuple[int, list[NamedCase]]]:
-    """Cut cases into what one call carries. Gives each part with the number of cases before it."""
+    """Cut cases into parts that one call carries. Yield each part with the number of cases before it."""
     part: list[NamedCase] = []
     start = size = 0
     for number, named in enumerate(cases):
@@ -172,20 +176,23 @@ def _calls(cases: Sequence[NamedCase]) -> Iterator[tuple[int, list[NamedCase]]]:
 
 
 class _Part:
-    """Cases that are run together, over as many calls as it takes: a router ends a long one."""
+    """Cases that are run together. They may take several calls, since a router ends a call that takes too long."""
 
     def __init__(
         self, whole: Verification, cases: Sequence[NamedCase], order_seed: int, on_result: Callable[[], None]
     ) -> None:
         self.owed = {condition: list(range(len(cases))) for condition in whole.conditions}
-        """Cases without a result, by condition."""
+        """The indices of the cases without a result, by condition."""
         self._report = whole.report
         self._cases = cases
         self._order_seed = order_seed
         self._on_result = on_result
 
     def call(self, client: Client, deadline: Deadline) -> None:
-        """Runs what is owed, or what the next call can be asked for. Raises DeadlineError if no call would help."""
+        """Make one call, for the cases that the first condition still owes and all conditions that owe the same cases.
+
+        Raises DeadlineError if the call gave no result, or if no time is left.
+        """
         indices = next(iter(self.owed.values())).copy()
         conditions = [condition for condition, owed in self.owed.items() if owed == indices]
         before = self._num_owed
@@ -201,7 +208,7 @@ class _Part:
             if self._num_owed == before or not deadline.remaining_s:
                 raise
             return
-        for condition in conditions:  # What was not run was not verified.
+        for condition in conditions:  # A case that was not run is not verified.
             for index in self.owed.pop(condition, ()):
                 self._report.runs[condition] += 1
                 self._report.differ(self._cases[index], condition, "the router gave no answer")
@@ -226,9 +233,9 @@ class _Part:
 
 
 def built_in_cases(status: ClusterStatus, count: int = BUILT_IN_CASES) -> list[NamedCase]:
-    """Prompts of token ids for any model: several lengths, greedy and seeded, with and without penalties.
+    """Return prompts of token ids for any model: several lengths, greedy and seeded, with and without penalties.
 
-    Raises UnavailableError if no node has joined that says how large the vocabulary is.
+    Raises UnavailableError if no node has joined, since the nodes tell the size of the vocabulary.
     """
     nodes = [node.node for node in status.nodes if node.state is not NodeState.REFUSED]
     if not nodes:
@@ -241,7 +248,10 @@ def built_in_cases(status: ClusterStatus, count: int = BUILT_IN_CASES) -> list[N
 
 
 def _difference(named: NamedCase, first: VerifyResult | None, result: VerifyResult) -> str:
-    """Why a run is not what it had to be; empty if it is. first: of the case's runs; its own receipt comes before."""
+    """Return why a run is not as expected; empty if it is.
+
+    first: the first result of the case. It is what is expected if the case has no receipt of its own.
+    """
     if result.error:
         return f"failed: {result.error}"
     if result.receipt is None or first is None or first.receipt is None:

@@ -1,4 +1,4 @@
-"""`corun verify`: results or built-in prompts, run again under every condition."""
+"""`corun verify`: run results or built-in prompts again under every condition."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Verify:
 
     Each case runs alone, in a crowd, in other slots and in another order. Prints a table and one JSON object; the exit
     code is 3 if anything differs. Ctrl-C prints what came until then.
-    A row is checked against its receipt in full before it is run: tokens, counts, finish reason, seed, parameters; its
-    text, and that of its prompt, by the run. Runs take idle slots only and give way to other requests.
+    Before a row is run, its tokens, counts, finish reason, seed and parameters are checked against its receipt. The run
+    checks its text and the text of its prompt. Runs take idle slots only and give way to other requests.
 
     examples:
       corun verify                                         built-in prompts: each condition against the first
@@ -67,7 +67,7 @@ class Verify:
                 with ProgressBar(found.report.num_runs, "runs") as bar:
                     found.run(client, timeout_s=self.cluster.timeout_s, on_result=bar.advance)
             except (KeyboardInterrupt, CorunError):
-                if found.report.runs:  # What has been found is not lost, however this ends.
+                if found.report.runs:  # Show what was found, however the runs ended.
                     self._print(found.report)
                 raise
         self._print(found.report)
@@ -98,7 +98,7 @@ class Verify:
 
 
 def show(report: Report) -> None:
-    """The report as a table, with the first differences."""
+    """Print the report as a table, with the first differences."""
     console = Console(highlight=False, markup=False)
     table = Table("condition", "runs", "equal", "different", box=box.SIMPLE_HEAD, pad_edge=False)
     for condition in Condition:

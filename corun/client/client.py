@@ -1,8 +1,8 @@
 """The client SDK: `Client`, and `AsyncClient` with the same methods to await.
 
-Every call has a deadline and raises nothing but the errors of `corun.errors`. What the two clients share is in
-`corun.client.request`; here is what differs, blocking and awaiting. This module must not know nodes, files or
-terminals.
+Every call has a deadline and raises only the errors of `corun.errors`. What the two clients share is in
+`corun.client.request`. This module has only what differs: one blocks and the other awaits. It must not know nodes,
+files or terminals.
 """
 
 from __future__ import annotations
@@ -52,12 +52,35 @@ _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
 class Client:
-    """A cluster's client; blocks. Safe to use from several threads.
+    """A client of a cluster whose methods block. Several threads may share it.
 
-    address: host:port of a router, or several ("a:1,b:2", or a sequence) that are tried in turn. timeout_s: deadline of
-    a call that names none. connect_timeout_s: how much of it may pass before a router is reachable. tls: for routers
-    that serve TLS. token: for those that want one. Connects when first used. A generation survives its connection and
-    its router: until its deadline it is resumed, with any router.
+    The client connects when it is first used. Use it as a context manager, or call `close`. If the connection or the
+    router fails after output has begun, the request is resumed with any router until its deadline.
+
+    Args:
+        address: host:port of a router, or several of them ("a:1,b:2", or a sequence), which are tried in turn.
+        timeout_s: the deadline in seconds of a call that gives none.
+        connect_timeout_s: how many seconds of a call's deadline may pass before a router is reachable.
+        tls: the PEM files for routers that serve TLS. None: no TLS.
+        token: the client's token, for routers that ask for one. Empty: none.
+
+    Raises:
+        InvalidArgumentError: an address, a timeout, the token or a TLS file cannot be used.
+
+    A call may raise these errors, all of which are CorunErrors:
+        InvalidArgumentError: a value is outside its limit, for any model or for the one that is served.
+        UnauthenticatedError, PermissionDeniedError: the token is missing or wrong, or does not allow a value.
+        OverloadedError: there is no room now; `retry_after_s` says when to try again.
+        UnavailableError: no router answers in time, or the cluster lacks something that the call needs.
+        DeadlineError: the call's deadline has passed.
+        CancelledByPeerError: the client was closed, or the other side ended the call.
+        ContractMismatchError: a resumed request would go on under another contract than it began under.
+        DataLossError: what was received differs from its receipt, or from what was received before.
+        InternalError: the router has a bug; the message has an id to look up in its log.
+
+    Example:
+        with Client("localhost:50051") as client:
+            print(client.generate("Once upon a time", SamplingParams(max_tokens=64)).text)
     """
 
     def __init__(
@@ -88,7 +111,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends every call in flight."""
+        """Close the connections and end every call in flight with CancelledByPeerError.
+
+        Example:
+            client.close()
+        """
         self._links.closed = True
         for link in self._links.all:
             link.channel.close()
@@ -103,9 +130,26 @@ class Client:
         priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> Generation:
-        """All samples of one prompt, text or token ids, once they are finished and checked against their receipts.
+        """Generate all samples of one prompt. Return when they are finished and checked against their receipts.
 
-        priority: "high", "normal" or "low": which of the requests that wait for a slot come first.
+        Args:
+            prompt: text, or token ids.
+            params: how tokens are drawn, and how many samples. None: the defaults of SamplingParams.
+            seed: the request's seed, in [0, 2^63). None: the router derives one from the request id.
+            request_id: the request's id, of at most 128 characters. None: a random id.
+            priority: "high", "normal" or "low": which of the requests that wait for a slot get one first.
+            timeout_s: the call's deadline in seconds. None: the client's.
+
+        Raises:
+            InvalidArgumentError: a value is outside its limit, or prompt and output do not fit the model.
+            OverloadedError: there is no room for the request now. The call does not try again by itself.
+            DeadlineError: the samples were not finished in time.
+            DataLossError: a sample is incomplete, or differs from its receipt.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            done = client.generate("Once upon a time", SamplingParams(max_tokens=64, n=2), seed=7)
+            print(done.samples[1].text, done.receipt.output_digest)
         """
         job = make_job(prompt, params, seed, request_id, priority)
         return self._generate(job, self._endpoint.deadline(timeout_s), _Calls())
@@ -120,7 +164,21 @@ class Client:
         priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> Iterator[Chunk]:
-        """The same as it is drawn; samples interleave. Leaving the loop ends the request and frees its slot."""
+        """Yield the output of one prompt as it is drawn. The chunks of several samples interleave.
+
+        Leaving the loop closes the iterator, which ends the request and frees its slots.
+
+        Args:
+            The same as those of `Client.generate`. The deadline begins with this call, not with the first chunk.
+
+        Raises:
+            InvalidArgumentError: at once, if a value is outside the limits of every model.
+            CorunError: while iterating, the same errors as `generate`. The router is asked at the first chunk.
+
+        Example:
+            for chunk in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
+                print(chunk.text, end="", flush=True)
+        """
         job = make_job(prompt, params, seed, request_id, priority)
         return self._chunks(job, self._endpoint.deadline(timeout_s), _Calls())
 
@@ -135,12 +193,27 @@ class Client:
         progress: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Generation]:
-        """The generations of many prompts, in order; at most `concurrency` at once.
+        """Generate the samples of many prompts and return the generations in the order of the prompts.
 
-        params: for all, or one per prompt. priority: low, so that a batch gives way to single prompts and may wait for
-        as long as its time allows. timeout_s: of each prompt. progress=None shows a bar on a terminal when
-        the batch takes longer than a second. An overloaded router is asked again when it says so. The first other
-        error ends the batch.
+        An overloaded router is asked again after the delay that it names. The first other error ends the batch.
+
+        Args:
+            prompts: texts or token ids. All are checked before the first is sent.
+            params: the parameters of all prompts, or a sequence with one for each. None: the defaults.
+            seeds: a seed for each prompt, in [0, 2^63), or None for a derived one. None: all are derived.
+            priority: low by default, so that a batch gives way to single prompts and may wait until its deadline.
+            concurrency: the most prompts in flight at once, at least 1.
+            progress: whether to show a bar on stderr once the batch has taken a second. None: if stderr is a terminal.
+            timeout_s: the deadline of each prompt in seconds, counted from when its turn comes. None: the client's.
+
+        Raises:
+            InvalidArgumentError: a value is outside its limit; the field names the prompt, as in prompts[3].seed.
+            OverloadedError: there was no room for a prompt until its deadline.
+            CorunError: all other errors that `generate` raises.
+
+        Example:
+            done = client.generate_many(["One", "Two"], SamplingParams(max_tokens=16), seeds=[1, 2])
+            print([each.text for each in done])
         """
         check_concurrency(concurrency)
         jobs, calls = make_jobs(prompts, params, seeds, priority), _Calls()
@@ -158,7 +231,22 @@ class Client:
         return [future.result() for future in futures]
 
     def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
-        """What the cluster is made of and how busy it is."""
+        """Return the members of the cluster and how busy they are.
+
+        Where routers ask for tokens, only an operator's token gets all of it.
+
+        Args:
+            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
+
+        Raises:
+            UnauthenticatedError: the router asks for a token that the client does not have.
+            UnavailableError: no router answers in time.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            for node in client.get_cluster().nodes:
+                print(node.node.ref.node_id, node.state.value)
+        """
         deadline, calls = self._endpoint.status_deadline(timeout_s), _Calls()
         link = self._link(self._endpoint.connect_s(deadline), calls)
         try:
@@ -176,9 +264,25 @@ class Client:
         order_seed: int = 0,
         timeout_s: float | None = None,
     ) -> Iterator[VerifyResult]:
-        """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come.
+        """Run cases again and compare every bit. Yield one result per case and condition, as they finish.
 
-        In idle slots and at the lowest priority. A router ends a long call with DeadlineError: ask it for the rest.
+        The runs use idle slots and the lowest priority. A run that fails gives a result with `error`, and no exception.
+
+        Args:
+            cases: the samples to run again.
+            conditions: the conditions to run each case under, each at most once. Empty: all of them.
+            order_seed: the seed that shuffles orders and draws the other samples of a crowd.
+            timeout_s: the call's deadline in seconds. None: the client's.
+
+        Raises:
+            InvalidArgumentError: at once, or while iterating, if a case is outside its limits.
+            OverloadedError: another verification of this client runs.
+            DeadlineError: the time is over; a router limits it, too. Ask again for the results that are missing.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            for result in client.verify(cases, [Condition.CROWDED]):
+                print(result.case_index, result.match, result.error)
         """
         request = codec.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._endpoint.deadline(timeout_s), _Calls())
@@ -226,7 +330,7 @@ class Client:
                 raise self._links.failed(link, error) from error
 
     def _link(self, wait_s: float, calls: _Calls) -> _SyncLink:
-        """The first link whose router answers anything at all; after that the same, until a call finds it gone."""
+        """Return the first link whose router answers anything, and that same link until a call finds it gone."""
         search = Search(self._endpoint, wait_s)
         while not self._links.reached:
             link = self._links.check_open().current
@@ -243,7 +347,14 @@ class Client:
 
 
 class AsyncClient:
-    """A cluster's client; to await, in one event loop. See `Client`, whose methods and arguments it has."""
+    """A client of a cluster whose methods are awaited. Use it in one event loop.
+
+    Methods, arguments and errors are those of `Client`.
+
+    Example:
+        async with AsyncClient("localhost:50051") as client:
+            print((await client.generate("Once upon a time", SamplingParams(max_tokens=64))).text)
+    """
 
     def __init__(
         self,
@@ -271,7 +382,11 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends every call in flight."""
+        """Close the connections and end every call in flight.
+
+        Example:
+            await client.close()
+        """
         if self._opened is not None:
             self._opened.closed = True
             for link in self._opened.all:
@@ -287,9 +402,22 @@ class AsyncClient:
         priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> Generation:
-        """All samples of one prompt, text or token ids, once they are finished and checked against their receipts.
+        """Generate all samples of one prompt. Return when they are finished and checked against their receipts.
 
-        priority: "high", "normal" or "low": which of the requests that wait for a slot come first.
+        Args:
+            prompt: text, or token ids.
+            params: how tokens are drawn, and how many samples. None: the defaults of SamplingParams.
+            seed: the request's seed, in [0, 2^63). None: the router derives one from the request id.
+            request_id: the request's id, of at most 128 characters. None: a random id.
+            priority: "high", "normal" or "low": which of the requests that wait for a slot get one first.
+            timeout_s: the call's deadline in seconds. None: the client's.
+
+        Raises:
+            CorunError: the same errors as `Client.generate`.
+
+        Example:
+            done = await client.generate("Once upon a time", SamplingParams(max_tokens=64), seed=7)
+            print(done.text, done.receipt.output_digest)
         """
         job = make_job(prompt, params, seed, request_id, priority)
         return await self._generate(job, self._endpoint.deadline(timeout_s))
@@ -304,7 +432,22 @@ class AsyncClient:
         priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Chunk]:
-        """The same as it is drawn; samples interleave. Leaving the loop ends the request and frees its slot."""
+        """Yield the output of one prompt as it is drawn. The chunks of several samples interleave.
+
+        Closing the iterator ends the request and frees its slots. Leaving the loop closes it a little later, when
+        Python finalizes it; `contextlib.aclosing` closes it at once.
+
+        Args:
+            The same as those of `Client.generate`. The deadline begins with this call, not with the first chunk.
+
+        Raises:
+            InvalidArgumentError: at once, if a value is outside the limits of every model.
+            CorunError: while iterating, the same errors as `Client.generate`.
+
+        Example:
+            async for chunk in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
+                print(chunk.text, end="", flush=True)
+        """
         job = make_job(prompt, params, seed, request_id, priority)
         return self._chunks(job, self._endpoint.deadline(timeout_s))
 
@@ -319,7 +462,18 @@ class AsyncClient:
         progress: bool | None = None,
         timeout_s: float | None = None,
     ) -> list[Generation]:
-        """The generations of many prompts, in order; at most `concurrency` at once. See `Client.generate_many`."""
+        """Generate the samples of many prompts and return the generations in the order of the prompts.
+
+        Args:
+            The same as those of `Client.generate_many`. timeout_s is the deadline in seconds of each prompt.
+
+        Raises:
+            CorunError: the same errors as `Client.generate_many`. The first one cancels the rest of the batch.
+
+        Example:
+            done = await client.generate_many(["One", "Two"], SamplingParams(max_tokens=16), seeds=[1, 2])
+            print([each.text for each in done])
+        """
         check_concurrency(concurrency)
         jobs, gate = make_jobs(prompts, params, seeds, priority), asyncio.Semaphore(concurrency)
         with ProgressBar(len(jobs), "prompts", shown=progress) as bar:
@@ -339,7 +493,18 @@ class AsyncClient:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
-        """What the cluster is made of and how busy it is."""
+        """Return the members of the cluster and how busy they are.
+
+        Args:
+            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
+
+        Raises:
+            CorunError: the same errors as `Client.get_cluster`.
+
+        Example:
+            for node in (await client.get_cluster()).nodes:
+                print(node.node.ref.node_id, node.state.value)
+        """
         deadline = self._endpoint.status_deadline(timeout_s)
         link = await self._link(self._endpoint.connect_s(deadline))
         try:
@@ -356,9 +521,22 @@ class AsyncClient:
         order_seed: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[VerifyResult]:
-        """Runs cases again and compares every bit; a result per case and condition (none given: all), as they come.
+        """Run cases again and compare every bit. Yield one result per case and condition, as they finish.
 
-        In idle slots and at the lowest priority. A router ends a long call with DeadlineError: ask it for the rest.
+        The runs use idle slots and the lowest priority. A run that fails gives a result with `error`, and no exception.
+
+        Args:
+            cases: the samples to run again.
+            conditions: the conditions to run each case under, each at most once. Empty: all of them.
+            order_seed: the seed that shuffles orders and draws the other samples of a crowd.
+            timeout_s: the call's deadline in seconds. None: the client's.
+
+        Raises:
+            CorunError: the same errors as `Client.verify`.
+
+        Example:
+            async for result in client.verify(cases, [Condition.CROWDED]):
+                print(result.case_index, result.match, result.error)
         """
         request = codec.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._endpoint.deadline(timeout_s))
@@ -410,7 +588,7 @@ class AsyncClient:
             call.cancel()
 
     async def _link(self, wait_s: float) -> _AsyncLink:
-        """See `Client._link`."""
+        """Do what `Client._link` does, awaiting."""
         search = Search(self._endpoint, wait_s)
         while not self._links.reached:
             link = self._links.check_open().current
@@ -435,11 +613,11 @@ class AsyncClient:
 
 
 class _Link:
-    """One router, from a client's side."""
+    """A client's link to one router."""
 
     def __init__(self, address: str, channel: Any) -> None:
         self.address = address
-        # gRPC's own wait for a channel polls it in a thread, which dies of a traceback if the channel closes meanwhile.
+        # gRPC's own wait for a channel polls it in a thread. If the channel closes, that thread prints a traceback.
         self.probe: Any = channel.unary_unary(_PROBE, bytes, bytes)
         self.stub: Any = ClusterServiceStub(channel)  # type: ignore[no-untyped-call]
 
@@ -461,7 +639,7 @@ class _Cancellable(Protocol):
 
 
 class _Calls:
-    """What one method of `Client` has in flight, so that another thread can end all of it."""
+    """The calls that one method of `Client` has in flight, so that another thread can end them all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -470,7 +648,7 @@ class _Calls:
 
     @contextmanager
     def hold(self, call: C) -> Iterator[C]:
-        """Cancels the call on the way out, and earlier if everything is ended."""
+        """Cancel the call when the context ends, or earlier when `end` is called."""
         with self._lock:
             self._held[id(call)] = call
         try:

@@ -1,4 +1,4 @@
-"""A progress bar on stderr that stays away from short work and from files.
+"""A progress bar on stderr. It is not shown for short work, nor when stderr is a file.
 
 This module must not know what is counted.
 """
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 DELAY_S = 1.0
-"""Work that ends sooner shows no bar."""
+"""The number of seconds before the bar appears. Shorter work shows no bar."""
 
 
 class ProgressBar:
-    """Counts to `total`, as a context manager. shown=None: only where stderr is a terminal."""
+    """A context manager that counts to `total`. shown=None shows the bar only if stderr is a terminal."""
 
     def __init__(self, total: int, label: str, *, shown: bool | None = None, delay_s: float = DELAY_S) -> None:
         self._total = total
@@ -67,9 +67,9 @@ class ProgressBar:
 
 
 def left(done: int, total: int, elapsed_s: float) -> str:
-    """How long the rest takes at the pace from the beginning on, in words; empty if nothing is done yet.
+    """Return in words how long the rest takes at the average pace so far; empty if nothing, or all, is done.
 
-    Rich's own estimate goes by the last 30 seconds, in which slow work may have ended nothing.
+    Rich's own estimate uses the last 30 seconds only. Slow work may have finished no item in them.
     """
     if not done or done >= total:
         return ""
@@ -82,7 +82,7 @@ def left(done: int, total: int, elapsed_s: float) -> str:
 
 
 def _new_bar() -> Progress:
-    # Loading rich takes longer than the whole client; a program without a terminal never pays for it.
+    # Loading rich takes longer than loading the whole client. A program without a terminal never loads it.
     from rich import progress  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What the two clients share: checked requests, how a response reads, when an overloaded router is asked again.
+"""What the two clients share: checked requests, reading responses, and when to ask an overloaded router again.
 
 Nothing here does I/O. This module must not know whether its caller blocks or awaits.
 """
@@ -20,11 +20,11 @@ from corun.v1 import cluster_service_pb2 as pb
 
 DEFAULT_ADDRESS = "localhost:50051"
 DEFAULT_TIMEOUT_S = 600.0
-"""For one prompt, from the call to its last token."""
+"""The deadline of one prompt in seconds, from the call to its last token."""
 DEFAULT_CONNECT_TIMEOUT_S = 20.0
-"""For a router to be reachable; part of a call's deadline."""
+"""The number of seconds that a router has to become reachable. They are part of a call's deadline."""
 DEFAULT_CONCURRENCY = 256
-"""Prompts in flight at once: the slots of one decode node."""
+"""The number of prompts in flight at once: as many as one decode node has slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,15 +32,16 @@ class Job:
     """One checked prompt, ready to be sent."""
 
     request: pb.GenerateRequest
-    """With a request id, so that it can be resumed, and for log probabilities, so that its output can be checked."""
+    """The message to send. It has a request id, so that it can be resumed. It asks for log probabilities, so that its
+    output can be checked."""
     n: int
     logprobs: bool
-    """Whether the caller asked for log probabilities, and so for the texts of tokens."""
+    """Whether the caller asked for log probabilities, and so for the texts of tokens, too."""
     metadata: Metadata = ()
-    """The caller's span, if there is one."""
+    """The call's metadata: it names the caller's span, if there is one."""
 
     def resumed(self, points: Sequence[ResumePoint], fingerprint: str) -> Job:
-        """The job of getting what is missing."""
+        """Return the job that asks for the output after `points`."""
         return replace(self, request=codec.resumed_request(self.request, points, fingerprint))
 
     def assembler(self) -> Assembler:
@@ -55,7 +56,7 @@ def make_job(
     request_id: str | None,
     priority: Priority | str = Priority.NORMAL,
 ) -> Job:
-    """Raises InvalidArgumentError for what no model could take."""
+    """Return the job of one prompt. Raises InvalidArgumentError for values that no model could accept."""
     params = SamplingParams() if params is None else _checked("sampling_params", params)
     request = codec.generate_request(
         prompt,
@@ -74,7 +75,10 @@ def make_jobs(
     seeds: Sequence[int | None] | None,
     priority: Priority | str = Priority.NORMAL,
 ) -> list[Job]:
-    """All prompts of a batch, checked before the first is sent; an error names the prompt's index."""
+    """Return the jobs of a batch. All are checked before the first is sent.
+
+    Raises InvalidArgumentError, which names the prompt's index.
+    """
     if isinstance(prompts, str):
         raise InvalidArgumentError("prompts", prompts, "must be a sequence of prompts")
     if params is None or isinstance(params, SamplingParams):
@@ -90,7 +94,7 @@ def make_jobs(
 
 
 def read_priority(priority: Priority | str) -> Priority:
-    """Raises InvalidArgumentError if there is none of this name."""
+    """Return a priority by its name. Raises InvalidArgumentError if there is no such priority."""
     try:
         return Priority(priority)
     except ValueError:
@@ -99,12 +103,15 @@ def read_priority(priority: Priority | str) -> Priority:
 
 
 def at_index(index: int, error: InvalidArgumentError) -> InvalidArgumentError:
-    """The error of one prompt of a batch, with the prompt's index."""
+    """Return the error of one prompt of a batch, with the prompt's index in its field."""
     return InvalidArgumentError(f"prompts[{index}].{error.field}", error.value, error.limit)
 
 
 def retry_delay_s(error: OverloadedError, deadline: Deadline) -> float:
-    """Seconds to wait before an overloaded router is asked again; raises `error` if the deadline comes first."""
+    """Return the number of seconds before an overloaded router is asked again.
+
+    Raises `error` if the deadline comes first.
+    """
     delay = max(MIN_RETRY_S, error.retry_after_s)
     if delay >= deadline.remaining_s:
         raise error

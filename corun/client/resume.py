@@ -1,8 +1,8 @@
-"""One request over as many calls as it takes: what has been received of it, and what to ask for next.
+"""One request that may take several calls: what has been received so far, and what to ask for next.
 
-Routers keep nothing for a client that lost its connection, and need not: output is a function of the request, so any of
-them can run it again, check what was received by its digest and send the rest. Nothing here does I/O. This module must
-not know whether its caller blocks or awaits.
+Routers keep nothing for a client that lost its connection. They need not: output is a function of the request, so any
+router can run the request again, check the received part by its digest and send the rest. Nothing here does I/O. This
+module must not know whether its caller blocks or awaits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from corun.types import ResumePoint
 
 
 class Received:
-    """What a client has of one sample."""
+    """The part of one sample that a client has received."""
 
     def __init__(self, index: int, *, with_token_texts: bool = False) -> None:
         self.done = False
@@ -40,7 +40,7 @@ class Received:
 
     @property
     def point(self) -> ResumePoint | None:
-        """Where to go on; None at the beginning."""
+        """The point to continue from. None if nothing has been received."""
         if self._seed is None:
             return None
         return ResumePoint(
@@ -53,7 +53,10 @@ class Received:
         )
 
     def add(self, chunk: Chunk) -> None:
-        """Raises DataLossError if the chunk does not continue the sample, or its receipt is not that of the sample."""
+        """Add a chunk.
+
+        Raises DataLossError if the chunk does not continue the sample, or if its receipt differs from the sample.
+        """
         if self.done:
             raise DataLossError(f"sample {self._index} went on after its end")
         if self._seed not in (None, chunk.seed):
@@ -79,13 +82,13 @@ class Received:
             "number of tokens": (self._digest.num_tokens, receipt.num_output_tokens),
             "output digest": (self._digest.hexdigest(), receipt.output_digest),
         }
-        if receipt.tokens_digest:  # A router of an earlier version gives none.
+        if receipt.tokens_digest:  # A router of an earlier version sends no tokens digest.
             facts["tokens digest"] = (self._digest.tokens_hexdigest(), receipt.tokens_digest)
         check_facts(self._index, facts)
 
 
 class Resumption:
-    """A request that is sent again until all of it has been received, or that cannot help."""
+    """Sends a request again until all of its output has been received, or until trying again cannot help."""
 
     def __init__(self, job: Job, endpoint: Endpoint, deadline: Deadline) -> None:
         self._job = job
@@ -104,17 +107,19 @@ class Resumption:
 
     @property
     def connect_s(self) -> float:
-        """Seconds to wait for a router: once there is output, as long as the call may take."""
+        """The number of seconds to wait for a router. Once there is output, this is all the time that the call has."""
         return self._deadline.remaining_s if self._has_begun else self._endpoint.connect_s(self._deadline)
 
     def job(self) -> Job:
-        """All that has not been received."""
+        """Return the job that asks for everything that has not been received."""
         points = [point for sample in self._samples if (point := sample.point) is not None]
         return self._job.resumed(points, self._fingerprint) if points else self._job
 
     def take(self, chunk: Chunk) -> Chunk:
-        """The chunk as the caller gets it. Raises DataLossError or ContractMismatchError if it does not continue the
-        request."""
+        """Return the chunk as the caller gets it.
+
+        Raises DataLossError or ContractMismatchError if the chunk does not continue the request.
+        """
         if chunk.sample_index >= len(self._samples):
             raise DataLossError(f"the router sent sample {chunk.sample_index} of {len(self._samples)}")
         fingerprint, prompt = self._new_fingerprint(chunk.fingerprint), self._new_prompt(chunk.prompt_token_ids)
@@ -124,14 +129,17 @@ class Resumption:
         return replace(chunk, logprobs=logprobs, prompt_token_ids=prompt, fingerprint=fingerprint)
 
     def finish(self) -> None:
-        """The router says that this is all."""
+        """Note that the router has ended the stream. Raises DataLossError if a sample is not complete."""
         for index, sample in enumerate(self._samples):
             if not sample.done:
                 raise DataLossError(f"the stream ended before sample {index} did")
 
     def retry_s(self, error: grpc.RpcError, address: str) -> float:
-        """Seconds until the request should be sent again. Raises the typed error if that would not help, or not in
-        time: once output has come, there is time until the deadline, before that for as long as for a connection."""
+        """Return the number of seconds until the request should be sent again.
+
+        Raises the typed error if trying again would not help, or if there is no time for it. Once output has arrived,
+        there is time until the deadline. Before that, there is only the time for making a connection.
+        """
         typed = typed_error(error, address)
         delay = self._delay_s(error, typed)
         now = time.monotonic()
@@ -148,12 +156,15 @@ class Resumption:
             if not is_answered(error):
                 return self._backoff.next_s()
             return None if typed.retry_after_s is None else max(self._backoff.next_s(), typed.retry_after_s)
-        if isinstance(typed, OverloadedError) and self._has_begun:  # It was admitted once; a caller could only wait.
+        if isinstance(typed, OverloadedError) and self._has_begun:  # The caller could only wait, too.
             return max(self._backoff.next_s(), typed.retry_after_s)
         return None
 
     def _new_fingerprint(self, fingerprint: str) -> str:
-        """What the caller has not been told of the contract."""
+        """Return the fingerprint if the caller has not been told it yet, else empty text.
+
+        Raises ContractMismatchError if the contract has changed.
+        """
         if not self._fingerprint:
             self._fingerprint = fingerprint
             return fingerprint
@@ -163,7 +174,10 @@ class Resumption:
         return ""
 
     def _new_prompt(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """What the caller has not been told of the prompt's tokens."""
+        """Return the prompt's tokens if the caller has not been told them yet, else none.
+
+        Raises DataLossError if the prompt has changed.
+        """
         if not self._prompt:
             self._prompt = token_ids
             return token_ids

@@ -1,4 +1,4 @@
-"""Which routers a client uses, what it shows them and how long it waits for them.
+"""Which routers a client uses, which credentials it shows them and how long it waits for them.
 
 Nothing here does I/O. This module must not know what is asked of a router, nor whether its caller blocks or awaits.
 """
@@ -27,15 +27,15 @@ from corun.rpc.channel import OPEN, Access
 
 STATUS_TIMEOUT_S = 30.0
 NOTICE_S = 1.0
-"""How long a client waits for a router in silence."""
+"""The number of seconds that a client waits for a router before it logs a warning."""
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 2.0
 _PROBE_S = 2.0
-"""For one of several routers to answer before the next one is asked."""
+"""The number of seconds that one of several routers has to answer before the next one is asked."""
 
 
 log = logging.getLogger(__name__)
-"""Without a handler of the caller's, Python prints warnings to standard error."""
+"""The client's logger. If the caller installs no handler, Python prints its warnings to standard error."""
 
 
 class Link(Protocol):
@@ -60,7 +60,7 @@ class Deadline:
 
 
 class Backoff:
-    """Delays between tries: growing, and random, so that the clients of one router do not come back in step."""
+    """Delays between tries. They grow, and they are random, so that a router's clients do not all return at once."""
 
     def __init__(self) -> None:
         self._longest_s = MIN_RETRY_S
@@ -72,13 +72,16 @@ class Backoff:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """The addresses of one cluster's routers, and how long to wait for one of them."""
+    """The addresses of one cluster's routers, and how long to wait for one of them.
+
+    Raises InvalidArgumentError unless both timeouts are finite and above 0.
+    """
 
     addresses: tuple[str, ...]
     timeout_s: float
     connect_timeout_s: float
     access: Access = OPEN
-    """What they are shown."""
+    """The TLS files and the token that the client shows to the routers."""
 
     def __post_init__(self) -> None:
         check_timeout("timeout_s", self.timeout_s)
@@ -86,7 +89,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """All of them, for messages."""
+        """All addresses as one text, for messages."""
         return ", ".join(self.addresses)
 
     def deadline(self, timeout_s: float | None = None) -> Deadline:
@@ -96,7 +99,7 @@ class Endpoint:
         return self.deadline(min(self.timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
 
     def connect_s(self, deadline: Deadline) -> float:
-        """Seconds to wait for a connection."""
+        """Return the number of seconds to wait for a connection."""
         return min(self.connect_timeout_s, deadline.remaining_s)
 
     def unreachable(self, waited_s: float) -> UnavailableError:
@@ -104,14 +107,14 @@ class Endpoint:
 
     @property
     def _doubt(self) -> str:
-        """What else may be wrong: gRPC does not tell a refused handshake from a silent peer."""
+        """A hint for the message: gRPC does not distinguish a refused TLS handshake from a silent peer."""
         if self.access.tls is None:
             return ", without TLS"
         return ", over TLS: the certificates may not be those that the other side trusts"
 
 
 class Search:
-    """Looks for a router that answers: whom to ask for how long, and when again."""
+    """Plans the search for a router that answers: how long each router may take, and when the next one is asked."""
 
     def __init__(self, endpoint: Endpoint, wait_s: float) -> None:
         self._endpoint = endpoint
@@ -119,18 +122,21 @@ class Search:
         self._end = time.monotonic() + wait_s
         self._backoff = Backoff()
         self._is_silent = wait_s > 2 * NOTICE_S
-        """Nobody has been told yet that this takes a while."""
+        """Whether the warning about a long search is still to be logged. A short search logs none."""
 
     @property
     def probe_s(self) -> float:
-        """How long the next router may take to answer."""
+        """The number of seconds that the next router may take to answer."""
         left = max(0.0, self._end - time.monotonic())
         if self._is_silent:
             return min(left, NOTICE_S)
         return left if len(self._endpoint.addresses) == 1 else min(left, _PROBE_S)
 
     def pause_s(self) -> float:
-        """Seconds until the next router is asked. Raises UnavailableError when the time is over."""
+        """Return the number of seconds until the next router is asked.
+
+        Raises UnavailableError when the time for the search is over.
+        """
         left = self._end - time.monotonic()
         if left <= 0:
             raise self._endpoint.unreachable(self._wait_s)
@@ -141,12 +147,12 @@ class Search:
 
 
 class Links(Generic[L]):
-    """A client's routers, and which of them is used."""
+    """The links to a client's routers, and which of them is in use."""
 
     def __init__(self, links: Sequence[L]) -> None:
         self.all = links
         self.reached = False
-        """The current one has answered, and no call has found it gone since."""
+        """Whether the current router has answered, and no call has found it gone since."""
         self.closed = False
         self._current = 0
 
@@ -160,13 +166,13 @@ class Links(Generic[L]):
         return self
 
     def leave(self, link: L) -> None:
-        """Goes on to the next one, unless somebody else has already."""
+        """Go on to the next router, unless another call has already left `link`."""
         if self.current is link:
             self._current = (self._current + 1) % len(self.all)
             self.reached = False
 
     def failed(self, link: L, error: grpc.RpcError) -> CorunError:
-        """The error to raise for a failed call."""
+        """Return the error to raise for a failed call. Leaves the router if it is unavailable."""
         typed = typed_error(error, link.address)
         if isinstance(typed, UnavailableError):
             self.leave(link)
@@ -174,7 +180,10 @@ class Links(Generic[L]):
 
 
 def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses in "a:1,b:2" or in a sequence of such."""
+    """Return the addresses in a text such as "a:1,b:2", or in a sequence of such texts.
+
+    Raises InvalidArgumentError unless each address is host:port.
+    """
     given = [address] if isinstance(address, str) else address
     if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
         raise InvalidArgumentError("address", address, "must be host:port, or several")
@@ -184,13 +193,13 @@ def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
     for each in found:
         if each.lower().startswith(("http://", "https://")):
             raise InvalidArgumentError("address", each, "must be host:port without http: routers speak gRPC")
-        if ":" not in each:  # gRPC would take the port of HTTPS.
+        if ":" not in each:  # gRPC would use the port of HTTPS.
             raise InvalidArgumentError("address", each, "must be host:port")
     return tuple(found)
 
 
 def typed_error(error: grpc.RpcError, address: str) -> CorunError:
-    """The error to raise for a failed call; where the network may be at fault, it names the router's address."""
+    """Return the typed error of a failed call. If the network may be the cause, it names the router's address."""
     typed = from_rpc_error(error)
     if isinstance(typed, UnavailableError):
         return UnavailableError(f"router {address}: {typed.message}", typed.retry_after_s)

@@ -1,7 +1,7 @@
-"""A whole cluster as one value: pools, their processes, what those are configured with; and `cluster.toml`, its file.
+"""A whole cluster as one value: its pools, their processes and their settings. `cluster.toml` is its file.
 
     [security]               # for every process: tls_cert, tls_key, tls_ca, tls_name, cluster_token_file; for routers:
-                             # client_tokens_file, tls_clients; insecure = true starts on a public address without them
+                             # client_tokens_file, tls_clients; insecure = true allows a public address without them
     [pools.main]             # what prefill and decode nodes have in common
     model = "Qwen/Qwen3-8B"
     [pools.main.router]      # RouterConfig
@@ -11,17 +11,17 @@
     [pools.main.decode]      # DecodeConfig
     slots = 256
 
-Keys are the fields of the config classes, which own every limit, and two more: `replicas`, how many processes of a role
-there are, and in a pool's table `nodes_per_gpu`, how many of its nodes share a GPU. Paths are relative to the file.
-Three rules of its own:
+Keys are the fields of the config classes, which own every limit. There are two more keys: `replicas` is the number of
+processes of a role, and `nodes_per_gpu`, in a pool's table, is the number of its nodes that share a GPU. Paths are
+relative to the file. The file has three rules of its own:
 
-- What names one process or one machine is not for a file, but for whoever starts processes: node_id, router_id,
-  advertise, nixl_host, and host and router of nodes.
-- A port that is not 0 is that of the first process of its role; the next ones of a pool count up from it.
-- What a pool's contract says of its model (model, dtype, max_model_len, tensor_parallel_size) is the pool's, not a
-  role's.
+- It does not have settings that name one process or one machine: node_id, router_id, advertise, nixl_host, and host and
+  router of nodes. The program that starts the processes sets them.
+- A port that is not 0 is the port of the first process of its role. The next processes of a pool count up from it.
+- The settings of the model in the contract (model, dtype, max_model_len, tensor_parallel_size) belong to the pool, not
+  to a role.
 
-Must not know how processes are started, nor where.
+This module must not know how processes are started, nor where.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _OF_POOL = ("nodes_per_gpu", *_OF_CONTRACT)
 _OF_LAUNCHER = ("node_id", "router_id", "advertise", "nixl_host")
 _OF_LAUNCHER_FOR_NODES = (*_OF_LAUNCHER, "host", "router")
 PATHS = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file", "seed_key_file", "audit_dir")
-"""Settings that are paths, beside `model`, which need not be one."""
+"""The settings that are always paths. `model` may be a path, too."""
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "must be text"),
     bool: ((bool,), "must be true or false"),
@@ -72,7 +72,7 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Security:
-    """What the links of a cluster are protected with: paths of files, the same for all processes."""
+    """How the links of a cluster are protected. The paths are the same for all processes."""
 
     tls_cert: str = ""
     tls_key: str = ""
@@ -82,17 +82,17 @@ class Security:
     tls_clients: bool = False
     client_tokens_file: str = ""
     insecure: bool = False
-    """Serves on a public address without protection."""
+    """Whether to serve on a public address without protection."""
 
     def missing(self, host: str) -> list[str]:
-        """What a router needs to listen on `host`, and has not."""
+        """Return the names of the settings that a router needs to listen on `host` and does not have."""
         if self.insecure or is_loopback(host):
             return []
         needed = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file")
         return [name for name in needed if not getattr(self, name)]
 
     def settings(self, role: str) -> dict[str, Any]:
-        """Those of a process, without those that say nothing."""
+        """Return the settings of a process of `role`, without empty ones."""
         names = (*_OF_MEMBERS, *_OF_ROUTERS) if role == "router" else _OF_MEMBERS
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -103,41 +103,43 @@ class Security:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSpec:
-    """One contract, and the processes that share it: its routers and their nodes. Settings are those that were given,
-    by their names in the config classes."""
+    """One contract and the processes that share it: routers and their nodes.
+
+    It holds only the settings that were given, by their names in the config classes.
+    """
 
     name: str = "main"
     common: Mapping[str, Any]
-    """Of both node roles; has a model."""
+    """The settings of both node roles. They include the model."""
     router: Mapping[str, Any] = field(default_factory=dict)
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """By role; one where nothing is said."""
+    """The number of processes by role; 1 for a role that is not in it."""
     nodes_per_gpu: int | None = None
-    """How many nodes share a GPU; None: whoever starts them decides."""
+    """The number of nodes that share a GPU; None: the program that starts them decides."""
     security: Security = field(default_factory=Security)
     source: str = ""
-    """The file that it is from; empty: a command line."""
+    """The file that the pool was read from; empty: it was given on a command line."""
 
     @property
     def model(self) -> str:
         return str(self.common["model"])
 
     def count(self, role: str) -> int:
-        """Processes of a role."""
+        """Return the number of processes of a role."""
         return self.replicas.get(role, 1)
 
     def settings(self, role: str) -> dict[str, Any]:
-        """All that was given for a process of a role."""
+        """Return all settings that were given for a process of a role."""
         common = {} if role == "router" else self.common
         return {**self.security.settings(role), **common, **getattr(self, role)}
 
     def config(self, role: str, **own: Any) -> Any:
-        """The configuration of a process of a role. own: what only that process has.
+        """Return the configuration of a process of a role. own: the settings of that process alone.
 
         Raises:
-            InvalidArgumentError: a value is outside its limit, or a file cannot be used; names where it was given.
+            InvalidArgumentError: a value is outside its limit, or a file cannot be used. It names where it was given.
         """
         try:
             return CONFIGS[role](**{**self.settings(role), **own})
@@ -145,24 +147,24 @@ class PoolSpec:
             raise InvalidArgumentError(self.where(role, error.field), error.value, error.limit) from None
 
     def ports(self, role: str, index: int) -> dict[str, int]:
-        """The fixed ports of the index-th process of a role."""
+        """Return the ports that are not 0 of the process number `index` of a role, from 0, by their settings."""
         config = self.config(role)
         names = (known.name for known in fields(config) if known.name == "port" or known.name.endswith("_port"))
         return {name: port + index for name in names if (port := getattr(config, name))}
 
     def scaled(self, counts: Mapping[str, int]) -> PoolSpec:
-        """The same pool with other numbers of processes, by role. Raises InvalidArgumentError for bad ones."""
+        """Return the pool with other numbers of processes, by role. Raises InvalidArgumentError for a bad number."""
         for role, count in counts.items():
             check_replicas(self.where(role, "replicas"), count)
         return replace(self, replicas={**self.replicas, **counts})
 
     @property
     def tensor_parallel_size(self) -> int:
-        """GPUs that each node shares the model over."""
+        """The number of GPUs over which each node splits the model."""
         return int(self.config("decode").tensor_parallel_size)
 
     def where(self, role: str, name: str) -> str:
-        """Where a setting stands, in words."""
+        """Return the place of a setting as text, for errors: file, table and key, or the name alone."""
         if not self.source:
             return role if name == "replicas" else name
         table = f"pools.{self.name}.{role}"
@@ -173,7 +175,10 @@ class PoolSpec:
         return f"{self.source}: [{table}] {name}"
 
     def check(self) -> None:
-        """Raises InvalidArgumentError unless every process of the pool would take its configuration."""
+        """Raise InvalidArgumentError unless the configuration of every process of the pool is valid.
+
+        This includes that a router on a public address is protected.
+        """
         host = self.router.get("host", RouterConfig().host)
         if missing := self.security.missing(host):
             raise InvalidArgumentError(
@@ -190,17 +195,20 @@ class PoolSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
-    """What to run."""
+    """The whole cluster to run."""
 
     pools: tuple[PoolSpec, ...]
 
     @property
     def security(self) -> Security:
-        """The same for all pools."""
+        """How the links are protected, which is the same for all pools."""
         return self.pools[0].security
 
     def pool(self, name: str = "") -> PoolSpec:
-        """The pool of that name; without one, the only pool. Raises InvalidArgumentError if there is none."""
+        """Return the pool of that name, or the only pool if no name is given.
+
+        Raises InvalidArgumentError if there is no such pool, or several.
+        """
         found = [pool for pool in self.pools if name in ("", pool.name)]
         if len(found) == 1:
             return found[0]
@@ -208,15 +216,21 @@ class ClusterSpec:
         raise InvalidArgumentError("pool", name, limit)
 
     def scaled(self, name: str, counts: Mapping[str, int]) -> ClusterSpec:
-        """With other numbers of processes in one pool. Raises InvalidArgumentError for bad ones."""
+        """Return the cluster with other numbers of processes in one pool, by role.
+
+        Raises InvalidArgumentError as `pool`, `PoolSpec.scaled` and `check` do.
+        """
         changed = self.pool(name).scaled(counts)
         spec = ClusterSpec(pools=tuple(changed if pool.name == changed.name else pool for pool in self.pools))
         spec.check()
         return spec
 
     def check(self) -> None:
-        """Raises InvalidArgumentError unless all of it can be run together: every process takes its configuration, no
-        two want one port, and a public router is protected."""
+        """Raise InvalidArgumentError unless the whole cluster can run.
+
+        Every configuration must be valid, no two processes may have the same port, and a public router must be
+        protected.
+        """
         taken: dict[int, str] = {}
         for pool in self.pools:
             pool.check()
@@ -230,10 +244,10 @@ class ClusterSpec:
 
 
 def read(path: str | Path) -> ClusterSpec:
-    """The cluster of a file: every key is known there and has the right type. `check` finds out whether it can be run.
+    """Read the cluster of a file, in which every key is known and has the right type. `check` checks that it can run.
 
     Raises:
-        InvalidArgumentError: names file, table, key, value and limit.
+        InvalidArgumentError: the file is not valid. The error names file, table, key, value and limit.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -244,10 +258,10 @@ def read(path: str | Path) -> ClusterSpec:
 
 
 def process_settings(path: str | Path, pool: str, config: type[Any]) -> dict[str, Any]:
-    """What a file gives for one process, by the class of its configuration.
+    """Return the settings that a file gives for one process, by the class of its configuration.
 
-    Raises InvalidArgumentError as `read` does, and where this role's values are outside their limits. What only other
-    roles need, such as their secrets, need not be there.
+    Raises InvalidArgumentError as `read` does, and for values of this role that are outside their limits. What only
+    other roles need, such as their secrets, need not exist.
     """
     found = read(path).pool(pool)
     role = next(name for name, cls in CONFIGS.items() if cls is config)
@@ -257,13 +271,13 @@ def process_settings(path: str | Path, pool: str, config: type[Any]) -> dict[str
 
 
 def check_replicas(where: str, count: object) -> None:
-    """Raises InvalidArgumentError unless there can be so many processes of a role."""
+    """Raise InvalidArgumentError unless `count` is an allowed number of processes of a role."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_REPLICAS:
         raise InvalidArgumentError(where, count, f"must be at least 1 and at most {MAX_REPLICAS}")
 
 
 def check_nodes_per_gpu(where: str, count: object) -> None:
-    """Raises InvalidArgumentError unless so many nodes can share a GPU; None says nothing."""
+    """Raise InvalidArgumentError unless `count` is an allowed number of nodes per GPU. None is allowed: it is unset."""
     if count is None:
         return
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_NODES_PER_GPU:
@@ -335,7 +349,7 @@ class _Reader:
     def _check_keys(
         self, path: str, table: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
     ) -> None:
-        """Raises InvalidArgumentError for the first key that is not known. elsewhere: what to say of some of them."""
+        """Raise InvalidArgumentError for the first key that is not known. elsewhere: special messages for some keys."""
         for key in (key for key in table if key not in known):
             limit = (elsewhere or {}).get(key, "")
             if not limit:
@@ -346,7 +360,10 @@ class _Reader:
             raise InvalidArgumentError(where, Shown("a table") if isinstance(value, dict) else value, limit)
 
     def _absolute(self, key: str, value: Any) -> Any:
-        """A path, from the file's directory; a model is one if it begins like one, or is there."""
+        """Return a path as absolute, relative to the file's directory; other values stay as they are.
+
+        A model is a path if it begins like one, or if it exists.
+        """
         if key == "model":
             is_path = value.startswith((".", "~")) or (self._base / value / "config.json").is_file()
         else:
@@ -355,7 +372,7 @@ class _Reader:
 
 
 def _elsewhere(pool: str, role: str = "") -> dict[str, str]:
-    """What to say of keys that exist, but not in the table of a pool or of one of its roles."""
+    """Return what an error says about known keys that do not belong in the table of a pool or of one of its roles."""
     found = dict.fromkeys((*_OF_MEMBERS, *_OF_ROUTERS), "belongs in [security]")
     found |= dict.fromkeys(_OF_LAUNCHER_FOR_NODES, "is for whoever starts the process, and not for a file")
     found["seed_key"] = "must not be in this file, which is no secret: use seed_key_file"
@@ -369,7 +386,7 @@ def _elsewhere(pool: str, role: str = "") -> dict[str, str]:
 
 @functools.cache
 def _types(role: str) -> dict[str, Any]:
-    """The keys of a role's table but `replicas`, with their types."""
+    """Return the keys of a role's table with their types, without `replicas`."""
     foreign = (*_OF_MEMBERS, *_OF_ROUTERS, *_OF_CONTRACT, "seed_key")
     foreign = (*foreign, *(_OF_LAUNCHER if role == "router" else _OF_LAUNCHER_FOR_NODES))
     return _hints(CONFIGS[role], foreign)
@@ -377,7 +394,7 @@ def _types(role: str) -> dict[str, Any]:
 
 @functools.cache
 def _common_types() -> dict[str, Any]:
-    """The keys of a pool's table but those of its roles, with their types."""
+    """Return the keys of a pool's table with their types, without those of its roles."""
     return _hints(NodeConfig, (*_OF_MEMBERS, *_OF_LAUNCHER_FOR_NODES))
 
 

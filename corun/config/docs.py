@@ -1,7 +1,7 @@
-"""`python -m corun.config.docs`: docs/settings.md, a table of every setting of the processes, from the config classes.
+"""`python -m corun.config.docs` writes docs/settings.md: tables of all settings of the processes.
 
-Owns: how a field is shown. Must not know any field: what one means is its docstring, and whether it is part of the
-contract, or has a unit that its name does not say, is its metadata.
+This module owns how a field is shown. It must not know any field. A field's meaning is its docstring. Its metadata says
+whether it is part of the contract, and which unit it has if its name does not end with one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNITS = {
     "_samples": "samples",
     "_fraction": "share",
 }
-"""Units by the ends of names."""
+"""The units of fields by the ends of their names."""
 TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "unset"}
 
 _HEAD = """\
@@ -54,7 +54,7 @@ _TITLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variable:
-    """A variable of the environment that changes what a process does. A name may end with `*`."""
+    """One or more environment variables that change what a process does. A name may end with `*`."""
 
     names: tuple[str, ...]
     readers: str
@@ -115,18 +115,21 @@ VARIABLES = (
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([_HEAD, *_sections(), *_environment()])
 
 
 def unit(known: Field[Any]) -> str:
-    """By its metadata, else by its name; empty if it has none."""
+    """Return the unit of a field by its metadata, else by its name; empty if it has none."""
     named = (text for end, text in UNITS.items() if known.name.endswith(end))
     return str(known.metadata.get("unit", "")) or next(named, "")
 
 
 def effects(cls: type[Any]) -> dict[str, str]:
-    """The docstrings of the fields that a class declares itself, each as a line. Raises ValueError if one has none."""
+    """Return the docstrings, each as one line, of the fields that a class itself declares.
+
+    Raises ValueError if a field has no docstring.
+    """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
@@ -139,7 +142,7 @@ def effects(cls: type[Any]) -> dict[str, str]:
 
 
 def owners() -> dict[type[Any], tuple[str, ...]]:
-    """The classes that declare settings, from the most general one on, each with the processes that have these."""
+    """Return the classes that declare settings, the most general first, each with the processes that have them."""
     found: dict[type[Any], tuple[str, ...]] = {}
     for cls in PROCESSES.values():
         for owner in reversed(cls.__mro__):
@@ -162,7 +165,7 @@ def _sections() -> Iterator[str]:
 
 
 def _owner(cls: type[Any], name: str) -> type[Any]:
-    """The class that says last what a field is."""
+    """Return the class whose declaration of a field counts: the most derived one."""
     return next(each for each in cls.__mro__ if name in inspect.get_annotations(each))
 
 

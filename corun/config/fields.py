@@ -1,7 +1,7 @@
-"""Configuration of the processes: frozen, complete and checked when made; nothing changes it afterwards.
+"""Configuration of the processes: frozen, complete and checked when made. Nothing changes it afterwards.
 
-Secrets are files: a config holds their paths, and finds out at once whether they can be used. This module must not know
-the environment, the engines or the services; `parse` turns a command line into a config.
+Secrets are in files. A config holds their paths and checks at once that the files can be used. `corun.config.flags`
+turns a command line into a config. This module must not know the environment, the engines or the services.
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ from corun.errors import InvalidArgumentError, Shown
 from corun.rpc.auth import ClientToken, read_client_tokens, read_token
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""The largest message a process takes, unless configured."""
+"""The most bytes of a message that a process accepts, by default."""
 CLIENT_TIMEOUT_S = 30.0
-"""How long a server waits for a client to send or to take a message, unless configured."""
+"""The number of seconds that a server waits for a client to send or to take a message, by default."""
 MAX_UNSENT_TOKENS = 65_536
-"""How many tokens of one request a router keeps for a slow reader, unless configured."""
+"""The most tokens of one request that a router keeps for a slow reader, by default."""
 SEED_KEY_VARIABLE = "CORUN_SEED_KEY"
-"""Environment variable with a router's seed key. Command lines are no place for it: everybody there sees them."""
+"""The environment variable with a router's seed key. It is no flag, since everyone on a machine sees command lines."""
 
 SECRET = {"secret": True}
-"""Metadata of a field that a command line must not set: everyone on the machine can read it there."""
+"""The metadata of a field that a command line must not set, since everyone on the machine can read command lines."""
 CONTRACT = {"contract": True}
-"""Metadata of a field that enters the contract: nodes that differ in it do not serve together."""
-# "unit" in a field's metadata is for tables of settings, where its name does not end with the unit.
+"""The metadata of a field that enters the contract: nodes that differ in it do not serve together."""
+# "unit" in a field's metadata is the unit for tables of settings, if the field's name does not end with the unit.
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
-    """The PEM files of one end of TLS links, by path, and whom it trusts."""
+    """The paths of the PEM files of one end of TLS links, and which authorities it trusts.
+
+    Raises InvalidArgumentError if a file cannot be used, or if only one of `cert` and `key` is given.
+    """
 
     cert: str = ""
-    """This end's certificate, with those between it and its authority."""
+    """The file of this end's certificate, with the certificates between it and its authority."""
     key: str = ""
-    """Its private key."""
+    """The file of the certificate's private key."""
     ca: str = ""
-    """Authorities that sign the other end's certificate; empty: the system's."""
+    """The file of the authorities that sign the other end's certificate; empty: the system's authorities."""
     name: str = ""
-    """Name that servers' certificates carry, where it is not the address that is called."""
+    """The name that servers' certificates carry, if it is not the address that is called."""
 
     def __post_init__(self) -> None:
         if bool(self.cert) != bool(self.key):
@@ -53,7 +56,10 @@ class TlsConfig:
             self.pem(field_name)
 
     def pem(self, field_name: str) -> bytes | None:
-        """The content of a file; None if it is not given."""
+        """Return the content of a file; None if the file is not given.
+
+        Raises InvalidArgumentError if it cannot be read, or is no PEM file.
+        """
         path = getattr(self, field_name)
         if not path:
             return None
@@ -101,17 +107,17 @@ class MemberConfig:
             raise InvalidArgumentError(missing, "", f"must be given: TLS between members needs {', '.join(files)}")
         if self.tls_name and not self.tls_ca:
             raise InvalidArgumentError("tls_name", self.tls_name, "must be empty without tls_ca")
-        _ = self.tls, self.cluster_token()  # Files that cannot be used are found now.
+        _ = self.tls, self.cluster_token()  # Raises now if a file cannot be used.
 
     @property
     def tls(self) -> TlsConfig | None:
-        """None: no TLS."""
+        """The PEM files of this process; None: no TLS."""
         if not self.tls_cert:
             return None
         return TlsConfig(cert=self.tls_cert, key=self.tls_key, ca=self.tls_ca, name=self.tls_name)
 
     def cluster_token(self) -> str:
-        """Reads it; empty if there is none."""
+        """Read the cluster's token from its file; empty if there is no file."""
         path = self.cluster_token_file
         return read_token("cluster_token_file", path) if path else ""
 
@@ -211,7 +217,7 @@ class RouterConfig(MemberConfig):
 
     @property
     def seed_key_bytes(self) -> bytes:
-        """Empty when the router has to draw one."""
+        """The seed key as bytes; empty if the router has to draw one."""
         return bytes.fromhex(self._seed_key_hex())
 
     def _seed_key_hex(self) -> str:
@@ -226,7 +232,7 @@ class RouterConfig(MemberConfig):
         _ = self.client_tokens()
 
     def client_tokens(self) -> tuple[ClientToken, ...]:
-        """Reads them; none: anyone may be a client."""
+        """Read the clients' tokens from their file. If there are none, anyone may be a client."""
         path = self.client_tokens_file
         return read_client_tokens("client_tokens_file", path) if path else ()
 
@@ -310,7 +316,7 @@ class PrefillConfig(NodeConfig):
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
 
     def __post_init__(self) -> None:
-        NodeConfig.__post_init__(self)  # A class with slots is made anew, so super() would look in the wrong one.
+        NodeConfig.__post_init__(self)  # slots=True makes a new class, which breaks super().
         _check_range("chunk_size", self.chunk_size, 1, 2**20)
         _check_share("kv_check_fraction", self.kv_check_fraction)
 
@@ -338,7 +344,7 @@ class DecodeConfig(NodeConfig):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Return whether `host` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""From a command line to a config: flags, whose defaults a `cluster.toml` may give.
+"""Reading a config from a command line: its flags, whose defaults a `cluster.toml` may give.
 
 This module must not know which fields there are.
 """
@@ -19,11 +19,11 @@ C = TypeVar("C")
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None = None) -> C:
-    """A config from a command line (`sys.argv[1:]` if None); ends the process with 2 and a usage error if it is bad.
+    """Read a config from a command line (`sys.argv[1:]` if None). A bad one exits with 2 and a usage error.
 
     `--config cluster.toml` and `--pool NAME` make that file's values for this kind of process the defaults.
     """
-    import tyro  # Not needed, and slow to import, where configs are made in code.  # noqa: PLC0415
+    import tyro  # It is slow to import, and not needed if configs are made in code.  # noqa: PLC0415
 
     arguments = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     arguments.add_argument("--config", default="")
@@ -42,7 +42,7 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None =
 
 
 def _defaults(cls: type[C], path: str, pool: str) -> C:
-    """What a cluster file says of such a process."""
+    """Return the config that a cluster file gives for this kind of process."""
     if not path:
         raise InvalidArgumentError("pool", pool, "must come with --config, the file that has the pool")
     return cls(**process_settings(path, pool, cls))

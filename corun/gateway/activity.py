@@ -1,6 +1,6 @@
-"""What a gateway has in progress: a bound on it, and its end when the gateway is told to stop.
+"""The work that a gateway has in progress: how much it may be, and how it ends when the gateway is told to stop.
 
-This module must not know what is in progress.
+This module must not know what the work is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RETRY_S = 1.0
 
 
 class Activity:
-    """Counts prompts in progress; a request that is being read counts as one."""
+    """Counts the prompts in progress. A request that is still being read counts as one prompt."""
 
     def __init__(self, limit: int) -> None:
         self.running = 0
@@ -29,7 +29,10 @@ class Activity:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Raises UnavailableError while draining, OverloadedError if there is no room."""
+        """Count a request as one prompt for as long as the block runs.
+
+        Raises UnavailableError while draining, and OverloadedError if there is no room.
+        """
         if self.draining:
             raise _shutting_down()
         task = asyncio.current_task()
@@ -43,7 +46,10 @@ class Activity:
 
     @contextmanager
     def more(self, count: int) -> Iterator[None]:
-        """For what an admitted request needs beyond its first prompt."""
+        """Count `count` more prompts for as long as the block runs: those of an admitted request beyond its first.
+
+        Raises OverloadedError if there is no room.
+        """
         if self.running + count > self._limit:
             limit = f"{self.running} of {self._limit} prompts are in progress"
             raise OverloadedError(f"the gateway has no room for {count} more: {limit}", RETRY_S)
@@ -58,7 +64,7 @@ class Activity:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Makes an error, which its client can be told, of the end that `end` puts to a request."""
+        """Turn the cancellation of a request by `end` into an error that its client can be told."""
         try:
             yield
         except asyncio.CancelledError:
@@ -67,17 +73,17 @@ class Activity:
             raise _shutting_down() from None
 
     def end(self) -> None:
-        """Ends what runs."""
+        """Cancel the running requests and refuse new ones."""
         self.draining = self._ended = True
         for task in self._tasks:
             task.cancel()
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuses new requests and waits for the end of those in progress; False: some still run."""
+        """Refuse new requests and wait until the running ones end. Return False if some still run after `grace_s`."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
-        except asyncio.TimeoutError:  # Python 3.10 has two of that name.
+        except asyncio.TimeoutError:  # Python 3.10 has another TimeoutError, too.
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""A whole gateway: its parts put together, its routes, and its life from the first listening to the last answer.
+"""A whole gateway: how its parts fit together, its routes, and its life from listening to the last answer.
 
 Lifecycle: made → `start` → `drain` → `stop`. This module must not know command lines.
 """
@@ -27,16 +27,17 @@ from corun.rpc.certificates import Identity, identity
 from corun.rpc.server import join_address, raise_file_limit, run_command
 
 KEEPALIVE_S = 3630.0
-"""For a connection without a request: longer than clients and proxies keep theirs, so that they end it."""
+"""The time in seconds that a connection may be idle. It is longer than clients and proxies keep a connection, so that
+they close it and not the gateway."""
 HANDSHAKE_S = 10.0
 STOP_GRACE_S = 5.0
-"""For requests that were told to end, in seconds."""
+"""The time in seconds that requests have to end after they were cancelled."""
 
 log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """One gateway. Make it inside a running loop."""
+    """One gateway. Make it inside a running event loop."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.activity = Activity(config.max_requests)
@@ -48,19 +49,19 @@ class Gateway:
         self._started_at = int(time.time())
         self._runner = web.AppRunner(
             self._app(),
-            handler_cancellation=True,  # A client that is gone ends its request.
+            handler_cancellation=True,  # A request ends when its client is gone.
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=KEEPALIVE_S,
             shutdown_timeout=STOP_GRACE_S / 5,
         )
         self._silent: dict[Any, asyncio.TimerHandle] = {}
-        """Connections that have not sent a request yet."""
+        """The connections that have not sent a request yet, each with the timer that closes it."""
         self._server: asyncio.Server | None = None
 
     @property
     def port(self) -> int:
-        """That it listens on."""
+        """The port that the gateway listens on."""
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -70,8 +71,10 @@ class Gateway:
         return f"{scheme}://{join_address(self._config.host, self.port)}"
 
     async def start(self) -> None:
-        """Listens. Raises InvalidArgumentError if the port cannot be had. Whether there is a cluster is found out by
-        requests: start order does not matter."""
+        """Start to listen. Raises InvalidArgumentError if the port cannot be listened on.
+
+        The gateway looks for the cluster only when a request comes, so the start order does not matter.
+        """
         config = self._config
         await self._runner.setup()
         context = _ssl_context(config.https) if config.https else None
@@ -91,14 +94,14 @@ class Gateway:
         log.info("the gateway listens on %s and calls %s", self.url, ", ".join(config.addresses))
 
     async def drain(self) -> None:
-        """Takes no new requests and waits for the running ones, at most `drain_grace_s` seconds."""
+        """Refuse new requests and wait for the running ones, at most `drain_grace_s` seconds."""
         if self._server is not None:
             self._server.close()
         if not await self.activity.drain(self._config.drain_grace_s):
             log.warning("requests still run after %g s and are cancelled", self._config.drain_grace_s)
 
     async def stop(self) -> None:
-        """Ends what still runs, tells its clients, and closes."""
+        """Cancel the requests that still run, tell their clients, and close."""
         if self._server is not None:
             self._server.close()
         self.activity.end()
@@ -120,7 +123,8 @@ class Gateway:
         return app
 
     def _connection(self) -> asyncio.BaseProtocol:
-        """aiohttp's own protocol, under a clock until its first request: its keep-alive time is for idle clients."""
+        """Make aiohttp's protocol for a connection, with a timer until its first request. aiohttp's keep-alive time
+        limits only clients that are idle after a request."""
         server = self._runner.server
         assert server is not None
         protocol = server()
@@ -152,7 +156,7 @@ class Gateway:
 
     async def _served(self, request: web.Request) -> Served:
         token = bearer_token(request.headers.get("Authorization"))
-        return await self._catalog.asked(token)  # Never from memory: the router looks at the token.
+        return await self._catalog.asked(token)  # Always ask: the router must check the token.
 
     def _card(self, served: Served) -> dict[str, Any]:
         return {
@@ -174,7 +178,7 @@ class Gateway:
 
 
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
-    """Starts, serves until `stop` is set, drains, stops."""
+    """Start a gateway, serve until `stop` is set, then drain and stop it."""
     gateway = Gateway(config)
     try:
         await gateway.start()
@@ -185,7 +189,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
 
 
 def main(config: GatewayConfig) -> None:
-    """Runs a gateway until SIGTERM or SIGINT, in the main thread. Raises what keeps it from starting."""
+    """Run a gateway in the main thread until SIGTERM or SIGINT. Raise the error that keeps it from starting."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
@@ -197,7 +201,7 @@ async def _version(request: web.Request) -> web.Response:
 
 
 def _ssl_context(tls: TlsConfig) -> ssl.SSLContext:
-    """A context that takes up renewed files with the next handshake."""
+    """Return an SSL context that uses renewed certificate files from the next handshake on."""
     files = identity(tls)
     contexts: dict[Identity, ssl.SSLContext] = {}
 

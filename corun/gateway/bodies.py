@@ -1,9 +1,9 @@
-"""Bodies of requests: how large one may be, how many bytes of them are held at once, and how one is read.
+"""Bodies of requests: how large a body may be, how many bytes of bodies are held at once, and how a body is read.
 
-A body is parsed in the loop that carries every stream, and a thread would not help: Python's parser holds the
-interpreter. A MiB of text takes it about 1 ms, of token ids 15 ms, of empty lists 70 ms. So what is not text is weighed
-while it arrives, and refused where it is more than a prompt of the model's length needs. This module must not know what
-a request means, nor whose it is.
+A body is parsed in the event loop that carries every stream. A thread would not help, since Python's parser holds the
+interpreter. The parser needs about 1 ms for a MiB of text, 15 ms for a MiB of token ids and 70 ms for a MiB of empty
+lists. So everything except text is weighed while it arrives, and a body is refused if that weighs more than a prompt of
+the model's length needs. This module must not know what a request means, nor whose it is.
 """
 
 from __future__ import annotations
@@ -19,40 +19,43 @@ from aiohttp import HttpVersion11, hdrs, web
 from corun.errors import OverloadedError
 
 ALLOWANCE = 256 * 1024
-"""Bytes beyond what one prompt needs: all other fields, and the prompts of a batch."""
+"""The bytes that a body may have beyond what one prompt needs, for all other fields and the prompts of a batch."""
 RETRY_S = 1.0
 PARTS = 4
-"""Of the room for bodies, one for the bodies of one token."""
+"""The number of parts of the room for bodies. Several bodies of one token may together take one part."""
 _TOKEN_ID_BYTES = 8
-"""Six digits, a comma and a space."""
+"""The bytes of one token id in JSON: six digits, a comma and a space."""
 _MOST_ESCAPED = 6
-"""Bytes of JSON that one byte of text may take, as in "\\u0000"."""
+"""The most bytes of JSON that one byte of text may take, as in "\\u0000"."""
 _QUOTE_WEIGHT, _BRACKET_WEIGHT = 16, 32
-"""A quote, and the begin of a list or an object, take a parser as long as so many bytes of token ids."""
+"""A quote, or the opening bracket of a list or an object, takes the parser as long as this many bytes of token ids."""
 
 Hold = Callable[[int], None]
-"""Counts further bytes as held. Raises OverloadedError if there is no room for them."""
+"""A function that counts further bytes as held. Raises OverloadedError if there is no room for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one body may have, in bytes."""
+    """The limits of one body, in bytes."""
 
     size: int
     structure: int
-    """Of all but text, as `Structure` weighs it."""
+    """The largest weight of everything except text, as `Structure` weighs it."""
     max_model_len: int
-    """Tokens; what these limits follow from."""
+    """The model's length in tokens, from which these limits are derived."""
 
     @classmethod
     def of_model(cls, max_model_len: int, max_prompt_bytes: int, most: int) -> Limits:
-        """Limits with room for a prompt of the model's length, text or token ids. most: bytes of any body."""
+        """Return limits with room for a prompt of the model's length, as text or as token ids.
+
+        most: the largest number of bytes of any body, whatever the model.
+        """
         structure = ALLOWANCE + _TOKEN_ID_BYTES * max_model_len
         size = structure + _MOST_ESCAPED * max_prompt_bytes
         return cls(size=min(size, most), structure=min(structure, most), max_model_len=max_model_len)
 
     def check(self, size: int, structure: int = 0) -> None:
-        """Raises aiohttp's error for 413 if a body is beyond a limit."""
+        """Raise aiohttp's error for 413 if a body exceeds a limit."""
         facts = (size, self.size, "bytes"), (structure, self.structure, "bytes of numbers and lists")
         for found, limit, what in facts:
             if found > limit:
@@ -62,15 +65,15 @@ class Limits:
 
 
 class Structure:
-    """Weighs what a parser has more work with than with text: what is outside of strings, their quotes and escapes."""
+    """Weighs the content that costs a parser more than text: everything outside of strings, quotes and escapes."""
 
     def __init__(self) -> None:
         self.size = 0
         self._in_string = False
-        self._escape = b""  # At the end of a piece: it says how the next one begins.
+        self._escape = b""  # An unfinished escape at the end of a piece belongs to the next one.
 
     def add(self, data: bytes) -> None:
-        """Weighs the next piece of a body."""
+        """Weigh the next piece of a body."""
         data = self._escape + data
         is_open = (len(data) - len(data.rstrip(b"\\"))) % 2 == 1
         self._escape = data[-1:] if is_open else b""
@@ -87,26 +90,26 @@ class Structure:
 
 
 class Room:
-    """The bytes of all bodies that are held, those of running requests included."""
+    """Counts the bytes of all bodies that are held, including those of running requests."""
 
     def __init__(self, limit: int) -> None:
         self.used = 0
         self._limit = limit
-        self._used_by: Counter[str] = Counter()  # Tokens.
+        self._used_by: Counter[str] = Counter()  # By token.
 
     @contextmanager
     def hold(self, token: str) -> Iterator[Hold]:
-        """Gives a way to take room for one body, and gives back on the way out what was taken.
+        """Yield a function that takes room for one body. Give the taken room back when the block ends.
 
-        Several bodies of one token get a part of the room, so that it cannot hold all of it with bodies that it sends
-        slowly. Clients without a token cannot be told apart.
+        Several bodies of one token together get only a part of the room. Otherwise one client could hold the whole room
+        with bodies that it sends slowly. Clients without a token cannot be told apart, so they have no such limit.
         """
         taken = 0
 
         def take(count: int) -> None:
             nonlocal taken
             _check_room(count, self.used, self._limit, "bodies")
-            if token and self._used_by[token] > taken:  # It has others.
+            if token and self._used_by[token] > taken:  # The token has other bodies.
                 _check_room(count, self._used_by[token], self._limit // PARTS, "this client's bodies")
             self.used += count
             self._used_by[token] += count
@@ -117,7 +120,7 @@ class Room:
         finally:
             self.used -= taken
             self._used_by[token] -= taken
-            self._used_by += Counter()  # Drops those that hold nothing.
+            self._used_by += Counter()  # Drop the tokens that hold nothing.
 
 
 def _check_room(count: int, used: int, limit: int, whose: str) -> None:
@@ -127,8 +130,8 @@ def _check_room(count: int, used: int, limit: int, whose: str) -> None:
 
 
 async def read_body(request: web.Request, limits: Limits, hold: Hold, timeout_s: float) -> bytes:
-    """Reads a body of JSON. Raises aiohttp's errors for 408, 413 and 415, and OverloadedError if there is no room."""
-    if request.content_type != "application/json":  # Nor can another site's page send it then, unasked.
+    """Read a body of JSON. Raises aiohttp's errors for 408, 413 and 415, and OverloadedError if there is no room."""
+    if request.content_type != "application/json":  # This also keeps another site's page from sending it.
         raise web.HTTPUnsupportedMediaType(text="the header Content-Type must be application/json")
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType(text="the header Content-Encoding must be identity")
@@ -140,12 +143,13 @@ async def read_body(request: web.Request, limits: Limits, hold: Hold, timeout_s:
 
 
 async def when_read(request: web.Request) -> None:
-    """For aiohttp, which would else ask a client that expects it for its body before anybody looked at its token."""
+    """Do nothing, as aiohttp's handler of the header Expect. aiohttp's own handler would ask the client for its body
+    before the token is checked."""
 
 
 def was_not_asked(request: web.Request) -> bool:
-    """Whether a client that waits to be asked for its body was not, or did not send all of it. What it sends next may
-    be the body or another request, so that its connection cannot go on."""
+    """Return whether a client that waits to be asked for its body was not asked, or did not send all of it. Its next
+    bytes may be the body or another request, so its connection must be closed."""
     return _waits(request) and not request.content.is_eof()
 
 

@@ -1,7 +1,7 @@
-"""The cluster's clients that a gateway keeps: one per token of its own clients, and more where one connection is full.
+"""The SDK clients that a gateway keeps: one for each token of its own clients, and more where one connection is full.
 
-Owns: how many there are, and what is known of the served model. A request is shown to the cluster with the token that
-it came with, so who may do what is the routers' decision. This module must not know HTTP.
+This module owns how many SDK clients there are, and what is known about the served model. The gateway passes each
+request on with the token that it came with, so the routers decide who may do what. This module must not know HTTP.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from corun.rpc.auth import check_token
 from corun.types import ClusterStatus, NodeRole, NodeState
 
 MAX_CALLS = 1000
-"""Of one client: a router takes 1024 calls on a connection, and further ones would wait unseen."""
+"""The most calls in progress on one SDK client. A router takes 1024 calls on a connection; more would wait unseen."""
 FRESH_S = 10.0
-"""How long the served model, and a token that the routers took, are taken to be the same."""
+"""The time in seconds for which the served model, and the routers' acceptance of a token, are assumed unchanged."""
 HEALTH_FRESH_S = 1.0
-"""How long an answer about the cluster's health is given again."""
+"""The time in seconds for which an answer about the cluster's health is reused."""
 RETRY_S = 1.0
 
 _SCHEME = "bearer"
@@ -38,14 +38,14 @@ _SCHEME = "bearer"
 
 @dataclass(slots=True)
 class _Kept:
-    """A client, and its calls in progress."""
+    """An SDK client and the number of its calls in progress."""
 
     client: AsyncClient
     calls: int = 0
 
 
 class Clients:
-    """Clients by token. The least recently used give way, as long as nothing runs on them."""
+    """SDK clients by token. When there are too many tokens, the least recently used one without calls is dropped."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -54,7 +54,8 @@ class Clients:
 
     @contextmanager
     def lease(self, token: str, calls: int = 1) -> Iterator[AsyncClient]:
-        """A client that shows `token`, for so many calls. Raises OverloadedError if too many tokens are in use."""
+        """Yield an SDK client that shows `token`, for `calls` calls. Raises OverloadedError if too many tokens are in
+        use."""
         kept = self._find(token)
         kept.calls += calls
         try:
@@ -63,12 +64,12 @@ class Clients:
             kept.calls -= calls
 
     def forget(self, token: str) -> None:
-        """Ends the idle connections of a token that the routers do not take: they would be in the way of others'."""
+        """Close the idle connections of a token that the routers refuse. They would take the place of other tokens'."""
         if not any(each.calls for each in self._kept.get(token, ())):
             self._drop(token)
 
     async def close(self) -> None:
-        """Ends every call in flight."""
+        """Close every SDK client, which ends the calls in progress."""
         for kept in self._kept.values():
             for each in kept:
                 await each.client.close()
@@ -113,10 +114,10 @@ class Clients:
 
 
 def bearer_token(authorization: str | None) -> str:
-    """The token of an Authorization header; empty if there is none, or one that no cluster can have given.
+    """Return the token of an Authorization header; empty if there is none, or if it cannot be a token of any cluster.
 
-    Clients of OpenAI's API always send a key, be it "EMPTY" or nothing: where a token is needed, the router refuses the
-    call.
+    Clients of OpenAI's API always send a key, even if it is "EMPTY" or an empty text. Where a token is needed, the
+    router refuses the call. Raises UnauthenticatedError for another scheme than Bearer.
     """
     if not authorization:
         return ""
@@ -134,23 +135,23 @@ class Served:
     """The model that the cluster serves."""
 
     name: str
-    """As clients see it."""
+    """The name of the model that clients see."""
     root: str
-    """As the nodes do, a path, where the cluster tells its clients; else the cluster's own name for it."""
+    """The model as the nodes name it, a path, if the cluster tells this client; otherwise the cluster's name for it."""
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """The most tokens of prompt and output together."""
     max_prompt_bytes: int
-    """UTF-8 bytes; no longer text can be a prompt."""
+    """The most UTF-8 bytes of a prompt given as text."""
 
 
 class _Known:
-    """What is known of the holder of a token."""
+    """What the gateway knows about one token: the model that its holder is served, and the last error."""
 
     def __init__(self) -> None:
         self.served: Served | None = None
         self.asked_at = 0.0
         self.error: CorunError | None = None
-        """What the last question ended with, if that was no answer."""
+        """The error with which the last question to the routers failed; None if it was answered."""
         self.failed_at = 0.0
         self.lock = asyncio.Lock()
 
@@ -159,14 +160,17 @@ class _Known:
         return self.served is not None and time.monotonic() - self.asked_at < FRESH_S
 
     def check(self, came: float) -> None:
-        """Raises what a question ended with since somebody came, who waited for it: if each of them asked again, one
-        after the other, the last one would wait without end."""
+        """Raise the error of a question that failed after the time `came`.
+
+        Requests wait for each other's question. If each of them asked again after a failure, one after the other, the
+        last one would wait without end.
+        """
         if self.error is not None and self.failed_at >= came:
             raise self.error
 
 
 class Catalog:
-    """What the cluster serves whoever has a token. A router that says it has looked at the token."""
+    """The model that the cluster serves to the holder of a token. A router checks the token before it answers."""
 
     def __init__(self, config: GatewayConfig, clients: Clients) -> None:
         self._config = config
@@ -174,9 +178,11 @@ class Catalog:
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     async def served(self, token: str) -> Served:
-        """The model; asked anew every 10 s, since a cluster may come back with another one, and a token may be taken
-        away. The last answer stands while there is none. Raises what the router refuses the call with, or
-        UnavailableError."""
+        """Return the served model. The routers are asked again every 10 s, since a cluster may come back with another
+        model and a token may be revoked. While no router can answer, the last answer is used.
+
+        Raises the error with which a router refuses the call, or UnavailableError.
+        """
         known = self._known.setdefault(token, _Known())
         self._known.move_to_end(token)
         if len(self._known) > self._config.max_tokens_kept:
@@ -191,7 +197,7 @@ class Catalog:
             return known.served
 
     async def asked(self, token: str) -> Served:
-        """The same, never from memory."""
+        """Ask a router for the served model, without use of earlier answers."""
         try:
             with self._clients.lease(token) as client:
                 return self._read(await client.get_cluster())
@@ -213,7 +219,7 @@ class Catalog:
         return served
 
     def _read(self, status: ClusterStatus) -> Served:
-        """Raises UnavailableError if no node has joined."""
+        """Return the served model from a router's status. Raises UnavailableError if no node has joined."""
         model = status.model
         if model is None:
             raise UnavailableError("no node has joined the cluster yet", RETRY_S)
@@ -226,7 +232,7 @@ class Catalog:
 
 
 class Health:
-    """Whether the cluster answers requests, asked at most once a second whoever wants to know."""
+    """Whether the cluster answers requests. It is asked at most once a second, however many callers there are."""
 
     def __init__(self, clients: Clients, token: str) -> None:
         self._clients = clients
@@ -236,7 +242,7 @@ class Health:
         self._lock = asyncio.Lock()
 
     async def check(self) -> None:
-        """Raises UnavailableError if the cluster cannot serve now."""
+        """Raise UnavailableError if the cluster cannot serve now."""
         async with self._lock:
             if time.monotonic() - self._asked_at >= HEALTH_FRESH_S:
                 self._error = await self._ask()
@@ -249,7 +255,7 @@ class Health:
             with self._clients.lease(self._token) as client:
                 status = await client.get_cluster(timeout_s=5)
         except UnauthenticatedError:
-            return None  # A router answers; to know more the gateway needs a token of its own.
+            return None  # A router answers. To learn more, the gateway needs a token of its own.
         except UnavailableError as error:
             return error
         ready = {each.node.role for each in status.nodes if each.state is NodeState.READY}

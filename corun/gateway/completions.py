@@ -1,7 +1,7 @@
-"""POST /v1/completions: read, ask the cluster, answer whole or as a stream.
+"""POST /v1/completions: read the request, ask the cluster, and answer as a whole or as a stream.
 
-A request lives as long as its handler, which aiohttp cancels when the client is gone: that ends the request in the
-cluster and frees its slots. This module must not know routes, nor how clients are kept.
+A request lives as long as its handler. aiohttp cancels the handler when the client is gone, which ends the request in
+the cluster and frees its slots. This module must not know routes, nor how clients are kept.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from corun.gateway.responses import DONE, Events, Head, completion
 from corun.observe.trace_context import TRACEPARENT, read, within
 
 MAX_BUFFERED = 32 * 1024
-"""Bytes that may wait for a client without a look at the clock; a transport stops its writer at 64 KiB."""
+"""The bytes that may be buffered for a client without a time limit. A transport stops its writer at 64 KiB."""
 QUEUED_CHUNKS = 64
-"""Of several prompts, that wait to be written."""
+"""The most chunks of several prompts that wait to be written."""
 
 Chunks = AsyncGenerator[Chunk, None]
 Numbered = AsyncGenerator[tuple[int, Chunk], None]
@@ -48,11 +48,11 @@ class Completions:
         self._room = room
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        """The handler."""
+        """Handle a completion request."""
         token = bearer_token(request.headers.get("Authorization"))
         caller = read((TRACEPARENT, value) for value in request.headers.getall(TRACEPARENT, ()))
         with self._activity.request(), within(caller), self._room.hold(token) as hold:
-            served = await self._catalog.served(token)  # First of all: a body is for those whom the cluster knows.
+            served = await self._catalog.served(token)  # First: only known clients may send a body.
             asked = await self._read(request, served, hold)
             calls = len(asked.prompts)
             with self._activity.more(calls - 1), self._clients.lease(token, calls) as client:
@@ -91,13 +91,13 @@ class Completions:
             raise
         except Exception as error:
             if not answer.begun:
-                raise  # It can still have a status of its own.
+                raise  # Nothing was sent, so the error can have its own status.
             last = event_of(typed(error))
         return await answer.end(last + DONE)
 
 
 class EventStream:
-    """A response that is sent event by event; its status is sent with the first."""
+    """A response that is sent event by event. Its status is sent with the first event."""
 
     def __init__(self, request: web.Request, timeout_s: float) -> None:
         self._request = request
@@ -109,7 +109,7 @@ class EventStream:
         return self._response is not None
 
     async def send(self, text: str) -> None:
-        """Raises ConnectionError if the client is gone, or takes nothing for too long."""
+        """Send events. Raises ConnectionError if the client is gone, or reads nothing for too long."""
         response, data = self._response or await self._begin(), text.encode()
         transport = self._request.transport
         if transport is not None and transport.get_write_buffer_size() + len(data) > MAX_BUFFERED:
@@ -118,7 +118,7 @@ class EventStream:
             await response.write(data)
 
     async def end(self, text: str) -> web.StreamResponse:
-        """Sends the last events."""
+        """Send the last events and end the response."""
         await self.send(text)
         assert self._response is not None
         await self._in_time(self._response.write_eof())
@@ -148,7 +148,8 @@ async def _send_all(chunks: Numbered, events: Events, answer: EventStream) -> No
 
 
 async def merged(streams: Sequence[Chunks]) -> Numbered:
-    """The chunks of several streams as they come, each with its stream's number. The first error ends all."""
+    """Yield the chunks of several streams as they come, each with the number of its stream. The first error ends all
+    streams."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for chunk in only:
@@ -158,7 +159,7 @@ async def merged(streams: Sequence[Chunks]) -> Numbered:
     tasks = [asyncio.ensure_future(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
     try:
         running = len(tasks)
-        while running:  # Each stream ends, by its own deadline at the latest.
+        while running:  # Each stream ends, at the latest by its own deadline.
             index, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
@@ -182,7 +183,7 @@ async def _pump(index: int, stream: Chunks, queue: asyncio.Queue[tuple[int, Chun
 
 
 async def _generate(asked: CompletionRequest, client: AsyncClient) -> list[Generation]:
-    """All prompts at once, in their order. The first error ends all."""
+    """Run all prompts at once. Return the results in the order of the prompts. The first error ends all prompts."""
     tasks = [asyncio.ensure_future(_generate_one(asked, client, index)) for index in range(len(asked.prompts))]
     try:
         return await asyncio.gather(*tasks)
@@ -220,7 +221,7 @@ async def _stream_one(asked: CompletionRequest, client: AsyncClient, index: int)
 
 
 def _of_prompt(asked: CompletionRequest, index: int, error: CorunError) -> CorunError:
-    """The error with the number of its prompt, where there are several and it is about one of them."""
+    """Return the error with the number of its prompt in the field, if there are several prompts and it is about one."""
     if len(asked.prompts) > 1 and isinstance(error, InvalidArgumentError) and error.field.startswith("prompt"):
         _, _, rest = error.field.partition("prompt")
         return InvalidArgumentError(f"prompt[{index}]{rest}", error.value, error.limit)

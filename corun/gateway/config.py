@@ -77,19 +77,19 @@ class GatewayConfig:
             _check_integer(name, getattr(self, name), 1, most)
         for name in ("timeout_s", "connect_timeout_s", "client_timeout_s", "drain_grace_s"):
             check_timeout(name, getattr(self, name))
-        _ = self.addresses, self.https, self.tls, self.own_token()  # Files that cannot be used are found now.
+        _ = self.addresses, self.https, self.tls, self.own_token()  # Unusable files raise their errors here.
         if not (is_loopback(self.host) or self.https or self.insecure):
             limit = "is a public address, so it needs --https-cert, --https-key as well; or say --insecure"
             raise InvalidArgumentError("host", self.host, limit)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the routers."""
+        """The host:port of each router."""
         return read_addresses(self.router)
 
     @property
     def https(self) -> TlsConfig | None:
-        """What HTTP clients are shown; None: no TLS."""
+        """The certificate and key for HTTP clients; None: no TLS."""
         if bool(self.https_cert) != bool(self.https_key):
             missing = "https_key" if self.https_cert else "https_cert"
             raise InvalidArgumentError(missing, "", "must be given: both, or neither")
@@ -97,12 +97,12 @@ class GatewayConfig:
 
     @property
     def tls(self) -> TlsConfig | None:
-        """What the router is shown; None: no TLS."""
+        """The TLS files for calls to the router; None: no TLS."""
         files = {"ca": self.tls_ca, "cert": self.tls_cert, "key": self.tls_key, "name": self.tls_name}
         return TlsConfig(**files) if any(files.values()) else None
 
     def own_token(self) -> str:
-        """Reads it; empty if there is none."""
+        """Read the gateway's own token; empty if there is none."""
         return read_token("token_file", self.token_file) if self.token_file else ""
 
 

@@ -1,6 +1,6 @@
 """Errors over HTTP: the one table from this project's errors to statuses, and OpenAI's JSON for them.
 
-This module must not know what was asked for.
+This module must not know what the request was.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-"""Status and `error.type` of each kind of error."""
+"""The HTTP status and the `error.type` of each kind of error."""
 
 CLIENT_IS_GONE = 499
-"""As proxies log it; never sent."""
+"""The status that proxies log when the client is gone. It is never sent."""
 _SAMPLING = "sampling_params."
-"""Of the names that routers give to fields, which in HTTP are at the top."""
+"""The prefix of field names in the routers' errors. It is removed, since in HTTP these fields are at the top level."""
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def status_of(error: CorunError) -> int:
 
 
 def body_of(error: CorunError) -> dict[str, Any]:
-    """OpenAI's error object, with field, value and limit where there is a field."""
+    """Return OpenAI's error object, with field, value and limit if the error is about a field."""
     status, kind = STATUSES[error.code]
     fields: dict[str, Any] = {"message": str(error).replace(_SAMPLING, ""), "type": kind, "param": None, "code": status}
     if isinstance(error, (InvalidArgumentError, PermissionDeniedError)):
@@ -64,7 +64,7 @@ def body_of(error: CorunError) -> dict[str, Any]:
 
 
 def response_of(error: CorunError) -> web.Response:
-    """The whole answer to a request that failed before anything of it was sent."""
+    """Return the whole answer to a request that failed before any part of an answer was sent."""
     headers = {}
     if isinstance(error, (OverloadedError, UnavailableError)) and error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -75,19 +75,20 @@ def response_of(error: CorunError) -> web.Response:
 
 
 def event_of(error: CorunError) -> str:
-    """The error of a stream that has begun, as one of its events."""
+    """Return an error as an event, for a stream that has begun."""
     return f"data: {json.dumps(body_of(error))}\n\n"
 
 
 def plain_response(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    """An answer that HTTP itself asks for: no such path, method, size or type of content."""
+    """Return the answer to an error of HTTP itself: a wrong path, method, size or type of content."""
     kind = "not_found_error" if status == 404 else "invalid_request_error"
     fields = {"message": message, "type": kind, "param": None, "code": status}
     return web.json_response({"error": fields}, status=status, headers=headers)
 
 
 def typed(error: Exception) -> CorunError:
-    """What a client is told of an error: ours as it is, anything else by an id that is in the log."""
+    """Return the error that a client is told. An error of this project is returned as it is. Any other error is logged
+    and replaced by an internal error with the id of the log line."""
     if isinstance(error, CorunError):
         return error
     error_id = secrets.token_hex(4)
@@ -97,7 +98,7 @@ def typed(error: Exception) -> CorunError:
 
 @web.middleware
 async def translated(request: web.Request, handler: Any) -> web.StreamResponse:
-    """The one place where exceptions become answers."""
+    """Turn every exception of a handler into an answer. This is the only place that does so."""
     try:
         answer: web.StreamResponse = await handler(request)
     except web.HTTPNotFound:
@@ -108,7 +109,7 @@ async def translated(request: web.Request, handler: Any) -> web.StreamResponse:
         return plain_response(405, f"{_asked(request)}: this path takes {allow}", {"Allow": allow})
     except web.HTTPException as error:
         return plain_response(error.status, error.text or error.reason)
-    except ConnectionError:  # The client's: nobody is there to be answered.
+    except ConnectionError:  # The client's connection: nobody would read an answer.
         return web.Response(status=CLIENT_IS_GONE)
     except Exception as error:
         return response_of(typed(error))

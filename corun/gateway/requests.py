@@ -1,6 +1,7 @@
-"""A completion request of OpenAI's API: its JSON read, every field checked, turned into this project's own values.
+"""Read a completion request of OpenAI's API: parse its JSON, check every field, and turn it into this project's values.
 
-A field is used, or cannot change the output, or is refused by name: none is dropped. This module must not know HTTP.
+Each field is used, or cannot change the output, or is refused by name. No field is silently dropped. This module must
+not know HTTP.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SAMPLING = (
     "repetition_penalty",
     "n",
 )
-"""Fields that are those of `SamplingParams`; null is its default."""
+"""Fields that `SamplingParams` has under the same name. null stands for the default there."""
 _OWN = (
     "model",
     "prompt",
@@ -47,7 +48,7 @@ _OWN = (
     "return_tokens_as_token_ids",
 )
 _WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")
-"""Of which the output is no function."""
+"""Fields that are accepted and do not affect the output."""
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "must be false: prompts are not sent back, nor scored"),
     "best_of": ((1,), "must be 1: ask for n samples"),
@@ -75,40 +76,41 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "repetition_detection": ((), "must be null: not supported"),
     "thinking_token_budget": ((), "must be null: not supported"),
 }
-"""Fields of which one value, or none, means what the cluster does anyway."""
+"""Fields that may only be null or have a value that means what the cluster does anyway. Each has its allowed values and
+the limit that a refusal names."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
-    """What is asked for: `params.n` samples of each prompt."""
+    """A request for `params.n` samples of each prompt."""
 
     model: str | None
-    """None: whichever is served."""
+    """The name of the model; None: whichever is served."""
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     seed: int | None
-    """Of every prompt."""
+    """The seed of every prompt; None: the request has none."""
     request_id: str
     priority: Priority
     stream: bool
     include_usage: bool
-    """A last event with the number of tokens."""
+    """True if a last event has the number of tokens."""
     continuous_usage: bool
-    """The number of tokens so far in every event."""
+    """True if every event has the number of tokens so far."""
     return_token_ids: bool
     tokens_as_ids: bool
-    """Log probabilities name tokens by their ids."""
+    """True if log probabilities name tokens by their ids."""
 
     def id_of(self, prompt_index: int) -> str:
-        """The request id of one prompt's own call."""
+        """Return the request id for the call that runs one prompt."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
 
 
 def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int) -> CompletionRequest:
-    """Raises InvalidArgumentError, which names the field, for what cannot be done as it is asked.
+    """Read a request. Raises InvalidArgumentError, which names the field, if it cannot be done exactly as it is asked.
 
-    request_id: of the HTTP header, which comes before that of the body, as in vLLM.
+    request_id: the id in the HTTP header. It takes precedence over the id in the body, as in vLLM.
     """
     fields = _read_json(body)
     for name, value in fields.items():
@@ -134,7 +136,8 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
 
 def _read_json(body: bytes) -> dict[str, Any]:
     try:
-        # Not in the encodings that Python would guess: in those, its bytes do not weigh what `gateway.bodies` found.
+        # Decode as UTF-8 only. In other encodings, which Python would guess, the weight that `gateway.bodies` found
+        # would be wrong.
         text = body.decode("utf-8-sig")
         read = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except RecursionError:
@@ -148,7 +151,7 @@ def _read_json(body: bytes) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) != len(pairs):  # Python would keep the last one.
+    if len(found) != len(pairs):  # Python would keep only the last value of a name.
         raise ValueError("a name is in an object twice")
     return found
 
@@ -171,7 +174,7 @@ def _params(fields: Mapping[str, Any]) -> SamplingParams:
     given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     top_k = fields.get("top_k")
     if top_k is not None:
-        given["top_k"] = 0 if top_k == -1 else top_k  # vLLM's other word for the whole vocabulary.
+        given["top_k"] = 0 if top_k == -1 else top_k  # In vLLM, -1 also means the whole vocabulary.
     if fields.get("logit_bias") is not None:
         given["logit_bias"] = _logit_bias(fields["logit_bias"])
     return SamplingParams(**given, logprobs=_logprobs(fields))
@@ -232,7 +235,7 @@ def _stream_options(value: Any, stream: bool) -> Mapping[str, Any]:
 
 
 def _priority(value: Any) -> Priority:
-    """Of vLLM's numbers, lower is better and 0 is everybody's; ours have names."""
+    """Return the priority. It is one of our names, or a number as in vLLM: a lower number comes first, 0 is normal."""
     if isinstance(value, int) and not isinstance(value, bool):
         return Priority.HIGH if value < 0 else Priority.LOW if value > 0 else Priority.NORMAL
     return Priority.NORMAL if value is None else read_priority(value)

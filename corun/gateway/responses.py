@@ -1,7 +1,8 @@
-"""A completion as JSON: whole, or as the events of a stream, in the shape of vLLM's.
+"""A completion as JSON: as a whole, or as the events of a stream, in vLLM's shape.
 
-Events are put together from strings that are made once per request: this is done for every token. What OpenAI's API has
-no place for is in a choice's `corun`: its seed, and at its end its receipt. This module must not know HTTP.
+An event is made for every token, so events are built from strings that are made once per request. A choice's field
+`corun` holds what OpenAI's API has no place for: the seed, and at the end of the sample its receipt. This module must
+not know HTTP.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from corun.gateway.requests import CompletionRequest
 
 DONE = "data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; vLLM's number."""
+"""The number that stands for minus infinity, which JSON lacks. vLLM uses the same number."""
 _quoted = json.encoder.encode_basestring_ascii
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """What all parts of one response begin with."""
+    """The fields with which every part of one response begins."""
 
     request_id: str
     created: int
-    """Seconds since 1970."""
+    """The time of the response, in seconds since 1970."""
     model: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class Head:
 
 
 def completion(head: Head, asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
-    """The whole response; choices in the order of prompts, then of samples."""
+    """Return the whole response. Its choices are in the order of prompts, then of samples."""
     found = [(generation, sample) for generation in generations for sample in generation.samples]
     prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
     return {
@@ -63,19 +64,20 @@ class _Sent:
     tokens: int = 0
     begun: bool = False
     held: Chunk | None = None
-    """Its last token, until its receipt is there."""
+    """The chunk with the last token, which is held until the receipt comes."""
     text: int = 0
-    """Characters."""
+    """The number of characters of text that were sent."""
     token_texts: int = 0
-    """Characters of its tokens; more than those of the text while some of that waits for what follows."""
+    """The number of characters of the tokens that were sent. It exceeds `text` while some text waits for later
+    tokens."""
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """What is known of one prompt."""
+    """The state of one prompt of a stream."""
 
     token_ids: Sequence[int] = ()
-    """Empty until its first chunk, for text."""
+    """The token ids of the prompt. For a prompt given as text they are empty until its first chunk."""
     fingerprint: str = ""
     choices: list[_Sent] = field(default_factory=list)
 
@@ -94,7 +96,7 @@ class Events:
         ]
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> str:
-        """New output of one sample; nothing while it waits for its receipt."""
+        """Return the event for new output of one sample; empty while the output waits for its receipt."""
         prompt = self._prompts[prompt_index]
         prompt.token_ids = prompt.token_ids or chunk.prompt_token_ids
         choice = prompt.choices[chunk.sample_index]
@@ -102,12 +104,13 @@ class Events:
         if choice.held is not None:
             chunk, choice.held = _both(choice.held, chunk), None
         if chunk.receipt is None and choice.tokens == self._asked.params.max_tokens:
-            choice.held = chunk  # A router may send the receipt a moment later: an event, and a time, without a token.
+            # A router may send the receipt a moment later. It would then need a later event without a token.
+            choice.held = chunk
             return ""
         return self._event(prompt_index, prompt, choice, chunk)
 
     def usage(self) -> str:
-        """The last event before the end, if it was asked for."""
+        """Return the last event before the end, with the number of tokens; empty if it was not asked for."""
         if not self._asked.include_usage:
             return ""
         tokens = sum(choice.tokens for prompt in self._prompts for choice in prompt.choices)
@@ -131,7 +134,7 @@ class Events:
         texts, begin = chunk.token_texts, choice.token_texts
         choice.text += len(chunk.text)
         choice.token_texts += sum(map(len, texts))
-        if texts and choice.text > choice.token_texts:  # At the end: a character that its last token left unfinished.
+        if texts and choice.text > choice.token_texts:  # The last token left a character unfinished.
             late = chunk.text[choice.token_texts - choice.text :]
             texts = (*texts[:-1], texts[-1] + late)
         return _logprobs(chunk, texts, begin, as_ids=self._asked.tokens_as_ids)
@@ -141,7 +144,7 @@ class Events:
         return f',"prompt_token_ids":{of_prompt},"token_ids":[{",".join(map(str, chunk.token_ids))}]'
 
     def _after(self, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
-        """What an event has beside its choice."""
+        """Return the fields that an event has after its choice."""
         text = ""
         if chunk.receipt is not None:
             prompt.fingerprint = chunk.receipt.fingerprint
@@ -181,8 +184,11 @@ def _own(output: Chunk | Sample) -> dict[str, Any]:
 
 
 def _logprobs(output: Chunk | Sample, texts: Sequence[str], begin: int, *, as_ids: bool) -> str:
-    """vLLM's shape. begin: characters of the sample's tokens before these. as_ids: names in place of texts."""
-    values = [repr(max(logprob, _LEAST_LOGPROB)) for logprob in output.logprobs]  # Every bit of an fp32 value.
+    """Return the log probabilities as JSON in vLLM's shape.
+
+    begin: the number of characters of the sample's earlier tokens. as_ids: name tokens by ids instead of texts.
+    """
+    values = [repr(max(logprob, _LEAST_LOGPROB)) for logprob in output.logprobs]  # repr keeps every fp32 bit.
     names = [f'"token_id:{token_id}"' for token_id in output.token_ids] if as_ids else list(map(_quoted, texts))
     tops = ",".join(f"{{{name}:{value}}}" for name, value in zip(names, values, strict=True))
     offsets = ",".join(map(str, accumulate(map(len, texts[:-1]), initial=begin))) if texts else ""

@@ -1,8 +1,9 @@
 """`corun up`: the routers, prefill nodes and decode nodes of a cluster as supervised processes, placed by Ray.
 
-Owns the life of a cluster from its first process to its last: `run` starts what a spec says, keeps it running, makes
-more or fewer of it when asked, and ends all of it. Each process is a plain `python -m router|prefill_node|decode_node`.
-Only this package imports ray (`runtime`); it must not know what the processes do.
+This package owns the life of a cluster from its first process to its last. `run` starts the processes that a spec
+describes, keeps them running, changes their number when asked, and ends all of them. Each process is a plain
+`python -m router|prefill_node|decode_node`. Only this package imports ray (`runtime`). It must not know what the
+processes do.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ def run(
     log_dir: str | os.PathLike[str] | None = None,
     modules: Mapping[str, str] = MODULES,
 ) -> int:
-    """Runs a cluster until SIGINT, SIGTERM or SIGHUP; returns 0 then, and 1 when the cluster cannot go on.
+    """Run a cluster until SIGINT, SIGTERM or SIGHUP. Return 0 after such a signal, and 1 if the cluster cannot go on.
 
-    ray_address: a running Ray to join instead of a local one. log_dir: one log per process, on its machine; by default
-    a new directory. modules: what is run for each role. Without threads, nodes on one machine without GPUs get equal
-    shares of its cores. Call it in the main thread.
+    ray_address: a running Ray to join instead of a local one. log_dir: the directory of the logs, one per process, on
+    the machine of the process; by default a new directory. modules: the Python module that runs for each role. If the
+    spec does not set threads, nodes on one machine without GPUs get equal shares of its cores. Call this function in
+    the main thread.
 
     Raises:
         InvalidArgumentError: a value is out of range, a port is taken, a public host lacks TLS and tokens, or this
@@ -42,7 +44,7 @@ def run(
     """
     check(spec)
     spec = with_free_ports(spec)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Else every lost connection is a line on the terminal.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Otherwise gRPC prints a line for every lost connection.
     logs = Path(log_dir or tempfile.mkdtemp(prefix="corun-logs-")).resolve()
     logs.mkdir(parents=True, exist_ok=True)
     say = Progress()
@@ -71,10 +73,10 @@ def _until_stopped(
 
 
 def check(spec: ClusterSpec) -> None:
-    """Raises InvalidArgumentError unless all of a cluster can be started. Starts nothing."""
+    """Raise InvalidArgumentError unless every process of the cluster can be started. Start nothing."""
     spec.check()
     for pool in spec.pools:
         try:
-            _ = pool.model == TINY or resolve_model(pool.model)  # The built-in one is made where it is needed.
+            _ = pool.model == TINY or resolve_model(pool.model)  # The built-in model is made where it is needed.
         except InvalidArgumentError as error:
             raise InvalidArgumentError(pool.where("prefill", "model"), error.value, error.limit) from None

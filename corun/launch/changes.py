@@ -1,6 +1,6 @@
-"""Requests of `corun scale` that are not done yet, and what becomes of each.
+"""Requests of `corun scale` that are not done yet, and the outcome of each.
 
-Pure. Must not know how processes are started and stopped.
+This module is pure. It must not know how processes are started and stopped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Change:
     pool: str
     text: str
     touched: tuple[Member, ...]
-    """The nodes that it adds or removes: no other one decides what becomes of it."""
+    """The nodes that this change adds or removes. Only these nodes decide its outcome."""
 
     def superseded(self, other: Change) -> bool:
-        """Whether a later change says something else of the same nodes."""
+        """Return whether a later change sets the count of a role that this change also sets, in the same pool."""
         return self.pool == other.pool and not self.request.counts.keys().isdisjoint(other.request.counts)
 
     def outcome(
@@ -35,7 +35,10 @@ class Change:
         statuses: Mapping[Member, ProcessStatus],
         in_use: Sequence[Collection[str]],
     ) -> Outcome | None:
-        """None while it is not done. in_use: the names of the nodes that each router uses, of those that answer."""
+        """Return the outcome of this change, or None while it is not done.
+
+        in_use: for each router that answers, the names of the nodes that it uses.
+        """
         for member in (m for m in self.touched if m in wanted and m not in stopping):
             status = statuses.get(member)
             if status is not None and status.state is ProcessState.FAILED:
@@ -46,7 +49,7 @@ class Change:
 
 
 class Changes:
-    """Those that are not done yet."""
+    """The changes that are not done yet."""
 
     def __init__(self) -> None:
         self._open: list[Change] = []
@@ -57,8 +60,11 @@ class Changes:
     def add(
         self, request: Request, pool: str, text: str, before: Sequence[Member], after: Sequence[Member]
     ) -> list[tuple[Request, Outcome]]:
-        """Answers to the requests that this one supersedes; what they began with the same roles is its own now.
-        before, after: all members of the cluster."""
+        """Add a request. Return the outcomes of the requests that it supersedes.
+
+        The new change also takes over the nodes of the same roles that the superseded changes touched. before, after:
+        all members of the cluster before and after the request.
+        """
         differ = dict.fromkeys(m for m in (*before, *after) if (m in before) != (m in after))
         new = Change(request=request, pool=pool, text=text, touched=tuple(differ))
         old = [change for change in self._open if change.superseded(new)]

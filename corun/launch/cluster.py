@@ -1,6 +1,7 @@
-"""One running cluster: makes the processes that run those that are wanted, and tells its user what happens.
+"""One running cluster: it makes the running processes match the wanted ones, and tells the user what happens.
 
-Owns what is wanted, from the spec it began with to the last `corun scale`. Must not know how processes are placed.
+This module owns the list of wanted processes, from the first spec to the last `corun scale`. It must not know how
+processes are placed.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ from corun.launch.starting import Starting, next_steps
 from corun.launch.supervisor import ProcessState, ProcessStatus
 from corun.types import ClusterStatus, NodeState, NodeStatus, state_in_words
 
-_START_TIMEOUT_S = 3600.0  # Most of it may be the download of a model.
+_START_TIMEOUT_S = 3600.0  # The download of a model may take most of this time.
 _POLL_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """What is known of a pool's routers."""
+    """What is known about a pool through its routers."""
 
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
-    """Their machines, in the order of the addresses."""
+    """The address of each router's machine, in the order of `addresses`."""
     clients: tuple[Client, ...] = ()
     ready: bool = False
-    """Once all of its nodes were."""
+    """True once every router had all wanted nodes of the pool in use. It stays true."""
     in_use: tuple[set[str], ...] = ()
-    """The nodes that each router uses, of those that answered last."""
+    """For each router that answered the last question, the names of the nodes that it uses."""
     known: set[str] = field(default_factory=set)
-    """The nodes that have loaded, and registered with a router."""
+    """The names of the nodes that have loaded their model and registered with a router."""
 
 
 class Cluster:
-    """The processes of one launch. joined: Ray was there before, and may have more machines, now or later."""
+    """The processes of one launch. joined: Ray ran before the launch, and may have more machines now or later."""
 
     def __init__(
         self,
@@ -72,20 +73,20 @@ class Cluster:
         joined: bool = False,
     ) -> None:
         self._spec, self._logs, self._say, self._modules, self._is_joined = spec, logs, say, modules, joined
-        # Routers that only this machine reaches keep all nodes on it.
+        # If a router can be reached only from this machine, all nodes stay on this machine.
         self._is_spread = joined and not any(is_loopback(pool.config(ROUTER).host) for pool in spec.pools)
         self._fleet = Fleet()
         self._pools: dict[str, _Pool] = {}
         self._places: dict[Member, int] = {}
-        self._deaths: dict[Member, int] = {}  # That the user has been told of.
+        self._deaths: dict[Member, int] = {}  # The number of deaths that the user was told about.
         self._shares: Shares
         self._changes = Changes()
         self._starting = Starting(say)
-        # A router that is started again has to give the same seeds, so that clients can go on.
+        # A restarted router must derive the same seeds, so that clients can continue their requests.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
 
     def start(self) -> None:
-        """Places every process; they start as soon as there is room for them, in no order."""
+        """Place every process. Each one starts as soon as there is room for it, in no particular order."""
         if len(runtime.living()) > 1 and not self._is_spread:
             pool = next(pool for pool in self._spec.pools if is_loopback(pool.config(ROUTER).host))
             limit = "must be an address that the other machines reach"
@@ -96,7 +97,8 @@ class Cluster:
         self._reconcile()
 
     def _routers(self, pool: PoolSpec) -> _Pool:
-        """Routers that listen on all addresses are spread over the machines, this one first."""
+        """Choose the machine of each router. Routers that listen on all addresses are spread over the machines,
+        beginning with this one."""
         own = runtime.own_host()
         spread = [own, *sorted(runtime.hosts().keys() - {own})] if self._is_spread and listens_anywhere(pool) else [own]
         hosts = tuple(spread[index % len(spread)] for index in range(pool.count(ROUTER)))
@@ -109,14 +111,14 @@ class Cluster:
         gpus = int(runtime.api().cluster_resources().get("GPU", 0))
         has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
         cores = () if self._is_spread or has_threads else sorted(os.sched_getaffinity(0))
-        if self._is_joined:  # What it has in this moment says little: its other hosts may join later.
+        if self._is_joined:  # The machines that Ray has now say little: others may join later.
             return on_joined(pools, has_gpus=gpus > 0 or installed_engine() == "gpu", cores=cores)
         return on_own(pools, gpus=gpus, cores=cores, needs_gpus=installed_engine() == "gpu")
 
     def watch(self, signals: StopSignals) -> None:
-        """Keeps running what is wanted until a stop signal, and tells what happens.
+        """Keep the wanted processes running until a stop signal arrives, and report what happens.
 
-        Raises UnavailableError when the cluster cannot work any more, and DeadlineError if it never could.
+        Raises UnavailableError when the cluster cannot work any more, and DeadlineError if it was not ready in time.
         """
         deadline = time.monotonic() + _START_TIMEOUT_S
         with ExitStack() as stack:
@@ -129,7 +131,7 @@ class Cluster:
                 self._accept(control)
                 self._reconcile()
                 answers = [(pool, self._ask(pool)) for pool in self._spec.pools]
-                statuses = self._fleet.statuses()  # After the routers: a node that they know of is seen to run.
+                statuses = self._fleet.statuses()  # Asked after the routers, so a node that they know shows as running.
                 self._tell_processes(statuses)
                 for pool, heard in answers:
                     self._hear(pool, heard)
@@ -144,7 +146,7 @@ class Cluster:
             pool.clients = tuple(stack.enter_context(client) for client in clients)
 
     def _reconcile(self) -> None:
-        """One round: what has ended is forgotten, what is missing is started, what is too much is asked to end."""
+        """Do one round: forget ended processes, start missing processes, and ask surplus processes to end."""
         for member in self._fleet.forget_ended():
             self._places.pop(member, None)
             self._say.change(member.name, "ended")
@@ -162,7 +164,7 @@ class Cluster:
             self._say.change(member.name, f"waiting: its machine, {hosts[member]}, is gone")
 
     def _later(self, orders: Sequence[Order]) -> list[Member]:
-        """The nodes whose turn to load on a GPU that they share has not come."""
+        """Return the nodes that share a GPU and must wait for their turn to load."""
         sharing = [order.member for order in orders if order.share.is_part_of_gpu]
         known = set[str]().union(*(pool.known for pool in self._pools.values()))
         loading = [
@@ -191,7 +193,7 @@ class Cluster:
     def _tell_processes(self, statuses: Mapping[Member, ProcessStatus]) -> None:
         for member, status in statuses.items():
             if status.state is ProcessState.RUNNING:
-                if status.deaths > self._deaths.get(member, 0):  # It died and was started again between two looks.
+                if status.deaths > self._deaths.get(member, 0):  # It died and restarted between two checks.
                     self._say.change(member.name, f"{ProcessState.WAITING.value}: {status.detail}")
                 again = f", start {status.deaths + 1}" if status.deaths else ""
                 self._say.change(member.name, f"process {status.pid}{again}")
@@ -204,7 +206,7 @@ class Cluster:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
 
     def _tell_start(self, statuses: Mapping[Member, ProcessStatus]) -> None:
-        """What the nodes do that no router has in use yet, until all are."""
+        """Report what each node that no router uses yet is doing, until all pools are ready."""
         if all(pool.ready for pool in self._pools.values()):
             return
         used = set[str]().union(*(nodes for pool in self._pools.values() for nodes in pool.in_use))
@@ -212,7 +214,7 @@ class Cluster:
         self._starting.tell({m.name: status.doing for m, status in nodes.items() if m.name not in used})
 
     def _ask(self, spec: PoolSpec) -> list[ClusterStatus]:
-        """What a pool's routers say of its nodes, as far as they answer."""
+        """Return the status from each router of a pool that answers."""
         return [status for client in self._pools[spec.name].clients if (status := _status(client)) is not None]
 
     def _hear(self, spec: PoolSpec, answers: Sequence[ClusterStatus]) -> None:
@@ -224,7 +226,7 @@ class Cluster:
         statuses = [node for answer in answers for node in answer.nodes]
         pool.known = {node.node.ref.node_id for node in statuses if node.state is not NodeState.LOST}
         told: dict[str, NodeStatus] = {}
-        for node in statuses:  # Whom only a later router knows is told of, too: others start because of it.
+        for node in statuses:  # Also report nodes that only a later router knows: they let other nodes start.
             told.setdefault(node.node.ref.node_id, node)
         self._tell_nodes(told, is_ready=pool.ready)
         wanted = self._nodes(spec)
@@ -237,7 +239,10 @@ class Cluster:
             self._say("try, in another terminal:\n" + "\n".join(f"  {c}" for c in next_steps(spec, pool.addresses[0])))
 
     def _tell_nodes(self, nodes: Mapping[str, NodeStatus], *, is_ready: bool) -> None:
-        """By their ids."""
+        """Report the state that the routers give for each node. nodes: node states by node id.
+
+        Raises UnavailableError if a router refused a node before the pool was ready.
+        """
         running = {member.name for member in self._fleet.running}
         for name, node in nodes.items():
             if name in running:
@@ -246,11 +251,11 @@ class Cluster:
                 raise UnavailableError(f"the router refused {name}: {node.detail}")
 
     def _nodes(self, pool: PoolSpec) -> set[str]:
-        """The names of the nodes that are wanted."""
+        """Return the names of the wanted nodes of a pool."""
         return {m.name for m in members(self._spec) if m.pool == pool.name and not m.is_router}
 
     def _accept(self, control: Control) -> None:
-        """New requests of `corun scale`; bad ones are answered at once."""
+        """Accept new requests of `corun scale`. Invalid requests are answered at once."""
         for request in control.take():
             try:
                 pool = self._spec.pool(request.pool)
@@ -271,7 +276,7 @@ class Cluster:
             self._spec = spec
 
     def _conclude(self, control: Control, statuses: Mapping[Member, ProcessStatus]) -> None:
-        """Answers the requests that are done, or cannot be."""
+        """Answer the requests that are done or have failed."""
         wanted, running, stopping = set(members(self._spec)), set(self._fleet.running), set(self._fleet.stopping)
         for change in self._changes:
             outcome = change.outcome(wanted, running, stopping, statuses, self._pools[change.pool].in_use)
@@ -284,7 +289,7 @@ class Cluster:
             self._changes.remove(change)
 
     def stop(self, signals: StopSignals) -> None:
-        """Ends the routers, which drain, then the nodes. A second stop signal kills what is still running."""
+        """Stop the routers, which drain, and then the nodes. A second stop signal kills what is still running."""
         for is_router in (True, False):
             self._stop([member for member in self._fleet.running if member.is_router is is_router], signals)
 
@@ -308,7 +313,7 @@ def _ready(status: ClusterStatus) -> list[NodeStatus]:
 
 
 def _status(client: Client) -> ClusterStatus | None:
-    """What a router says; None while there is none."""
+    """Return the status that a router reports, or None if the router does not answer."""
     try:
         return client.get_cluster(timeout_s=STATUS_TIMEOUT_S)
     except (UnavailableError, DeadlineError):

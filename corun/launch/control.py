@@ -1,6 +1,7 @@
-"""How `corun scale` reaches a running `corun up`: requests go through a named Ray actor, to and fro.
+"""How `corun scale` reaches a running `corun up`: requests and outcomes go through a named Ray actor.
 
-Owns that actor, the note of where it is, and the caller's wait. Must not know how a cluster is scaled.
+This module owns that actor, the note that says where it is, and the wait of the caller. It must not know how a cluster
+is scaled.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ _PREFIX = "corun-up-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Other numbers of processes for one pool."""
+    """A request for other numbers of processes in one pool."""
 
     number: int
     pool: str
-    """Empty: the only one."""
+    """The name of the pool; empty: the only pool."""
     counts: Mapping[str, int]
-    """By role."""
+    """The wanted number of processes, by role."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of a request."""
+    """The outcome of a request."""
 
     text: str
     refused: tuple[str, str, str] | None = None
-    """Field, value and limit of a request that cannot be; nothing was changed."""
+    """The field, value and limit of an invalid request; nothing was changed."""
     failed: bool = False
-    """It was tried, and a process cannot start, or a later request says something else."""
+    """True if the change was tried but a process cannot start, or if a later request superseded it."""
 
 
 class _Mailbox:
-    """Requests and their outcomes. Lives as long as the `corun up` that made it."""
+    """The actor that holds requests and their outcomes. It lives as long as the `corun up` that made it."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -73,7 +74,7 @@ class _Mailbox:
 
 
 class Control:
-    """The end of `corun up`."""
+    """The `corun up` side of the mailbox."""
 
     def __init__(self) -> None:
         self.name = _PREFIX + secrets.token_hex(4)
@@ -81,7 +82,7 @@ class Control:
         self._question: Any = None
 
     def take(self) -> list[Request]:
-        """New requests. Never waits: a question that is not answered yet is answered next time."""
+        """Return the new requests. Never wait: if the actor has not answered yet, a later call returns the answer."""
         self._question = self._question or self._mailbox.take.remote()
         answered, _ = runtime.api().wait([self._question], timeout=0)
         if not answered:
@@ -101,23 +102,23 @@ class Note:
 
     pid: int
     name: str
-    """Of its actor."""
+    """The name of its mailbox actor."""
     address: str
-    """Of Ray."""
+    """The address of the Ray that it runs on."""
     host: str
-    """Of this machine in that Ray."""
+    """The address of this machine in that Ray."""
     auth_mode: str
-    """Of that Ray; its token is where Ray keeps it."""
+    """The RAY_AUTH_MODE of that Ray. The token itself stays where Ray keeps it."""
 
 
 @contextmanager
 def noted(name: str) -> Iterator[None]:
-    """Lets `corun scale` on this machine find this process for as long as the block runs."""
+    """Let `corun scale` on this machine find this process for as long as the block runs."""
     address = runtime.api().get_runtime_context().gcs_address
     auth_mode = os.environ.get(runtime.AUTH_MODE_VARIABLE, "")
     note = Note(pid=os.getpid(), name=name, address=address, host=runtime.own_host(), auth_mode=auth_mode)
     path = _directory() / f"{note.pid}.json"
-    aside = path.with_suffix(".new")  # `corun scale` may look at any time.
+    aside = path.with_suffix(".new")  # `corun scale` may read the directory at any time.
     aside.write_text(json.dumps(asdict(note)))
     os.replace(aside, path)
     try:
@@ -127,7 +128,7 @@ def noted(name: str) -> Iterator[None]:
 
 
 def _directory() -> Path:
-    """Of the notes; this user's alone, since whoever can write there says which Ray is talked to."""
+    """Return the directory of the notes. Only this user may write there: a note decides which Ray is called."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base) / "corun" if base else Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -138,8 +139,10 @@ def _directory() -> Path:
 
 
 def latest() -> Note | None:
-    """Of the `corun up` that was started last; notes of those that were killed are removed, and those that another
-    version wrote are left alone."""
+    """Return the note of the `corun up` that was started last, or None.
+
+    Remove the notes of processes that were killed. Leave notes that another version wrote.
+    """
     living: list[tuple[float, Note]] = []
     for path in _directory().glob("*.json"):
         if not Path(f"/proc/{path.stem}").exists():
@@ -150,7 +153,7 @@ def latest() -> Note | None:
 
 
 def _read(path: Path) -> tuple[float, Note] | None:
-    """A note and when it was written; None for what this version does not understand, or is gone by now."""
+    """Return a note and the time it was written; None if this version cannot read it or the file is gone."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return path.stat().st_mtime, Note(**content)
@@ -159,15 +162,14 @@ def _read(path: Path) -> tuple[float, Note] | None:
 
 
 def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, timeout_s: float) -> str:
-    """Asks a running `corun up` for other numbers of processes; says what happened once they are there.
+    """Ask a running `corun up` for other numbers of processes. Return what happened once the change is done.
 
-    ray_address: the Ray that it runs on; None: the last one that was started on this machine.
+    ray_address: the Ray that `corun up` runs on; None: that of the `corun up` started last on this machine.
 
     Raises:
-        InvalidArgumentError: there cannot be so many; nothing was changed.
-        UnavailableError: there is no `corun up`, a process that was wanted cannot start, or a later request said
-            something else of the same role.
-        DeadlineError: not done in time; it goes on all the same.
+        InvalidArgumentError: these numbers are not allowed; nothing was changed.
+        UnavailableError: there is no `corun up`, a wanted process cannot start, or a later request superseded this one.
+        DeadlineError: the change was not done in time; `corun up` continues with it.
     """
     deadline = time.monotonic() + timeout_s
     note = latest() if ray_address is None else None
@@ -191,7 +193,7 @@ def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, time
 
 
 def _mailbox(name: str) -> Any:
-    """That of the only `corun up` there, if no name is given."""
+    """Return the mailbox actor with this name; if the name is empty, the actor of the only `corun up` on this Ray."""
     listed = runtime.api().util.list_named_actors(all_namespaces=True)
     names = [found["name"] for found in listed if found["namespace"] == runtime.NAMESPACE]
     names = [found for found in names if (found == name if name else found.startswith(_PREFIX))]

@@ -1,8 +1,8 @@
-"""The processes of one launch, each under a supervisor, each supervisor a Ray actor on the machine that Ray chose.
+"""The processes of one launch. Each runs under a supervisor, which is a Ray actor on the machine that Ray chose.
 
-Owns actors and placement groups. A node's actor is started again by Ray when it or its machine dies, there or on
-another machine; a router keeps its machine, since nodes and clients know its address. Must not know which processes are
-wanted.
+This module owns actors and placement groups. When a node's actor or its machine dies, Ray starts the actor again, on
+the same or another machine. A router keeps its machine, since nodes and clients know its address. This module must not
+know which processes are wanted.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from corun.launch.supervisor import ProcessState, ProcessStatus, Supervisor
 
 STATUS_TIMEOUT_S = 2.0
 _END_S = 10.0
-"""For a process to end once it has drained."""
+"""The time in seconds that a process has to end once it has drained."""
 _LATE_S = 20.0
-"""After its grace, for a process that does not end."""
+"""The extra time in seconds, after the grace time, before a process that does not end is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What an actor needs to start its process, wherever it is."""
+    """What an actor needs to start its process on any machine."""
 
     pool: PoolSpec
     member: Member
     routers: tuple[str, ...]
-    """host:port of each."""
+    """The host:port of each router."""
     host: str = ""
-    """Where a node is reached; empty: its machine's address."""
+    """The address at which a node is reached; empty: the address of its machine."""
     share: Share = field(default_factory=Share)
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside that of Ray on that machine."""
+    """Variables that are added to the environment that the actor finds on its machine."""
     modules: Mapping[str, str] = field(default_factory=lambda: dict(MODULES))
 
     @property
     def grace_s(self) -> float:
-        """Between asking the process to end and killing it."""
+        """The time in seconds between asking the process to end and killing it."""
         return float(self.pool.config(self.member.role).drain_grace_s) + _END_S
 
 
 class _Actor:
-    """One supervisor."""
+    """The Ray actor of one supervisor."""
 
     def __init__(self, order: Order) -> None:
         host, name = order.host or runtime.own_host(), order.member.name
@@ -81,26 +81,27 @@ class _Placed:
 
     actor: Any
     status: ProcessStatus
-    """The last that is known."""
+    """The last known status of the process."""
     grace_s: float
     group: Group | None = None
     host: str = ""
-    """Of a router: the address of the machine that it keeps."""
+    """The address of the machine that a router keeps; empty for a node."""
     node_id: str = ""
-    """Ray's, of that machine."""
+    """Ray's id of that machine."""
     is_unplaced: bool = False
-    """No machine has room for it yet."""
+    """True while no machine has room for the process."""
     is_lost: bool = False
-    """With that machine: Ray does not start it again."""
+    """True if the router was lost with that machine. Ray does not start it again."""
     question: Any = None
-    """For the status, not yet answered. One at a time: they would pile up at an actor that waits for its machine."""
+    """The pending call for the status. There is one at a time, since calls would pile up at an actor that waits for its
+    machine."""
     gone_at: float | None = None
-    """When it is given up, once it has been asked to end."""
+    """The time at which the process is given up; None until it is asked to end."""
 
 
 class Fleet:
-    """Every process that was started and is not gone yet. only_host: the address of the machine that nodes must be on;
-    empty: any."""
+    """Every process that was started and is not gone yet. only_host: the address of the one machine that nodes may run
+    on; empty: any machine."""
 
     def __init__(self, only_host: str = "") -> None:
         self._only_host = only_host
@@ -109,16 +110,16 @@ class Fleet:
 
     @property
     def running(self) -> list[Member]:
-        """In the order of their starts; those that are asked to end, too."""
+        """The processes in the order of their starts, including those that were asked to end."""
         return list(self._placed)
 
     @property
     def last_statuses(self) -> dict[Member, ProcessStatus]:
-        """As they were when the processes last answered."""
+        """The status of each process when it last answered."""
         return {member: placed.status for member, placed in self._placed.items()}
 
     def grace_s(self, members: Iterable[Member]) -> float:
-        """The longest time that any of them has between being asked to end and being killed."""
+        """Return the longest time in seconds that any member has between being asked to end and being killed."""
         return max((self._placed[member].grace_s for member in members), default=0.0)
 
     @property
@@ -126,9 +127,12 @@ class Fleet:
         return [member for member, placed in self._placed.items() if placed.gone_at is not None]
 
     def start(self, orders: Sequence[Order], router_hosts: Mapping[Member, str], later: Sequence[Member] = ()) -> None:
-        """Places processes; they start as soon as there is room, in no order. Nodes that start together are near each
-        other where they can. router_hosts: the address of each router's machine; without it a router is left out.
-        later: nodes that will start when these have, and are to be near them."""
+        """Place processes. They start as soon as there is room, in no particular order.
+
+        Nodes that start together are placed near each other where possible. router_hosts: the address of each router's
+        machine; a router is left out if it has none or if that machine is not alive. later: nodes that will start after
+        these nodes and should be near them.
+        """
         by_member = {order.member: order for order in orders}
         alive = runtime.hosts()
         for member, host in router_hosts.items():
@@ -147,7 +151,7 @@ class Fleet:
             if not (now := [member for member in near if member in orders]):
                 continue
             gpus = orders[now[0]].share.gpus
-            # Every machine has a resource of its address's name.
+            # In Ray, every machine has a resource that is named after its address.
             bundle = {"GPU": gpus} | ({f"node:{self._only_host}": 0.001} if self._only_host else {})
             handle = runtime.api().util.placement_group([bundle for _ in near], strategy="PACK")
             group = Group(handle, list(near), gpus)
@@ -164,15 +168,16 @@ class Fleet:
         self._placed[order.member] = _Placed(actor, _waiting(order.member), order.grace_s, **facts)
 
     def stop(self, members: Iterable[Member]) -> None:
-        """Asks processes to end; asking again kills them. `forget_ended` notes when they have."""
+        """Ask processes to end; asking again kills them. `forget_ended` notices when they have ended."""
         for placed in (self._placed[member] for member in members):
             placed.actor.stop.remote()
-            # What was known before says nothing of whether it has ended.
+            # An older status does not tell whether the process has ended, so ask again.
             placed.question = placed.actor.status.remote()
             placed.gone_at = placed.gone_at or time.monotonic() + placed.grace_s + _LATE_S
 
     def forget_ended(self) -> list[Member]:
-        """Gives back what those held that were asked to end, and have; and routers whose machine is gone."""
+        """Release the processes that ended after they were asked to, and the routers whose machine is gone. Return
+        these processes."""
         ended = [member for member, placed in self._placed.items() if _has_ended(placed)]
         for member in ended:
             runtime.api().kill(self._placed.pop(member).actor)
@@ -182,7 +187,7 @@ class Fleet:
         return ended
 
     def statuses(self, members: Iterable[Member] | None = None) -> dict[Member, ProcessStatus]:
-        """What the processes do now, or did when they last answered."""
+        """Return what each process does now, or did when it last answered."""
         asked = {m: p for m, p in self._placed.items() if members is None or m in members}
         for placed in asked.values():
             placed.question = placed.question or placed.actor.status.remote()
@@ -211,17 +216,18 @@ def _has_ended(placed: _Placed) -> bool:
 
 
 def may_run(status: ProcessStatus) -> bool:
-    """False for one that has not been placed, too: its process could start only once its actor runs."""
+    """Return whether the process runs or will be restarted. A process that was never placed does not count: it can
+    start only once its actor runs."""
     return status.state is ProcessState.RUNNING or (status.state is ProcessState.WAITING and status.deaths > 0)
 
 
 def _is_waiting(status: ProcessStatus) -> bool:
-    """For a machine, and not for its next start."""
+    """Return whether the process waits for a machine, and not for its next restart."""
     return status.state is ProcessState.WAITING and not status.deaths
 
 
 def _is_dead(status: ProcessStatus) -> bool:
-    """Its supervisor is, which has not given it up."""
+    """Return whether the supervisor itself died. If the supervisor gave the process up, the status counts deaths."""
     return status.state is ProcessState.FAILED and not status.deaths
 
 
@@ -236,12 +242,12 @@ def _answer(member: Member, question: Any) -> ProcessStatus:
     except (errors.ActorDiedError, errors.ActorUnschedulableError) as error:
         return ProcessStatus(name=member.name, state=ProcessState.FAILED, detail=f"its supervisor died: {error}")
     except errors.RayActorError:
-        return _waiting(member)  # It is started again, there or elsewhere.
+        return _waiting(member)  # Ray starts the actor again, on this or another machine.
     return status
 
 
 def _why(group: Group) -> str:
-    """What a node waits for that is not placed."""
+    """Return what a node that is not placed waits for; empty if its group is placed."""
     state = runtime.api().util.placement_group_table(group.handle).get("state")
     if state == "CREATED":
         return ""

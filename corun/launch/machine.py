@@ -1,6 +1,6 @@
 """What this machine has: engine, packages, GPUs, memory, cores, limits; and how large a model's weights are.
 
-Reads and imports nothing heavy. Must not know what a cluster needs (`corun.launch.preflight`).
+This module only reads, and imports nothing heavy. It must not know what a cluster needs (`corun.launch.preflight`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from corun.errors import UnavailableError
 from corun.models import NOT_NEEDED, TINY
 
 PACKAGES = ("vllm", "torch", "nixl", "ray", "tokenizers", "safetensors", "aiohttp", "uvloop", "prometheus_client")
-"""What the processes of a cluster import."""
+"""The packages that the processes of a cluster import."""
 MIB = 2**20
 TINY_BYTES = 64 * MIB
 _SMI_TIMEOUT_S = 20.0
@@ -33,26 +33,26 @@ _USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A moment of one machine; sizes in bytes."""
+    """A snapshot of one machine. Sizes are in bytes."""
 
     engine: str = ""
     """The extra whose engine is installed, cpu or gpu; empty: none."""
     engine_version: str = ""
     missing: tuple[str, ...] = ()
-    """Those of `PACKAGES` that cannot be imported."""
+    """The names in `PACKAGES` that cannot be imported."""
     gpus: tuple[int, ...] = ()
     """The memory of each GPU."""
     memory: int = 0
-    """What can still be had of the main memory."""
+    """The main memory that is still available, within the limit of the container."""
     shared_memory: int = 0
-    """What is free in /dev/shm."""
+    """The free space in /dev/shm."""
     cores: int = 1
     open_files: int = 0
-    """The most that one process may have."""
+    """The most files that one process may open."""
 
 
 def here() -> Machine:
-    """This machine, now."""
+    """Return what this machine has now."""
     engine = installed_engine()
     return Machine(
         engine=engine,
@@ -67,7 +67,8 @@ def here() -> Machine:
 
 
 def _gpus() -> Iterator[int]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, as nvidia-smi counts them; none where there is no driver."""
+    """Yield the memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, as nvidia-smi counts GPUs. Yield nothing
+    where there is no driver."""
     words = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
@@ -87,7 +88,7 @@ def _available() -> int:
 
 
 def _left_in_container() -> Iterator[int]:
-    """What the container's limit leaves; nothing where there is none."""
+    """Yield the memory in bytes that the container's limit leaves; nothing where there is no limit."""
     for limit, used in zip(_LIMITS, _USED, strict=True):
         with suppress(OSError, ValueError):  # "max" is no limit.
             yield max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
@@ -105,20 +106,20 @@ class Weights:
     """The weights of a model, in bytes."""
 
     size: int
-    """As they are stored."""
+    """The size of the weights as they are stored."""
     stored_as: str = ""
-    """Their type, as in bfloat16; empty: not known."""
+    """The type of the stored weights, as in bfloat16; empty: not known."""
     to_fetch: int = 0
-    """Of those on the hub, what is not here yet."""
+    """The size that must still be fetched from the hub; 0 if the weights are on this machine."""
     room: int = 0
-    """What is free where it would be put."""
+    """The free disk space where fetched weights would be put. It is set only if there is something to fetch."""
 
 
 def weights(model: str) -> Weights:
-    """How large a model is: a directory, an id on the hub, or the built-in one.
+    """Return how large a model is. model: a directory, an id on the hub, or the built-in model.
 
     Raises:
-        UnavailableError: it has no weights, or is not here and the hub does not say.
+        UnavailableError: the model has no weights, or it is not on this machine and the hub does not answer.
     """
     if model == TINY:
         return Weights(size=TINY_BYTES)
@@ -143,13 +144,13 @@ def _stored_as(path: Path) -> str:
 
 
 def _of_hub(model: str) -> Weights:
-    # Comes with the engine, which no client has.
+    # This package comes with the engine, which a client does not have.
     from huggingface_hub import HfApi, constants, snapshot_download  # noqa: PLC0415
 
     try:
         return _of_directory(Path(snapshot_download(model, local_files_only=True, ignore_patterns=NOT_NEEDED)))
     except (OSError, ValueError, UnavailableError):
-        pass  # Not here, or not all of it.
+        pass  # The model is not on this machine, or not completely.
     try:
         files = HfApi().model_info(model, files_metadata=True, timeout=_HUB_TIMEOUT_S).siblings or []
     except Exception as error:  # The hub's client raises its own errors and those of its HTTP library.

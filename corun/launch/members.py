@@ -1,6 +1,6 @@
 """The processes of a cluster, by name, and the command line of each.
 
-Pure but for looking at ports. Must not know how the processes are started.
+This module is pure, except that it probes ports. It must not know how the processes are started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from corun.models import resolve_model
 LOOPBACK = "127.0.0.1"
 ROUTER = "router"
 MODULES: Mapping[str, str] = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
-"""What is run for each role: `python -m MODULE`."""
+"""The module that runs for each role, as in `python -m MODULE`."""
 
 _ANY_HOST = ("0.0.0.0", "::")
 _TRIES = 64
@@ -26,14 +26,15 @@ _TRIES = 64
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of a cluster, over all its lives."""
+    """One process of a cluster. It stays the same member when it is started again."""
 
     pool: str
     role: str
     index: int
-    """Among the processes of its role in its pool."""
+    """The number of this process among the processes of its role in its pool."""
     name: str
-    """Of its log file; the id of a node, which it keeps when it is started again."""
+    """The name of the process, and of its log file. For a node it is also the node id, which stays when it is started
+    again."""
 
     @property
     def is_router(self) -> bool:
@@ -41,7 +42,7 @@ class Member:
 
 
 def members(spec: ClusterSpec) -> tuple[Member, ...]:
-    """Of a whole cluster: per pool its routers, prefill and decode nodes."""
+    """Return all processes of a cluster: for each pool its routers, then its prefill nodes, then its decode nodes."""
     return tuple(
         Member(pool.name, role, index, _name(spec, pool, role, index))
         for pool in spec.pools
@@ -64,7 +65,11 @@ def command(
     gpu_share: float = 0.0,
     modules: Mapping[str, str] = MODULES,
 ) -> list[str]:
-    """The command line of one process. host: where a node is reached. routers: the host:port of each, for nodes."""
+    """Return the command line of one process.
+
+    host: the address at which a node is reached. routers: the host:port of each router, for nodes only. gpu_share: the
+    part of a GPU that a node gets.
+    """
     settings = {**pool.settings(member.role), **pool.ports(member.role, member.index)}
     if not member.is_router:
         settings |= {"model": resolve_model(pool.model), "router": tuple(routers)}
@@ -76,7 +81,7 @@ def command(
 
 
 def _words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as the flags of a command line."""
+    """Return settings as the flags of a command line."""
     words: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -90,20 +95,21 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def listens_anywhere(pool: PoolSpec) -> bool:
-    """Whether its routers may be on any machine, for they listen on all of its addresses."""
+    """Return whether the pool's routers listen on all addresses of their machine, so that any machine suits them."""
     return pool.config(ROUTER).host in _ANY_HOST
 
 
 def router_address(pool: PoolSpec, index: int, own_host: str) -> str:
-    """host:port at which a router is reached. own_host: its machine, for one that listens anywhere."""
+    """Return the host:port at which a router is reached. own_host: the address of its machine, used if the router
+    listens on all addresses."""
     host = own_host if listens_anywhere(pool) else pool.config(ROUTER).host
     return f"{f'[{host}]' if ':' in host else host}:{pool.ports(ROUTER, index)['port']}"
 
 
 def with_free_ports(spec: ClusterSpec) -> ClusterSpec:
-    """The same cluster with the ports of its routers: free ones where it says 0.
+    """Return the same cluster with real router ports: a free port replaces each 0.
 
-    Raises InvalidArgumentError for one that cannot be listened on here.
+    Raises InvalidArgumentError for a port that cannot be listened on here.
     """
     return replace(spec, pools=tuple(_with_free_ports(pool) for pool in spec.pools))
 
@@ -115,7 +121,7 @@ def _with_free_ports(pool: PoolSpec) -> PoolSpec:
 
 
 def free_ports(host: str, port: int, count: int = 1, where: str = "port") -> int:
-    """The first of `count` ports in a row that can be listened on: `port` itself, or any for 0."""
+    """Return the first of `count` ports in a row that can all be listened on: `port` itself, or any free one for 0."""
     for tries_left in reversed(range(_TRIES if port == 0 else 1)):
         try:
             first = _probe(host, port)

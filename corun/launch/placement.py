@@ -1,6 +1,6 @@
-"""What of which machines the processes get: shares of GPUs and cores, and which of them are to be near each other.
+"""What each process gets of its machine: shares of GPUs and cores; and which processes should be near each other.
 
-Pure. Must not know Ray, nor how processes are started.
+This module is pure. It must not know Ray, nor how processes are started.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from corun.launch.members import Member
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a machine a process gets."""
+    """The part of a machine that one process gets."""
 
     gpus: float = 0.0
-    """Whole ones, all on one machine, or a part of one; 0: the machines have none."""
+    """The number of GPUs: whole GPUs of one machine, or a fraction of one GPU; 0: the machines have no GPUs."""
     cores: tuple[int, ...] = ()
-    """Empty: all."""
+    """The cores that the process may use; empty: all."""
 
     @property
     def is_part_of_gpu(self) -> bool:
@@ -31,17 +31,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How much every process of one launch gets; it stays so for those that come later, since it may be part of their
-    contract."""
+    """The share of every process of one launch. Processes that start later get the same shares, since a share may be
+    part of their contract."""
 
     gpus: Mapping[str, float]
-    """Per node, by pool."""
+    """The number of GPUs of each node, by the name of its pool."""
     cores: tuple[int, ...] = ()
-    """Of the one machine, to be shared; empty: they are not."""
+    """The cores of the only machine, which its nodes share; empty: cores are not shared."""
     cores_each: int = 0
 
     def of(self, member: Member, place: int) -> Share:
-        """place: how many nodes were placed before it."""
+        """Return the share of one process. place: the lowest number that no other node has, from 0 on."""
         if member.is_router:
             return Share()
         start = place * self.cores_each % (len(self.cores) - self.cores_each + 1)
@@ -49,21 +49,25 @@ class Shares:
 
 
 def on_joined(pools: Sequence[PoolSpec], *, has_gpus: bool, cores: Sequence[int]) -> Shares:
-    """Of machines that come and go: whole GPUs, as many as each node shares the model over, but where a pool says how
-    many nodes share one. What is not there yet is waited for. has_gpus: the machines have some, now or later. cores: of
-    the only machine, for nodes without GPUs to share; empty: they are not shared."""
+    """Return the shares on machines that may come and go.
+
+    Each node gets as many whole GPUs as its tensor_parallel_size, or a fraction of them if its pool says how many nodes
+    share a GPU. A node waits for GPUs that are not there yet. has_gpus: the machines have GPUs, now or later. cores:
+    the cores of the only machine, which nodes without GPUs share; empty: cores are not shared.
+    """
     each = {pool.name: _gpus_each(pool) if has_gpus or pool.nodes_per_gpu else 0.0 for pool in pools}
     return _with_cores(each, pools, () if any(each.values()) else cores)
 
 
 def on_own(pools: Sequence[PoolSpec], *, gpus: int, cores: Sequence[int], needs_gpus: bool) -> Shares:
-    """Of this machine alone. cores: those that nodes without GPUs share; empty: they are not shared. needs_gpus: the
-    engine runs on nothing else.
+    """Return the shares on this machine alone. cores: the cores that nodes without GPUs share; empty: cores are not
+    shared. needs_gpus: the engine runs on GPUs only.
 
-    With fewer GPUs than nodes, as many nodes as needed share one, unless a pool says how many, or needs several each.
+    If there are fewer GPUs than nodes, as many nodes as necessary share a GPU. A pool is excepted if it says how many
+    nodes share a GPU, or if each of its nodes needs several GPUs.
 
     Raises:
-        InvalidArgumentError: a pool says what it needs of GPUs, and there are fewer.
+        InvalidArgumentError: a pool says how many GPUs it needs, and the machine has fewer.
     """
     fixed = [pool for pool in pools if pool.nodes_per_gpu or (pool.tensor_parallel_size > 1 and (gpus or needs_gpus))]
     sharing = [pool for pool in pools if pool not in fixed]
@@ -94,7 +98,7 @@ def _gpus_needed(pool: PoolSpec) -> int:
 
 
 def _too_few(fixed: PoolSpec, pools: Sequence[PoolSpec], gpus: int) -> tuple[str, int, str]:
-    """What to say of it: setting, value and limit."""
+    """Return the setting, value and limit that report too few GPUs."""
     name = "nodes_per_gpu" if fixed.nodes_per_gpu else "tensor_parallel_size"
     value = fixed.nodes_per_gpu or fixed.tensor_parallel_size
     needs = ", ".join(f"{_nodes(pool)} nodes of pool {pool.name} need {_gpus_needed(pool)}" for pool in pools)
@@ -103,19 +107,22 @@ def _too_few(fixed: PoolSpec, pools: Sequence[PoolSpec], gpus: int) -> tuple[str
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Bundles of GPUs, each never split over machines, for nodes that are near each other if they can be."""
+    """Bundles of GPUs for nodes that should be near each other. One bundle is never split over machines."""
 
     handle: Any
-    """Of whoever keeps the bundles."""
+    """The handle of the bundles, for whoever keeps them."""
     members: list[Member]
-    """Whom each bundle is for, or was for last."""
+    """The node that each bundle is for, or was for last."""
     gpus: float
-    """Of each bundle."""
+    """The number of GPUs in each bundle."""
 
 
 def reuse(kept: Sequence[Group], starting: Mapping[Member, float], occupying: Collection[Member]) -> None:
-    """Gives bundles that nobody has to nodes that have none, in place. starting: with the GPUs that each needs.
-    occupying: those that have started or are about to, but for these."""
+    """Give bundles that no node uses to nodes that have none, in place.
+
+    starting: the nodes that start now, with the number of GPUs that each needs. occupying: all other nodes that have
+    started or are about to start.
+    """
     known = {member for group in kept for member in group.members}
     for member in (member for member in starting if member not in known):
         for group in (group for group in kept if group.gpus == starting[member]):
@@ -126,7 +133,8 @@ def reuse(kept: Sequence[Group], starting: Mapping[Member, float], occupying: Co
 
 
 def groups(starting: Sequence[Member]) -> list[tuple[Member, ...]]:
-    """Nodes that are to be near each other: the i-th prefill and decode node of a pool, where they start together."""
+    """Return the groups of nodes that should be near each other: the i-th prefill node and the i-th decode node of a
+    pool, if they start together."""
     found: dict[tuple[str, int], list[Member]] = {}
     for member in starting:
         found.setdefault((member.pool, member.index), []).append(member)

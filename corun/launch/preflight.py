@@ -1,6 +1,6 @@
-"""Whether a cluster would start on this machine: what it needs beside what there is. `corun up --check` shows it.
+"""Whether a cluster would start on this machine: what it needs, and what the machine has. `corun up --check` shows it.
 
-Starts nothing and loads nothing. What memory is needed is an estimate from the size of the weights.
+This module starts nothing and loads nothing. The memory that is needed is an estimate from the size of the weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from corun.launch.placement import on_own
 
 GIB = 2**30
 PROCESS_BYTES = 3 * GIB // 2
-"""What a CPU engine takes beside weights and KV: torch, vLLM and its buffers."""
+"""The memory that a CPU engine takes in addition to weights and KV: torch, vLLM and its buffers."""
 GPU_BYTES = 2 * GIB
-"""What a GPU engine takes beside weights, at least: CUDA's context, captured graphs, activations, some KV."""
+"""The least GPU memory that an engine takes in addition to weights: CUDA's context, captured graphs, activations and
+some KV."""
 SHARED_BYTES = 256 * 2**20
-"""Ray's store, and what processes of one engine share."""
+"""The shared memory of Ray's store and of the processes of one engine."""
 OPEN_FILES = 4096
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NODES = ("prefill", "decode")
@@ -42,19 +43,19 @@ class Finding:
 
 
 def look(spec: ClusterSpec, machine: Machine | None = None, weigh: Callable[[str], Weights] = weights) -> list[Finding]:
-    """What a cluster needs of a machine, this one by default. weigh: says how large a model is."""
+    """Return what a cluster needs and what a machine, by default this one, has. weigh: returns the size of a model."""
     return [*_Preflight(spec, machine or here(), weigh).findings()]
 
 
 def failing(found: Sequence[Finding]) -> list[str]:
-    """What would fail."""
+    """Return the names of the findings that would make the start fail."""
     return [one.what for one in found if one.state == "fails"]
 
 
 class _Preflight:
     def __init__(self, spec: ClusterSpec, machine: Machine, weigh: Callable[[str], Weights]) -> None:
         self._spec, self._machine, self._weigh = spec, machine, weigh
-        self._weights: dict[str, Weights] = {}  # Of the pools whose model can be had, by their names.
+        self._weights: dict[str, Weights] = {}  # By pool name, for pools whose model is available.
 
     def findings(self) -> Iterator[Finding]:
         machine = self._machine
@@ -91,7 +92,7 @@ class _Preflight:
         return Finding(what, pool.model, f"{_gib(found.size)} of weights", "ok")
 
     def _gpus(self) -> Iterator[Finding]:
-        """How many there are, and whether each pool's share of their memory holds its model."""
+        """Find out how many GPUs there are, and whether each pool's share of their memory holds its model."""
         gpus = self._machine.gpus
         if self._machine.engine == "cpu":
             unused = f", unused; {how_to_get('gpu')}" if gpus else ""
@@ -115,22 +116,22 @@ class _Preflight:
         return Finding(what, f"about {_gib(needs)} a node", f"{_gib(has)} a node", _ok(has >= needs))
 
     def _memory(self) -> Iterator[Finding]:
-        """Of the machine: CPU engines have weights and KV there."""
+        """Find out whether the main memory is large enough. CPU engines keep weights and KV there."""
         if len(self._weights) < len(self._spec.pools):
-            return  # What is not known was said of the model.
+            return  # The finding about the model already says that its size is not known.
         needs = sum(pool.count(role) * self._each(pool, role) for pool in self._spec.pools for role in _NODES)
         has = self._machine.memory
         yield Finding("memory", f"about {_gib(needs)}", f"{_gib(has)} free", _ok(has >= needs))
 
     def _each(self, pool: PoolSpec, role: str) -> int:
-        """The memory of one node."""
+        """Return the main memory in bytes that one node needs."""
         if self._machine.engine == "gpu":
             return PROCESS_BYTES
         kv: int = pool.config(role).kv_cache_gib * GIB
         return PROCESS_BYTES + kv + self._loaded(pool)
 
     def _loaded(self, pool: PoolSpec) -> int:
-        """The size of the weights in the type that they are loaded as."""
+        """Return the size in bytes of the weights in the type that they are loaded as."""
         found = self._weights[pool.name]
         stored, asked = _SIZES.get(found.stored_as, 0), _SIZES.get(pool.config("decode").dtype, 0)
         return found.size * asked // stored if stored and asked else found.size
@@ -143,7 +144,7 @@ class _Preflight:
 
 
 def _taken_ports(spec: ClusterSpec) -> Iterator[str]:
-    """The ports that somebody else listens on, in words."""
+    """Yield a text for each port that another process listens on."""
     try:
         with_free_ports(spec)
     except InvalidArgumentError as error:

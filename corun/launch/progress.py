@@ -1,4 +1,4 @@
-"""What the user of `corun up` is told. Must not know the cluster."""
+"""What the user of `corun up` is told. This module must not know the cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class Progress:
-    """Lines with the time since the start, on stderr; what is repeated is said once."""
+    """Prints lines with the time since the start on stderr. `change` prints a repeated line only once."""
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
@@ -16,12 +16,12 @@ class Progress:
 
     @property
     def quiet_s(self) -> float:
-        """How long nothing was said, in seconds."""
+        """The time in seconds since the last line."""
         return time.monotonic() - self._last
 
     def __call__(self, text: str) -> None:
         self._last = time.monotonic()
-        with suppress(BrokenPipeError):  # Nobody reads any more; the cluster still has to be ended.
+        with suppress(BrokenPipeError):  # Nobody reads stderr any more, but the cluster must still be stopped.
             print(f"[{self._last - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def change(self, subject: str, text: str) -> None:
@@ -30,5 +30,5 @@ class Progress:
             self(f"{subject}: {text}")
 
     def forget(self, subject: str) -> None:
-        """It may be said again."""
+        """Forget the last text about a subject, so that it may be printed again."""
         self._said.pop(subject, None)

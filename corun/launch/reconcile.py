@@ -1,6 +1,6 @@
-"""What has to be done so that the processes that run become those that are wanted.
+"""The steps that turn the running processes into the wanted processes.
 
-Pure. Must not know how processes are started and stopped, nor who wants them.
+This module is pure. It must not know how processes are started and stopped, nor who wants them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from corun.launch.supervisor import ProcessState, ProcessStatus
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What to do next; nothing when all is as wanted."""
+    """The processes to start and to stop next; both are empty when everything is as wanted."""
 
     start: tuple[Member, ...] = ()
     stop: tuple[Member, ...] = ()
@@ -24,19 +24,22 @@ class Steps:
 
 
 def steps(wanted: Sequence[Member], running: Collection[Member], stopping: Collection[Member]) -> Steps:
-    """Starts what is missing and stops what is too much. running: with those that are `stopping`, which start again,
-    if they are wanted again, once they have ended."""
+    """Return the missing processes to start and the surplus processes to stop.
+
+    running: all processes that have not ended, including those in `stopping`. A stopping process that is wanted again
+    starts once it has ended.
+    """
     start = tuple(member for member in wanted if member not in running)
     excess = [member for member in running if member not in wanted and member not in stopping]
     return Steps(start=start, stop=tuple(sorted(excess, key=lambda m: (m.pool, m.role, -m.index))))
 
 
 def in_turn(starting: Sequence[Member], loading: Collection[Member]) -> tuple[Member, ...]:
-    """Which of the nodes that share a GPU may start now: one at a time, when no other one loads.
+    """Return the nodes that share a GPU and may start now: one at a time, and only while no other node loads.
 
-    An engine takes its part of the memory that it finds free, and fails or takes another part if that changes while it
-    looks (vllm/v1/worker/gpu_worker.py: `determine_available_memory`). A node that is started again after it died takes
-    no turn: its supervisor starts it at once, whatever else loads.
+    An engine takes its part of the memory that it finds free. It fails, or takes another amount, if the free memory
+    changes while it measures (vllm/v1/worker/gpu_worker.py: `determine_available_memory`). A node that restarts after
+    it died does not wait for a turn: its supervisor starts it at once, even while other nodes load.
     """
     return () if loading else tuple(starting[:1])
 
@@ -44,8 +47,11 @@ def in_turn(starting: Sequence[Member], loading: Collection[Member]) -> tuple[Me
 def failure(
     wanted: Sequence[Member], statuses: Mapping[Member, ProcessStatus], ready: Collection[str]
 ) -> Member | None:
-    """The process without which a cluster cannot go on: any that fails before its pool was ready, later the last of its
-    role there. ready: the names of the pools that were."""
+    """Return the failed process without which the cluster cannot go on, or None.
+
+    Before a pool is ready, this is any failed process of the pool. Later it is a failed process whose role has no other
+    process left in the pool. ready: the names of the pools that have been ready.
+    """
     failed = [m for m in wanted if m in statuses and statuses[m].state is ProcessState.FAILED]
     alive = {(m.pool, m.role) for m in wanted if m not in failed}
     return next((m for m in failed if m.pool not in ready or (m.pool, m.role) not in alive), None)

@@ -1,6 +1,6 @@
-"""The Ray that processes are placed with: started for one launch alone and on loopback, or joined.
+"""The Ray that places the processes: either started on loopback for one launch, or a running Ray that is joined.
 
-Owns its life, its environment and the import of ray. Must not know what is placed.
+This module owns the life of that Ray, its environment and the import of ray. It must not know what is placed.
 """
 
 from __future__ import annotations
@@ -20,72 +20,75 @@ from corun.processes import descendants, end_tree
 
 NAMESPACE = "corun"
 AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
-"""Ray sets it where it starts with a token; who joins has to know."""
+"""The variable that Ray sets where it starts with a token. A process that joins needs the same value."""
 
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Leaves CUDA_VISIBLE_DEVICES alone.
-    "RAY_memory_monitor_refresh_ms": "0",  # An actor holds no memory worth killing it for.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray leaves CUDA_VISIBLE_DEVICES unchanged.
+    "RAY_memory_monitor_refresh_ms": "0",  # Ray must not kill an actor for its memory: it holds little.
 }
 _LOCAL_RAY_ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Else Ray listens on the outward interface.
-    # What Ray would do to its workers, the processes would inherit: run after all others, be the first out of memory.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Otherwise Ray listens on the public interface.
+    # The processes would inherit what Ray does to its workers: lower CPU priority, and first to be killed when memory
+    # runs out.
     "RAY_worker_niceness": "0",
     "RAY_worker_oom_score_adjustment": "0",
 }
-# What Ray adds to the environment of its workers: not the processes' business, and OMP_NUM_THREADS could move bits.
+# Variables that Ray adds to the environment of its workers. The processes do not need them, and OMP_NUM_THREADS could
+# change bits of the output.
 _ADDED_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
 
 
 def api() -> Any:
-    """ray. It reads its environment when it is imported, so that has to be set before."""
+    """Return the module ray. It reads its environment when it is imported, so the environment must be set before."""
     import ray  # noqa: PLC0415
 
     return ray
 
 
 def own_host() -> str:
-    """The address of this machine, as Ray knows it."""
+    """Return the address of this machine, as Ray knows it."""
     return str(api().util.get_node_ip_address())
 
 
 def living() -> set[str]:
-    """Ray's ids of the machines that live; one that comes back has another, at the same address too."""
+    """Return Ray's ids of the machines that are alive. A machine that comes back has a new id, even at the same
+    address."""
     return {node["NodeID"] for node in api().nodes() if node["Alive"]}
 
 
 def hosts() -> dict[str, str]:
-    """Ray's ids of the machines that live, by address."""
+    """Return Ray's id of each machine that is alive, by the address of the machine."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in reversed(api().nodes()) if node["Alive"]}
 
 
 def on(node_id: str) -> dict[str, Any]:
-    """Options of an actor that has to be on one machine."""
+    """Return the options of an actor that must run on one given machine."""
     strategy = api().util.scheduling_strategies.NodeAffinitySchedulingStrategy
     return {"scheduling_strategy": strategy(node_id, soft=False)}
 
 
 def here() -> dict[str, Any]:
-    """Options of an actor that has to be on this machine."""
+    """Return the options of an actor that must run on this machine."""
     return on(api().get_runtime_context().get_node_id())
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what Ray added to it."""
+    """Return the environment of this process, without the variables that Ray added."""
     return {key: value for key, value in os.environ.items() if key not in _ADDED_BY_RAY}
 
 
 @contextmanager
 def started(address: str | None, signals: StopSignals) -> Iterator[None]:
-    """A Ray to place actors with: a running one, or one that is started here and leaves no process and no file behind.
+    """Join a running Ray, or start a local one that leaves no process and no file behind.
 
-    Raises UnavailableError if it cannot be started or joined.
+    Raises UnavailableError if Ray cannot be started or joined.
     """
     os.environ.update(_RAY_ENVIRONMENT if address else _RAY_ENVIRONMENT | _LOCAL_RAY_ENVIRONMENT)
     scratch = "" if address else tempfile.mkdtemp(prefix="corun-ray-", dir="/tmp")  # A socket's path must be short.
     local = {
         "num_cpus": 1,
-        "object_store_memory": 80 * 2**20,  # Ray takes no less; nothing is stored.
+        "object_store_memory": 80 * 2**20,  # This is Ray's minimum; nothing is stored.
         "include_dashboard": False,
         "_node_ip_address": LOOPBACK,
         "_temp_dir": scratch,
@@ -104,8 +107,9 @@ def started(address: str | None, signals: StopSignals) -> Iterator[None]:
 
 @contextmanager
 def joined(address: str, host: str = "") -> Iterator[None]:
-    """A running Ray. host: the address of this machine there; empty: Ray finds out."""
-    # On loopback it was started by `started`: only with the same environment, Ray leaves that address as it is.
+    """Join a running Ray for as long as the block runs. host: the address of this machine in that Ray; empty: Ray finds
+    the address itself."""
+    # A Ray on loopback was started by `started`. Ray keeps the loopback address only with the same environment.
     os.environ.update(_RAY_ENVIRONMENT | _LOCAL_RAY_ENVIRONMENT if host == LOOPBACK else _RAY_ENVIRONMENT)
     _init(address, {"_node_ip_address": host} if host else {})
     try:
@@ -117,7 +121,7 @@ def joined(address: str, host: str = "") -> Iterator[None]:
 def _init(address: str | None, options: dict[str, Any]) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        # Without an address Ray would take the one in RAY_ADDRESS.
+        # Without an address, Ray would use the one in RAY_ADDRESS.
         api().init(address or "local", namespace=NAMESPACE, **quiet, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         is_told = address is None or AUTH_MODE_VARIABLE in os.environ

@@ -1,6 +1,6 @@
-"""The signals that ask a process to stop, counted instead of raised.
+"""The signals that ask a process to stop. They are counted and raise no exception.
 
-Must not know what stops.
+This module must not know what stops.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts SIGINT, SIGTERM and SIGHUP: one asks for the end, two for a quick one, the third ends this process.
+    """Counts SIGINT, SIGTERM and SIGHUP. One asks for the end, two ask for a quick end, the third ends this process.
 
-    Nothing is raised: an exception at any point of gRPC's or Ray's code can leave their locks held.
+    The handler raises no exception: an exception inside gRPC's or Ray's code could leave their locks held.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        # What a parent told us to ignore (nohup) stays ignored.
+        # A signal that the parent process set to be ignored (nohup) stays ignored.
         self._before = {n: signal.getsignal(n) for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
 
     def __enter__(self) -> StopSignals:
@@ -31,7 +31,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Again where something else took the signals."""
+        """Install the handlers, again if other code has replaced them."""
         for number in self._before:
             signal.signal(number, self._received if self.count < 2 else signal.SIG_DFL)
 

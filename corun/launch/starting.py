@@ -1,4 +1,7 @@
-"""What the user is told while a cluster starts, and what to try once it has. Must not know how processes are run."""
+"""What the user is told while a cluster starts, and which commands to try once it has started.
+
+This module must not know how processes are run.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from corun.config.fields import is_loopback
 from corun.launch.progress import Progress
 
 QUIET_S = 10.0
-"""The longest that a start says nothing, in seconds."""
+"""The longest time in seconds without a message during a start."""
 
 
 class Starting:
-    """Tells what the nodes of a cluster do until they are ready."""
+    """Tells the user what the nodes of a cluster do until they are ready."""
 
     def __init__(self, say: Progress) -> None:
         self._say = say
-        self._since: dict[str, tuple[str, float]] = {}  # What each does, and since when.
+        self._since: dict[str, tuple[str, float]] = {}  # The stage of each node, and when it began.
 
     def tell(self, doing: Mapping[str, str]) -> None:
-        """What those that are not ready do now, by their names; empty where it is not known."""
+        """Report what the nodes that are not ready do now. doing: the stage by node name; empty: not known."""
         now = time.monotonic()
         for name, stage in doing.items():
             if self._since.get(name, ("", 0.0))[0] != stage:
@@ -40,7 +43,7 @@ class Starting:
 
 
 def next_steps(pool: PoolSpec, address: str) -> list[str]:
-    """Commands that a user may try first, with all that they need to reach the cluster."""
+    """Return commands that a user may try first, with all options that they need to reach the cluster."""
     words = _reaching(pool.security, address)
     return [
         shlex.join(["corun", "generate", "Once upon a time", "--seed", "42", *words]),
@@ -69,6 +72,6 @@ def _reaching(security: Security, address: str) -> Sequence[str]:
 
 
 def _beside(path: str, name: str) -> str:
-    """A client's own file, where `corun certs` puts it."""
+    """Return the path of a client's own file, where `corun certs` puts it, or a placeholder if it is not there."""
     found = Path(path).with_name(name)
     return str(found) if found.exists() else f"YOUR-{name}"

@@ -1,7 +1,7 @@
-"""Keeps one process running: starts it under a guard, starts it again when it dies, gives up when that is no use.
+"""Keep one process running: start it under a guard, start it again when it dies, give up when restarts do not help.
 
-Owns the process, its log file and the count of its deaths. Must not know what it runs, nor who asks (a Ray actor, in
-`corun.launch.fleet`).
+This module owns the process, its log file and the count of its deaths. It must not know what it runs, nor who asks for
+it (a Ray actor, in `corun.launch.fleet`).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class ProcessState(enum.Enum):
 
     RUNNING = "running"
     WAITING = "waiting"
-    """It died and will be started again after a delay."""
+    """The process has no place yet, or it died and will be started again after a delay."""
     FAILED = "failed"
-    """It died too often, or will never start; it is not started again."""
+    """The process died too often, or can never start. It is not started again."""
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessStatus:
-    """A moment of a supervised process."""
+    """A snapshot of a supervised process."""
 
     name: str
     state: ProcessState
     pid: int = 0
-    """Of the guard, the root of the process tree; 0 while there is none."""
+    """The pid of the guard, which is the root of the process tree; 0 while there is none."""
     deaths: int = 0
-    """Since the supervisor started."""
+    """The number of deaths since the supervisor started."""
     detail: str = ""
-    """How it last died, with the last lines of its log; empty if it never did."""
+    """How the process last died, with the last lines of its log; empty if it never died."""
     doing: str = ""
-    """The stage of its start that it says it is in; empty: it says nothing of it."""
+    """The stage of its start that the process reports; empty: it reports none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,21 +60,21 @@ class RestartPolicy:
 
     first_delay_s: float = 1.0
     max_delay_s: float = 30.0
-    """The delay doubles with each quick death up to this."""
+    """The largest delay; the delay doubles with each quick death up to this."""
     settled_s: float = 60.0
-    """A process that lived so long did not die quickly."""
+    """The lifetime from which on a death does not count as quick."""
     max_quick_deaths: int = 3
-    """Quick deaths in a row after which it is given up."""
+    """The number of quick deaths in a row after which the process is given up."""
 
     def delay_s(self, quick_deaths: int) -> float:
-        """The wait before the next start."""
+        """Return the wait in seconds before the next start."""
         return float(min(self.max_delay_s, self.first_delay_s * 2 ** max(0, quick_deaths - 1)))
 
 
 class Supervisor:
-    """Starts `argv` when made and keeps it running until `stop`. Its thread lives as long as the process may.
+    """Starts `argv` when it is made, and keeps it running until `stop`. Its thread lives as long as the process may.
 
-    grace_s: the time between asking the process to end and killing it.
+    grace_s: the time in seconds between asking the process to end and killing it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Supervisor:
     ) -> None:
         self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(grace_s), *argv]
         self._log = log
-        self._log_start = 0  # Where what the process of now says begins.
+        self._log_start = 0  # The log offset where the output of the current process begins.
         self._stages = Reader(log)
         self._policy = policy or RestartPolicy()
         self._env = dict(os.environ if env is None else env)
@@ -97,26 +97,26 @@ class Supervisor:
         self._status = ProcessStatus(name=name, state=ProcessState.WAITING)
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        # The parent-death signal follows the thread that made the child, so one thread does all of it.
+        # The parent-death signal is tied to the thread that made the child, so one thread makes every child.
         self._thread = threading.Thread(target=self._keep_running, name=f"supervise-{name}", daemon=True)
         self._thread.start()
 
     def status(self) -> ProcessStatus:
-        """What the process is doing now."""
+        """Return what the process is doing now."""
         status = self._status
         if status.state is not ProcessState.RUNNING:
             return status
         return replace(status, doing=self._stages.stage(self._log_start))
 
     def stop(self) -> None:
-        """Asks the process to end and returns at once; asking again kills it. `status` tells when it has ended."""
+        """Ask the process to end and return at once. Asking again kills it. `status` tells when it has ended."""
         with self._lock:
             self._stopping.set()
             if self._process is not None:
                 self._process.terminate()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits until the process has ended for good; False if it has not in time."""
+        """Wait until the process has ended for good. Return False if it has not ended in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -140,7 +140,7 @@ class Supervisor:
         with self._lock, self._log.open("ab") as log:
             if self._stopping.is_set():
                 return None
-            self._log_start = log.seek(0, os.SEEK_END)  # Before it can say anything.
+            self._log_start = log.seek(0, os.SEEK_END)  # Taken before the process writes.
             self._process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL,
@@ -155,8 +155,8 @@ class Supervisor:
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            # The guard leaves nothing behind; this is for the day when the guard itself was killed. Not yet reaped,
-            # it keeps its group's number from being used again.
+            # The guard normally leaves no process behind; this covers a guard that was itself killed. The guard is not
+            # reaped yet, so the number of its process group cannot be reused.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             self._process = None
@@ -174,7 +174,7 @@ class Supervisor:
 
 
 def _tail(log: Path, start: int) -> str:
-    """The last lines that a process wrote to its log from `start` on."""
+    """Return the last lines that a process wrote to its log from the offset `start` on."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _TAIL_BYTES))

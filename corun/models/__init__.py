@@ -1,6 +1,6 @@
-"""What a model is called on a command line or in a cluster file, and the path that it stands for.
+"""Names of models on a command line or in a cluster file, and the paths that they stand for.
 
-Must not know what a model is made of.
+This package must not know what a model is made of.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from corun.errors import InvalidArgumentError, UnavailableError
 from corun.observe import stages
 
 NOT_NEEDED = ["original/*", "*.gguf", "*.pth"]
-"""Files of a hub's repository that hold the weights once more."""
+"""The files of a hub repository that hold the same weights a second time."""
 TINY = "tiny"
 """The model name that stands for the built-in model."""
 _HUB_CACHE = re.compile(r"models--(.+)/snapshots/[0-9a-f]+$")
-"""Where the hub's library keeps a model."""
+"""The path at which the hub's library keeps a model."""
 _BUILT_IN = re.compile(rf"{TINY}-[0-9a-f]{{12}}$")
-"""The directory of the built-in model (`corun.models.tiny.ensure`)."""
+"""The name of the built-in model's directory (`corun.models.tiny.ensure`)."""
 
 
 def resolve_model(model: str) -> str:
-    """The path of a local model, made first if it is the built-in one; a hub id stays as it is."""
+    """Return the path of a local model; a hub id stays as it is. The built-in model is made first if need be.
+
+    Raises InvalidArgumentError for a path without a model.
+    """
     if model == TINY:
-        from corun.models import tiny  # Needs numpy and safetensors, which no other model does.  # noqa: PLC0415
+        from corun.models import tiny  # Only this model needs numpy and safetensors here.  # noqa: PLC0415
 
         return str(tiny.ensure())
     path = Path(model).expanduser()
@@ -36,14 +39,14 @@ def resolve_model(model: str) -> str:
 
 
 def downloaded(model: str) -> str:
-    """The directory of a model. Of a hub id, all of it is fetched into the hub's cache, if it is not there yet.
+    """Return the directory of a model. A model with a hub id is first fetched into the hub's cache, if need be.
 
     Raises:
         UnavailableError: the hub does not have it, or cannot be reached.
     """
     if Path(model).is_dir():
         return model
-    # Comes with the engine, which no client has.
+    # This package comes with the engine, which clients do not have.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
@@ -55,7 +58,7 @@ def downloaded(model: str) -> str:
 
 
 def served_name(model: str) -> str:
-    """What clients call the model of a directory, or of a hub id: its id on the hub, else the directory's own name."""
+    """Return the name by which clients call a model: its id on the hub, else the name of its directory."""
     path = Path(model)
     if cached := _HUB_CACHE.search(path.as_posix()):
         return cached[1].replace("--", "/", 1)

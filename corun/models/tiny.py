@@ -1,8 +1,8 @@
 """The built-in tiny model: a real Qwen3 checkpoint of 4.2 million random weights, made on first use.
 
-Owns its recipe: configuration, byte-level tokenizer and weights, the same bytes on every machine. Weights are sums of
-integers read from SHAKE-256, so neither a library's random stream nor a math library's rounding is part of the recipe.
-Knows nothing of engines: what it writes is loaded like any other checkpoint.
+This module owns the recipe: configuration, byte-level tokenizer and weights, the same bytes on every machine. Weights
+are sums of integers read from SHAKE-256, so neither a library's random stream nor a math library's rounding is part of
+the recipe. This module must not know engines: they load what it writes like any other checkpoint.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from corun.errors import InvalidArgumentError
 _SEED = "corun-tiny-1"
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP = 4, 256, 8, 4, 64, 768
 
-# Gain of one projection: what normal weights of std 0.02 give at the width of an 8B model, 0.02 * sqrt(4096).
+# The gain of one projection. Normal weights of std 0.02 give it at the width of an 8B model: 0.02 * sqrt(4096).
 _PROJECTION_GAIN = 1.28
-# Gain of lm_head, the standard deviation of the logits: leaves a few likely tokens, as a trained model does. Flat
-# logits would hide differences.
+# The gain of lm_head, which is the standard deviation of the logits. It leaves a few likely tokens, as a trained model
+# does. Flat logits would hide differences.
 _HEAD_GAIN = 3.5
-# lm_head rows of tokens that do not start a word are scaled down, so that the output mostly reads as words; the end's
-# somewhat, so that it takes a few hundred of them.
+# The lm_head rows of tokens that do not start a word are scaled down, so that the output mostly reads as words. The row
+# of the end-of-text token is scaled down a little, so that an output takes a few hundred tokens.
 _RARE_ROW_SCALE = 0.125
 _END_ROW_SCALE = 0.75
 
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Byte-pair merges in rank order, trained on a short story; _ stands for a leading space.
+# The byte-pair merges in rank order, trained on a short story. _ stands for a leading space.
 _MERGES = """
 _+t h+e _t+he _+a _+w n+d _+s _a+nd _+o o+r _+c i+t m+e o+u i+n l+d _+b e+r _+m _+l a+n _+g _+he _+it _t+o _o+n a+c
 r+e _+d ou+ld h+i v+er _+e _w+a in+g _b+e _m+an a+r a+me e+d e+n h+a i+d i+r l+e l+l l+o n+o o+me s+t _+f _the+y
@@ -56,10 +56,10 @@ _to+ld _to+ok
 
 
 def ensure(path: str | os.PathLike[str] | None = None) -> Path:
-    """The directory of the tiny model, made if it is not there yet (under a second, 17 MB).
+    """Return the directory of the tiny model, and make it first if need be (under a second, 17 MB).
 
-    path: where to make it; by default the user's cache. A directory that holds anything else raises
-    InvalidArgumentError. Safe to call from several processes at once: a directory appears whole or not at all.
+    path: where to make it; by default in the user's cache. Several processes may call this at once, since the
+    directory appears whole or not at all. Raises InvalidArgumentError if the directory holds anything else.
     """
     target = Path(path) if path is not None else _cache_root() / f"tiny-{version()}"
     if _is_ours(target):
@@ -79,7 +79,7 @@ def ensure(path: str | os.PathLike[str] | None = None) -> Path:
 
 
 def version() -> str:
-    """Names the recipe: another recipe has another version, and so another directory."""
+    """Return the name of the recipe. Another recipe has another version, and so another directory."""
     recipe = json.dumps(
         [_SEED, _PROJECTION_GAIN, _HEAD_GAIN, _RARE_ROW_SCALE, _END_ROW_SCALE, _json_files()], sort_keys=True
     )
@@ -99,7 +99,7 @@ def _publish(partial: Path, target: Path) -> None:
     try:
         partial.rename(target)
     except OSError:
-        if not _is_ours(target):  # Else another process was first, with the same bytes.
+        if not _is_ours(target):  # If it is ours, another process was first, with the same bytes.
             raise
 
 
@@ -158,7 +158,7 @@ def _config(vocab_size: int, end: int) -> dict[str, Any]:
 
 
 def _byte_symbols() -> list[str]:
-    """The printable stand-in of each byte (GPT-2's byte-level alphabet), indexed by the byte."""
+    """Return the printable character that stands for each byte (GPT-2's byte-level alphabet), indexed by the byte."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -171,7 +171,7 @@ def _merges() -> list[tuple[str, str]]:
 
 
 def _vocabulary() -> dict[str, int]:
-    """Token to id: the 256 bytes, the merges in rank order, the special tokens."""
+    """Return the ids of the tokens: the 256 bytes, then the merges in rank order, then the special tokens."""
     tokens = [*_byte_symbols(), *("".join(pair) for pair in _merges()), *_SPECIAL_TOKENS]
     return {token: index for index, token in enumerate(tokens)}
 
@@ -215,7 +215,7 @@ def _tensors() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
 
 def _layer(prefix: str) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     query, key = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
-    projections = {  # name: (outputs, inputs)
+    projections = {  # Maps a name to its numbers of outputs and inputs.
         "self_attn.q_proj": (query, _HIDDEN),
         "self_attn.k_proj": (key, _HIDDEN),
         "self_attn.v_proj": (key, _HIDDEN),
@@ -234,7 +234,7 @@ def _layer(prefix: str) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
 
 
 def _random(name: str, shape: tuple[int, int], std: float) -> npt.NDArray[np.float32]:
-    """Nearly normal: each weight is the centred sum of four uniform 16-bit integers, rounded once."""
+    """Return nearly normal weights: each is the centred sum of four uniform 16-bit integers, rounded once."""
     count = shape[0] * shape[1]
     raw = np.frombuffer(hashlib.shake_256(f"{_SEED}/{name}".encode()).digest(8 * count), "<u2")
     centred = raw.reshape(count, 4).sum(axis=1, dtype=np.int64) - 2 * 0xFFFF

@@ -1,7 +1,7 @@
-"""Where a node's routers are: at every address that their configured names have now.
+"""Finds a node's routers: they are at every address that their configured names have now.
 
-Owns: looking names up again and again, and one link for each address. Must not know: what is said over a link. A name
-says where routers may be, never that one is gone: only the link itself finds out whether its router still answers.
+Owns: repeated lookups of the names, and one link for each address. Must not know: what is sent over a link. A name
+tells where routers may be, but never that a router is gone: only the link can find out whether its router answers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 LOOKUP_S = 3.0
-"""Between two lookups of a name: about as long as a cluster's DNS keeps an answer."""
+"""The time between two lookups of a name: about as long as a cluster's DNS keeps an answer."""
 LOOKUP_TIMEOUT_S = 5.0
-"""Longest lookup before it counts as failed; what it answers later is taken all the same."""
+"""The time after which a lookup counts as failed; an answer that comes later is used all the same."""
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""From a host and a port to addresses, each ip:port or [ip]:port; raises OSError if the host has none."""
+"""A function from a host and a port to addresses, each ip:port or [ip]:port. It raises OSError if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +31,33 @@ class RouterAddress:
     address: str
     """ip:port or [ip]:port."""
     name: str = ""
-    """The host that it was found by, and whose certificate it has to show; empty if that was an IP address."""
+    """The host name that led to this address and that the router's certificate must match; empty for an IP address."""
 
     def __str__(self) -> str:
         return f"{self.address} ({self.name})" if self.name else self.address
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """Addresses of `host`, of IPv4 and IPv6, by the system's resolver."""
+    """Return the IPv4 and IPv6 addresses of `host`, by the system's resolver."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}" for family, *_, (ip, *_) in found})
 
 
 class Routers:
-    """The addresses of `entries`, each host:port, as they come and go while `serve_each` runs."""
+    """The current addresses of `entries`, each host:port; `serve_each` keeps them up to date while it runs."""
 
     def __init__(self, entries: Sequence[str], resolve: Resolve = resolve) -> None:
         self._resolve = resolve
-        self._found = {entry: _given(entry) for entry in entries}  # What each entry led to the last time it did.
+        self._found = {entry: _given(entry) for entry in entries}  # entry -> the addresses of its last good lookup
         self._failing: set[str] = set()
         self._changed = asyncio.Event()
 
     def lists(self, address: str) -> bool:
-        """Whether an entry leads to `address`, by the last answer for it. A failed lookup is no answer."""
+        """Return whether an entry leads to `address` by its last answer. A failed lookup is no answer."""
         return any(router.address == address for router in self._listed())
 
     async def serve_each(self, serve: Callable[[RouterAddress], Coroutine[Any, Any, None]]) -> None:
-        """Runs `serve` once for each address, and again if it ends while its address is listed. Ends with its error."""
+        """Run `serve` once for each address, and again if it ends while its address is listed. Raises its error."""
         lookups = {asyncio.ensure_future(self._follow(entry)) for entry, found in self._found.items() if not found}
         links: dict[str, asyncio.Task[None]] = {}
         changed = asyncio.ensure_future(self._changed.wait())
@@ -79,12 +79,12 @@ class Routers:
             await asyncio.gather(*started, return_exceptions=True)
 
     def _listed(self) -> Iterator[RouterAddress]:
-        """Of entries that lead to the same address, the first gives the name."""
+        """Yield all addresses. If several entries lead to one address, the first entry gives the name."""
         for found in self._found.values():
             yield from found
 
     async def _follow(self, entry: str) -> None:
-        """Looks a name up for ever, one lookup at a time: a resolver that hangs holds one thread, not one more each."""
+        """Look a name up for ever, one lookup at a time, so that a resolver that hangs holds only one thread."""
         host, port = _split(entry)
         while True:
             lookup = asyncio.ensure_future(self._resolve(host, port))
@@ -94,7 +94,7 @@ class Routers:
                     if not lookup.done():
                         self._complain(entry, f"no answer within {LOOKUP_TIMEOUT_S:g} s")
                 self._note(entry, host, lookup.result())
-            except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be a host's name.
+            except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name.
                 self._complain(entry, str(error))
             finally:
                 lookup.cancel()
@@ -113,7 +113,7 @@ class Routers:
             self._changed.set()
 
     def _complain(self, entry: str, why: str) -> None:
-        """Once, until the name is found again. Routers that it led to before stay."""
+        """Log once that a name is not found, until it is found again. Routers that it led to before stay listed."""
         if entry not in self._failing:
             self._failing.add(entry)
             log.warning("router %s is not found, and is looked for until it is: %s", entry, why)
@@ -125,7 +125,7 @@ def _split(entry: str) -> tuple[str, int]:
 
 
 def _given(entry: str) -> tuple[RouterAddress, ...]:
-    """The address itself, where an entry is one: nothing is to be looked up then."""
+    """Return the entry's address if the entry is an IP address, which needs no lookup; else nothing."""
     try:
         ipaddress.ip_address(_split(entry)[0])
     except ValueError:

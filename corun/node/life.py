@@ -32,56 +32,56 @@ from corun.types import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeR
 EXIT_DIED = 1
 """The engine died, or was stuck for too long."""
 EXIT_QUARANTINED = 3
-"""A router said that this generation may have given wrong bits: only a new start, which tests itself, may be used."""
+"""A router said that this generation may have given wrong bits. Only a new process, which tests itself, may be used."""
 NEWS_TIMEOUT_S = 0.5
-"""For routers to hear that a node's engine is stuck, before its streams end; or that it takes no new work."""
+"""The time for routers to learn that the engine is stuck, before its streams end, or that it takes no new work."""
 TELL_TIMEOUT_S = 5.0
-"""For all routers to hear that a quarantined node must not be used."""
+"""The time for all routers to learn that a quarantined node must not be used."""
 log = logging.getLogger(__name__)
 
 
 class Service(Protocol):
-    """What the life cycle needs of a role's service."""
+    """The members that the life cycle needs from a role's service."""
 
     draining: bool
-    """Finishes what it has."""
+    """Whether the service finishes its running work and takes no new work."""
     closed: str
-    """Why nothing can be started now; empty if it can."""
+    """The reason why no work can be started now; empty if it can."""
 
     async def load(self) -> NodeLoad: ...
 
     def give_up(self, reason: str) -> None:
-        """Ends whatever runs with an error, so that routers run it elsewhere."""
+        """End all running work with an error, so that routers run it elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One role's parts, once its engine has started."""
+    """The parts of a node that differ by role, once its engine has started."""
 
     engine: Any
     service: Service
     service_name: str
     register: Callable[[Any, Any], None]  # the generated add_XServicer_to_server
-    info: Callable[[str], NodeInfo]  # from the server's address
-    metrics: Callable[[], Iterable[Metric]]  # of the role
-    on_demand: Callable[[Demand], None] = lambda demand: None  # Routers have some of decode nodes only.
+    info: Callable[[str], NodeInfo]  # takes the server's address
+    metrics: Callable[[], Iterable[Metric]]  # the metrics of this role only
+    on_demand: Callable[[Demand], None] = lambda demand: None  # Routers send demand to decode nodes only.
 
 
 def log_to_stderr() -> None:
-    """One line per event on stderr, vLLM's own log included in its own format."""
+    """Log one line per event to stderr; vLLM's own log goes there, too, in its own format."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def start_tracing(ref: NodeRef, role: NodeRole) -> None:
-    """Records spans if the environment asks for it. The engine's processes would inherit that and export spans of their
-    own (vllm/tracing/otel.py), so it is taken from them."""
+    """Record spans if the environment asks for it. Then remove these variables: otherwise the engine's processes would
+    inherit them and export spans of their own (vllm/tracing/otel.py)."""
     tracing.start(f"corun-{role.value}", str(ref))
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         del os.environ[name]
 
 
 def node_ref(config: NodeConfig, role: NodeRole) -> NodeRef:
-    """This life of the node: a configured or host-derived id, and a new generation."""
+    """Return this process's node reference: a configured or host-derived id, and a new generation."""
     name = config.node_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"
     return NodeRef(node_id=name, generation=new_generation())
 
@@ -89,7 +89,7 @@ def node_ref(config: NodeConfig, role: NodeRole) -> NodeRef:
 def node_info(
     config: NodeConfig, ref: NodeRef, role: NodeRole, engine: Any, *, slots: int = 0, nixl: NixlEndpoint | None = None
 ) -> Callable[[str], NodeInfo]:
-    """What a node tells routers about itself and its started engine, once its server's address is known."""
+    """Return a function from the server's address to what the node tells routers about itself and its engine."""
 
     def at(address: str) -> NodeInfo:
         return NodeInfo(
@@ -126,10 +126,10 @@ class Life:
         self._quarantined = ""
         self._watches: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[CorunError] = asyncio.get_running_loop().create_future()
-        """Why the process has to end, unless it was asked to."""
+        """The error that forces the process to end; it stays unset when the process is asked to stop."""
 
     async def start(self) -> None:
-        """Listens, and joins the routers; a node that failed its self-test stays NOT_SERVING."""
+        """Listen and join the routers. A node that failed its self-test stays NOT_SERVING."""
         role, config = self._role, self._config
         role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
         await self._server.start()
@@ -140,7 +140,7 @@ class Life:
         pulse = Pulse(
             role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
         )
-        # Membership ends by itself only when the engine can no longer be asked.
+        # Membership ends by itself only when the engine can no longer be asked for its load.
         for work in (self._agent.run(), pulse.run()):
             watch = asyncio.create_task(work)
             watch.add_done_callback(self._note_end)
@@ -150,7 +150,7 @@ class Life:
         self._observation.metrics.add(EngineCollector(info.role))
         self._observation.note_started()
         if finding := role.engine.facts.finding:
-            # Routers are told, and refuse the node; it stays up so that whoever asks can read why.
+            # Routers learn the finding and refuse the node. The process stays up, so that the reason can be read.
             log.error("not serving on %s: the self-test failed: %s", self._server.address, finding)
         else:
             log.info("serving on %s", self._server.address)
@@ -160,17 +160,17 @@ class Life:
         yield from self._role.metrics()
 
     async def until_over(self, stop: asyncio.Event) -> CorunError | None:
-        """Why the process has to end; None if it was asked to."""
+        """Wait until the process has to end. Return the error that forces it, or None if it was asked to stop."""
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopped, self._ended), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         return None if stop.is_set() else self._ended.result()
 
     async def drain(self) -> None:
-        """Waits for the running work, and hands over to other nodes what takes longer than `drain_grace_s` seconds."""
+        """Wait for the running work. After `drain_grace_s` seconds, end what is left, so that other nodes do it."""
         service, grace_s = self._role.service, self._config.drain_grace_s
         deadline = asyncio.get_running_loop().time() + grace_s
-        # Only the engine's worker knows when the last KV was read, and it can only be asked.
+        # Only the engine's worker knows when the last KV was read, and it must be polled.
         while await self._is_busy():
             if asyncio.get_running_loop().time() >= deadline:
                 log.warning("work still runs after %g s: other nodes have to do it", grace_s)
@@ -179,14 +179,14 @@ class Life:
             await asyncio.sleep(0.05)
 
     async def refuse(self, error: CorunError | None) -> None:
-        """Takes no new work, and says so. error: what ends the process, if nobody has told it to end."""
+        """Take no new work and tell the routers. error: what ends the process; None if it was asked to stop."""
         self._role.service.draining = self._agent.draining = True
         if error is None:
             self._agent.tell()
         else:
             self._say(str(error))
         await self._tell_health()
-        await self._agent.heard(NEWS_TIMEOUT_S)  # A node with nothing to do is gone right after this.
+        await self._agent.heard(NEWS_TIMEOUT_S)  # A node without running work ends right after this.
 
     async def close(self) -> None:
         for watch in self._watches:
@@ -196,11 +196,11 @@ class Life:
         await self._role.engine.close()
 
     async def say_farewell(self) -> None:
-        """Waits until every router knows that the node is of no use any more."""
+        """Wait until every router knows that the node must not be used any more, at most `TELL_TIMEOUT_S`."""
         await self._agent.heard(TELL_TIMEOUT_S)
 
     def _note_quarantine(self, reason: str) -> None:
-        """At once, even in a drain: what it computes now may be wrong."""
+        """Give up all work at once, even in a drain, because the running work may be wrong."""
         if not self._quarantined:
             self._quarantined = reason
             self._say(reason)
@@ -213,11 +213,11 @@ class Life:
         self._say(stuck)
         await self._tell_health()
         if stuck:
-            await self._agent.heard(NEWS_TIMEOUT_S)  # Else what is given up here may be tried here once more.
+            await self._agent.heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
             self._role.service.give_up(stuck)
 
     def _say(self, reason: str) -> None:
-        """Takes no work, for a reason; an empty one ends that. All routers hear it."""
+        """Refuse work for a reason and tell all routers. An empty reason allows work again."""
         self._role.service.closed = self._agent.stuck = reason
         self._agent.tell()
 
@@ -232,7 +232,7 @@ class Life:
 
     async def _is_busy(self) -> bool:
         if self._role.service.closed or self._ended.done():
-            return False  # What ran has been given up, or has died with the engine.
+            return False  # The running work has been given up, or has ended with the engine.
         try:
             load = await self._role.service.load()
         except Exception:
@@ -255,7 +255,7 @@ class Life:
 
 
 async def live(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> None:
-    """Serves until `stop` is set, then drains. Raises the error that ends the process before."""
+    """Serve until `stop` is set, then drain. Raises the error if one ends the process before that."""
     life = Life(config, role, observation)
     await life.start()
     error = await life.until_over(stop)
@@ -270,10 +270,10 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event, observation:
 
 
 async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> NoReturn:
-    """`live`, and the end of the process: with 0 after a drain, else with one of the codes above.
+    """Run `live`, then end the process: with exit code 0 after a drain, else with one of the codes above.
 
-    At once, since everything of ours is closed by then: what vLLM's sockets and NIXL's threads still do when the
-    interpreter ends has been seen to keep it from ending.
+    The process ends at once (`os._exit`), since all our resources are closed by then. vLLM's sockets and NIXL's threads
+    have been seen to block a normal exit of the interpreter.
     """
     code = 0
     stages.enter("joining the routers")

@@ -1,7 +1,7 @@
-"""A node's membership: registers with every router and keeps telling it that the node lives.
+"""A node's membership: it registers with every router and keeps sending heartbeats to it.
 
-Owns: the retry and heartbeat loop of one node. Must not know: engines, slots, how routers are found. Start order does
-not matter: a router that is not there yet is tried until it is, and one that was restarted asks for a new registration.
+Owns: the retry and heartbeat loop of one node. Must not know: engines, slots, how routers are found. The start order
+does not matter: a node tries a router until it is there, and a restarted router asks for a new registration.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ class NodeAgent:
     ) -> None:
         self.draining = False
         self.stuck = ""
-        """Why the node takes no work at all now. Whoever changes one of these calls `tell`."""
+        """The reason why the node takes no work now. Code that changes this or `draining` must call `tell`."""
         self._access = access
         self._info = info
         self._routers = Routers(routers, resolve)
         self._load = load
-        self._said: dict[str, str] = {}  # the last complaint about each router, by address, so that it is logged once
+        self._said: dict[str, str] = {}  # router address -> the last complaint about it, so that it is logged once
         self._last_load = NodeLoad()
         self._news = 0
-        self._told = asyncio.Event()  # of the next news
+        self._told = asyncio.Event()  # set by the next call of `tell`, which also replaces it
         self.on_quarantine: Callable[[str], None] = lambda reason: None
-        """A router that the node registered with has said that nobody may use this generation any more."""
+        """Called when a router says that this generation must not be used any more."""
         self.on_demand: Callable[[Demand], None] = lambda demand: None
-        """A router has said what it would use here, if there was room."""
-        self._heard: dict[str, int] = {}  # the news that each router which has this node knows
+        """Called when a router says how much room it would use here if there was room."""
+        self._heard: dict[str, int] = {}  # router address -> the number of the last news that this router knows
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Run until cancelled."""
         await self._routers.serve_each(self._serve)
 
     def tell(self) -> None:
-        """Heartbeats at once."""
+        """Send a heartbeat to all routers at once, because there is news."""
         self._news += 1
         told, self._told = self._told, asyncio.Event()
         told.set()
 
     async def heard(self, timeout_s: float) -> bool:
-        """Waits until every router that has this node knows what `tell` told; False if one did not in time.
+        """Wait until every router that has this node knows the last news (`tell`); False if one did not in time.
 
-        That is every router that took the last registration or heartbeat, listed or not; one that is only being looked
-        for, or does not answer, has nothing of this node to be told about.
+        These are all routers that took the last registration or heartbeat, listed or not. A router that is still being
+        looked for, or does not answer, does not have this node and needs no news.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while late := [router for router, news in self._heard.items() if news < self._news]:
@@ -87,10 +87,10 @@ class NodeAgent:
         return True
 
     async def _serve(self, router: RouterAddress) -> None:
-        """Keeps the node registered with one router, until that neither answers nor is listed any more."""
+        """Keep the node registered with one router until the router neither answers nor is listed any more."""
         try:
             link = channel(router.address, access=self._access, name=router.name)
-        except InvalidArgumentError as error:  # Certificates that are being replaced; they are looked at again soon.
+        except InvalidArgumentError as error:  # The certificates are being replaced; they are read again soon.
             self._complain(router, error)
             await asyncio.sleep(RETRY_S)
             return
@@ -104,7 +104,7 @@ class NodeAgent:
         log.info("left router %s: its name leads elsewhere, and it does not answer", router)
 
     async def _hold(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress) -> bool:
-        """Registers and heartbeats for as long as that goes well; returns whether to try again."""
+        """Register and send heartbeats until a call fails or the router asks anew. Return whether to try again."""
         registered = False
         try:
             interval = await self._register(stub, router)
@@ -114,11 +114,11 @@ class NodeAgent:
             self._complain(router, from_rpc_error(failure))
         finally:
             self._heard.pop(router.address, None)
-        # One failed heartbeat may be the network's: a router that takes no new registration is gone.
+        # One failed heartbeat may be a network fault. A router is gone only if it also takes no new registration.
         return registered or self._routers.lists(router.address)
 
     async def _register(self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress) -> float:
-        """Registers and returns the heartbeat interval in seconds."""
+        """Register and return the heartbeat interval in seconds."""
         request = pb.RegisterRequest(node=codec.node_info_to_proto(self._info))
         answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
         if answer.quarantined:
@@ -132,7 +132,7 @@ class NodeAgent:
     async def _beat(
         self, stub: registry_service_pb2_grpc.RegistryServiceStub, router: RouterAddress, interval: float
     ) -> None:
-        """Heartbeats until the router asks for a new registration; raises grpc.RpcError when it is gone."""
+        """Send heartbeats until the router asks for a new registration. Raises grpc.RpcError when it is gone."""
         ref = codec.node_ref_to_proto(self._info.ref)
         while True:
             load = codec.node_load_to_proto(await self._current_load())
@@ -151,7 +151,7 @@ class NodeAgent:
             await _sleep(interval, told)
 
     async def _current_load(self) -> NodeLoad:
-        """The last that is known while the engine is stuck, or when news come that are not to wait for its answer."""
+        """Return the engine's load; the last known load if the engine is stuck or if news must not wait for it."""
         if not self.stuck:
             asking, told = asyncio.ensure_future(self._load()), asyncio.ensure_future(self._told.wait())
             try:
@@ -178,9 +178,9 @@ class NodeAgent:
 
 
 async def _sleep(seconds: float, told: asyncio.Event) -> None:
-    """Sleeps until then, or until there is news."""
+    """Sleep for `seconds` seconds, or until there is news."""
     news = asyncio.ensure_future(told.wait())
     try:
-        await asyncio.wait((news,), timeout=seconds)  # wait_for may swallow a cancellation that comes with the news.
+        await asyncio.wait((news,), timeout=seconds)  # wait_for may lose a cancellation that comes with the news.
     finally:
         news.cancel()

@@ -1,8 +1,8 @@
-"""Metrics that nodes of both roles have: who the node is, whether it may serve, and what its engine says of itself.
+"""The metrics of nodes of both roles: which node it is, whether it may serve, and what its engine reports.
 
-vLLM counts in prometheus_client's own registry (v1/metrics/loggers.py), in this process, once it is asked to
-(`corun.node.vllm.start.shared_arguments`). What of it is passed on is said here: nothing that our nodes do not feed.
-This module must not know vLLM, roles or gRPC.
+vLLM counts in prometheus_client's own registry (v1/metrics/loggers.py), in this process, if its arguments enable that
+(`corun.node.vllm.start.shared_arguments`). This module decides which of these metrics are passed on: only those that
+our nodes feed. Must not know: vLLM, roles, gRPC.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ PASSED = {
         "vllm:nixl_xfer_time_seconds",
     ),
 }
-"""vLLM's families that say what they mean on a node of the role. A decode node does not run the output loop that feeds
-those of single requests; a prefill node's token is thrown away, and to vLLM, KV that was released has expired."""
+"""vLLM's metric families that have their normal meaning on a node of the role. Others would mislead: a decode node does
+not run the output loop that feeds the metrics of single requests, a prefill node's token is thrown away, and vLLM
+counts released KV as expired."""
 
 
 def node_metrics(node: NodeInfo, *, certified: bool, serving: bool) -> Iterator[Metric]:
-    """Who the node is, and whether it works."""
+    """Return the metrics that tell which node it is and whether it works."""
     facts = {
         "node": node.ref.node_id,
         "generation": node.ref.generation,
@@ -67,7 +68,7 @@ def node_metrics(node: NodeInfo, *, certified: bool, serving: bool) -> Iterator[
 
 
 class EngineCollector(Collector):
-    """Passes on what vLLM has counted."""
+    """Passes on the metrics that vLLM has counted."""
 
     def __init__(self, role: NodeRole, registry: CollectorRegistry = REGISTRY) -> None:
         self._names = frozenset(PASSED[role])

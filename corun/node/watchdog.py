@@ -1,4 +1,4 @@
-"""Whether a node's engine is alive: its core is a process of its own, which may hang while the node goes on to answer.
+"""Watches whether a node's engine is alive: its core is a separate process, which may hang while the node answers.
 
 Owns: the question that the engine is asked every second, and how long it may be silent. Must not know: vLLM, gRPC, what
 is done about a stuck engine.
@@ -15,35 +15,37 @@ from corun.errors import UnavailableError
 
 LONGEST_INTERVAL_S = 1.0
 COMPUTING_SHARE = 0.02
-"""Of one core: an engine that uses less does not compute. On a busy machine, one that does may get little more."""
+"""The share of one core below which an engine counts as not computing. It is low, because on a busy machine an engine
+that computes may get little more."""
 log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What can be seen of an engine from outside."""
+    """The properties of an engine that can be seen from outside."""
 
     steps: int
-    """That have given something, since its start."""
+    """The number of steps with any output since the engine's start."""
 
     async def answer(self) -> None:
-        """Returns once the engine's core has answered. Raises UnavailableError if it is dead."""
+        """Return once the engine's core has answered. Raises UnavailableError if it is dead."""
 
     def computed_s(self) -> float:
-        """CPU time used so far; always 0 if it tells nothing."""
+        """Return the CPU time used so far, in seconds; always 0 where CPU time does not show whether it computes."""
 
 
 class Pulse:
     """Watches one engine.
 
-    timeout_s: silent so long without computing, it is stuck. restart_s: silent so long, it is given up. told: hears why
-    the engine is stuck, and an empty reason when it has answered again.
+    timeout_s: after so long a silence without computing, the engine counts as stuck. restart_s: after so long a
+    silence, the engine is given up. told: called with the reason why the engine is stuck, or with an empty reason when
+    it has answered again.
     """
 
     def __init__(
         self, engine: Engine, told: Callable[[str], Awaitable[None]], *, timeout_s: float, restart_s: float
     ) -> None:
         self.stuck = ""
-        """Why the engine cannot be used now; empty if it can."""
+        """The reason why the engine cannot be used now; empty if it can."""
         self._engine = engine
         self._told = told
         self._timeout_s = timeout_s
@@ -51,7 +53,7 @@ class Pulse:
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / 5)
 
     async def run(self) -> None:
-        """Asks until cancelled. Raises UnavailableError when the engine is dead or has been silent for too long."""
+        """Ask until cancelled. Raises UnavailableError when the engine is dead or has been silent for too long."""
         while True:
             await self._ask()
             await self._say("")
@@ -80,18 +82,18 @@ class Pulse:
 
 
 class _Silence:
-    """How long a question has been without an answer. Time in which this process itself stood still does not count."""
+    """The time that a question has been without an answer. Time in which this process itself hung does not count."""
 
     def __init__(self, engine: Engine, interval_s: float) -> None:
         self.total_s = 0.0
-        """Without a step either."""
+        """The time without an answer and without a step."""
         self.idle_s = 0.0
-        """And without computing."""
+        """The time without an answer, without a step and without computing."""
         self._engine = engine
         self._interval_s = interval_s
         self._at = asyncio.get_running_loop().time()
         self._steps = engine.steps
-        self._computed_s: float | None = None  # Looked at only in a silence: looking takes some milliseconds.
+        self._computed_s: float | None = None  # Read only during a silence, because reading takes some milliseconds.
 
     def grow(self) -> None:
         now = asyncio.get_running_loop().time()

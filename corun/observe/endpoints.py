@@ -1,6 +1,7 @@
-"""What a process shows of itself from its first moment to its last: health, and metrics where they are configured.
+"""What a process shows about itself from start to end: its health, and its metrics if they are configured.
 
-Owns: the ports for both, and what health says of the process as such. This module must not know what a process does.
+This module owns the ports for both, and what health says about the process as a whole. It must not know what a process
+does.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ log = logging.getLogger(__name__)
 
 
 class Observation:
-    """Start it before anything that takes long; stop it last. Lifecycle: `start` → `note_started` → `stop`."""
+    """The health and metrics of one process. Start it before anything that takes long, and stop it last.
+
+    Lifecycle: `start` → `note_started` → `stop`.
+    """
 
     def __init__(self, config: MemberConfig) -> None:
         self.health = HealthService()
-        """For the process's main port, too."""
+        """The health service. The process's main port serves it, too."""
         self.metrics = MetricsServer()
         self.port: HealthPort | None = None
-        """Of health checks in plain text; None if there is none."""
+        """The port of health checks in plain text; None if there is none."""
         self._config = config
 
     async def start(self) -> None:
-        """Listens. Raises UnavailableError if an address cannot be had."""
+        """Start to listen. Raises UnavailableError if an address cannot be used."""
         config = self._config
         self.health.set(LIVE, True)
         for service in ("", STARTED):
@@ -48,7 +52,7 @@ class Observation:
             log.info("health checks on %s", join_address(config.health_host, self.port.port))
 
     def note_started(self) -> None:
-        """All has been loaded, and the main port listens: from now on the event loop has to answer."""
+        """Note that all is loaded and that the main port listens. From now on the event loop has to answer."""
         self.health.set(STARTED, True)
         if self.port is not None:
             self.port.watch_loop()
@@ -61,7 +65,7 @@ class Observation:
 
 @asynccontextmanager
 async def observed(config: MemberConfig) -> AsyncIterator[Observation]:
-    """An observation that has started; stopped at the end."""
+    """Start an observation, and stop it when the context ends. Raises what `Observation.start` raises."""
     observation = Observation(config)
     await observation.start()
     try:

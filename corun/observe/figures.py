@@ -1,6 +1,6 @@
-"""Numbers that a process keeps of its own work, cheap enough for every request.
+"""Numbers that a process keeps about its own work, cheap enough for every request.
 
-Whoever does the work writes them, in the event loop; nobody waits for a lock. This module must not know who shows them.
+The code that does the work writes them in the event loop, without a lock. This module must not know what shows them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Bounds for what takes from milliseconds to minutes."""
+"""The bounds, in seconds, for work that takes from milliseconds to minutes."""
 STEPS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
-"""Bounds for the time of a step, or of a token."""
+"""The bounds, in seconds, for the time of a step, or of a token."""
 
 
 class Histogram:
-    """How often values fell into which interval."""
+    """Counts how many values fell into each interval."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.sum = 0.0
-        self._bounds = tuple(bounds)  # Inclusive upper ends, ascending.
+        self._bounds = tuple(bounds)  # The upper ends of the intervals, inclusive, ascending.
         self._counts = [0] * (len(self._bounds) + 1)
 
     def observe(self, value: float) -> None:
@@ -34,16 +34,16 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper end, "+Inf" last, and how many values are at most that."""
+        """Return each upper end with the number of values that are at most that; the last end is "+Inf"."""
         ends = [*(repr(bound) for bound in self._bounds), "+Inf"]
         return list(zip(ends, map(float, accumulate(self._counts)), strict=True))
 
 
 class Rate:
-    """Units a second, over the newest pieces of work: older ones count less and less."""
+    """The rate of work in units per second. Older pieces of work count less and less."""
 
     _KEPT = 0.8
-    """Of what is known, with every new piece."""
+    """The share of the sums so far that is kept with every new piece of work."""
 
     def __init__(self) -> None:
         self._units = 0.0
@@ -54,5 +54,5 @@ class Rate:
         self._seconds = self._KEPT * self._seconds + seconds
 
     def seconds_for(self, units: float) -> float:
-        """How long so many units take; 0 while nothing is known."""
+        """Return how many seconds so many units take; 0 while nothing is known."""
         return units * self._seconds / self._units if self._units else 0.0

@@ -1,7 +1,8 @@
 """A process's metrics for Prometheus, over HTTP.
 
-Owns the endpoint, which has threads of its own, and the way from there to numbers that the event loop writes: it is the
-loop that reads them, when they are asked for, so that they belong together. This module must not know what they are.
+This module owns the endpoint, which has threads of its own, and the way from there to the numbers that the event loop
+writes. The loop itself reads them when they are asked for, so that all of them are from the same moment. This module
+must not know what the numbers are.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from corun.observe.figures import Histogram
 
 K = TypeVar("K", bound=tuple[str, ...])
 LOOP_TIMEOUT_S = 5.0
-"""For an event loop to give its numbers; a scrape that has to wait longer fails."""
+"""The number of seconds that an event loop has to give its numbers. A scrape that has to wait longer fails."""
 
 
 class MetricsServer:
-    """Answers GET /metrics, with the process's own figures (CPU seconds, memory, files, tasks) and those of `add`."""
+    """Answers GET /metrics with figures of the process (CPU seconds, memory, files, tasks) and of added collectors."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -35,18 +36,18 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """That it listens on; 0 if it does not."""
+        """The port that the server listens on; 0 if it does not listen."""
         return self._running[0].server_port if self._running else 0
 
     def add(self, collector: Collector) -> None:
-        """Shows a collector's metrics from now on. It is asked from another thread."""
+        """Show a collector's metrics from now on. The collector is called from another thread."""
         self._registry.register(collector)
 
     async def start(self, host: str, port: int) -> None:
-        """Listens; port 0 picks a free one. Raises UnavailableError if the address cannot be had."""
+        """Start to listen; port 0 picks a free one. Raises UnavailableError if the address cannot be used."""
         loop = asyncio.get_running_loop()
         tasks = Gauge("corun_tasks", "Tasks of the event loop that have not ended", registry=self._registry)
-        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # In a thread, so also while the loop stands still.
+        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # Called in a thread, so also if the loop hangs.
         try:
             self._running = await asyncio.to_thread(start_http_server, port, addr=host, registry=self._registry)
         except OSError as error:
@@ -62,14 +63,14 @@ class MetricsServer:
 
 
 class LoopCollector(Collector):
-    """Metrics that the running event loop makes whenever they are asked for."""
+    """A collector whose metrics the running event loop makes whenever they are asked for."""
 
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
         self._make = make
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterable[Metric]:
-        """Called in another thread. Raises TimeoutError if the loop stands still."""
+        """Return the metrics. It is called in another thread. Raises TimeoutError if the loop does not answer."""
         made: Future[list[Metric]] = Future()
         self._loop.call_soon_threadsafe(self._collect, made)
         return made.result(LOOP_TIMEOUT_S)
@@ -82,12 +83,12 @@ class LoopCollector(Collector):
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """A counter without labels; `_total` is added to its name."""
+    """Return a counter without labels. `_total` is added to its name."""
     return CounterMetricFamily(name, text, value)
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """A gauge without labels."""
+    """Return a gauge without labels."""
     return GaugeMetricFamily(name, text, value)
 
 
@@ -96,7 +97,7 @@ def histogram(name: str, text: str, values: Histogram) -> Metric:
 
 
 def counters(name: str, text: str, labels: tuple[str, ...], values: Mapping[K, float]) -> Metric:
-    """A counter with labels: its values by theirs."""
+    """Return a counter with labels. `values` maps the values of the labels to the counter's value."""
     made = CounterMetricFamily(name, text, labels=labels)
     for given, value in values.items():
         made.add_metric(given, value)
@@ -104,7 +105,7 @@ def counters(name: str, text: str, labels: tuple[str, ...], values: Mapping[K, f
 
 
 def gauges(name: str, text: str, labels: tuple[str, ...], values: Mapping[K, float]) -> Metric:
-    """A gauge with labels: its values by theirs."""
+    """Return a gauge with labels. `values` maps the values of the labels to the gauge's value."""
     made = GaugeMetricFamily(name, text, labels=labels)
     for given, value in values.items():
         made.add_metric(given, value)
@@ -112,5 +113,5 @@ def gauges(name: str, text: str, labels: tuple[str, ...], values: Mapping[K, flo
 
 
 def info(name: str, text: str, facts: Mapping[str, str]) -> Metric:
-    """A gauge that is always 1, whose labels are what it says."""
+    """Return a gauge that is always 1 and whose labels are `facts`."""
     return gauges(name, text, tuple(facts), {tuple(facts.values()): 1})

@@ -1,8 +1,7 @@
-"""grpc.health.v1 on a port of its own, for whoever cannot make a TLS connection: a kubelet's probes.
+"""grpc.health.v1 on a port of its own, for probes that cannot make a TLS connection, such as a kubelet's.
 
-It says what the main port says (`corun.rpc.health`), from threads of its own, so that it answers from the start of the
-process to its end, also while an engine loads and the event loop stands still. This module must not know any service of
-ours.
+It says what the main port says (`corun.rpc.health`), but from threads of its own. So it answers from the start of the
+process to its end, even while an engine loads and blocks the event loop. This module must not know any service of ours.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from corun.rpc.health import HealthService
 from corun.rpc.server import join_address, server_options
 
 LOOP_TIMEOUT_S = 5.0
-"""An event loop that does not answer for so long stands still: the process is to be restarted."""
+"""The number of seconds after which an event loop that does not answer counts as stuck. The process must then be
+restarted."""
 THREADS = 4
 MAX_CHECKS = 64
-"""At once; further ones are refused."""
+"""The most checks at once. Further ones are refused."""
 MAX_MESSAGE_BYTES = 4096
 LONGEST_CHECK_S = 30.0
 
@@ -33,7 +33,7 @@ _Response = health_pb2.HealthCheckResponse
 class HealthPort:
     """A plaintext server of health checks. Lifecycle: `start` → `watch_loop` → `stop`.
 
-    Watch is not implemented: each watcher would hold a thread. The main port has it.
+    Watch is not implemented here, because each watcher would hold a thread. The main port has it.
     """
 
     def __init__(self, health: HealthService, host: str, port: int) -> None:
@@ -44,11 +44,11 @@ class HealthPort:
 
     @property
     def port(self) -> int:
-        """The port asked for; after `start`, the one in use."""
+        """The port that was asked for; after `start`, the port in use."""
         return self._port
 
     def start(self) -> None:
-        """Listens; port 0 picks a free one. Raises UnavailableError if the address cannot be had."""
+        """Start to listen; port 0 picks a free one. Raises UnavailableError if the address cannot be used."""
         server = grpc.server(
             ThreadPoolExecutor(THREADS, thread_name_prefix="health"),
             options=server_options(MAX_MESSAGE_BYTES, LONGEST_CHECK_S),
@@ -64,18 +64,18 @@ class HealthPort:
         self._server = server
 
     def watch_loop(self) -> None:
-        """From now on, nothing is SERVING while the running loop stands still. Not before an engine has loaded."""
+        """From now on, answer NOT_SERVING while the running loop is stuck. Call this after an engine has loaded."""
         self._probe.loop = asyncio.get_running_loop()
 
     async def stop(self) -> None:
-        """Refuses new checks, and waits for the running ones."""
+        """Refuse new checks and wait until the server has stopped."""
         if self._server is not None:
             await asyncio.to_thread(self._server.stop(0).wait)
             self._server = None
 
 
 class _Probe(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It has no types.
-    """Answers in gRPC's threads."""
+    """Answers health checks in gRPC's threads."""
 
     def __init__(self, health: HealthService) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -96,6 +96,6 @@ class _Probe(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It has no
         answered = threading.Event()
         try:
             self.loop.call_soon_threadsafe(answered.set)
-        except RuntimeError:  # It is closed: the process ends.
+        except RuntimeError:  # The loop is closed, since the process ends.
             return False
         return answered.wait(LOOP_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""What a process that starts is doing: lines of its log, which its supervisor reads.
+"""The stages of a process's start: lines in its log that say what it is doing, which its supervisor reads.
 
-Owns the form of these lines. Must not know which stages there are.
+This module owns the form of these lines. It must not know which stages there are.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from pathlib import Path
 
 _MARK = "stage: "
 _MOST_BYTES = 2**20
-"""Of a log that are looked at in one go."""
+"""The most bytes of a log that are read in one go."""
 
 
 def enter(stage: str) -> None:
-    """Say what this process does from now on. Past Python's own stderr, which vLLM replaces in its processes."""
-    with suppress(OSError):  # Nobody reads any more.
+    """Write to the log what this process does from now on.
+
+    It does not use Python's own stderr, which vLLM replaces in its processes.
+    """
+    with suppress(OSError):  # Nobody reads the log any more.
         os.write(2, f"{_MARK}{stage}\n".encode())
 
 
 class Reader:
-    """Follows one log."""
+    """Follows the stages in one log."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._start, self._offset, self._stage = log, 0, 0, ""
 
     def stage(self, start: int) -> str:
-        """The last stage that was entered behind `start`, a place in the log in bytes; empty: none."""
+        """Return the last stage that was entered after `start`, an offset in the log in bytes; empty: none."""
         if self._start != start:
             self._start, self._offset, self._stage = start, start, ""
         for line in self._new_lines():
@@ -36,7 +39,7 @@ class Reader:
         return self._stage
 
     def _new_lines(self) -> list[str]:
-        """Nothing, if the log is gone: its directory may be one that is cleared now and then."""
+        """Return the new whole lines of the log. If the log is gone there are none: its directory may get cleared."""
         try:
             with self._log.open("rb") as log:
                 log.seek(self._offset)
@@ -44,6 +47,6 @@ class Reader:
         except OSError:
             return []
         text, newline, rest = found.rpartition(b"\n")
-        is_too_long = not newline and len(rest) == _MOST_BYTES  # No end of the line is in sight.
+        is_too_long = not newline and len(rest) == _MOST_BYTES  # Skip it: the line has no end.
         self._offset += len(rest) if is_too_long else len(text) + len(newline)
         return text.decode("utf-8", "replace").splitlines()

@@ -1,7 +1,7 @@
 """W3C trace context in the metadata of calls: which span a call belongs to.
 
-Plain text; nothing here loads OpenTelemetry. Whatever a stranger sends as a trace context is either well formed or not
-there. This module must not know spans.
+A trace context is plain text; nothing here loads OpenTelemetry. If a stranger sends one that is not well formed, it
+counts as absent. This module must not know spans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 TRACEPARENT = "traceparent"
-"""Metadata key, https://www.w3.org/TR/trace-context/."""
+"""The metadata key of a trace context, https://www.w3.org/TR/trace-context/."""
 
 _FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
 _SAMPLED = 1
@@ -24,14 +24,14 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """One span of one trace."""
+    """The identity of one span of one trace."""
 
     trace_id: int
-    """128 bits, not 0."""
+    """The trace's id: 128 bits, not 0."""
     span_id: int
-    """64 bits, not 0."""
+    """The span's id: 64 bits, not 0."""
     sampled: bool
-    """Whether whoever made the span records it."""
+    """Whether the process that made the span records it."""
 
     def metadata(self) -> Metadata:
         return ((TRACEPARENT, f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.sampled:02x}"),)
@@ -41,7 +41,7 @@ _caller: ContextVar[TraceContext | None] = ContextVar("caller", default=None)
 
 
 def read(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-    """The context of a call; None if there is none, more than one, or one that is not well formed."""
+    """Return the trace context of a call; None if there is none, more than one, or one that is not well formed."""
     values = [value for key, value in metadata if key == TRACEPARENT]
     if len(values) != 1 or not isinstance(values[0], str) or (found := _FORM.fullmatch(values[0])) is None:
         return None
@@ -51,7 +51,7 @@ def read(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
 
 @contextmanager
 def within(context: TraceContext | None) -> Iterator[None]:
-    """What is asked of a cluster here, and in tasks begun here, is part of this span: that of a caller elsewhere."""
+    """Make the calls to a cluster in this context, and in tasks begun in it, part of a span of a remote caller."""
     token = _caller.set(context)
     try:
         yield
@@ -60,10 +60,10 @@ def within(context: TraceContext | None) -> Iterator[None]:
 
 
 def of_caller() -> Metadata:
-    """The metadata that makes a call part of the active span of whoever calls this, or else of the span that it is
-    `within`; none if there is no such span.
+    """Return the metadata that makes a call part of the caller's active span, or else of the span that it is `within`.
 
-    A program with an active span has loaded OpenTelemetry; if nobody has, there is nothing to ask.
+    It is empty if there is no such span. A program with an active span has loaded OpenTelemetry. If it is not loaded,
+    there is no active span.
     """
     if (trace := sys.modules.get("opentelemetry.trace")) is not None:
         span = trace.get_current_span().get_span_context()

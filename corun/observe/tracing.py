@@ -1,8 +1,9 @@
-"""Spans of a process of the cluster, for OpenTelemetry, where the standard environment variables ask for them.
+"""Spans of a process of the cluster, for OpenTelemetry, if the standard environment variables ask for them.
 
-Owns: whether there is tracing, and everything that touches OpenTelemetry, which is imported only if there is. A span
-never holds a prompt, an output or the text of an error. Parents are passed on by hand: a request's work is spread over
-tasks, and a context variable would be copied into each. This module must not know requests or nodes.
+This module owns whether there is tracing, and everything that touches OpenTelemetry, which is imported only if there is
+tracing. A span never holds a prompt, an output or the text of an error. Parent spans are passed on explicitly, because
+a request's work is spread over tasks and a context variable would be copied into each of them. This module must not
+know requests or nodes.
 """
 
 from __future__ import annotations
@@ -26,39 +27,39 @@ EXPORTER = "OTEL_TRACES_EXPORTER"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 DISABLED = "OTEL_SDK_DISABLED"
 SHUTDOWN_TIMEOUT_S = 5.0
-"""For the last spans to be sent."""
+"""The number of seconds for sending the last spans."""
 
 Value = str | bool | int | float | Sequence[str]
 Lap = tuple[str, float, float]
-"""A name, a beginning and an end; times are on the running loop's clock."""
+"""A name, a beginning and an end. Times are on the running loop's clock, in seconds."""
 
 log = logging.getLogger(__name__)
 
 
 class Span:
-    """A span that nobody records. Enter it, or `end` it, once."""
+    """A span that is not recorded. Either use it as a context manager or call `end`, once."""
 
     metadata: Metadata = ()
-    """That makes a call part of this span."""
+    """The metadata that makes a call part of this span."""
 
     def child(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
-        """A span within this one, which begins now."""
+        """Return a span within this one. It begins now."""
         return self
 
     def laps(self, laps: Sequence[Lap], attributes: Mapping[str, Value] | None = None) -> None:
-        """Spans within this one that are over."""
+        """Add finished spans within this one."""
 
     def note(self, attributes: Mapping[str, Value]) -> None:
-        """Adds what has become known."""
+        """Add attributes that have become known."""
 
     def event(self, name: str, at: float) -> None:
-        """Something happened, at a time on the running loop's clock."""
+        """Add an event. at: its time on the running loop's clock."""
 
     def fail(self, error: BaseException) -> None:
-        """What it is about has failed. Of the error, only the kind is kept; the first one counts."""
+        """Note that the work of this span has failed. Only the kind of the first error is kept."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends it now, well or with an error."""
+        """End the span now, with success or with an error."""
 
     def __enter__(self) -> Span:
         return self
@@ -70,17 +71,17 @@ class Span:
 
 
 OFF = Span()
-"""Where there is no tracing."""
+"""The span to use when there is no tracing."""
 
 
 class Call(Protocol):
-    """What is needed of a gRPC call that is being answered."""
+    """The part of a gRPC call being answered that this module needs."""
 
     def invocation_metadata(self) -> Any: ...
 
 
 class _Recorded(Span):
-    """A span of OpenTelemetry's."""
+    """A span that OpenTelemetry records."""
 
     def __init__(self, tracing: _Tracing, span: Any) -> None:
         self._tracing = tracing
@@ -93,7 +94,7 @@ class _Recorded(Span):
         return _Recorded(self._tracing, self._tracing.start(name, self._span, attributes))
 
     def laps(self, laps: Sequence[Lap], attributes: Mapping[str, Value] | None = None) -> None:
-        zero = _zero_ns()  # One for all: they meet.
+        zero = _zero_ns()  # All laps share one zero, so that they meet exactly.
         for name, began, ended in laps:
             span = self._tracing.start(name, self._span, attributes, at=zero + round(began * 1e9))
             span.end(zero + round(ended * 1e9))
@@ -108,7 +109,7 @@ class _Recorded(Span):
         if self._has_failed:
             return
         self._has_failed = True
-        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):  # Nobody's fault.
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):  # A cancellation is no failure.
             self._span.set_attribute("error.type", "cancelled")
             return
         known = next((one for one in (error, error.__cause__) if isinstance(one, CorunError)), None)
@@ -122,7 +123,7 @@ class _Recorded(Span):
 
 
 class _Tracing:
-    """OpenTelemetry, loaded."""
+    """OpenTelemetry, loaded and set up. Raises UnavailableError if it is not installed."""
 
     def __init__(self, service: str, instance: str) -> None:
         try:
@@ -147,7 +148,7 @@ class _Tracing:
         return self._tracer.start_span(name, context, attributes=attributes, start_time=at)
 
     def remote(self, context: TraceContext) -> Any:
-        """A span of another process, as a parent."""
+        """Return a span of another process, to use as a parent."""
         trace = self._trace
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if context.sampled else trace.TraceFlags.DEFAULT)
         return trace.NonRecordingSpan(trace.SpanContext(context.trace_id, context.span_id, True, flags))
@@ -157,11 +158,11 @@ class _Tracing:
 
 
 _running: list[_Tracing] = []
-"""The process's, if there is one."""
+"""The tracing of this process: one entry, or none if there is no tracing."""
 
 
 def is_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether the standard variables ask for traces. Raises InvalidArgumentError for what is not supported."""
+    """Return whether the standard variables ask for traces. Raises InvalidArgumentError for what is not supported."""
     exporter = environment.get(EXPORTER, "")
     if exporter not in ("", "otlp", "none"):
         raise InvalidArgumentError(f"environment variable {EXPORTER}", exporter, "must be otlp or none")
@@ -175,10 +176,11 @@ def is_asked_for(environment: Mapping[str, str]) -> bool:
 
 
 def start(service: str, instance: str) -> None:
-    """Begins to record this process's spans, if the environment asks for it; once, before anything else runs.
+    """Begin to record this process's spans, if the environment asks for it. Call it once, before anything else runs.
 
     Args:
-        service: its `service.name`, instance: its `service.instance.id`, unless the environment gives others.
+        service: the process's `service.name`, unless the environment gives another.
+        instance: the process's `service.instance.id`, unless the environment gives another.
 
     Raises:
         InvalidArgumentError: the environment asks for something that is not supported.
@@ -190,9 +192,9 @@ def start(service: str, instance: str) -> None:
 
 
 async def stop() -> None:
-    """Sends the last spans, or gives up on them."""
+    """Send the last spans, or give up on them after SHUTDOWN_TIMEOUT_S."""
     while _running:
-        # Not a thread of the loop's: its end would be waited for.
+        # The loop would wait for the end of one of its own threads, so this is another one.
         ending = threading.Thread(target=_running.pop().shutdown, name="last spans", daemon=True)
         ending.start()
         await asyncio.to_thread(ending.join, SHUTDOWN_TIMEOUT_S)
@@ -201,7 +203,7 @@ async def stop() -> None:
 
 
 def of_call(call: Call, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
-    """A span for a call that is being answered, within the caller's span if it has one."""
+    """Return a span for a call that is being answered, within the caller's span if there is one."""
     if not _running:
         return OFF
     context = read(call.invocation_metadata() or ())
@@ -210,12 +212,12 @@ def of_call(call: Call, name: str, attributes: Mapping[str, Value] | None = None
 
 
 def caller_of(call: Call) -> Span:
-    """The caller's own span, to make spans within; OFF if it has none. It is not to be ended here."""
+    """Return the caller's own span, to make spans within it; OFF if the caller has none. Do not end it."""
     if not _running or (context := read(call.invocation_metadata() or ())) is None:
         return OFF
     return _Recorded(_running[0], _running[0].remote(context))
 
 
 def _zero_ns() -> int:
-    """When the running loop's clock was zero, in nanoseconds since 1970."""
+    """Return the time when the running loop's clock was zero, in nanoseconds since 1970."""
     return time.time_ns() - round(asyncio.get_running_loop().time() * 1e9)

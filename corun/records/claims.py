@@ -1,7 +1,7 @@
-"""What a row of `corun batch` says of itself, checked against its receipts before it is run again.
+"""Checks what a row of `corun batch` says about itself against its receipts, before the row is run again.
 
-A receipt is a row's own word, too: what was changed in both is found by the run. What neither can tell, since nobody
-can compute it again, is who ran the row: its request id and its nodes. This module must not know how cases are run.
+A receipt is part of the row. If a row and its receipt were changed alike, only the new run finds it. Neither can prove
+the row's request id and its nodes, since nobody can compute these again. This module must not know how cases are run.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from corun.seeds import sample_seed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedCase:
-    """A case, what to call it, and what is known of its output."""
+    """A case, its name, and what is known about its output."""
 
     name: str
     case: VerifyCase
     receipt: Receipt | None = None
-    """Of the run that it was made from; None: there was none."""
+    """The receipt of the run that the case was made from; None: there was no such run."""
     text_digest: str = ""
-    """Over the text that its row has; empty: it has none."""
+    """The digest of the row's output text; empty: the row has no output."""
     audit: Receipt | None = None
-    """Of the run that was found to differ, for a case from a reproduction file."""
+    """The receipt of the run that was found to differ, for a case from a reproduction file."""
 
 
 def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
-    """The samples of one row of `corun batch`.
+    """Return the samples of one row of `corun batch` as cases.
 
-    Raises DataLossError if the row is not what its own receipts say, and InvalidArgumentError if a part is missing.
+    Raises DataLossError if the row differs from its own receipts, and InvalidArgumentError if a part is missing or bad.
     """
     try:
         prompt, params = _prompt(row), params_from_dict(row["params"])
@@ -53,7 +53,10 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
 
 
 def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
-    """The sample of a file that an audit wrote, which has no output; expected is what the client got."""
+    """Return the sample of a file that an audit wrote as a case. It expects the output that the client got.
+
+    The file has no output itself, only its digest. Raises the same errors as `cases_from_row`.
+    """
     try:
         prompt, params = _prompt(row), replace(params_from_dict(row["params"]), n=1)
         receipt, audit = Receipt.from_dict(row["receipt"]), Receipt.from_dict(row["audit"]["receipt"])
@@ -72,7 +75,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _samples(row: Mapping[str, Any], params: SamplingParams) -> Sequence[Mapping[str, Any]]:
-    """All samples of a row, each with all its parts; with several of them, the row repeats the first."""
+    """Return all samples of a row, each with all its parts. If there are several, the row itself repeats the first."""
     samples = row.get("samples", [row])
     if len(samples) != params.n:
         raise DataLossError(f"row {row['id']}: it has {len(samples)} samples of {params.n}: the row was changed")
@@ -94,7 +97,7 @@ def _checked(
 ) -> NamedCase:
     receipt = Receipt.from_dict(sample["receipt"])
     of_tokens = tokens_digest(check_token_ids(sample["token_ids"], 2**32, "token_ids"))
-    receipt = replace(receipt, tokens_digest=receipt.tokens_digest or of_tokens)  # Then the run has to say the same.
+    receipt = replace(receipt, tokens_digest=receipt.tokens_digest or of_tokens)  # So the new run is compared with it.
     facts: dict[str, tuple[object, object]] = {
         "seed": (sample["seed"], receipt.seed),
         "request's seed": (sample_seed(row["seed"], index), receipt.seed),
@@ -133,7 +136,7 @@ def _named(name: str, prompt: tuple[int, ...], params: SamplingParams, receipt: 
 
 
 def _compare(name: str, facts: Mapping[str, tuple[object, object]], what: str = "its receipt") -> None:
-    """Raises DataLossError for the first fact on which the row and what it is compared with differ."""
+    """Raise DataLossError for the first fact that differs between the row and `what` it is compared with."""
     for fact, (found, stated) in facts.items():
-        if found != stated or type(found) is not type(stated):  # A truth value is no number.
+        if found != stated or type(found) is not type(stated):  # True is not 1 here.
             raise DataLossError(f"row {name}: its {fact} is not that of {what}: the row was changed")

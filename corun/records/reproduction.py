@@ -1,7 +1,7 @@
-"""What two runs of one sample gave that should have been equal, as a file that runs it again.
+"""Reproduction files: two runs of one sample that differ and should be equal, with all that is needed to run it again.
 
-The file is one line of JSON: a result row of `corun batch`, with what the audit found beside it, so that `corun verify`
-reads it. It holds the sample's prompt. This module must not know how samples are run or where files are kept.
+The file is one line of JSON: a result row of `corun batch` together with what the audit found. So `corun verify` can
+read it. It holds the sample's prompt. This module must not know how samples are run or where files are kept.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ class Reproduction:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     first: Receipt
-    """Of the run that the client got."""
+    """The receipt of the run that the client got."""
     audit: Receipt
-    """Of the run that was compared with it; its output goes on after the difference."""
+    """The receipt of the run that was compared with it. Its output continues after the difference."""
     differs_at: int
-    """The first token, from 0, that differs."""
+    """The index, from 0, of the first token that differs."""
     first_token: Drawn | None
-    """None: the run had ended."""
+    """The first run's token at that index. None: the run had ended before it."""
     audit_token: Drawn | None
+    """The audit's token at that index. None: the run had ended before it."""
     same_nodes: tuple[str, ...]
-    """Ids of the nodes that both runs used."""
+    """The ids of the nodes that both runs used."""
     time: str
-    """Of the finding; ISO 8601, UTC."""
+    """The time when the difference was found; ISO 8601, UTC."""
 
     def to_row(self) -> dict[str, Any]:
-        """Plain values for JSON: a result row, and `audit` beside it."""
+        """Return plain values for JSON: a result row that also has `audit`."""
         return {
             "id": f"{self.first.request_id}[{self.first.sample_index}]",
             "prompt": list(self.prompt_token_ids),
@@ -73,7 +74,10 @@ class Reproduction:
 
 
 def read_reproduction(path: Path) -> tuple[str, dict[str, Any]]:
-    """The row of a reproduction file with its file:line. Raises InvalidArgumentError if it is none."""
+    """Return the row of a reproduction file and its place as file:line.
+
+    Raises InvalidArgumentError if the file is not a reproduction file.
+    """
     for where, row in read_results(path):
         if isinstance(row.get("audit"), dict) and "receipt" in row["audit"]:
             return where, row

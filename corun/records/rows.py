@@ -1,6 +1,6 @@
-"""JSON lines of `corun batch`: prompts to run, and results that carry all it takes to verify them.
+"""JSON lines of `corun batch`: prompts to run, and results with all that is needed to verify them.
 
-Owns how rows look and how they are read and resumed. This module must not know how a prompt is run.
+This module owns how rows look and how they are read and resumed. It must not know how a prompt is run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from corun.params import SamplingParams, check_seed, check_text, check_token_ids
 _ROW_FIELDS = ("id", "prompt", "seed", "params")
 _PARAM_FIELDS = tuple(field.name for field in fields(SamplingParams))
 SAMPLE_FIELDS = ("seed", "text", "token_ids", "logprobs", "finish_reason", "receipt")
-"""What a result says of each sample."""
+"""The keys that a result has for each sample."""
 _RESULT_START = b'{"id": '
 _FP32 = struct.Struct("<f")
 
@@ -29,16 +29,16 @@ class PromptRow:
     """One line of a batch's input."""
 
     id: str
-    """Unique in its file: the row's own, else its line number."""
+    """The row's id, which is unique in its file: the id that it gives, else its line number."""
     prompt: Prompt
     params: SamplingParams
     seed: int | None = None
     where: str = ""
-    """file:line, for messages."""
+    """The row's place as file:line, for messages."""
 
 
 def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRow]:
-    """All rows of a batch's input. Raises InvalidArgumentError for the first that is wrong, naming its line."""
+    """Read all rows of a batch's input. Raises InvalidArgumentError for the first bad row; the error names its line."""
     rows: dict[str, PromptRow] = {}
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -51,7 +51,10 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRow]:
 
 
 def result_row(row_id: str, prompt: Prompt, params: SamplingParams, done: Generation) -> dict[str, Any]:
-    """What a batch writes for one prompt. With n > 1, `samples` holds all of them and the row itself sample 0."""
+    """Return the row that a batch writes for one prompt.
+
+    The row itself holds sample 0. With n > 1, its `samples` holds all samples.
+    """
     row: dict[str, Any] = {
         "id": row_id,
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -67,14 +70,16 @@ def result_row(row_id: str, prompt: Prompt, params: SamplingParams, done: Genera
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """One line of JSON, without its line end."""
+    """Return a row as one line of JSON, without a line end."""
     return json.dumps(row, ensure_ascii=False)
 
 
 def read_results(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a batch's output with their file:line. Raises InvalidArgumentError for a line that is no result.
+    """Yield the rows of a batch's output, each with its place as file:line.
 
-    skip_torn: pass over a last line without its end, as an interrupted run leaves it.
+    skip_torn: skip a last line without a line end, which an interrupted run leaves behind.
+
+    Raises InvalidArgumentError for a line that is no result.
     """
     for number, line in enumerate(_lines(path), start=1):
         where = f"{path}:{number}"
@@ -90,7 +95,7 @@ def read_results(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, 
 
 
 def check_same(row: PromptRow, result: Mapping[str, Any], where: str) -> None:
-    """Raises InvalidArgumentError if a finished row is not the answer to the prompt that has its id."""
+    """Raise InvalidArgumentError if a finished row is not the answer to the prompt with the same id."""
     asked: dict[str, Any] = {
         "prompt": row.prompt if isinstance(row.prompt, str) else list(row.prompt),
         "params": params_to_dict(row.params),
@@ -104,9 +109,9 @@ def check_same(row: PromptRow, result: Mapping[str, Any], where: str) -> None:
 
 
 def drop_torn_line(path: Path) -> bool:
-    """Cuts off a last line that an interrupted run left unfinished; True if there was one.
+    """Cut off a last line that an interrupted run left unfinished. Return whether there was one.
 
-    Raises InvalidArgumentError if it is not the beginning of a result: nothing else is ever cut.
+    Raises InvalidArgumentError if the line is not the beginning of a result: nothing else is ever cut.
     """
     data = path.read_bytes()
     start = data.rfind(b"\n") + 1
@@ -121,7 +126,7 @@ def drop_torn_line(path: Path) -> bool:
 
 
 def params_to_dict(params: SamplingParams) -> dict[str, Any]:
-    """Every field, as JSON has them."""
+    """Return every field of the sampling parameters as plain values for JSON."""
     values: dict[str, Any] = {name: getattr(params, name) for name in _PARAM_FIELDS}
     return values | {
         "stop": list(params.stop),
@@ -131,7 +136,10 @@ def params_to_dict(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_from_dict(values: object, defaults: SamplingParams | None = None) -> SamplingParams:
-    """Back from `params_to_dict`; what is absent keeps its default. Raises InvalidArgumentError for an unknown name."""
+    """Read what `params_to_dict` wrote. Absent fields keep their defaults.
+
+    Raises InvalidArgumentError for an unknown name, or for a value outside its limit.
+    """
     if not isinstance(values, Mapping):
         raise InvalidArgumentError("params", values, "must be an object")
     for name in values:
@@ -144,9 +152,9 @@ def params_from_dict(values: object, defaults: SamplingParams | None = None) -> 
 
 
 def short_fp32(value: float) -> float:
-    """The float whose text is the shortest that reads back as the same fp32: 0.1, not 0.10000000149011612."""
+    """Return the float with the shortest text that reads back as the same fp32: 0.1, not 0.10000000149011612."""
     bits = _FP32.pack(value)
-    for digits in (6, 7, 8):  # Every decimal of up to 6 digits survives fp32, so fewer need no trial of their own.
+    for digits in (6, 7, 8):  # fp32 keeps all decimals of up to 6 digits, so fewer need no trial.
         short = float(f"{value:.{digits}g}")
         if _FP32.pack(short) == bits:
             return short
@@ -154,7 +162,7 @@ def short_fp32(value: float) -> float:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    # Bytes: a torn line may end in the middle of a character.
+    # Read bytes, since a torn line may end in the middle of a character.
     with path.open("rb") as file:
         yield from file
 
@@ -187,7 +195,7 @@ def _prompt_row(values: dict[str, Any], number: str, where: str, defaults: Sampl
 
 
 def located(where: str, error: CorunError) -> CorunError:
-    """The error of one row, with its file and line."""
+    """Return the error of one row with the row's place, `where`, in its field."""
     if isinstance(error, InvalidArgumentError):
         return InvalidArgumentError(f"{where}: {error.field}", error.value, error.limit)
     return error

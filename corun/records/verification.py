@@ -1,4 +1,4 @@
-"""What is verified, under which company, and what came out: a case, its conditions, a result."""
+"""What a verification runs, under which conditions, and what it finds: a case, its conditions, a result."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from corun.receipt import Receipt
 
 
 class Condition(enum.Enum):
-    """Under what conditions a case is run again."""
+    """The condition under which a case is run again."""
 
     ALONE = "alone"
-    """One sample at a time."""
+    """The cases run one sample at a time."""
     CROWDED = "crowded"
-    """Beside as many other samples as there are idle slots, and as the client may have."""
+    """Each case runs beside other samples: as many as there are idle slots, and as the client may have."""
     OTHER_SLOTS = "other_slots"
-    """Behind samples that hold the first slots."""
+    """Each case runs in another slot, because other samples hold the first slots."""
     SHUFFLED = "shuffled"
-    """Many cases at once, in another order."""
+    """Many cases run at once, in another order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,25 +28,25 @@ class VerifyCase:
 
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
-    """n must be 1."""
+    """The parameters that the sample was drawn with. n must be 1."""
     seed: int
     output_digest: str = ""
-    """Expected. Empty: the first condition's run sets it."""
+    """The expected output digest. Empty: the run under the first condition sets it."""
     text: str = ""
-    """That the prompt's token ids were made of, to check that they were. Empty: not checked."""
+    """The text that the prompt's token ids were made from, to check that they were. Empty: this is not checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyResult:
-    """What one case gave under one condition."""
+    """The result of one case under one condition."""
 
     case_index: int
     condition: Condition
     match: bool
     expected_digest: str
     receipt: Receipt | None = None
-    """Of the run that was compared; None when the run failed."""
+    """The receipt of the run that was compared. None if the run failed."""
     error: str = ""
-    """Set when the run itself failed; then match is False."""
+    """Why the run itself failed; then `match` is False. Empty if it did not."""
     text_digest: str = ""
-    """Over the text of the run that was compared; 64 hex digits (`corun.receipt.text_digest`)."""
+    """The digest of the text of the run that was compared; 64 hex digits (`corun.receipt.text_digest`)."""

@@ -1,7 +1,7 @@
 """Who may call what: bearer tokens of clients, the one secret of the cluster's members, and what each token may use.
 
-Owns: token files, the comparison of tokens, requests in progress per token. Tokens are kept as digests only. This
-module must not know gRPC, TLS or any configuration.
+This module owns token files, the comparison of tokens, and the number of requests in progress per token. It keeps
+tokens as digests only. It must not know gRPC, TLS or any configuration.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ AUTHORIZATION = "authorization"
 """The metadata key of a token."""
 MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 512
 RETRY_S = 1.0
-"""When a client that has as many requests as it may is told to come back, in seconds."""
+"""The retry delay in seconds for a client that already has as many requests in progress as it may have."""
 
 MAX_DIGITS = 9
-"""Of a number in a file of client tokens."""
+"""The most digits of a number in a file of client tokens."""
 
 _LINE = "[NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low] [weight=N] [operator]"
 _NAME_DIGITS = 12
-"""Of the name of a token that was given none, in hexadecimal."""
+"""The number of hex digits in the name of a token that was given no name."""
 _SCHEME = "Bearer "
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
@@ -36,17 +36,17 @@ _PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """Who makes a call, for whoever has to share among callers. Never what a caller says of itself."""
+    """Who makes a call, for code that shares something among callers. It never holds what a caller says of itself."""
 
     name: str = ""
     weight: int = 1
-    """Of its share, where there is not enough for all."""
+    """The weight of the caller's share when there is not enough for all."""
     max_priority: Priority = Priority.HIGH
-    """The best one that it may ask for."""
+    """The highest priority that the caller may ask for."""
     max_requests: int = 0
-    """Requests that it may have in progress; 0: any number."""
+    """The most requests that the caller may have in progress; 0: any number."""
     is_operator: bool = False
-    """It may see all of the cluster's status, other clients' part in it included."""
+    """Whether the caller may see all of the cluster's status, including that of other clients."""
 
 
 ANYONE = Caller()
@@ -59,7 +59,7 @@ class ClientToken:
     name: str
     digest: bytes
     max_requests: int = 0
-    """Requests in progress at once; 0: any number."""
+    """The most requests in progress at once; 0: any number."""
     weight: int = 1
     max_priority: Priority = Priority.HIGH
     is_operator: bool = False
@@ -76,12 +76,15 @@ class ClientToken:
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call that carries a token; none for an empty one."""
+    """Return the metadata of a call that carries a token. An empty token gives no metadata."""
     return ((AUTHORIZATION, _SCHEME + token),) if token else ()
 
 
 def check_token(field: str, token: str, where: str = "") -> str:
-    """The token itself. Raises InvalidArgumentError, which never shows it."""
+    """Return the token. Raises InvalidArgumentError if it is not valid; the error never shows the token.
+
+    where: the place of the token, for the error.
+    """
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS or not all("!" <= char <= "~" for char in token):
         limit = f"must be {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} visible ASCII characters"
         place = f" ({where})" if where else ""
@@ -90,7 +93,10 @@ def check_token(field: str, token: str, where: str = "") -> str:
 
 
 def read_token(field: str, path: str) -> str:
-    """The one token of a file; `field` names the setting in errors."""
+    """Return the one token of a file. `field` names the setting in errors.
+
+    Raises InvalidArgumentError if the file cannot be read or does not hold one valid token.
+    """
     lines = _lines(field, path)
     if len(lines) != 1:
         raise InvalidArgumentError(field, path, f"must hold one token on one line, not {len(lines)}")
@@ -98,9 +104,13 @@ def read_token(field: str, path: str) -> str:
 
 
 def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
-    """A file of client tokens, a line each, but for empty ones and # comments: `[NAME:] TOKEN [max_requests=N]
-    [max_priority=high|normal|low] [weight=N] [operator]`. A token without a name is named by its digest: it keeps that
-    name, and what goes by it, when the file is edited."""
+    """Read a file of client tokens: one per line, apart from empty lines and # comments.
+
+    A line is `[NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low] [weight=N] [operator]`. A token without a
+    name is named by its digest. So it keeps its name, and what depends on the name, when the file is edited.
+
+    Raises InvalidArgumentError if the file cannot be read, has no token or a bad line, or repeats a token or a name.
+    """
     found = [_client_token(field, path, number, line) for number, line in _lines(field, path)]
     if not found:
         raise InvalidArgumentError(field, path, "must hold at least one token")
@@ -111,11 +121,11 @@ def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
 
 
 class Gate:
-    """Admits calls to a server by their token; health checks need none.
+    """Admits calls to a server by their token. Health checks need no token.
 
-    cluster: the members' secret, which opens every service. clients: tokens that open the public service only. Without
-    client tokens the public service is open to all, without a cluster token every service is. A function is
-    asked for the clients at each call, since tokens come and go.
+    cluster: the members' secret, which opens every service. Without it, all services but the public one are open to
+    all. clients: the tokens that open the public service only. Without them, the public service is open to all. If
+    clients is a function, it is called for every call, since tokens come and go.
     """
 
     def __init__(
@@ -126,8 +136,10 @@ class Gate:
         self._running: Counter[str] = Counter()
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> AbstractContextManager[Caller | None]:
-        """What a call has to hold while it runs. Entering it gives the caller, if tokens tell them apart, and raises
-        OverloadedError if its token has no request left.
+        """Return the context that a call has to hold while it runs.
+
+        Entering the context gives the caller, or None if tokens do not tell callers apart. It raises OverloadedError if
+        the token's limit of requests in progress is reached.
 
         Raises UnauthenticatedError if the call has no token that opens `method`, which is "/package.Service/Method".
         """
@@ -158,7 +170,7 @@ class Gate:
 
 
 def _given(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The token of a call; empty if it has none, or several."""
+    """Return the token of a call; empty if it has no token, or several."""
     values = [value for key, value in metadata if key == AUTHORIZATION]
     if len(values) != 1 or not isinstance(values[0], str) or values[0][: len(_SCHEME)].lower() != _SCHEME.lower():
         return ""
@@ -166,7 +178,10 @@ def _given(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def _find(given: str, tokens: Sequence[ClientToken]) -> ClientToken | None:
-    """Takes as long for any token, right or wrong: digests of one length, each compared whole, and all of them."""
+    """Return the token that was given, or None.
+
+    This takes equally long for right and wrong tokens: it compares digests of one length, each of them in full.
+    """
     digest, found = _digest(given), None
     for token in tokens:
         if hmac.compare_digest(digest, token.digest):
@@ -197,7 +212,7 @@ def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
 
 
 def _name_of(token: str) -> str:
-    """A name that stays a token's own. Of another digest than the one that is compared: it is shown."""
+    """Return a token's permanent name. It is shown, so it is made from another digest than the one compared."""
     return f"token-{hashlib.sha256(b'corun client name ' + token.encode()).hexdigest()[:_NAME_DIGITS]}"
 
 
@@ -212,7 +227,7 @@ def _can_set(word: str) -> bool:
 
 
 def _lines(field: str, path: str) -> list[tuple[int, str]]:
-    """Numbered lines that say something."""
+    """Return the lines of a file with their numbers, without empty lines and comments."""
     try:
         text = Path(path).read_text(encoding="ascii")
     except OSError as error:

@@ -1,7 +1,7 @@
 """Files that are renewed on disk while a process uses them: certificates, keys, tokens.
 
-Owns: noticing that they have changed, and keeping what was read before when the new ones cannot be used. Must not know
-gRPC, nor what the files are for.
+This module notices that files have changed. If the new files cannot be used, it keeps what was read before. It must
+not know gRPC, nor what the files are for.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Renewed(Generic[T]):
-    """What some files say, read again when they have changed. Threads may share it.
+    """A value read from some files, which is read again when they have changed. Threads may share it.
 
-    read: raises CorunError if the files cannot be used; making this raises it, `current` logs it.
+    read: returns the value, and raises CorunError if the files cannot be used. The constructor raises that error;
+    `current` logs it.
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T]) -> None:
@@ -37,9 +38,9 @@ class Renewed(Generic[T]):
         self._value = read()
 
     def current(self) -> T:
-        """What the files say now, or said when they could be used last."""
+        """Return the value of the files now, or the one from when they could last be used."""
         with self._lock:
-            state = _state(self._paths)  # Before they are read: what changes meanwhile is read the next time.
+            state = _state(self._paths)  # Taken before reading, so a later change is noticed.
             if state != self._state:
                 self._state = state
                 self._renew()
@@ -59,7 +60,7 @@ class Renewed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The content of the files of one end of TLS links."""
+    """The content of the files that one end of TLS links uses."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)
@@ -67,7 +68,7 @@ class Identity:
 
 
 def identity(tls: TlsConfig) -> Renewed[Identity]:
-    """Raises InvalidArgumentError if the files cannot be used."""
+    """Return the content of the TLS files, kept up to date. Raises InvalidArgumentError if they cannot be used."""
     return Renewed((tls.cert, tls.key, tls.ca), lambda: _read_identity(tls))
 
 
@@ -81,10 +82,10 @@ def _read_identity(tls: TlsConfig) -> Identity:
         raise InvalidArgumentError("tls_ca", tls.ca, f"must hold certificates: {error}") from error
     try:
         if found.cert:
-            context.load_cert_chain(tls.cert, tls.key, password=lambda: b"")  # Else OpenSSL would ask the terminal.
+            context.load_cert_chain(tls.cert, tls.key, password=lambda: b"")  # Keeps OpenSSL from asking the terminal.
     except (ssl.SSLError, OSError) as error:
         raise InvalidArgumentError("tls_key", tls.key, f"must be that of {tls.cert}: {error}") from error
-    if _content(tls) != found:  # What was checked must be what is used.
+    if _content(tls) != found:  # The files that were checked must be those that are used.
         raise InvalidArgumentError("tls_cert", Shown(tls.cert), "must not change while it is read")
     return found
 
@@ -94,7 +95,7 @@ def _content(tls: TlsConfig) -> Identity:
 
 
 def _state(paths: Sequence[str]) -> State:
-    """Differs when a file was written, replaced, or is another one behind its link; None: there is none."""
+    """Return the state of files, which changes when one is written, replaced or linked to another; None: no file."""
     return tuple(_state_of(path) for path in paths)
 
 

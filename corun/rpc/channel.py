@@ -1,6 +1,7 @@
 """Channels to our processes: one set of options for every client, so that both ends agree on sizes and keepalive.
 
-Owns what a client shows to a server, too: TLS and a token. This module must not know servers, nor any service of ours.
+This module also owns what a client shows to a server: TLS certificates and a token. It must not know servers, nor any
+service of ours.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Options = list[tuple[str, int | str]]
 KEEPALIVE_MS = 15_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 MAX_METADATA_BYTES = 64 * 1024
-# gRPC refuses beyond its own limit with a status that names no field, so its limit is wider than ours. Up to it, a
-# message is read and refused by us.
+# gRPC refuses a message beyond its own limit with a status that names no field. So that limit is wider than ours: we
+# read and refuse the messages between the two limits.
 HARD_LIMIT_FACTOR = 4
 """gRPC's size limit, as a multiple of ours."""
 
@@ -33,7 +34,7 @@ class Access:
     """What one end of a link shows to the other."""
 
     tls: TlsConfig | None = None
-    """None: no TLS."""
+    """The PEM files for TLS. None: no TLS."""
     token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -42,20 +43,20 @@ class Access:
 
     @classmethod
     def of_member(cls, config: MemberConfig) -> Access:
-        """Of a process of the cluster."""
+        """Return the access of a process of the cluster."""
         return cls(tls=config.tls, token=config.cluster_token())
 
 
 OPEN = Access()
-"""Neither TLS nor a token."""
+"""Access with neither TLS nor a token."""
 
 
 def channel(
     address: str, *, access: Access = OPEN, name: str = "", max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """An asyncio channel to a process of ours. Connects when first used; make it inside a running loop.
+    """Return an asyncio channel to one of our processes. It connects when first used. Make it inside a running loop.
 
-    name: what its certificate must carry unless `access` names something else; empty: the host of `address`.
+    name: the name that the server's certificate must carry, unless `access` gives one; empty: the host of `address`.
     """
     options = _options(access, max_message_bytes, name)
     link: Any
@@ -69,7 +70,7 @@ def channel(
 
 
 def sync_channel(address: str, *, access: Access = OPEN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """The same for blocking calls."""
+    """Return a channel for blocking calls to one of our processes. It connects when first used."""
     options = _options(access, max_message_bytes)
     link: Any
     if access.tls is None:
@@ -82,7 +83,7 @@ def sync_channel(address: str, *, access: Access = OPEN, max_message_bytes: int 
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Options of a client's channel."""
+    """Return the gRPC options of a client's channel."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
@@ -90,12 +91,12 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),  # A long quiet stream still has to notice a dead peer.
-        # A restarted process comes back soon: gRPC's own backoff grows to two minutes.
+        ("grpc.http2.max_pings_without_data", 0),  # A stream that is quiet for long must notice a dead peer.
+        # A restarted process is back soon, but gRPC's default backoff grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.use_local_subchannel_pool", 1),  # One connection, and one backoff, per channel.
+        ("grpc.use_local_subchannel_pool", 1),  # Each channel has its own connection and backoff.
         ("grpc.enable_http_proxy", 0),  # A proxy for web traffic must not swallow calls inside a cluster.
     ]
 
@@ -114,8 +115,8 @@ def _credentials(found: Identity) -> grpc.ChannelCredentials:
 class _TokenChannel:
     """A channel, blocking or not, whose calls carry a token.
 
-    gRPC's own call credentials refuse a channel without TLS, and its interceptors put a task of their own between every
-    stream and its reader.
+    gRPC's own call credentials refuse a channel without TLS. Its interceptors would put a task of their own between
+    every stream and its reader.
     """
 
     def __init__(self, link: Any, token: str) -> None:
@@ -145,7 +146,7 @@ class _TokenChannel:
 
 
 class _TokenMethod:
-    """A method whose calls carry a token."""
+    """A method of a channel whose calls carry a token."""
 
     def __init__(self, method: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         self._method = method
@@ -155,7 +156,7 @@ class _TokenMethod:
         return self._call(self._method, args, kwargs)
 
     def future(self, *args: Any, **kwargs: Any) -> Any:
-        """As of gRPC's blocking methods."""
+        """Call the method as `future` of gRPC's blocking methods does."""
         return self._call(self._method.future, args, kwargs)
 
     def _call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Between plain values and protobuf messages: the only module that builds messages or reads values out of them.
+"""Conversion between plain values and protobuf messages. Only this module builds messages or reads values from them.
 
-Every pair `x_to_proto` / `x_from_proto` is its own inverse. Log probabilities cross as fp32, exact bits. This module
-must not know what a value is for; ranges are checked by the values themselves.
+`x_to_proto` and `x_from_proto` are each other's inverse. Log probabilities travel as fp32, with their exact bits. The
+values check their own ranges. This module must not know what a value is for.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _PRIORITIES: dict[cluster_pb2.Priority, Priority] = {
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Every field is set, so that the reader's defaults do not matter."""
+    """Convert sampling parameters. Every field is set, so that the reader's defaults do not matter."""
     return types_pb2.SamplingParams(
         **{name: getattr(params, name) for name in _SCALAR_PARAMS},
         stop=params.stop,
@@ -94,9 +94,12 @@ def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams
 
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Unset fields get their defaults. Raises InvalidArgumentError for a value outside its limit."""
-    # Lists go in as they are: they may be long, and are counted before they are copied.
-    # Only these have presence on the wire; a field without it reads as its default, which is zero or empty.
+    """Read sampling parameters. Unset fields get their defaults.
+
+    Raises InvalidArgumentError for a value outside its limit.
+    """
+    # Lists are passed on as they are. They may be long, so SamplingParams counts them before it copies them.
+    # Only some scalars have presence on the wire. Any other field that is unset reads as its default: zero or empty.
     values = {name: getattr(message, name) for name in _SCALAR_PARAMS if not _unset(message, name)}
     return SamplingParams(
         **values,
@@ -107,12 +110,12 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
-    """None, not ended, is UNSPECIFIED."""
+    """Convert a finish reason. None, for a sample that has not ended, becomes UNSPECIFIED."""
     return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _number(_FINISH_REASONS, reason)
 
 
 def finish_reason_from_proto(number: types_pb2.FinishReason) -> FinishReason | None:
-    """UNSPECIFIED, not ended, is None."""
+    """Read a finish reason. UNSPECIFIED, for a sample that has not ended, becomes None."""
     if number == types_pb2.FINISH_REASON_UNSPECIFIED:
         return None
     return _member(_FINISH_REASONS, "finish_reason", number)
@@ -133,7 +136,7 @@ def priority_to_proto(priority: Priority) -> cluster_pb2.Priority:
 
 
 def priority_from_proto(number: cluster_pb2.Priority) -> Priority:
-    """UNSPECIFIED is normal."""
+    """Read a priority. UNSPECIFIED becomes NORMAL."""
     if number == cluster_pb2.PRIORITY_UNSPECIFIED:
         return Priority.NORMAL
     return _member(_PRIORITIES, "priority", number)
@@ -479,7 +482,10 @@ def generate_request(
     priority: Priority = Priority.NORMAL,
     token_texts: bool = False,
 ) -> cluster_pb2.GenerateRequest:
-    """A checked request. Raises InvalidArgumentError for what no model could take; the router checks the rest."""
+    """Return a checked request.
+
+    Raises InvalidArgumentError for values that no model could accept. The router checks the rest.
+    """
     request = cluster_pb2.GenerateRequest(
         request_id=check_request_id(request_id),
         sampling_params=sampling_params_to_proto(params),
@@ -497,7 +503,7 @@ def generate_request(
 def resumed_request(
     request: cluster_pb2.GenerateRequest, points: Iterable[ResumePoint], fingerprint: str
 ) -> cluster_pb2.GenerateRequest:
-    """The request for what is missing, when some of its output has been received."""
+    """Return the request for the missing output, when part of the output has been received."""
     resumed = cluster_pb2.GenerateRequest()
     resumed.CopyFrom(request)
     resumed.resume.extend(resume_point_to_proto(point) for point in points)
@@ -508,7 +514,10 @@ def resumed_request(
 def verify_request(
     cases: Sequence[VerifyCase], conditions: Sequence[Condition] = (), *, order_seed: int = 0
 ) -> cluster_pb2.VerifyRequest:
-    """A checked request; no conditions means all of them. The router checks what depends on the model."""
+    """Return a checked request. No conditions means all of them. The router checks what depends on the model.
+
+    Raises InvalidArgumentError for a prompt or a seed that no model could accept.
+    """
     for i, case in enumerate(cases):
         check_token_ids(case.prompt_token_ids, 2**32, f"cases[{i}].prompt_token_ids")
         check_seed(case.seed)

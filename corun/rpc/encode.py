@@ -1,7 +1,8 @@
 """GenerateResponse messages as bytes, without a protobuf object for each: a router sends one per token and stream.
 
-Owns the layout of that one message, as protos/corun/v1/cluster_service.proto has it; `tests/corun/test_encoding.py`
-holds it against the protobuf library. This module must not know where tokens come from or who sends the bytes.
+This module owns the layout of that one message, as protos/corun/v1/cluster_service.proto defines it.
+`tests/corun/test_encoding.py` compares it with the protobuf library. This module must not know where tokens come from
+or who sends the bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from corun.rpc import codec
 _REQUEST_ID, _SAMPLE_INDEX, _SEED = b"\x0a", b"\x10", b"\x18"
 _TEXT, _TOKEN_IDS, _LOGPROBS, _FINISH_REASON = b"\x22", b"\x2a", b"\x32", b"\x38"
 _RECEIPT, _PROMPT_TOKEN_IDS, _FINGERPRINT, _TOKEN_TEXT = b"\x42", b"\x4a", b"\x52", b"\x5a"
-"""A field's number and wire type; all numbers are below 16."""
+"""The tags of the fields: a field's number and wire type in one byte, since all numbers are below 16."""
 _ONE_LOGPROB = struct.Struct("<cBf")
 _BYTES = tuple(bytes((value,)) for value in range(256))
 
@@ -40,8 +41,11 @@ class ResponseEncoder:
         fingerprint: str = "",
         token_texts: Sequence[str] = (),
     ) -> bytes:
-        """New output. logprobs and token_texts: one per token id, or none; the former fp32 values. receipt: in the
-        sample's last message."""
+        """Return the message with new output of the sample.
+
+        logprobs: one fp32 value per token id, or none. token_texts: one text per token id, or none. receipt: only for
+        the sample's last message.
+        """
         parts = [self._head]
         if text:
             parts.append(_bytes(_TEXT, text.encode()))
@@ -58,13 +62,13 @@ class ResponseEncoder:
             parts.append(_bytes(_PROMPT_TOKEN_IDS, b"".join(map(varint, prompt_token_ids))))
         if fingerprint:
             parts.append(_bytes(_FINGERPRINT, fingerprint.encode()))
-        if token_texts:  # An empty one is sent, too: it is that of a token.
+        if token_texts:  # An empty text is sent, too, since each token has one.
             parts.extend(_bytes(_TOKEN_TEXT, text.encode()) or _TOKEN_TEXT + b"\0" for text in token_texts)
         return b"".join(parts)
 
 
 def varint(value: int) -> bytes:
-    """A number from 0 on: 7 bits a byte, the lowest first."""
+    """Encode a number of at least 0: 7 bits per byte, the lowest first."""
     if value < 0x80:
         return _BYTES[value]
     if value < 0x4000:
@@ -73,10 +77,10 @@ def varint(value: int) -> bytes:
 
 
 def _number(tag: bytes, value: int) -> bytes:
-    """A scalar field; 0 is not sent."""
+    """Encode a scalar field. 0 is not sent."""
     return tag + varint(value) if value else b""
 
 
 def _bytes(tag: bytes, data: bytes) -> bytes:
-    """A field of so many bytes."""
+    """Encode a field of bytes with its length. An empty one is not sent."""
     return tag + varint(len(data)) + data if data else b""

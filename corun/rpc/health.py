@@ -1,7 +1,8 @@
-"""grpc.health.v1: what a server says of its services, at once or as it changes.
+"""grpc.health.v1: the status of a server's services, once (Check) or whenever it changes (Watch).
 
-Open to anyone, so the number of watchers is bounded. grpcio's own servicer is not used: when one of several watchers
-of a service leaves, the others hear of no change any more. This module must not know any service of ours.
+The service is open to anyone, so the number of watchers is bounded. grpcio's own servicer is not used, because it has a
+bug: when one of several watchers of a service leaves, the others are told of no further change. This module must not
+know any service of ours.
 
 | service name | SERVING means | NOT_SERVING means |
 |---|---|---|
@@ -22,18 +23,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from corun.errors import NotFoundError, OverloadedError, shown
 
 LIVE = "live"
-"""Name under which health says whether the process has to be restarted."""
+"""The service name whose status says whether the process has to be restarted."""
 STARTED = "started"
-"""Name under which health says whether the process has loaded all that it needs."""
+"""The service name whose status says whether the process has loaded all that it needs."""
 MAX_WATCHERS = 1024
 RETRY_S = 5.0
-"""When a watcher that finds no room is told to come back, in seconds."""
+"""The retry delay, in seconds, that a watcher gets when there are too many."""
 
 _Response = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It has no types.
-    """Answers health checks. Statuses do not change any more after `end`."""
+    """Answers health checks. After `end`, statuses do not change any more."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, Any] = {}
@@ -42,20 +43,23 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It
         self._has_ended = False
 
     def set(self, service: str, serving: bool) -> None:
-        """What is said of a service, by its full name; "" is the whole process."""
+        """Set the status of a service, by its full name; "" is the whole process."""
         if not self._has_ended:
             self._statuses[service] = _Response.SERVING if serving else _Response.NOT_SERVING
             self._tell()
 
     def end(self) -> None:
-        """Says NOT_SERVING of every service, for good. The process itself still lives: it drains, and then it ends."""
+        """Set every service to NOT_SERVING for good.
+
+        `live` and `started` do not change, since the process itself still runs: it drains, and then it ends.
+        """
         for service in self._statuses:
             if service not in (LIVE, STARTED):
                 self.set(service, False)
         self._has_ended = True
 
     def status(self, service: str) -> Any:
-        """What is said of a service now; None if there is none of that name. Also for other threads."""
+        """Return the status of a service now; None if there is no service of that name. Any thread may call this."""
         return self._statuses.get(service)
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -83,7 +87,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It
                 said = status
                 yield status
             else:
-                await changed.wait()  # As long as the watcher likes; its deadline or its leaving ends the call.
+                await changed.wait()  # The watcher's deadline, or its leaving, ends this wait.
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -1,13 +1,14 @@
-"""What can be told of a message's bytes before they are parsed. This module must not know any message's fields."""
+"""What a message's bytes tell before they are parsed. This module must not know any message's fields."""
 
 from __future__ import annotations
 
 
 def has_more_fields(data: bytes, most: int) -> bool:
-    """Whether a message has more than `most` fields at its top level.
+    """Return whether a message has more than `most` fields at its top level.
 
-    An empty entry of a repeated message takes two bytes, and some 130 bytes of memory once it is parsed. The time that
-    this takes is bounded by `most`. Bytes that are no message may have any answer: parsing refuses them.
+    An empty entry of a repeated message takes two bytes on the wire, but about 130 bytes of memory once it is parsed.
+    The time of this check is bounded by `most`. For bytes that are no message the answer may be anything, since the
+    parser refuses them.
     """
     at, end = 0, len(data)
     if end <= 2 * most:
@@ -17,13 +18,13 @@ def has_more_fields(data: bytes, most: int) -> bool:
             if at >= end:
                 return False
             at = _after_field(data, at)
-    except IndexError:  # It ends in the middle of a field.
+    except IndexError:  # The message ends in the middle of a field.
         return False
     return at < end
 
 
 def _after_field(data: bytes, at: int) -> int:
-    """Where the next field begins. The ends of a group count as fields, and what is in it, too."""
+    """Return where the next field begins. The two ends of a group count as fields, and so do the fields in it."""
     tag, at = _varint(data, at)
     kind = tag & 7
     if kind == 0:
@@ -35,9 +36,9 @@ def _after_field(data: bytes, at: int) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends. Raises IndexError if the bytes end before it does."""
+    """Return the number at `at`, and where it ends. Raises IndexError if the bytes end before the number does."""
     value, shift = 0, 0
     while (byte := data[at]) & 0x80:
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, min(shift + 7, 70)  # A longer one is no number, and is not to cost more.
+        at, shift = at + 1, min(shift + 7, 70)  # A longer varint is no number and must not cost more.
     return value | byte << shift, at + 1

@@ -1,8 +1,9 @@
 """Writing the messages of one call as they come, without waking a task for each.
 
-Owns one write in flight: whoever fills a source writes from there, and what comes meanwhile waits in the source. A task
-that awaits every write is woken twice per message, through all its coroutines; with hundreds of streams and a message
-on each per decode step, that is most of what a router would do. This module must not know any service of ours.
+This module owns the one write in flight. The code that fills a source starts the write itself; messages that come
+while a write is in flight wait in the source. A task that awaits every write would be woken twice per message, through
+all its coroutines. With hundreds of streams and one message per stream and decode step, that would be most of a
+router's work. This module must not know any service of ours.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ import grpc.aio
 
 
 class Source(ABC):
-    """Messages of one call, which are pulled one after the other."""
+    """The messages of one call, which are pulled one after the other."""
 
     @property
     @abstractmethod
     def has_ended(self) -> bool:
-        """The message that was pulled last was the call's last."""
+        """Whether the message that was pulled last was the last one of the call."""
 
     @abstractmethod
     def listen(self, ready: Callable[[], None] | None) -> None:
-        """Calls `ready` from now on whenever there is something to pull; None ends that."""
+        """Call `ready` from now on whenever there is something to pull. None stops this."""
 
     @abstractmethod
     def pull(self) -> bytes | None:
-        """The next message; None: there is none yet. Raises what ends the call."""
+        """Return the next message, or None if there is none yet. Raises the error that ends the call."""
 
 
 class Wait(Protocol):
-    """Is told for how long a call waits for its client."""
+    """Is told when a call begins and stops waiting for its client."""
 
     def begin(self) -> None:
-        """From now on."""
+        """Note that the call waits for its client from now on."""
 
     def end(self) -> None:
-        """Until now."""
+        """Note that the call no longer waits for its client."""
 
 
 class Pump:
@@ -50,11 +51,11 @@ class Pump:
         self._context = context
         self._wait = wait
         self._writing: Coroutine[Any, Any, None] | None = None
-        self._sent: asyncio.Future[Any] | None = None  # What the write in flight waits for.
+        self._sent: asyncio.Future[Any] | None = None  # The future that the write in flight waits for.
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Raises what the source raises, and CancelledError when the client is gone."""
+        """Write until the source has ended. Raises what the source raises, and CancelledError if the client is gone."""
         self._wait.end()  # Nothing is in flight yet.
         self._source.listen(self._next)
         try:
@@ -63,10 +64,10 @@ class Pump:
         finally:
             self._source.listen(None)
             if self._sent is not None:
-                self._sent.cancel()  # As a task that is cancelled does to what it awaits.
+                self._sent.cancel()  # A cancelled task does the same to what it awaits.
 
     def _next(self) -> None:
-        """Writes the next message, if there is one and none is in flight."""
+        """Write the next message, if there is one and none is in flight."""
         if self._writing is not None or self._over.done():
             return
         try:
@@ -80,7 +81,7 @@ class Pump:
             self._advance()
 
     def _advance(self, _: object = None) -> None:
-        """Runs the write as far as it gets, as a task would."""
+        """Run the write until it has to wait, as a task would."""
         assert self._writing is not None
         self._sent = None
         try:
@@ -88,7 +89,7 @@ class Pump:
         except StopIteration:
             self._written()
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            self._failed(None)  # The client is gone; gRPC's own cancellation may be yet to come.
+            self._failed(None)  # The client is gone; gRPC's own cancellation may still be on its way.
         except Exception as error:
             self._failed(error)
         else:
@@ -103,7 +104,7 @@ class Pump:
             self._over.set_result(None)
 
     def _failed(self, error: Exception | None) -> None:
-        """error: None if the call was cancelled."""
+        """End the call with an error of the write; None if the call was cancelled."""
         self._writing = None
         self._wait.end()
         if self._over.done():

@@ -1,8 +1,8 @@
 """Channels over TLS whose certificates may be renewed while they are in use.
 
-gRPC's channels keep, for every reconnection, the certificates that they were made with. So new calls go over a new
-channel once the files have changed; calls in progress end on the old one, whose connection stands. Must not know
-addresses, options or services.
+A gRPC channel uses the certificates that it was made with for every reconnection. So once the files have changed, new
+calls use a new channel. Calls in progress finish on the old channel, whose connection stays up. This module must not
+know addresses, options or services.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from corun.rpc.certificates import Identity, identity
 
 
 class RenewedChannel:
-    """A blocking channel. Old ones stay until this one is closed; gRPC disconnects those that are idle.
+    """A blocking channel. Old channels are kept until this one is closed; gRPC disconnects idle ones.
 
-    make: a channel with the given certificates.
+    make: returns a channel with the given certificates.
     """
 
     def __init__(self, tls: TlsConfig, make: Callable[[Identity], Any]) -> None:
@@ -40,7 +40,7 @@ class RenewedChannel:
         self.close()
 
     def current(self) -> Any:
-        """The channel for new calls."""
+        """Return the channel for new calls. It is a new one if the files have changed."""
         with self._lock:
             found = self._identity.current()
             if found is not self._used:
@@ -66,11 +66,11 @@ class RenewedChannel:
 
 
 class AsyncRenewedChannel(RenewedChannel):
-    """An asyncio channel. An old one is closed when its last call has ended."""
+    """An asyncio channel. An old channel is closed when its last call has ended."""
 
     def __init__(self, tls: TlsConfig, make: Callable[[Identity], Any]) -> None:
         super().__init__(tls, make)
-        self._calls: dict[Any, int] = {}  # by channel
+        self._calls: dict[Any, int] = {}  # The number of calls in progress, by channel.
         self._closing: set[asyncio.Future[None]] = set()
 
     async def __aenter__(self) -> AsyncRenewedChannel:
@@ -83,7 +83,7 @@ class AsyncRenewedChannel(RenewedChannel):
         await asyncio.gather(*(link.close(grace) for link in (*self._old, self._link)), *self._closing)
 
     def count(self, call: Any) -> Any:
-        """Notes a call of the current channel, until it ends."""
+        """Count a call of the current channel until the call ends."""
         link = self._link
         self._calls[link] = self._calls.get(link, 0) + 1
         call.add_done_callback(lambda _: self._ended(link))
@@ -112,7 +112,7 @@ class AsyncRenewedChannel(RenewedChannel):
 
 
 class _Method:
-    """A method of whatever channel is the current one when it is called."""
+    """A method that uses the channel that is current at the time of each call."""
 
     def __init__(self, channel: RenewedChannel, kind: str, args: Any, kwargs: Any) -> None:
         self._channel = channel
@@ -125,7 +125,7 @@ class _Method:
         return self._current()(*args, **kwargs)
 
     def future(self, *args: Any, **kwargs: Any) -> Any:
-        """As of gRPC's blocking methods."""
+        """Call the method as `future` of gRPC's blocking methods does."""
         return self._current().future(*args, **kwargs)
 
     def _current(self) -> Any:

@@ -53,35 +53,41 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 MAX_FIELDS = 16_384
-"""Fields of a request at its top level, entries of lists included: that is more than all limits on them come to."""
+"""The most fields of a request at its top level, entries of lists included. The limits on the single fields add up to
+less."""
 MAX_STREAMS = 1024
-"""Calls in progress on one connection; a client's further ones wait on its side."""
+"""The most calls in progress on one connection. Further calls wait on the client's side."""
 MAX_CONNECTIONS = 16_384
-"""Connections at once; further ones are closed."""
+"""The most connections at once. Further ones are closed."""
 HANDSHAKE_TIMEOUT_MS = 10_000
-"""For a new connection to finish TLS and HTTP/2; gRPC's own limit is two minutes."""
+"""The time in milliseconds for a new connection to finish TLS and HTTP/2. gRPC's default is two minutes."""
 
 _call: ContextVar[tuple[Caller | None, str]] = ContextVar("call")
-"""The caller by its token, and the peer. Values only: whatever a handler leaves behind, a timer or a task, keeps this
-alive, and with a call's context the call, which would go on to count as one of the connection's."""
+"""The caller by its token, and the peer. It holds plain values only, never the call's context: a timer or a task that a
+handler leaves behind keeps this value alive. With a context, the call would live on, too, and would still count as one
+of the connection's calls."""
 
 IDLE_TIMEOUT_MS = 600_000
-"""A connection without calls is closed then; clients make a new one when they need it."""
+"""The time in milliseconds after which a connection without calls is closed. Clients make a new one when they need
+it."""
 MAX_CONNECTION_AGE_S = 3600.0
-"""Where calls end by themselves, connections do too, so that a client which answers pings and reads nothing cannot keep
-one for ever: gRPC has no other way to end a stream whose client lets nothing be sent to it."""
+"""The longest life of a connection in seconds, on servers whose calls are not endless. It stops a client that answers
+pings but reads nothing: gRPC has no other way to end a stream to such a client."""
 SPARE_FILES = 256
-"""File descriptors of a process that are not for connections."""
+"""The number of a process's file descriptors that are not for connections."""
 
 _GRPC_LOG = "grpc._cython.cygrpc"
 _CLOSE_TIMEOUT_S = 30.0
-"""For a handler to release what it holds, when its client is gone."""
+"""The number of seconds that a handler has to release what it holds when its client is gone."""
 _FAREWELL_S = 1.0
-"""For the error of a client that reads nothing to be sent to it after all."""
+"""The number of seconds for sending an error to a client that has stopped reading or sending."""
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, longest_call_s: float | None = None) -> Options:
-    """Options of a server; they permit the pings of `channel_options`. longest_call_s: None where calls are endless."""
+    """Return the gRPC options of a server. They permit the pings of `channel_options`.
+
+    longest_call_s: the longest that a call may take, in seconds; None if calls are endless.
+    """
     ages: Options = [
         ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),
         ("grpc.max_connection_age_grace_ms", round(1000 * (longest_call_s or 0))),
@@ -94,41 +100,49 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, longest_call_s: f
         ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.max_connection_idle_ms", IDLE_TIMEOUT_MS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # A client whose machine is gone frees what it holds.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # Notices clients whose machine is gone.
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
-        ("grpc.so_reuseport", 0),  # Two processes on one port must be an error, not a lottery.
+        ("grpc.so_reuseport", 0),  # Two processes on one port must be an error.
     ]
 
 
 def max_connections() -> int:
-    """How many connections this process takes: with no file descriptor left, it could not even refuse one."""
+    """Return how many connections this process accepts.
+
+    It keeps spare file descriptors: without any, it could not even refuse a connection.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(MAX_CONNECTIONS, files - SPARE_FILES))
 
 
 def raise_file_limit() -> None:
-    """Lets this process have as many file descriptors as it may: the usual 1024 are few connections."""
+    """Raise this process's limit on file descriptors as far as allowed: the usual 1024 allow few connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def caller() -> Caller:
-    """Who makes the call that is being answered, in a handler: named by its token, else by the host it comes from.
-    Where no tokens tell callers apart, each is an operator."""
+    """Return who makes the call that the current handler answers.
+
+    The caller is named by its token, or by its host if no tokens tell callers apart. In that case each caller is an
+    operator.
+    """
     known, peer = _call.get()
     return known or Caller(name=peer_host(peer), is_operator=True)
 
 
 def peer_host(peer: str) -> str:
-    """The host in gRPC's name for a peer, without its port; of IPv6, its network of 64 bits, any address of which one
-    host may use."""
+    """Return the host in gRPC's name for a peer, without the port.
+
+    For IPv6 it is the host's /64 network, since one host may use any address of it.
+    """
     kind, _, rest = unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
-        return kind  # A socket on this machine.
+        return kind  # The peer uses a socket on this machine.
     host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
     address = ipaddress.ip_address(host)
     if isinstance(address, ipaddress.IPv4Address) or address.ipv4_mapped is not None:
@@ -137,19 +151,21 @@ def peer_host(peer: str) -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, with brackets around an IPv6 address."""
+    """Return host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 class GrpcServer:
     """A grpc.aio server with typed errors, health, tokens and limits. Make it inside a running loop.
 
-    Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until told otherwise.
-    tls: with it, and `mutual`, clients must show a certificate that its authorities signed. gate: who may call what;
-    None: anyone, anything. request_limit: bytes of a request to a method, looked at before it is parsed; None:
-    max_message_bytes. client_timeout_s: longest that a client may take to send its request, or to take a message.
-    longest_call_s: when calls end at the latest; None: never. health: what is said of the process; None: its own.
+    Lifecycle: `add` services → `start` → `set_serving` → `stop`. Health says NOT_SERVING until `set_serving`.
     Reflection is never served.
+
+    tls: the PEM files; None: no TLS. mutual: whether clients must show a certificate that the authorities of `tls`
+    signed. gate: who may call what; None: anyone may call anything. request_limit: the most bytes of a request to a
+    method, checked before the request is parsed; None: max_message_bytes. client_timeout_s: the longest that a client
+    may take to send its request, or to take a message, in seconds. longest_call_s: the longest that a call may take, in
+    seconds; None: calls are endless. health: the health service to serve; None: a new one.
     """
 
     def __init__(
@@ -182,20 +198,23 @@ class GrpcServer:
 
     @property
     def port(self) -> int:
-        """The port asked for; after `start`, the one in use."""
+        """The port that was asked for; after `start`, the port in use."""
         return self._port
 
     @property
     def address(self) -> str:
-        """host:port."""
+        """The server's address as host:port."""
         return join_address(self.host, self._port)
 
     def add(self, register: Callable[[S, Any], None], servicer: S) -> None:
-        """Adds a service: `register` is the generated `add_XServicer_to_server`."""
+        """Add a service. `register` is the generated `add_XServicer_to_server`."""
         register(servicer, self._server)
 
     async def start(self) -> None:
-        """Listens. Raises UnavailableError if the address cannot be had, InvalidArgumentError for bad certificates."""
+        """Start to listen.
+
+        Raises UnavailableError if the address cannot be used, and InvalidArgumentError for bad certificates.
+        """
         await self.set_serving("", False)
         try:
             self._port = self._bind()
@@ -211,17 +230,17 @@ class GrpcServer:
         return self._server.add_secure_port(self.address, credentials)
 
     async def set_serving(self, service: str, serving: bool) -> None:
-        """What health says of a service, by its full name; "" is the whole process."""
+        """Set what health says of a service, by its full name; "" is the whole process."""
         self._health.set(service, serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Turns health off, refuses new calls, gives running ones `grace_s` seconds, then cancels them."""
+        """Set health to NOT_SERVING, refuse new calls, give running calls `grace_s` seconds, then cancel them."""
         self._health.end()
         await self._server.stop(grace_s)
 
 
 class _Certificates:
-    """What a server shows, and whom it trusts, for each new connection: files that were renewed are read again."""
+    """The certificates that a server shows and trusts on each new connection. Renewed files are read again."""
 
     def __init__(self, tls: TlsConfig) -> None:
         self._identity = identity(tls)
@@ -229,7 +248,10 @@ class _Certificates:
         self.first = _configuration(self._used)
 
     def next(self) -> Any:
-        """Called by gRPC, in a thread of its own, before each handshake; None: as for the last one."""
+        """Return the certificates for the next handshake, or None if they have not changed.
+
+        gRPC calls this before each handshake, in a thread of its own.
+        """
         current = self._identity.current()
         if current is self._used:
             return None
@@ -242,9 +264,10 @@ def _configuration(found: Identity) -> Any:
 
 
 def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Runs a process: `main` gets an event that the first SIGTERM or SIGINT sets, and returns when it has drained.
+    """Run a process. `main` gets an event that the first SIGTERM or SIGINT sets, and returns when it has drained.
 
-    The process then ends with 0. A second signal cancels `main`, and a CorunError out of it is logged: both end with 1.
+    The process then exits with 0. A second signal cancels `main`. A CorunError that `main` raises is logged. In both
+    cases the process exits with 1.
     """
     try:
         run_command(main)
@@ -254,7 +277,7 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
 
 
 def run_command(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Runs a process as `run` does, for a command that shows errors itself: a CorunError out of `main` is raised."""
+    """Run a process as `run` does, but raise a CorunError of `main`, for a command that shows errors itself."""
     try:
         asyncio.run(_until_stopped(main))
     except asyncio.CancelledError:
@@ -281,7 +304,7 @@ async def _until_stopped(main: Callable[[asyncio.Event], Coroutine[Any, Any, Non
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Stands in for a request that could not be read, until there is a context to refuse it in."""
+    """Stands for a request that could not be read, until there is a context in which to refuse it."""
 
     error: InvalidArgumentError
 
@@ -299,7 +322,7 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     ) -> Handler:
         handler = await continuation(details)
         if not handler:
-            return handler  # None: no such method, which gRPC answers.
+            return handler  # There is no such method; gRPC answers that by itself.
         try:
             permit = self._gate.admit(details.method, details.invocation_metadata)
         except UnauthenticatedError as error:
@@ -308,8 +331,8 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             return handler  # No service of ours takes a stream.
         deserialize = _guard(handler.request_deserializer, self._request_limit(details.method))
         call = _Calls(details.method, permit, self._client_timeout_s)
-        # To gRPC, all our methods take a stream: it would wait for ever for the message of a unary call, and would not
-        # answer a call that ends without one.
+        # All our methods look like methods that take a stream to gRPC. For a unary method, gRPC would wait for ever for
+        # the message, and would not answer a call that ends without one.
         if handler.response_streaming:
             respond = call.streaming(handler.unary_stream)
             serialize = _unless_bytes(handler.response_serializer)
@@ -319,8 +342,11 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
 
 def _without_clients_faults(record: logging.LogRecord) -> bool:
-    """Whether a record of gRPC's own log is to be kept. Bytes that are not UTF-8 where text belongs, and a client that
-    is gone when it is to be answered, are no errors of ours: a traceback for each lets anyone fill the log."""
+    """Return whether to keep a record of gRPC's own log.
+
+    Bytes that are not UTF-8 in a text field, and a client that has gone before its answer, are not our errors. With a
+    traceback for each of them, anyone could fill the log.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (UnicodeDecodeError, grpc.aio.BaseError)):
         return True
@@ -329,7 +355,7 @@ def _without_clients_faults(record: logging.LogRecord) -> bool:
 
 
 def _refusal(error: CorunError) -> Handler:
-    """Ends a call without reading its message, which only a method that takes a stream can."""
+    """Return a handler that ends a call without reading its message. Only a method that takes a stream can do so."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await _abort(context, error)
@@ -353,7 +379,7 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
 
 
 def _unless_bytes(serialize: Any) -> Callable[[Any], bytes]:
-    """Lets a handler that has many messages to send encode them itself."""
+    """Return a serializer that passes bytes on as they are, so that a handler may encode its many messages itself."""
     return lambda message: message if type(message) is bytes else serialize(message)
 
 
@@ -377,8 +403,8 @@ class _Calls:
         return answer
 
     def streaming(self, handler: Any) -> Any:
-        # Writing from a coroutine, not yielding from a generator: when the client goes away, that is noticed in here,
-        # and the generator is closed, with all it holds, before the call ends.
+        # A coroutine that writes is used here, not a generator that yields. So this code notices when the client goes
+        # away, and closes the handler's generator, with all that it holds, before the call ends.
         async def respond(_: Any, context: Context) -> None:
             async with _translated(context, self._method):
                 with _Patience(self._timeout_s) as patience:
@@ -398,8 +424,8 @@ class _Calls:
         try:
             async for response in responses:
                 if not has_begun:
-                    # By itself: a header that goes with a message that is stuck counts as not sent, and no error could
-                    # be sent after it.
+                    # Send the header by itself. If it went with a message that gets stuck, it would count as not sent,
+                    # and no error could be sent after it.
                     await _sent(context.send_initial_metadata(()))
                     has_begun = True
                 with taking:
@@ -412,7 +438,10 @@ class _Calls:
 
 
 class _Expecting:
-    """Waits for a client, one after the other. A class: it is entered for every message."""
+    """Marks the waits for a client, one after the other.
+
+    It is a class and not a generator function for speed, since it is entered for every message.
+    """
 
     __slots__ = ("_late", "_patience", "_time")
 
@@ -437,17 +466,20 @@ class _Expecting:
 
 
 class _Patience:
-    """Ends the waits for a client that take longer than `timeout_s`. One timer for all waits of a call: they are as
-    many as messages. Make it, enter it and wait in the call's own task."""
+    """Ends waits for a client that take longer than `timeout_s`.
+
+    All waits of a call share one timer, since there are as many waits as messages. Make it, enter it and wait in the
+    call's own task.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self.since: float | None = None
-        """When the wait in progress began."""
+        """When the wait in progress began, on the loop's clock. None: the call does not wait for its client."""
         self.is_over = False
-        """It took too long, and has been cancelled."""
+        """Whether a wait took too long, and the call's task was cancelled for it."""
 
     def __enter__(self) -> _Patience:
         self._timer = self._loop.call_later(self._timeout_s, self._look)
@@ -457,8 +489,10 @@ class _Patience:
         self._timer.cancel()
 
     def expecting(self, failed: str) -> _Expecting:
-        """Within it, the call waits for the client. Raises DeadlineError, which says what the client did not do, if it
-        is late."""
+        """Return a context within which the call waits for the client.
+
+        The context raises DeadlineError if the client is late. The error says what the client did not do (`failed`).
+        """
         return _Expecting(self, f"the client {failed} for {self._timeout_s:g} s")
 
     def _look(self) -> None:
@@ -468,19 +502,22 @@ class _Patience:
             self._timer = self._loop.call_at(since + self._timeout_s, self._look)
             return
         self.is_over = True
-        assert self._task is not None  # Made in one.
-        self._task.cancel()  # It waits in `expecting`, and nowhere else while `since` is set.
+        assert self._task is not None  # This object was made in a task.
+        self._task.cancel()  # While `since` is set, the task waits in `expecting` and nowhere else.
 
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # Not in the stubs.
 
 
 class _LateClientError(DeadlineError):
-    """A client does not send, or does not take, so it may not take this error either."""
+    """A client sends nothing, or takes no message, so it may not take this error either."""
 
 
 async def _read(context: Context, patience: _Patience) -> Any:
-    """The one message of a call."""
+    """Return the one message of a call.
+
+    Raises InvalidArgumentError if there is none or it cannot be read, and DeadlineError if the client is late.
+    """
     with patience.expecting("sent no whole request"):
         request = await context.read()
     if request is _EOF:
@@ -494,18 +531,18 @@ async def _sent(sending: Awaitable[None]) -> None:
     try:
         await sending
     except grpc.aio.BaseError as error:
-        raise asyncio.CancelledError from error  # The client is gone; gRPC's own cancellation may be yet to come.
+        raise asyncio.CancelledError from error  # The client is gone; gRPC's cancellation may still be on its way.
 
 
 async def _close(responses: AsyncGenerator[Any, Any], method: str) -> None:
-    """Closes a handler to its end: a cancellation meanwhile must not cut short the release of what it holds."""
+    """Close a handler and wait for it. A cancellation in the meantime must not cut short its release of resources."""
     closing = asyncio.ensure_future(responses.aclose())
     deadline = time.monotonic() + _CLOSE_TIMEOUT_S
     cancelled = False
     while not closing.done() and time.monotonic() < deadline:
         try:
             await asyncio.wait({closing}, timeout=deadline - time.monotonic())
-        except asyncio.CancelledError:  # Not a loop over items.
+        except asyncio.CancelledError:
             cancelled = True
     if not closing.done():
         logger.error("%s: the handler did not close within %g s", method, _CLOSE_TIMEOUT_S)
@@ -521,7 +558,7 @@ async def _translated(context: Context, method: str) -> AsyncIterator[None]:
     try:
         yield
     except grpc.aio.AbortError:
-        raise  # A handler that ended the call by itself.
+        raise  # The handler ended the call by itself.
     except _LateClientError as error:
         await _abort_late(context, method, error)
     except CorunError as error:
@@ -537,18 +574,18 @@ async def _translated(context: Context, method: str) -> AsyncIterator[None]:
 
 async def _abort(context: Context, error: CorunError) -> None:
     if context.cancelled():
-        raise asyncio.CancelledError from error  # Nobody is there to be told.
+        raise asyncio.CancelledError from error  # The client is gone, so there is nobody to tell.
     status = rpc_status.to_status(to_status(error))
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.AbortError:
         raise
     except grpc.aio.BaseError:
-        raise asyncio.CancelledError from error  # The client has gone in this moment.
+        raise asyncio.CancelledError from error  # The client went away at this moment.
 
 
 async def _abort_late(context: Context, method: str, error: CorunError) -> None:
-    """Ends a call whose client may be unreachable: what the call holds is given back, told or not."""
+    """End a call whose client may be unreachable. What the call holds is released whether or not it gets the error."""
     logger.warning("%s: %s", method, error)
     try:
         await asyncio.wait_for(_abort(context, error), _FAREWELL_S)

@@ -24,8 +24,8 @@ LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50"
 class Compare:
     """Compare two result files of corun bench.
 
-    Workload by workload and system by system. Numbers are medians over repeats; the range behind a ratio is that of
-    the worst to the best pair of repeats. A ratio whose range holds 1 says nothing.
+    The table has a row for each workload and system. Numbers are medians over repeats. The range behind a ratio goes
+    from the worst pair of repeats to the best. A ratio whose range contains 1 shows no difference.
 
     examples:
       corun bench compare monday.json tuesday.json
@@ -49,9 +49,10 @@ class Compare:
 
 
 def compare(first: results.Result, second: results.Result) -> dict[str, Any]:
-    """{"differing": {condition: [a, b]}, "rows": [{"workload", "system", metric: [a, b], …, "ratio": […] | None}]}.
+    """Return the comparison as plain values for JSON.
 
-    A ratio is [median, smallest, largest]; a metric that a file does not have is None.
+    {"differing": {condition: [a, b]}, "rows": [{"workload", "system", metric: [a, b], …, "ratio": […] | None}]}
+    A ratio is [median, smallest, largest]. A metric that a file does not have is None.
     """
     a, b = results.group(first["runs"]), results.group(second["runs"])
     rates = results.mismatch_rates(first), results.mismatch_rates(second)
@@ -69,17 +70,17 @@ def compare(first: results.Result, second: results.Result) -> dict[str, Any]:
 
 
 def ratio(a: Spread | None, b: Spread | None) -> list[float] | None:
-    """[of the medians, smallest, largest] of b / a; None where a repeat of either did nothing."""
+    """Return b / a as [ratio of the medians, smallest, largest]; None if one is missing, or a repeat of `a` gave 0."""
     if a is None or b is None or a.min <= 0:
         return None
     return [b.median / a.median, b.min / a.max, b.max / a.min]
 
 
 def show(comparison: Mapping[str, Any]) -> None:
-    """Warnings first, then the table."""
+    """Print the warnings, then the table."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 200  # A file has no edge.
+        console.width = 200  # A file has no width.
     for name, (a, b) in comparison["differing"].items():
         console.print(f"warning: {name} differs: {a} != {b}", style="yellow", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="a → b", title_justify="left")

@@ -17,36 +17,37 @@ from rich.table import Table
 
 from corun.config.extras import needs_extra
 
-_WIDTH = 110  # of a file or a pipe
+_WIDTH = 110  # The width of the output in a file or a pipe.
 _YES_NO = {True: "yes", False: "no", None: "-"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Measure kernels: their time, and what their bits need.
+    """Measure the time and the batch invariance of kernels.
 
-    That is, whether a row's bits depend on the batch that it is computed in, and on its place there.
+    A kernel is batch-invariant if a row's bits do not depend on the batch that it is computed in, and
+    position-invariant if they do not depend on the row's place in the batch.
 
     examples:
       corun bench kernels                                        the built-in tiny model's shapes
       corun bench kernels --model /models/Qwen3-8B -o kernels.json
       corun bench kernels --kernels matmul --rows 1 256
 
-    Exit code 1 if a kernel failed; what a device does not have is named and no failure.
+    The exit code is 1 if a kernel failed. A kernel that the device does not have is listed, and is not a failure.
     """
 
     model: str = "tiny"
     """Directory with the config.json to take the shapes from; no weights are read. "tiny" is built in."""
     rows: tuple[int, ...] = (1, 16, 64, 256, 2048)
-    """Rows of a batch."""
+    """Batch sizes to measure, in rows."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to measure; auto: a GPU if there is one."""
     kernels: tuple[Literal["mean", "rms_norm", "softmax", "matmul", "attention", "all_reduce"], ...] = ()
-    """Which kernels; by default all."""
+    """Kernels to measure; by default all."""
     tensor_parallel_size: int = 1
-    """Measure the shapes of one of so many ranks."""
+    """Number of tensor-parallel ranks; the shapes of one of them are measured."""
     slots: int = 256
-    """Rows of the variant "fixed": a decode step's slots."""
+    """Rows that the variant "fixed" always computes: the slots of a decode step."""
     context: int = 0
     """Tokens of the longest sequence that attention reads; 0: 2048 on a GPU, 512 on a CPU."""
     dtypes: tuple[Literal["bfloat16", "float32"], ...] = ()
@@ -58,11 +59,11 @@ class Kernels:
     draws: int = 3
     """Random batches whose bits are compared, at each row count."""
     budget_s: float = 2.0
-    """Longest time for the timed launches of one row count: then there are fewer, but three."""
+    """Most seconds for the timed launches of one row count; a slow kernel gets fewer launches, but at least three."""
     seed: int = 0
-    """Of the random inputs."""
+    """Seed of the random inputs."""
     timeout_s: float = 1800.0
-    """Longest time for one process; there are about ten."""
+    """Longest time for one process, in seconds; there are about ten processes."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
     """JSON file to write the report to."""
 
@@ -81,7 +82,7 @@ class Kernels:
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Conditions, the table, and what is missing from it."""
+    """Print the conditions, the tables, and what could not be measured."""
     for name, value in report["conditions"].items():
         console.print(f"{name}: {value}", style="dim", markup=False, highlight=False)
     console.print(_table(report["kernels"]))
@@ -116,7 +117,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The paper's Table I: each kernel and variant over all its row counts."""
+    """Return the paper's Table I: each kernel and variant over all its row counts."""
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("kernel", "variant", "batch-invariant", "position-invariant", "what ran"):
         table.add_column(title, no_wrap=title != "what ran")
@@ -136,7 +137,7 @@ def _overall(verdicts: Sequence[bool | None]) -> str:
 
 
 def _key(rows: Sequence[Mapping[str, Any]], index: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Kernels in the report's order, then row counts, then variants in the report's order."""
+    """Return a sort key: kernels in the report's order, then row counts, then variants in the report's order."""
     first = next(place for place, other in enumerate(rows) if other["kernel"] == row["kernel"])
     return first, row["rows"], index
 
@@ -150,7 +151,7 @@ def _values(row: Mapping[str, Any], standard: float | None) -> list[str]:
 
 
 def _shown(row: Mapping[str, Any], of: str) -> str:
-    """yes, no with how many rows kept their bits, or a dash where there was nothing to compare."""
+    """Return yes, no with the number of rows that kept their bits, or a dash if there was nothing to compare."""
     verdict = row[f"{of}_invariant"]
     equal, compared = row[f"{of}_equal"]
     again = "" if row["repeatable"] else " (nor twice)"

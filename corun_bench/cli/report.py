@@ -1,4 +1,4 @@
-"""`corun_bench.report.page`: figures and one HTML page from result files. The work is `corun_bench.report`."""
+"""`corun bench report`: figures and one HTML page from result files. `corun_bench.report` does the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from corun_bench import results
 class Report:
     """Write results up as one HTML page with figures.
 
-    The figures are files, too. Several files are merged: the same model, each system on one number of GPUs.
+    The figures are also written as files. Several result files are merged; they must have the same model, and each
+    system must run on the same number of GPUs in all of them.
 
     examples:
       corun bench report results.json -o report                   report/report.html, report/figures/*.png and *.svg
@@ -29,7 +30,7 @@ class Report:
     files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")]]
     """Result files of corun bench, and of corun bench kernels."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="DIR")]
-    """Directory to write to; it is made if it is not there."""
+    """Directory to write to; it is made if it does not exist."""
     baseline: str = ""
     """System that the others are compared with; by default std, or the first system where there is no std."""
 

@@ -1,4 +1,4 @@
-"""`corun bench router`: what a router carries and adds. The work is `corun_bench.router.capacity`."""
+"""`corun bench router`: a router's capacity and the delay it adds. `corun_bench.router.capacity` does the work."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _COLUMNS = ("p50", "p90", "p99", "max")
 
 @dataclass(frozen=True, kw_only=True)
 class RouterBench:
-    """Measure what a router carries, and how much it adds.
+    """Measure a router's capacity and the delay it adds.
 
-    Tokens a second, and how much later clients get them. Runs real routers with fake nodes, whose engines compute
-    nothing and emit steps at a given rate, and with clients that keep every slot in use; all on this machine's cores.
-    The same without a router, over a bare gRPC stream for each sample, is what the router's delays are compared with.
-    Prints the conditions, a table and one JSON line.
+    Capacity is in tokens per second; the delay is how much later clients get their tokens. The command runs real
+    routers with fake nodes, whose engines compute nothing and emit steps at a given rate, and with clients that keep
+    every slot in use; all on this machine's cores. The router's delays are compared with those of the same load
+    without a router, over a bare gRPC stream for each sample. Prints the conditions, a table and one JSON line.
 
     examples:
       corun bench router                          two decode nodes of 256 slots, a step every 30 ms
-      corun bench router --search                 one decode node more each time, until it is too many
+      corun bench router --search                 add one decode node at a time, until there are too many
       corun bench router --repeats 5 -o cap.json  medians of five
     """
 
     decode_nodes: int = 2
-    """Fake decode nodes. Their steps differ a little in length, so that they fall together from time to time."""
+    """Fake decode nodes. Their steps differ a little in length, so that they coincide from time to time."""
     slots: int = 256
-    """Slots of each, all in use."""
+    """Slots of each decode node; all of them are in use."""
     step_ms: float = 30.0
     """Length of a step, in milliseconds."""
     seconds: float = 20.0
-    """How long each path is measured."""
+    """How long each path is measured, in seconds."""
     output_tokens: int = 256
     """Tokens of each sample."""
     prompt_tokens: int = 64
@@ -48,15 +48,15 @@ class RouterBench:
     processes: int = 1
     """Router processes, each on a port of its own; the clients are spread over them."""
     repeats: int = 1
-    """Times that both paths are measured, in turns; figures are medians."""
+    """How often both paths are measured, in turn; the figures are medians."""
     ramp_s: float = 4.0
     """Seconds over which the first samples are sent."""
     warmup_s: float = 3.0
-    """Seconds after that before anything counts."""
+    """Seconds after the ramp before anything counts."""
     search: bool = False
-    """Find how many decode nodes are carried: one more each time until the router is too slow."""
+    """Find how many decode nodes the router carries: add one at a time until the router is too slow."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
-    """File for the JSON, too."""
+    """File to write the JSON line to, as well."""
 
     def run(self) -> int:
         with needs_extra("corun bench router", "router"):
@@ -73,7 +73,7 @@ class RouterBench:
 
 
 def report(result: Mapping[str, Any]) -> list[str]:
-    """Conditions and table, a line each."""
+    """Return the conditions and the table as lines of text."""
     given = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
     lines = [f"conditions: {given}"]
     for run in result.get("searched", (result,)):

@@ -1,4 +1,4 @@
-"""`corun bench`: systems side by side. The work is `corun_bench.command`, which needs a node's packages and more."""
+"""`corun bench`: systems side by side. `corun_bench.command` does the work; it needs a node's packages and more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corun_bench.options import BenchOptions
 class Bench(BenchOptions):
     """Measure systems side by side, and compare their bits.
 
-    All get the same model, prompts and GPUs, and are driven by one client loop.
+    All systems get the same model, prompts and GPUs, and one client loop drives them all.
 
     examples:
       corun bench                                             the tiny model on this machine's CPU
@@ -32,7 +32,8 @@ class Bench(BenchOptions):
     cluster:1p1d:512. All others run one engine per GPU.
 
     Workloads: in=512,out=256; burstgpt, sharegpt, blazedit (samples of their shape made for this project, or =FILE);
-    rl=32x8,in=512,out=256 (prompts x samples); paper (its six). Every request draws all its tokens (ignore_eos).
+    rl=32x8,in=512,out=256 (prompts x samples); paper (the paper's six). Every request generates all its tokens
+    (ignore_eos).
 
     Ctrl-C ends all processes and keeps what was measured. Exit codes: 0 ok, 1 something could not be measured,
     2 nothing was started, 130 interrupted.

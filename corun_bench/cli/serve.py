@@ -1,4 +1,4 @@
-"""`corun bench serve`: vLLM's benchmark client. The work is `corun_bench.serve`, which needs vLLM."""
+"""`corun bench serve`: vLLM's benchmark client. `corun_bench.serve` does the work; it needs vLLM."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from corun.config.extras import needs_extra
 class BenchServe:
     """Measure a gateway with vLLM's own client.
 
-    Every option is that of `vllm bench serve`; --help=all lists them. The command `vllm` itself does not start where
-    vLLM is installed for CPUs: that distribution has another name.
+    The options are those of `vllm bench serve`; --help=all lists them. The command `vllm` itself does not start where
+    vLLM is installed for CPUs, because that distribution has another name.
 
     examples:
       corun bench serve --base-url http://127.0.0.1:8000 --dataset-name random --random-output-len 64 --ignore-eos
     """
 
     PASSES_ON: ClassVar = True
-    """The command line passes every word on as it is: the options are vLLM's."""
+    """The command line passes every word on unchanged, because the options are vLLM's."""
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Options of `vllm bench serve`, as they are."""
+    """Options of `vllm bench serve`, passed on unchanged."""
 
     def run(self) -> int:
         with needs_extra("corun bench serve", "cpu"):

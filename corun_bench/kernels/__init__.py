@@ -1,1 +1,1 @@
-"""Kernels by themselves: how long each takes, and whether its bits depend on the batch. Must not know any system."""
+"""Measurements of single kernels: their time, and whether their bits depend on the batch. Must not know any system."""

@@ -1,8 +1,8 @@
 """Attention of a decode step over a paged KV cache, with and without split-KV, called as vLLM's backends call it.
 
 GPU: FlashAttention (vllm/v1/attention/backends/flash_attn.py); CPU: vLLM's own kernel (cpu_attn.py). A row of a batch
-is a request: its query, its length and its blocks go where it goes. What a step computes once for all its layers, the
-schedule, is part of the inputs and not timed.
+is a request: its query, its length and its blocks move together with it. A step computes the schedule once for all its
+layers; the schedule is therefore part of the inputs and is not timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from corun_bench.kernels.ops import Kernel, Place
 from corun_bench.kernels.plan import Task
 
-_GPU_BLOCK, _CPU_BLOCK = 16, 128  # tokens; vLLM's defaults
+_GPU_BLOCK, _CPU_BLOCK = 16, 128  # Tokens per block: vLLM's defaults.
 # vllm/config/attention.py: flash_attn_max_num_splits_for_cuda_graph, the limit of stock vLLM's decode graphs.
 _STOCK_SPLITS = 32
 
@@ -27,18 +27,21 @@ class _Batch:
     """A decode step's inputs."""
 
     queries: torch.Tensor
-    """[rows, heads, head size]"""
+    """The queries, [rows, heads, head size]."""
     lengths: torch.Tensor
-    """[rows], tokens that each reads"""
+    """The number of tokens that each row reads, [rows]."""
     blocks: torch.Tensor
-    """[rows, blocks of the longest]"""
+    """The block table, [rows, blocks of the longest context]."""
     starts: torch.Tensor
-    """[rows + 1], where each query begins"""
+    """The index at which each query begins, [rows + 1]."""
     longest: int
 
 
 class _Pool:
-    """Requests between half and all of the longest context; the idle row, number -1, reads one token of block 0."""
+    """Random requests with lengths from half of the longest context to all of it.
+
+    Row -1 is the idle row: it reads one token of block 0.
+    """
 
     def __init__(self, task: Task, place: Place, pool: int, block: int) -> None:
         heads, _, head_dim, context = task.shape
@@ -64,7 +67,7 @@ class _Pool:
 
 
 def build(task: Task, place: Place, pool: int) -> Kernel:
-    """Decode attention of a task, with `pool` different requests."""
+    """Return the decode attention of a task, with `pool` different requests."""
     return (_on_cpu if place.device.type == "cpu" else _on_gpu)(task, place, pool)
 
 
@@ -74,7 +77,7 @@ def _on_gpu(task: Task, place: Place, pool: int) -> Kernel:
     requests = _Pool(task, place, pool, _GPU_BLOCK)
     keys, values = _gpu_cache(requests.num_blocks, kv_heads, head_dim, task, place)
     version = utils.get_flash_attn_version(head_size=head_dim)
-    # Batch-invariant mode has no schedule made ahead, and FlashAttention 3 alone can have one.
+    # Batch-invariant mode uses no schedule made in advance, and only FlashAttention 3 can use one.
     ahead = version == 3 and task.variant != "bi"
     splits = 1 if task.variant != "std" else _STOCK_SPLITS if ahead else 0
 
@@ -130,7 +133,7 @@ def _schedule(utils: Any, batch: _Batch, task: Task, longest: int, splits: int) 
 
 
 def _gpu_cache(num_blocks: int, kv_heads: int, head_dim: int, task: Task, place: Place) -> tuple[Any, Any]:
-    """Keys and values, [blocks, block, KV heads, head size] each, side by side in memory as in vLLM's cache."""
+    """Return keys and values, [blocks, block, KV heads, head size] each, side by side in memory as in vLLM's cache."""
     canonical = importlib.import_module("vllm.utils.torch_utils").canonicalize_singleton_dim_strides
     cache = place.normal(num_blocks, _GPU_BLOCK, kv_heads, 2 * head_dim, dtype=getattr(torch, task.dtype))
     keys, values = cache.split(head_dim, dim=-1)
@@ -191,7 +194,7 @@ def _on_cpu(task: Task, place: Place, pool: int) -> Kernel:
 def _cpu_cache(
     ops: Any, isa: str, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in the layout of the instruction set, written by vLLM."""
+    """Return keys and values in the layout of the instruction set, written by vLLM."""
     cache = torch.zeros(num_blocks, kv_heads, 2 * _CPU_BLOCK, head_dim, dtype=dtype)
     keys, values = cache.chunk(2, dim=2)
     for block in range(num_blocks):

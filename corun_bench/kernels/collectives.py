@@ -1,7 +1,8 @@
-"""All-reduce among ranks that are processes of this machine: which sum it gives a row, and in which order.
+"""All-reduce among ranks that are processes of this machine, with several ways to add up a row.
 
-A row of a batch is a row of the message: its place in it, and the size of the message, may decide in which order the
-ranks' values are added. NCCL reads its settings from the environment of the process (corun_bench/kernels/plan.py).
+A row of a batch is a row of the message. The row's place in the message, and the size of the message, may decide the
+order in which the ranks' values are added. NCCL reads its settings from the environment of the process
+(corun_bench/kernels/plan.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def join(device: torch.device, rank: int, ranks: int, meeting: str) -> None:
-    """Makes this process a rank; meeting: a file that all of them can write, and that is not there yet."""
+    """Make this process a rank. meeting: a file that all ranks can write, and that does not exist yet."""
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{meeting}",
@@ -34,17 +35,17 @@ def join(device: torch.device, rank: int, ranks: int, meeting: str) -> None:
 
 
 def leave() -> None:
-    """Ends what `join` began."""
+    """Leave the group of ranks that `join` entered."""
     distributed.destroy_process_group()
 
 
 def barrier(device: torch.device) -> None:
-    """Returns, or on a GPU lets the stream go on, when all ranks have come here."""
+    """Return when all ranks have come here; on a GPU return at once and let the stream wait for them."""
     distributed.all_reduce(torch.zeros(1, device=device))
 
 
 def build(task: Task, place: Place, pool: int) -> Kernel:
-    """The all-reduce of a task; every rank has values of its own for each of `pool` rows."""
+    """Return the all-reduce of a task. Every rank has its own values for each of `pool` rows."""
     own = Place(device=place.device, seed=place.seed + 1 + distributed.get_rank())
     values = own.normal(pool, task.shape[0], dtype=getattr(torch, task.dtype))
     implementation, reduce = _reduction(task, place.device)

@@ -1,7 +1,7 @@
-"""Whether the bits of a row depend on the batch that a kernel computes it in: measured, never assumed.
+"""Measures whether the bits of a row depend on the batch that a kernel computes it in. Nothing is assumed.
 
-The two properties of the paper's Section III. Batch invariance: a row has the bits that it has alone. Position
-invariance: at one shape, rows that change places take their bits along. Bits are compared, never values within a
+The paper's Section III defines the two properties. Batch invariance: a row has the same bits in a batch as alone.
+Position invariance: at one shape, rows that change places keep their bits. Bits are compared, never values within a
 tolerance. Must not know which kernels there are.
 """
 
@@ -14,54 +14,55 @@ from dataclasses import dataclass
 import torch
 
 IDLE = -1
-"""Stands for a row that nobody asked for, in a batch of a fixed number of rows."""
+"""The number of the idle row, which fills a batch up to a fixed number of rows."""
 TARGETS = 16
-"""Rows of a batch that are computed alone as well, in every draw."""
+"""The most rows of each drawn batch that are also computed in other batches."""
 
 Prepare = Callable[[Sequence[int]], Callable[[], torch.Tensor]]
-"""Makes a kernel's inputs of these rows of a pool, in this order; returns what launches it: [rows, ...]."""
+"""Makes a kernel's inputs from these rows of a pool, in this order. Returns the launch, which returns [rows, ...]."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Rows whose bits were equal, of those compared."""
+    """The number of rows that were compared, and how many of them had equal bits."""
 
     equal: int = 0
     compared: int = 0
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compares [rows, ...] with [rows, ...]."""
+        """Compare two outputs row by row, [rows, ...] each."""
         self.equal += int((a == b).flatten(1).all(1).sum())
         self.compared += len(a)
 
     @property
     def verdict(self) -> bool | None:
-        """None: there was nothing to compare."""
+        """Whether all compared rows were equal; None if there was nothing to compare."""
         return self.equal == self.compared if self.compared else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Invariance:
-    """What was compared at one number of rows."""
+    """The comparisons that were made at one number of rows."""
 
     batch: Tally
-    """With the same rows in batches of other sizes, or in other crowds at a fixed size."""
+    """Rows against the same rows in batches of other sizes, or, at a fixed size, among other rows."""
     position: Tally
-    """With the same batch in another order."""
+    """Rows against the same batch in another order."""
     repeat: Tally
-    """With the same batch, again."""
+    """Rows against the same batch, computed again."""
 
 
 def measure(prepare: Prepare, *, rows: int, pool: int, draws: int, seed: int, places: int = 0) -> Invariance:
-    """Runs a kernel on `draws` random batches, and on changes of them that should not matter.
+    """Run a kernel on `draws` random batches, and on changed copies of them that should give the same bits.
 
-    rows: of a batch. pool: different rows to draw from. places: rows of every batch, those that are not drawn IDLE; 0:
-    as many as are drawn. A single row is only compared where it has places to move to.
+    rows: the number of rows drawn for a batch. pool: the number of different rows to draw from. places: the number of
+    rows of every batch, filled up with IDLE; 0: as many as are drawn. A single row is compared with other batches and
+    orders only if it has places to move to.
 
     Raises:
-        ArithmeticError: an output is not finite, or all zeros: nothing would follow from equal bits.
+        ArithmeticError: an output is not finite, or all zeros, so that equal bits would prove nothing.
     """
     chance = random.Random(seed)
     found = Invariance(batch=Tally(), position=Tally(), repeat=Tally())
@@ -79,33 +80,36 @@ def measure(prepare: Prepare, *, rows: int, pool: int, draws: int, seed: int, pl
 
 
 def _line(members: Sequence[int], places: int, chance: random.Random) -> list[int]:
-    """The rows of a batch, at random places."""
+    """Return the rows of a batch at random places, filled up with IDLE."""
     line = [*members, *[IDLE] * (places - len(members))]
     return chance.sample(line, len(line))
 
 
 def _orders(line: list[int], chance: random.Random) -> list[list[int]]:
-    """Backwards, everybody one place further, and any."""
+    """Return the batch backwards, moved by one place, and in a random order."""
     if len(line) == 1:
         return []
     return [line[::-1], line[-1:] + line[:-1], chance.sample(line, len(line))]
 
 
 def _crowds(target: int, rows: int, pool: int, places: int, chance: random.Random) -> list[list[int]]:
-    """Batches with the row that have another size or, at a fixed size, other rows beside it: alone, and all places."""
+    """Return batches with the target row and another size, or at a fixed size with other rows beside it.
+
+    The row is alone in the first batch. At a fixed size a second batch has other rows at all other places.
+    """
     sizes = [size for size in (1, places) if size and (places or size != rows)]
     others = [row for row in range(pool) if row != target]
     return [_line([target, *chance.sample(others, size - 1)], places, chance) for size in sizes]
 
 
 def _of(bits: torch.Tensor, line: Sequence[int], members: Sequence[int]) -> torch.Tensor:
-    """The output of some of the rows of a batch, in their own order."""
+    """Return the output of some rows of a batch, in the order of `members`."""
     place = {row: index for index, row in enumerate(line)}
     return bits[torch.tensor([place[row] for row in members if row != IDLE], device=bits.device)]
 
 
 def _bits(prepare: Prepare, line: Sequence[int]) -> torch.Tensor:
-    """A kernel's output as integers of the same bits, [rows, ...]."""
+    """Return a kernel's output as integers of the same bits, [rows, ...]."""
     output = prepare(line)()
     if len(output) != len(line):
         raise ArithmeticError(f"the kernel gave {len(output)} rows of {len(line)}")

@@ -23,11 +23,11 @@ _LOGIT_STD = 3.5
 _BATCH_INVARIANT = "vllm.model_executor.layers.batch_invariant"
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-"""[rows, width] -> [rows, ...]"""
+"""A function from [rows, width] to [rows, ...]."""
 
 
 class UnavailableKernelError(Exception):
-    """This kernel does not run here, and that is as it should be; the text says why."""
+    """The kernel does not run on this device, which is not a failure; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Kernel:
     """A kernel with a pool of inputs."""
 
     implementation: str
-    """What is called, for the report."""
+    """The name of the function that is called, for the report."""
     prepare: Prepare
 
 
@@ -47,17 +47,17 @@ class Place:
     seed: int
 
     def normal(self, *size: int, dtype: torch.dtype, std: float = 1.0) -> torch.Tensor:
-        """Random values of this place's seed; the same of every call of the same size."""
+        """Return random values from this place's seed. Every call with the same size returns the same values."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
         return torch.empty(size, dtype=dtype, device=self.device).normal_(0.0, std, generator=generator)
 
 
 def build(task: Task, place: Place, pool: int) -> Kernel:
-    """The kernel of a task, with `pool` different rows."""
+    """Return the kernel of a task, with `pool` different rows."""
     dtype: torch.dtype = getattr(torch, task.dtype)
     std = _LOGIT_STD if task.op == "softmax" else 1.0
     values = place.normal(pool + 1, task.shape[0], dtype=dtype, std=std)
-    values[-1] = 0  # the idle row, number -1
+    values[-1] = 0  # The idle row, number -1.
     implementation, function = _FUNCTIONS[task.op](task, place)
     if task.variant == "row-by-row":
         return Kernel(implementation=f"{implementation}, one row at a time", prepare=_one_by_one(values, function))
@@ -122,7 +122,7 @@ def _matmul(task: Task, place: Place) -> tuple[str, Function]:
 
 
 def _cpu_matmul(weight: torch.Tensor) -> tuple[str, Function]:
-    """What vLLM's linear layers call on this CPU (vllm/model_executor/layers/utils.py)."""
+    """Return what vLLM's linear layers call on this CPU (vllm/model_executor/layers/utils.py)."""
     dispatch = importlib.import_module("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm
     layer: Any = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)

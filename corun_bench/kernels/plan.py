@@ -1,6 +1,6 @@
-"""Which kernels `corun bench kernels` measures: a model's shapes on one tensor-parallel rank, tasks, their processes.
+"""The plan of `corun bench kernels`: a model's shapes on one tensor-parallel rank, the tasks, and their processes.
 
-Plain values; must not load torch or vLLM, nor start anything. Variants of a kernel:
+All of it is plain values; this module must not load torch or vLLM, nor start anything. Variants of a kernel:
 
   std         what stock vLLM runs
   bi          vLLM's batch-invariant implementation
@@ -31,7 +31,7 @@ NAMES = {
     "attention": "Attention decode",
     "all_reduce": "AllReduce",
 }
-"""What can be asked for, and what the report calls it: the rows of the paper's Table I."""
+"""The kernels that a user can ask for, with their names in the report: the rows of the paper's Table I."""
 RANK = "CORUN_BENCH_RANK"
 """Environment variable that tells a process its rank."""
 _VARIANTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -54,7 +54,7 @@ _VARIANTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 _VOCAB_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py: DEFAULT_VOCAB_PADDING_SIZE
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
-# Of an all-reduce "std" is NCCL's ring, as in the paper; "bi" the tree that the nodes pin, as vLLM's mode does.
+# The all-reduce "std" is NCCL's ring, as in the paper; "bi" is the tree that the nodes pin, as vLLM's mode does.
 _COLLECTIVES = {"std": {"NCCL_ALGO": "allreduce:ring"}, "bi": dict(pin.ALL_REDUCE)}
 
 
@@ -68,7 +68,7 @@ class Shapes:
     kv_heads: int
     head_dim: int
     matmuls: tuple[tuple[str, int, int], ...]
-    """Name, width of the input, width of the output."""
+    """The (name, input width, output width) of each matrix product."""
     notes: tuple[str, ...] = ()
 
 
@@ -77,28 +77,29 @@ class Task:
     """One kernel in one variant, at several row counts."""
 
     op: str
-    """A key of NAMES."""
+    """The kernel, a key of NAMES."""
     kernel: str
-    """Its name in the report."""
+    """The kernel's name in the report."""
     variant: str
     dtype: str
-    """ "bfloat16" or "float32"."""
+    """The type of the inputs, "bfloat16" or "float32"."""
     shape: tuple[int, ...]
-    """(width,); (input, output) of a matmul; (query heads, KV heads, head size, longest context) of attention."""
+    """The shape (width,); for a matmul (input, output); for attention (query heads, KV heads, head size, longest
+    context)."""
     rows: tuple[int, ...]
     places: int = 0
-    """Rows that the kernel computes whatever `rows` is; 0: as many as there are."""
+    """The number of rows that the kernel always computes, whatever `rows` is; 0: as many as there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What one process measures, or one process on each of several ranks."""
+    """The work of one process, or of several processes that are ranks of one group."""
 
     tasks: tuple[Task, ...]
     environment: Mapping[str, str]
-    """Set before its device starts."""
+    """The variables that are set before the process's device starts."""
     pinned: bool = False
-    """Set torch's switches as the nodes of a cluster do."""
+    """Whether to set torch's switches as the nodes of a cluster do."""
     ranks: int = 1
 
 
@@ -107,22 +108,23 @@ class Selection:
     """What to measure."""
 
     device: str
-    """ "cuda" or "cpu"."""
+    """The device, "cuda" or "cpu"."""
     kernels: tuple[str, ...]
     dtypes: tuple[str, ...]
     rows: tuple[int, ...]
     slots: int
     context: int
-    """Tokens of the longest sequence that attention reads."""
+    """The number of tokens of the longest sequence that attention reads."""
     ranks: int
-    """Ranks of the all-reduce; less than 2: there is none."""
+    """The number of ranks of the all-reduce; below 2 it is not measured."""
 
 
 def shapes(model_dir: Path, tensor_parallel_size: int) -> Shapes:
-    """Reads a model's shapes from its config.json.
+    """Read a model's shapes from its config.json.
 
     Raises:
-        InvalidArgumentError: there is none, it has no plain attention, or it cannot be divided among the ranks.
+        InvalidArgumentError: the config.json is missing or incomplete, the model has no plain attention, or it cannot
+            be divided among the ranks.
     """
     config = _config(model_dir)
     size = tensor_parallel_size
@@ -150,7 +152,7 @@ def shapes(model_dir: Path, tensor_parallel_size: int) -> Shapes:
     matmuls.append(("lm_head", hidden, vocab // size))
     return Shapes(
         hidden=hidden,
-        vocab=vocab,  # log-probabilities are of the gathered logits
+        vocab=vocab,  # Not divided: log-probabilities are computed from the gathered logits.
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -169,7 +171,7 @@ def _config(model_dir: Path) -> dict[str, Any]:
 
 
 def jobs(model: Shapes, selection: Selection) -> list[Job]:
-    """Everything to measure, by process: one for each library whose crash must not take the others' results along."""
+    """Return everything to measure, by process: one for each library, so that its crash loses no other results."""
     tasks = list(_tasks(model, selection))
     found = []
     for ops in (("mean", "rms_norm", "softmax"), ("matmul",), ("attention",)):
@@ -189,12 +191,12 @@ def jobs(model: Shapes, selection: Selection) -> list[Job]:
 
 
 def unset() -> frozenset[str]:
-    """Variables that no process inherits, so that "std" is what a user's own vLLM would run."""
+    """Return the variables that no process inherits, so that "std" is what a user's own vLLM would run."""
     return frozenset((*_CUBLAS, "VLLM_BATCH_INVARIANT", *pin.ALL_REDUCE))
 
 
 def unavailable(selection: Selection) -> list[dict[str, str]]:
-    """What cannot be measured here, and why."""
+    """Return what cannot be measured here, and why."""
     found = []
     for op in selection.kernels:
         if op == "all_reduce" and selection.ranks < 2:
@@ -212,7 +214,7 @@ def unavailable(selection: Selection) -> list[dict[str, str]]:
 
 
 def described(task: Task, rows: int) -> dict[str, Any]:
-    """What a row of the report is about."""
+    """Return the part of a report row that says what was measured."""
     return {
         "kernel": task.kernel,
         "variant": task.variant,
@@ -224,7 +226,7 @@ def described(task: Task, rows: int) -> dict[str, Any]:
 
 
 def empty(task: Task, rows: int, error: str) -> dict[str, Any]:
-    """A row of the report without a measurement."""
+    """Return a report row without a measurement."""
     values = dict.fromkeys(("median_us", "min_us", "max_us", "batch_invariant", "position_invariant", "repeatable"))
     return {**described(task, rows), "implementation": "", **values, "error": error}
 
@@ -255,13 +257,13 @@ _SHORT = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def _dtypes(op: str, selection: Selection) -> Sequence[str]:
-    """Log-probabilities are computed in fp32 (vllm/v1/sample/sampler.py), sums of ranks on a CPU by gloo."""
+    """Return the types to measure: fp32 for log-probabilities (vllm/v1/sample/sampler.py) and gloo's sums on a CPU."""
     on_cpu = selection.device == "cpu"
     return ("float32",) if op == "softmax" or (op == "all_reduce" and on_cpu) else selection.dtypes
 
 
 def _kernels(op: str, model: Shapes, context: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Names in the report, and shapes."""
+    """Return the (name in the report, shape) of each kernel of an op."""
     if op == "matmul":
         return [(f"{NAMES[op]} {name}", (inner, outer)) for name, inner, outer in model.matmuls]
     if op == "attention":

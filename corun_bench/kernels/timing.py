@@ -23,10 +23,11 @@ _HEAD_START_CYCLES = 2_000_000
 def durations_us(
     launches: Sequence[Launch], *, repeats: int, budget_s: float, before: Callable[[], None] | None = None
 ) -> list[float]:
-    """Microseconds of each of up to `repeats` launches, which take turns; at least three, whatever they take.
+    """Time up to `repeats` launches, and at least three, which take turns; return the microseconds of each.
 
-    launches: the same kernel on different inputs. budget_s: fewer repeats, if all would take longer. before: called
-    ahead of each; every rank of a collective must then repeat equally often, and the budget does not count.
+    launches: the same kernel on different inputs. budget_s: the time in seconds; if all repeats would take longer,
+    there are fewer. before: called ahead of each launch. With it the budget does not count, because every rank of a
+    collective must repeat equally often.
     """
     output = launches[0]()
     started = time.perf_counter()

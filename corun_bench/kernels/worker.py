@@ -1,7 +1,8 @@
-"""The process that measures: `python -m corun_bench.kernels.worker SPEC RESULTS`, a JSON file in, JSON lines out.
+"""The process that measures: `python -m corun_bench.kernels.worker SPEC RESULTS` reads a JSON file, writes JSON lines.
 
-One process for each environment that a kernel library reads when its device starts. Every result is written as soon as
-it is there, so that a crash costs nothing that was measured before. Must not know what other processes measure.
+A kernel library reads its environment when its device starts, so each environment has a process of its own. Every
+result is written at once, so that a crash loses nothing that was measured before. Must not know what other processes
+measure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from corun_bench.kernels.plan import RANK, Task, described, empty
 from corun_bench.kernels.timing import durations_us
 
 _SMI_TIMEOUT_S = 20.0
-# On a CPU inputs take turns, so that they do not stay in its caches.
+# On a CPU this many inputs take turns, so that they do not stay in its caches.
 _TURNS = 3
 _BUILDERS: Mapping[str, Callable[[Task, Place, int], Kernel]] = {
     "attention": attention.build,
@@ -43,18 +44,18 @@ class Spec:
     """What to measure, and how."""
 
     device: str
-    """ "cuda" or "cpu"."""
+    """The device, "cuda" or "cpu"."""
     repeats: int
-    """Timed launches."""
+    """The number of timed launches."""
     draws: int
-    """Random batches that bits are compared on."""
+    """The number of random batches whose bits are compared."""
     budget_s: float
-    """Longest time for the launches of one row count."""
+    """The longest time for the launches of one row count, in seconds."""
     seed: int
     pinned: bool
     ranks: int
     meeting: str
-    """File where ranks find each other."""
+    """The file through which the ranks find each other."""
     tasks: tuple[Task, ...]
 
 
@@ -80,7 +81,7 @@ def _tuples(task: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """The device and the software. device: "auto" for a GPU if there is one."""
+    """Return the facts about the device and the software. device: "auto" takes a GPU if there is one."""
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     found: dict[str, Any] = {"device": "cuda" if on_gpu else "cpu", "torch": torch.__version__}
     if not on_gpu:
@@ -105,7 +106,7 @@ def _cpu_name() -> str:
 
 
 def _smi() -> list[str]:
-    """Name, driver and clocks of each GPU; none if there is no nvidia-smi to ask."""
+    """Return the name, driver and clocks of each GPU; empty if there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
@@ -115,7 +116,7 @@ def _smi() -> list[str]:
 
 
 def measure_all(spec: Spec, rank: int, write: Write) -> None:
-    """Measures every task of a spec; rank 0 writes."""
+    """Measure every task of a spec; rank 0 writes the results."""
     if spec.pinned:
         switches.set_switches(spec.device)
     device = torch.device(spec.device, rank) if spec.device == "cuda" else torch.device("cpu")
@@ -133,11 +134,11 @@ def measure_all(spec: Spec, rank: int, write: Write) -> None:
 
 
 def measure(task: Task, spec: Spec, place: Place) -> Iterable[dict[str, Any]]:
-    """A line per row count: what was measured, why it failed, or why it does not run here."""
+    """Yield a line per row count: what was measured, why it failed, or why it does not run here."""
     pool = max(*task.rows, task.places) + 1
     try:
         kernel = _BUILDERS.get(task.op, ops.build)(task, place, pool)
-    except Exception as error:  # A library's; the row says which.
+    except Exception as error:  # A library may raise anything; the row names it.
         yield from (_failed(task, rows, error) for rows in task.rows)
         _leave_others(error, spec)
         return
@@ -150,8 +151,8 @@ def measure(task: Task, spec: Spec, place: Place) -> Iterable[dict[str, Any]]:
 
 
 def _leave_others(error: Exception, spec: Spec) -> None:
-    """Ends this rank: the others are in another collective and would wait for it."""
-    if spec.ranks > 1 and not isinstance(error, UnavailableKernelError):  # All ranks find that out alike.
+    """Raise the error again to end this rank: the others are in another collective and would wait for it."""
+    if spec.ranks > 1 and not isinstance(error, UnavailableKernelError):  # This error comes on all ranks.
         raise error
 
 

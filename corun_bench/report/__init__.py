@@ -1,1 +1,1 @@
-"""What is shown of results: tables, figures, one HTML page. Must not know how anything was measured."""
+"""Shows results: tables, figures, one HTML page. Must not know how anything was measured."""

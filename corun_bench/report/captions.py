@@ -1,4 +1,4 @@
-"""What is said about each figure of a report: its title, what one sees, and how it was measured."""
+"""The words for each figure of a report: its title, what it shows, and how it was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tables are made of: text in cells, rows and sections, and numbers as text.
+"""The parts of tables: text in cells, rows and sections, and numbers as text.
 
 Must not know which tables there are.
 """
@@ -19,7 +19,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """Text, and whether it is something to be glad or sorry about: "", "good", "bad" or "dim"."""
+    """Text, and its kind, which decides its colour: "", "good", "bad" or "dim"."""
 
     text: str
     kind: str = ""
@@ -27,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A line of a table; `system` is what the row is about."""
+    """A line of a table; `system` names what the row is about."""
 
     system: str
     cells: tuple[Cell, ...]
@@ -43,14 +43,14 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Columns but the first, which is the system's."""
+    """A table. `columns` leaves out the first column, which names the system."""
 
     columns: tuple[str, ...]
     sections: tuple[Section, ...]
 
 
 def flat(values: Json) -> list[tuple[str, str]]:
-    """Nested objects as dotted names and their values, as text; without what is empty."""
+    """Return nested objects as dotted names and their values as text, without empty values."""
     return [(name, _plain(value)) for name, value in leaves(values) if value not in (None, "", [], {}, ())]
 
 
@@ -63,7 +63,7 @@ def range_cell(low: float | None, high: float | None) -> Cell:
 
 
 def digits(value: float) -> str:
-    """A number with three digits or all before the point, whichever are more."""
+    """Return a number in few characters, but with all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else compact(value)
 
 

@@ -1,6 +1,7 @@
-"""Figures of what determinism costs, and where: padding, each constraint by itself, each kernel by itself.
+"""Figures of what determinism costs: padding, each constraint by itself, each kernel by itself.
 
-As in `plots`, each function returns None where the results say nothing. This module must not know where figures go.
+As in `plots`, each function returns None if the results have no data for its figure. This module must not know where
+figures go.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from corun_bench.report.views import STD, Results, in_order, is_ablation, paddin
 from corun_bench.results import Json, median_of, number, spread_of
 
 MAX_PANELS = 2
-"""Numbers of rows for which kernels are drawn."""
+"""The most numbers of rows for which kernels are drawn, with a panel for each."""
 _KERNEL_COLOURS = {
     "fixed": "#009E73",
     "fixed-order": "#0072B2",
@@ -32,14 +33,14 @@ _KERNEL_COLOURS = {
     "custom": "#CC79A7",
     "row-by-row": "#D55E00",
 }
-"""Variants that are no systems; `std` and `bi` look as the systems do."""
+"""The colours of variants that are not systems; `std` and `bi` have the colours of those systems."""
 _UNPADDED = (STD, "bi", "colocated+ladder", "pd-std")
-"""Systems whose steps are as short for a lone request as they can be: lines without points in a padding sweep."""
+"""Systems that do not pad the steps of a single request: they are lines without points in a padding sweep."""
 
 
 @styled
 def padding(results: Results) -> Figure | None:
-    """Output throughput of one request against the rows of a step; systems that do not pad are level lines."""
+    """Draw the output throughput of one request against the rows of a step; unpadded systems are level lines."""
     cells: dict[str, dict[int, list[Json]]] = {}
     for run in results.runs:
         if rows := padding_of(run["workload"]):
@@ -71,7 +72,7 @@ def _padding_line(ax: Axes, name: str, cell: dict[int, list[Json]], look: Look) 
 
 
 def _log_ticks(ax: Axes) -> None:
-    """So that a short logarithmic axis has several numbers, too."""
+    """Set the ticks so that a short logarithmic axis has several numbers, too."""
     low, high = ax.get_ylim()
     steps = (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -81,7 +82,7 @@ def _log_ticks(ax: Axes) -> None:
 
 @styled
 def ablation(results: Results) -> Figure | None:
-    """Output throughput with one constraint more each, as a share of STD's: a group of bars per workload."""
+    """Draw output throughput as a share of STD's, with one more constraint per bar: a group of bars per workload."""
     cells = {w: row for w in results.workloads if (row := _relative(results, w)) and any(map(is_ablation, row))}
     systems = in_order(name for row in cells.values() for name in row)
     if not cells:
@@ -96,7 +97,7 @@ def ablation(results: Results) -> Figure | None:
     ax.axhline(1, color=GREY, linewidth=0.8, linestyle="--", zorder=0.9)
     ax.set_xticks(range(len(cells)), [wrap(name, max(8, 84 // len(cells))) for name in cells])
     ax.tick_params(axis="x", length=0)
-    margin = max(0.5, 4 / len(systems) / len(cells))  # Not one bar as wide as a page.
+    margin = max(0.5, 4 / len(systems) / len(cells))  # No bar is as wide as the page.
     ax.set_xlim(-margin, len(cells) - 1 + margin)
     ax.set_ylabel("output throughput\n(share of std)")
     ax.set_ylim(bottom=0)
@@ -105,14 +106,14 @@ def ablation(results: Results) -> Figure | None:
 
 
 def _inside(ax: Axes, x: float, text: str, colour: str, *, turned: bool) -> None:
-    """A number at the foot of a bar, where no whisker is."""
+    """Write a number at the foot of a bar, where no whisker is."""
     ink = "white" if math.hypot(*to_rgb(colour)) < 1 else "#111111"
     at: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
     ax.annotate(text, (x, 0), (0, 4), fontsize=8, color=ink, rotation=90 if turned else 0, **at)
 
 
 def _relative(results: Results, workload: str) -> dict[str, Spread]:
-    """Throughput over the median of STD's, of STD, its ablations and the whole of CoRun; empty without STD."""
+    """Return the throughput of STD, its ablations and colocated CoRun over STD's median; empty without STD."""
     base = median_of(results.runs_of(workload, STD), "output_throughput")
     names = [name for name in results.names if name in {STD, "colocated"} or is_ablation(name)]
     found = {name: spread_of(results.runs_of(workload, name), "output_throughput") for name in names}
@@ -121,7 +122,7 @@ def _relative(results: Results, workload: str) -> dict[str, Spread]:
 
 @styled
 def kernels(results: Results) -> Figure | None:
-    """Latency of each kernel and variant with its slowdown over STD: a panel per number of rows."""
+    """Draw the latency of each kernel and variant with its slowdown over STD: a panel per number of rows."""
     timed = [entry for entry in results.kernels if (number(entry, "median_us") or 0) > 0]
     rows = _few(sorted({number(entry, "rows") or 0 for entry in timed}))
     if not timed:
@@ -144,7 +145,7 @@ def kernels(results: Results) -> Figure | None:
 
 
 def _few(counts: list[float]) -> list[float]:
-    """At most so many of them, the first and the last among them."""
+    """Return at most MAX_PANELS of the counts, the first and the last among them."""
     last = len(counts) - 1
     return counts if last < MAX_PANELS else [counts[round(i * last / (MAX_PANELS - 1))] for i in range(MAX_PANELS)]
 
@@ -162,7 +163,7 @@ _MARKS: dict[str, dict[str, Any]] = {
 
 
 def _bits(entry: Json) -> str:
-    """What was measured of a kernel's bits, as the legend says it."""
+    """Return what was measured of a kernel's bits, in the words of the legend."""
     if entry.get("batch_invariant") is None:
         return "bits not compared"
     if entry["batch_invariant"] is True:

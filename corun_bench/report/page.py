@@ -1,6 +1,6 @@
-"""The report of a benchmark: one HTML page that needs nothing else, and its figures as files.
+"""The report of a benchmark: one HTML page that needs no other file, and its figures as files.
 
-Owns which figures and tables there are, and what is said about them. This module must not know how they are made.
+Owns which figures and tables there are, and the words about them. This module must not know how they are made.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ REPORT = "report.html"
 FIGURES = "figures"
 _TEMPLATE = "page.html.j2"
 _FACTS = ("hardware", "versions")
-"""Conditions that have to be the same where numbers are compared."""
+"""The conditions that must be the same in all files whose numbers are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A figure and the words that go with it."""
+    """A figure with its title and caption."""
 
     name: str
-    """Of its files, without an ending."""
+    """The name of the figure's files, without a suffix."""
     title: str
     caption: str
     figure: Figure
 
     @property
     def svg(self) -> str:
-        """The figure as part of a page: ids of groups, which all figures share and nothing refers to, are left out."""
+        """The figure as part of a page, without ids of groups: all figures share these and nothing refers to them."""
         drawing = svg_of(self.figure)
         return re.sub(r'<g id="[^"]*"', "<g", drawing[drawing.index("<svg") :])
 
 
 def write(results: Results, directory: Path, *, baseline: str = "") -> list[Path]:
-    """Writes the page and its figures, and returns their paths, the page first.
+    """Write the page and its figures, and return their paths, the page first.
 
-    Raises InvalidArgumentError if no run is of the baseline.
+    Raises InvalidArgumentError if the baseline has no runs.
     """
     base = choose_baseline(results, baseline)
     made = list(charts(results))
@@ -60,7 +60,7 @@ def write(results: Results, directory: Path, *, baseline: str = "") -> list[Path
 
 
 def choose_baseline(results: Results, wanted: str) -> str:
-    """The system that ratios are against: the wanted one, else STD, else the first."""
+    """Return the system that ratios are relative to: the wanted one, else STD, else the first."""
     ran = {run["system"] for run in results.runs}
     names = [name for name in results.names if name in ran]
     if wanted and wanted not in names:
@@ -69,7 +69,7 @@ def choose_baseline(results: Results, wanted: str) -> str:
 
 
 def render(results: Results, made: list[Chart], baseline: str) -> str:
-    """The page. Whatever a result file says is text in it, never markup."""
+    """Return the page. The content of a result file is always text in it, never markup."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -95,7 +95,7 @@ def render(results: Results, made: list[Chart], baseline: str) -> str:
 
 
 def charts(results: Results) -> Iterator[Chart]:
-    """All figures for which the results have data."""
+    """Yield all figures for which the results have data."""
     for kind, of, name, figure in _figures(results):
         if figure is not None:
             title, caption = CAPTIONS[kind]
@@ -104,7 +104,7 @@ def charts(results: Results) -> Iterator[Chart]:
 
 
 def _figures(results: Results) -> Iterator[tuple[str, str, str, Figure | None]]:
-    """What a figure is, of which workload if it is of one, the name of its files, and the figure."""
+    """Yield the kind of each figure, its workload if it has one, the name of its files, and the figure."""
     yield "throughput", "", "throughput", plots.throughput(results)
     yield "throughput-per-gpu", "", "throughput-per-gpu", _per_gpu(results)
     for number, workload in enumerate(results.workloads, start=1):
@@ -118,7 +118,7 @@ def _figures(results: Results) -> Iterator[tuple[str, str, str, Figure | None]]:
 
 
 def _per_gpu(results: Results) -> Figure | None:
-    """Drawn where systems have different numbers of GPUs, and are not to be compared as they are."""
+    """Draw the throughput per GPU if systems have different numbers of GPUs and cannot be compared directly."""
     several = len({results.gpus(name) for name in results.names} - {0}) > 1
     return plots.throughput(results, per_gpu=True) if several else None
 
@@ -128,7 +128,7 @@ def _slug(workload: str) -> str:
 
 
 def notices(results: Results) -> Iterator[str]:
-    """What a reader has to know before comparing any two numbers."""
+    """Yield what a reader has to know before comparing any two numbers."""
     for fact in _FACTS:
         told = [dict(flat(mapping(mapping(document, "conditions"), fact))) for document in results.documents]
         known = [facts for facts in told if facts]
@@ -149,7 +149,7 @@ def _model(results: Results) -> str:
 
 
 def _conditions(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Per file: the command line and all that was noted about the machine."""
+    """Return, for each file, the command line and all recorded conditions."""
     found = []
     for document in results.documents:
         command = document.get("command")

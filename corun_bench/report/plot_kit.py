@@ -1,6 +1,6 @@
-"""How every figure looks: one colour per system, type, panels, legends, and files that are the same bytes each time.
+"""The look of every figure: one colour per system, fonts, panels, legends, and files with the same bytes each time.
 
-Owns style and output. This module must not know what a figure shows. No pyplot: nothing here is left open.
+Owns style and output. This module must not know what a figure shows. It does not use pyplot, so no figure stays open.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from PIL import Image  # Pillow comes with matplotlib, which writes PNG with it.
 WIDTH_IN = 8.0
 DPI = 150
 CHAR_EM = 0.62
-"""Width of a character of the font, as a share of its size; most are narrower."""
+"""The width of a character, as a share of the font size; most characters are narrower."""
 GREY = "#6b6b6b"
 BAD = "#b3261e"
 GOOD = "#1a7f37"
 
 _TINTS = 10
 _LINE_IN, _LEGEND_LINE_IN, _CHAR_IN = 0.16, 0.19, 0.062
-_FONT = "DejaVu Sans"  # Comes with matplotlib: text has the same size everywhere.
+_FONT = "DejaVu Sans"  # Comes with matplotlib, so text has the same size on every machine.
 _STYLE: Any = {
     "font.family": _FONT,
     "font.size": 9,
@@ -63,7 +63,7 @@ _STYLE: Any = {
     "savefig.facecolor": "white",
     "svg.fonttype": "path",
     "svg.hashsalt": "corun bench",
-    "text.parse_math": False,  # A "$" in a name is a dollar.
+    "text.parse_math": False,  # A "$" in a name is a plain dollar sign.
 }
 
 
@@ -77,7 +77,7 @@ class Look:
 
 
 _DASHED, _DOTTED, _DASH_DOT = (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (5, 1.4, 1.2, 1.4))
-# The palette of Okabe and Ito, which people with any colour vision tell apart, and of Tol for the names we do not know.
+# Okabe and Ito's palette, whose colours people with any colour vision can tell apart; Tol's palette for unknown names.
 _KNOWN = {
     "std": Look("#555555", "s"),
     "bi": Look("#E69F00", "^"),
@@ -101,7 +101,7 @@ _T = TypeVar("_T")
 
 
 def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, run under the style of all figures; a figure that it returns is as high as it needs to be."""
+    """Return the function, run in the style of all figures; a figure that it returns gets the height that it needs."""
 
     @functools.wraps(function)
     def in_style(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -115,7 +115,7 @@ def styled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _make_room(figure: Figure) -> None:
-    """Panels are as high as they were asked to be, whatever titles and turned labels take."""
+    """Make a figure higher by the space of its titles and turned labels, so that its panels keep their height."""
     rows: dict[int, float] = {}
     for ax in figure.axes:
         grid = ax.get_subplotspec()
@@ -127,7 +127,7 @@ def _make_room(figure: Figure) -> None:
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """A look for each system. One we do not know gets its look from its name, or the next one that is free."""
+    """Return a look for each system. An unknown system gets a look by its name, or the next one that is free."""
     given: dict[str, Look] = {name: _KNOWN[name] for name in names if name in _KNOWN}
     for name in sorted(set(names) - set(given)):
         choices = _VARIANTS if name.startswith("cluster:") else _FOREIGN
@@ -138,7 +138,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def panels(count: int, *, columns: int = 3, height_in: float = 1.7) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels, each `height_in` high, row by row."""
+    """Return a figure of `count` panels, each `height_in` inches high, row by row."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(WIDTH_IN, rows * height_in + 0.3), dpi=DPI, layout="constrained")
@@ -150,16 +150,16 @@ def panels(count: int, *, columns: int = 3, height_in: float = 1.7) -> tuple[Fig
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """One legend over all panels, in as many rows as its labels need."""
+    """Add one legend above all panels, in as many rows as its labels need."""
     texts = [clean(label, 40) for label in labels]
-    texts = [f"\u200a{text}" if text.startswith("_") else text for text in texts]  # "_" hides a label.
+    texts = [f"\u200a{text}" if text.startswith("_") else text for text in texts]  # A leading "_" hides a label.
     columns = next(n for n in range(len(texts), 0, -1) if n == 1 or _legend_width(texts, n) < 72 * WIDTH_IN)
     figure.set_figheight(figure.get_figheight() + _LEGEND_LINE_IN * math.ceil(len(texts) / columns))
     figure.legend(list(handles), texts, loc="outside upper center", ncols=columns, handlelength=2.2, columnspacing=1.6)
 
 
 def _legend_width(texts: Sequence[str], columns: int) -> float:
-    """In points. Columns are filled one after the other, the first ones with one more than the last."""
+    """Return the width in points. Columns are filled one after the other; the first may have one label more."""
     rows, longer = divmod(len(texts), columns)
     starts = [i * rows + min(i, longer) for i in range(columns + 1)]
     widest = (max(len(text) for text in texts[a:b]) for a, b in itertools.pairwise(starts))
@@ -167,7 +167,7 @@ def _legend_width(texts: Sequence[str], columns: int) -> float:
 
 
 def clean(text: object, limit: int = 80) -> str:
-    """Text as one line of characters that the font has, of at most `limit` of them."""
+    """Return a text as one line of at most `limit` characters, all of which the font has."""
     font = font_manager.get_font(font_manager.findfont(_FONT))
     flat = " ".join(str(text).split())
     shown = flat if len(flat) <= limit else flat[: limit - 1] + "…"
@@ -175,14 +175,14 @@ def clean(text: object, limit: int = 80) -> str:
 
 
 def wrap(text: object, width: int = 24, lines: int = 3) -> str:
-    """A long name in several lines, which may also end after a comma."""
+    """Return a long name in several lines, which may also end after a comma."""
     parts = clean(text).replace(",", ",\v").removesuffix("\v")
     wrapped = textwrap.wrap(parts, width, max_lines=lines, placeholder="…", replace_whitespace=False)
     return "\n".join(wrapped).replace("\v", "") or "(no name)"
 
 
 def compact(value: float) -> str:
-    """A number in few characters, as for a tick or a bar: 0.53, 7.4, 128, 12.3k, 1.2M."""
+    """Return a number in few characters, as for a tick or a bar: 0.53, 7.4, 128, 12.3k, 1.2M."""
     for limit, unit, suffix in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
             return f"{_three_digits(value / unit)}{suffix}"
@@ -197,7 +197,7 @@ def _three_digits(value: float) -> str:
 
 @styled
 def png_of(figure: Figure) -> bytes:
-    """The figure as PNG with a palette, which takes a third of the bytes."""
+    """Return the figure as PNG with a palette, which takes a third of the bytes."""
     image = Image.open(io.BytesIO(_printed(figure, "png", {"Software": None}))).convert("RGB")
     buffer = io.BytesIO()
     paletted = image.quantize(palette=_palette(), dither=Image.Dither.NONE)
@@ -207,7 +207,7 @@ def png_of(figure: Figure) -> bytes:
 
 @functools.lru_cache
 def _palette() -> Image.Image:
-    """Greys, and every colour that a figure may have in a few tints, for its edges."""
+    """Return greys, and a few tints of every colour that a figure may have, for smooth edges."""
     found = {look.colour for look in (*_KNOWN.values(), *_VARIANTS, *_FOREIGN)} | {BAD, GOOD}
     shades = [(8 * i, 8 * i, 8 * i) for i in range(32)]
     for rgb in (to_rgb(colour) for colour in sorted(found)):
@@ -219,14 +219,14 @@ def _palette() -> Image.Image:
 
 
 def _tint(rgb: tuple[float, float, float], share: float) -> tuple[int, int, int]:
-    """A colour on white."""
+    """Return a colour that covers white by `share`, in 8 bits per channel."""
     red, green, blue = (round(255 * (1 - share * (1 - value))) for value in rgb)
     return red, green, blue
 
 
 @styled
 def svg_of(figure: Figure) -> str:
-    """The figure as SVG: the same bytes each time, and no text of ours in comments."""
+    """Return the figure as SVG, with the same bytes each time and without comments, which would hold our texts."""
     text = _printed(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
     text = re.sub(r"<!--.*?-->\n?|<metadata>.*?</metadata>\n?", "", text, flags=re.DOTALL)
     text = re.sub(r'( d| x| y)="[^"]*"', lambda found: _DECIMALS.sub(r"\1", found[0]), text)
@@ -234,7 +234,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def save(figure: Figure, directory: Path, name: str) -> list[Path]:
-    """Writes `name`.png and `name`.svg; the directory is made if it is not there."""
+    """Write `name`.png and `name`.svg; make the directory if it does not exist."""
     directory.mkdir(parents=True, exist_ok=True)
     png, svg = directory / f"{name}.png", directory / f"{name}.svg"
     png.write_bytes(png_of(figure))
@@ -245,7 +245,7 @@ def save(figure: Figure, directory: Path, name: str) -> list[Path]:
 def _printed(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
     if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # Laying out once more would move things a little, and take a while.
+        figure.set_layout_engine("none")  # A second layout would move things a little, and take a while.
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
     return buffer.getvalue()

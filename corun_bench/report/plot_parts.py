@@ -1,4 +1,4 @@
-"""What several figures are made of: bars and lines with their spread, plain ticks, legends of systems.
+"""Parts that several figures share: bars and lines with their spread, plain ticks, legends of systems.
 
 This module must not know which figures there are.
 """
@@ -19,7 +19,7 @@ from corun_bench.report.plot_kit import Look, add_legend, compact
 from corun_bench.report.views import Results, in_order
 
 HATCH = "////"
-"""Of bars whose bits were seen to differ."""
+"""The hatch of a bar whose system's bits were seen to differ."""
 
 
 def add_bar(ax: Axes, x: float, cell: Spread, colour: str, *, differs: bool = False, width: float = 0.8) -> None:
@@ -47,7 +47,7 @@ def add_system_legend(figure: Figure, results: Results, drawn: dict[str, Artist]
 
 
 def plain_ticks(axis: Axis, at: Sequence[float] = ()) -> None:
-    """Short numbers on a logarithmic axis, at these places if any are given."""
+    """Set short numbers on a logarithmic axis, at the places `at` if any are given."""
     if at:
         axis.set_major_locator(FixedLocator(list(at)))
     short_numbers(axis)
@@ -60,7 +60,7 @@ def short_numbers(axis: Axis) -> None:
 
 
 def with_gpus(results: Results, system: str) -> str:
-    """A system, and its GPUs where not all systems have the same number of them."""
+    """Return a system's name, with its number of GPUs if not all systems have the same number."""
     counts = {results.gpus(name) for name in results.names} - {0}
     gpus = results.gpus(system)
     return f"{system} ({gpus} GPU{'s' * (gpus > 1)})" if len(counts) > 1 and gpus else system

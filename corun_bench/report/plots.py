@@ -1,7 +1,8 @@
 """Figures of a result: throughput, phases over time, latencies, concurrency; padding, ablation, kernels.
 
-Each function draws what result files say and returns None where they say nothing. They are the counterparts of the
-figures in the paper's evaluation; the last three are `cost_plots`. This module must not know where results come from.
+Each function draws data of result files, and returns None if they have none for its figure. The figures are the
+counterparts of those in the paper's evaluation; the last three come from `cost_plots`. This module must not know where
+results come from.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ from corun_bench.results import Json, mapping, number, numbers, spread_of
 __all__ = ["ablation", "kernels", "latency_cdf", "padding", "save", "scaling", "throughput", "timeline"]
 
 MAX_BINS = 240
-"""Points of a line over time; more bins are averaged."""
+"""The most points of a line over time; if there are more bins, neighbours are averaged."""
 MAX_QUANTILES = 100
-"""Points of a distribution; of more samples, as many evenly spaced ones are drawn."""
+"""The most points of a distribution; if there are more samples, this many evenly spaced ones are drawn."""
 
 
 @styled
 def throughput(results: Results, *, per_gpu: bool = False) -> Figure | None:
-    """Output throughput: a panel per workload, a bar per system, whiskers over repeats, bars that differ hatched."""
+    """Draw the output throughput: a panel per workload, a bar per system, whiskers over repeats.
+
+    The bar of a system whose bits differed is hatched.
+    """
     shown = [name for name in results.names if not is_ablation(name)]
     cells = {w: {s: _output(results, w, s, per_gpu) for s in shown} for w in results.workloads}
     cells = {workload: row for workload, row in cells.items() if any(row.values())}
@@ -101,7 +105,7 @@ def _bars(ax: Axes, results: Results, workload: str, row: dict[str, Spread | Non
             ax.annotate(
                 compact(cell.median), (x, cell.max), (0, 2), textcoords="offset points", ha="center", fontsize=7
             )
-    middle, slots = (len(row) - 1) / 2, max(len(row) + 0.2, _width_in(ax) / 0.9)  # Not one bar as wide as a page.
+    middle, slots = (len(row) - 1) / 2, max(len(row) + 0.2, _width_in(ax) / 0.9)  # No bar is as wide as the page.
     ax.set(xlim=(middle - slots / 2, middle + slots / 2), ylim=(0, (top or 1) * 1.15))
     ax.set_xticks(range(len(row)), ["" if name not in again else _counts(again[name]) for name in row], fontsize=7)
     ax.tick_params(axis="x", length=0, pad=2)
@@ -125,28 +129,28 @@ def _too_wide(labels: Sequence[str], bars: int, ax: Axes) -> bool:
 
 
 def _width_in(ax: Axes) -> float:
-    """Of a panel, about."""
+    """Return the approximate width of a panel, in inches."""
     grid = ax.get_subplotspec()
     columns = grid.get_gridspec().ncols if grid else 1
     return (WIDTH_IN - 0.5 - 0.4 * columns) / columns
 
 
 def _title(results: Results, workload: str, workloads: Collection[str]) -> str:
-    """A workload, and how many requests it keeps in flight where that is not the same in all panels."""
+    """Return a workload's name, with its requests in flight if they are not the same in all panels."""
     concurrency = results.concurrency(workload)
     differ = concurrency and not _common(results, workloads)
     return wrap(workload, 84 // min(3, len(workloads))) + (f"\n{compact(concurrency)} in flight" if differ else "")
 
 
 def _common(results: Results, workloads: Iterable[str]) -> str:
-    """Requests in flight, if all workloads have the same."""
+    """Return the number of requests in flight as text if all workloads have the same; else an empty text."""
     concurrencies = {results.concurrency(workload) for workload in workloads} - {0.0}
     return f", {compact(concurrencies.pop())} in flight" if len(concurrencies) == 1 else ""
 
 
 @styled
 def timeline(results: Results, workload: str) -> Figure | None:
-    """Prefill and decode throughput over time, one above the other, of the first repeat of each system."""
+    """Draw prefill and decode throughput over time, one above the other, of the first repeat of each system."""
     lines = {name: line for name in results.names if (line := _timeline_of(results, workload, name))}
     if not lines:
         return None
@@ -177,7 +181,7 @@ def _timeline_of(results: Results, workload: str, system: str) -> Json | None:
 
 
 def _binned(values: Sequence[float], bin_s: float) -> tuple[list[float], list[float]]:
-    """The middles of bins, and their means; neighbours are taken together where there are too many."""
+    """Return the middles of bins, and their means; neighbours are merged if there are too many."""
     size = max(1, math.ceil(len(values) / MAX_BINS))
     groups = [values[i : i + size] for i in range(0, len(values), size)]
     starts = itertools.accumulate((len(group) for group in groups), initial=0)
@@ -187,7 +191,7 @@ def _binned(values: Sequence[float], bin_s: float) -> tuple[list[float], list[fl
 
 @styled
 def latency_cdf(results: Results, metric: str) -> Figure | None:
-    """Distribution of `metric` ("ttft" or "tpot") over the requests of all repeats: a panel per workload."""
+    """Draw the distribution of `metric` ("ttft" or "tpot") over the requests of all repeats: a panel per workload."""
     words = {"ttft": "time to first token", "tpot": "time per output token"}[metric]
     shown = [name for name in results.names if not is_ablation(name)]
     times = {w: {s: _samples(results.runs_of(w, s), f"{metric}s") for s in shown} for w in results.workloads}
@@ -218,12 +222,12 @@ def _samples(runs: Sequence[Json], key: str) -> list[float]:
 
 
 def _time_unit(times: Iterable[Sequence[float]]) -> tuple[str, float]:
-    """For times in ms, the last of each sequence the longest: the unit to show them in, and how much 1 ms is in it."""
+    """Return the unit in which to show times in ms, and how much 1 ms is in it. Each sequence is sorted."""
     return ("s", 1e-3) if max((found[-1] for found in times if found), default=0) >= 1000 else ("ms", 1.0)
 
 
 def _distribution(samples: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Steps of the empirical distribution of sorted samples: the share of them that are at most x."""
+    """Return the steps of the empirical distribution of sorted samples: the share of them that is at most x."""
     total = len(samples)
     ranks = [round(i * (total - 1) / (MAX_QUANTILES - 1)) for i in range(MAX_QUANTILES)]
     kept = range(total) if total <= MAX_QUANTILES else ranks
@@ -234,7 +238,7 @@ def _latency_axis(ax: Axes, ordered: Sequence[float]) -> None:
     low, high = ordered[len(ordered) // 20], ordered[-1]
     ax.set_ylim(0, 1.02)
     ax.grid(axis="x")
-    if low > 0 and high > 100 * low:  # On a linear axis, most of the lines would be one.
+    if low > 0 and high > 100 * low:  # On a linear axis, most of the lines would coincide.
         ax.set_xscale("log")
         plain_ticks(ax.xaxis)
         ax.set_xlim(left=max(ordered[0], high / 1e4) / 1.1)
@@ -246,7 +250,7 @@ def _latency_axis(ax: Axes, ordered: Sequence[float]) -> None:
 
 @styled
 def scaling(results: Results) -> Figure | None:
-    """Output throughput against the requests in flight, of workloads that ran with several numbers of them."""
+    """Draw the output throughput against the requests in flight, for workloads that ran with several such numbers."""
     counts = {workload: [c for c in results.concurrencies(workload) if c > 0] for workload in results.workloads}
     counts = {workload: values for workload, values in counts.items() if len(values) > 1}
     if not counts:

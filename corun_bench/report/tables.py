@@ -50,7 +50,7 @@ _Column = tuple[str, Callable[[_Group], Cell]]
 
 
 def summary(results: Results, baseline: str) -> Table:
-    """Each system over all workloads that every system ran: the paper's time-weighted throughput, and bits."""
+    """Return a row per system over the workloads that all systems ran: the paper's weighted throughput, and bits."""
     systems = [name for name in results.names if not is_ablation(name) and _tasks(results, name)]
     of_all = [set(_tasks(results, name)) for name in systems]
     shared = [name for name in results.workloads if all(name in ran for ran in of_all)]
@@ -75,7 +75,7 @@ def _summary_row(results: Results, system: str, shared: Sequence[str], baseline:
 
 
 def aggregate(results: Results, system: str, workloads: Sequence[str]) -> float | None:
-    """The paper's aggregate of medians over repeats. None unless it ran all of the workloads."""
+    """Return the paper's aggregate of medians over repeats; None unless the system ran all of the workloads."""
     tasks = _tasks(results, system)
     if not workloads or not all(workload in tasks for workload in workloads):
         return None
@@ -83,7 +83,7 @@ def aggregate(results: Results, system: str, workloads: Sequence[str]) -> float 
 
 
 def _tasks(results: Results, system: str) -> dict[str, dict[str, float]]:
-    """Output throughput and duration of each workload that the system ran, medians over repeats."""
+    """Return output throughput and duration of each workload that the system ran, as medians over repeats."""
     found = {}
     for workload in results.workloads:
         runs = results.runs_of(workload, system)
@@ -94,7 +94,7 @@ def _tasks(results: Results, system: str) -> dict[str, dict[str, float]]:
 
 
 def throughputs(results: Results, baseline: str) -> Table:
-    """What each system made of each workload, and whether its bits held."""
+    """Return the throughput of each system on each workload, and whether its bits stayed the same."""
     return _by_workload(
         results,
         baseline,
@@ -116,7 +116,7 @@ def throughputs(results: Results, baseline: str) -> Table:
 
 
 def latencies(results: Results, baseline: str) -> Table:
-    """Latencies in ms, each a median over repeats."""
+    """Return the latencies in ms, each a median over repeats."""
     columns = [
         (f"{title} {statistic}", _median(f"{statistic}_{key}_ms"))
         for key, title in _LATENCIES
@@ -126,7 +126,7 @@ def latencies(results: Results, baseline: str) -> Table:
 
 
 def overview(results: Results, baseline: str) -> Table:
-    """The few columns that fit a terminal: speed beside determinism."""
+    """Return the few columns that fit a terminal: speed beside determinism."""
     throughput: list[_Column] = [
         ("output tokens/s", _median("output_throughput")),
         ("min … max", _range),
@@ -141,7 +141,7 @@ def overview(results: Results, baseline: str) -> Table:
 
 
 def _by_workload(results: Results, baseline: str, columns: Sequence[_Column]) -> Table:
-    """A section per workload and concurrency."""
+    """Return a table with a section per workload and concurrency."""
     sections = [
         Section(
             title=title,
@@ -153,7 +153,7 @@ def _by_workload(results: Results, baseline: str, columns: Sequence[_Column]) ->
 
 
 def _without_empty(table: Table) -> Table:
-    """A column that is empty in all rows is left out."""
+    """Return the table without the columns that are empty in all rows."""
     rows = [row.cells for section in table.sections for row in section.rows]
     full = [any(cells[i].text != NOTHING for cells in rows) for i in range(len(table.columns))]
     sections = (
@@ -179,7 +179,7 @@ def _groups(results: Results, baseline: str) -> list[tuple[str, list[_Group]]]:
 
 
 def systems(results: Results) -> Table:
-    """Start-up, memory, handoffs and identity of each system; sizes in MiB."""
+    """Return start-up, memory, handoffs and identity of each system; sizes are in MiB."""
     entries = sorted(results.systems, key=lambda entry: results.names.index(entry["system"]))
     cells = [
         {**_start_cells(entry), **_handoff_cells(mapping(entry, "handoff")), **_name_cells(entry)} for entry in entries
@@ -223,7 +223,7 @@ def _listed(values: Json) -> str:
 
 
 def kernels(results: Results) -> Table:
-    """Latency of each kernel and variant, and which of the paper's properties its bits were measured to have."""
+    """Return the latency of each kernel and variant, and which of the paper's properties its bits have."""
     entries = results.kernels
     of_std = [entry for entry in entries if entry["variant"] == STD]
     bases = {(entry["kernel"], number(entry, "rows")): number(entry, "median_us") for entry in of_std}

@@ -14,7 +14,7 @@ STYLES = {"good": "green", "bad": "red", "dim": "dim"}
 
 
 def table(results: Results) -> Table:
-    """As `tables.overview` has it; a workload is named in the first of its rows."""
+    """Return the table of `tables.overview`; only the first row of a workload names it."""
     content = tables.overview(results, choose_baseline(results, ""))
     made = Table("workload", "system", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in content.columns:

@@ -1,4 +1,4 @@
-"""What tables and figures show: plain numbers out of result files, several files merged into one.
+"""The data of tables and figures: plain numbers out of result files, with several files merged into one.
 
 Owns which runs stand for a system on a workload. This module must not know how anything is drawn or measured.
 """
@@ -15,9 +15,9 @@ from corun_bench.results import SCHEMA, Json, mapping, mismatch_of, number, whol
 
 STD = "std"
 ORDER = ("std", "std+nosplit", "std+isolated", "bi", "colocated", "colocated+ladder", "pd-std", "cluster")
-"""Kinds of systems in the order in which they are shown; what is none of them follows as the files name it."""
+"""Kinds of systems in the order in which they are shown; other systems follow in the order of the files."""
 PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared")
-"""Of a kind that has several, in the order in which they are shown; others follow."""
+"""The placements of the kind that has several, in the order in which they are shown; other placements follow."""
 
 _ABLATION = "std+"
 _PADDING = re.compile(r"padding=(\d+)")
@@ -25,7 +25,7 @@ _PADDING = re.compile(r"padding=(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """Everything that some result files say; lists of the files' own JSON objects."""
+    """The whole content of some result files, as tuples of the files' own JSON objects."""
 
     documents: tuple[Json, ...] = ()
     systems: tuple[Json, ...] = ()
@@ -40,11 +40,11 @@ class Results:
 
     @property
     def workloads(self) -> list[str]:
-        """All workloads but the steps of a padding sweep, as the files name them."""
+        """All workloads except the steps of a padding sweep, as the files name them."""
         return [name for name in _unique(_texts(self.runs, "workload")) if padding_of(name) is None]
 
     def runs_of(self, workload: str, system: str, concurrency: float | None = None) -> list[Json]:
-        """Repeats of one cell; None: at the concurrency that stands for the workload."""
+        """Return the repeats of a system on a workload; concurrency None: the one that stands for the workload."""
         wanted = self.concurrency(workload) if concurrency is None else concurrency
         return [
             run
@@ -53,7 +53,7 @@ class Results:
         ]
 
     def concurrency(self, workload: str) -> float:
-        """The concurrency that stands for a workload: the one that most systems ran, and of those the largest."""
+        """Return the concurrency that stands for a workload: the one that most systems ran, or the largest such."""
         systems: dict[float, set[str]] = {}
         for run in self.runs:
             if run["workload"] == workload:
@@ -61,22 +61,22 @@ class Results:
         return max(systems, key=lambda value: (len(systems[value]), value), default=0.0)
 
     def concurrencies(self, workload: str) -> list[float]:
-        """All concurrencies of a workload, the smallest first; 0 is none set."""
+        """Return all concurrencies of a workload, the smallest first; 0 means that none was set."""
         return sorted({_concurrency(run) for run in self.runs if run["workload"] == workload})
 
     def mismatch(self, system: str, workload: str | None = None) -> Mismatch | None:
-        """What running requests again gave, of one workload or of all; None: that was not done."""
+        """Return the result of running requests again, for one workload or all; None if that was not done."""
         of_system = (row for row in self.mismatches if row["system"] == system)
         return mismatch_of(row for row in of_system if workload in {None, row["workload"]})
 
     def gpus(self, system: str) -> int:
-        """All GPUs of a system; 0: it has none, or the files do not say."""
+        """Return the number of all GPUs of a system; 0 if it has none, or if the files do not say."""
         of_system = (entry for entry in self.systems if entry["system"] == system)
         return next((whole(mapping(entry, "gpus"), "total") for entry in of_system), 0)
 
 
 def merge(documents: Mapping[str, Json]) -> Results:
-    """Files as `results.read` gives them, by their names. Raises InvalidArgumentError if they cannot be compared."""
+    """Merge the files of `results.read`, by file name. Raises InvalidArgumentError if they cannot be compared."""
     _check_models(documents)
     results = Results(
         documents=tuple({**document, "file": file} for file, document in documents.items()),
@@ -90,17 +90,17 @@ def merge(documents: Mapping[str, Json]) -> Results:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Each name once: by kind, then by placement, foreign ones last."""
+    """Return each name once, sorted by kind and then by placement, with foreign systems last."""
     return sorted(_unique(names), key=lambda name: (_place(ORDER, name.partition(":")[0]), _place(PLACEMENTS, name)))
 
 
 def is_ablation(system: str) -> bool:
-    """Is it STD with one of CoRun's constraints, and not a system that anybody would serve with?"""
+    """Return whether a system is STD with some of CoRun's constraints, which is not meant for serving."""
     return system.startswith(_ABLATION)
 
 
 def padding_of(workload: str) -> int | None:
-    """N of a workload "padding=N": one request, and steps of N rows."""
+    """Return N of a workload "padding=N" (one request, and steps of N rows); None for any other workload."""
     match = _PADDING.fullmatch(workload)
     return int(match[1]) if match else None
 
@@ -126,7 +126,10 @@ def _concatenated(documents: Mapping[str, Json], key: str) -> tuple[Json, ...]:
 
 
 def _check_models(documents: Mapping[str, Json]) -> None:
-    """Files of kernels are apart: they stand beside no system, and name their model in another way."""
+    """Raise InvalidArgumentError if files have different models.
+
+    Files of kernels are left out: no system is compared with them, and they name their model in another way.
+    """
     runs = {file: document for file, document in documents.items() if document.get("schema") == SCHEMA}
     models = {file: mapping(document, "conditions").get("model") for file, document in runs.items()}
     named = {file: model for file, model in models.items() if model is not None}
@@ -138,7 +141,7 @@ def _check_models(documents: Mapping[str, Json]) -> None:
 
 
 def _check_gpus(results: Results) -> None:
-    """Repeats on one GPU and on two are no repeats of each other."""
+    """Raise InvalidArgumentError if a system has different numbers of GPUs: such runs are not repeats of each other."""
     for entry in results.systems:
         total = whole(mapping(entry, "gpus"), "total")
         if total != (first := results.gpus(entry["system"])):

@@ -1,1 +1,1 @@
-"""What a router carries and adds, with nodes that compute nothing. Must not know engines."""
+"""Measures a router's capacity and the delay it adds, with nodes that compute nothing. Must not know engines."""

@@ -1,10 +1,10 @@
-"""How much a router carries, and how much later its clients get their tokens: real routers, fake nodes, a raw client.
+"""A router's capacity, and the delay it adds to its clients' tokens: real routers, fake nodes, a raw client.
 
-Two paths, one after the other, on this machine: through `python -m router`, and straight from the fake nodes over a
-bare gRPC stream per sample. A token's delay is from the moment at which its step was emitted to the one at which the
-client has read it; what the router adds is the difference of the two paths' quantiles. That may be negative: without a
-router, each node has its streams to serve by itself. Routers, nodes and clients share the machine's cores. This module
-must not know command lines, or how a path is measured (`paths`).
+Two paths are measured on this machine, one after the other: through `python -m router`, and straight from the fake
+nodes over a bare gRPC stream per sample. A token's delay is the time from the emission of its step until the client has
+read it. The router adds the difference of the two paths' quantiles. This difference may be negative: without a router,
+each node has to serve its streams by itself. Routers, nodes and clients share the machine's cores. This module must not
+know command lines, or how a path is measured (`paths`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from corun_bench.router.paths import SHARES, Setup, measure_direct, measure_rout
 __all__ = ["Setup", "conditions", "is_carried", "measure", "search"]
 
 GOAL_MS = 5.0
-"""The most that a router may add."""
+"""The longest delay that a router may add, in milliseconds."""
 GOAL_AT = ("p50", "p90", "p99")
-"""Where: not at the 99th percentile alone, which on the bare path may be late, too."""
+"""The quantiles at which the goal must hold: p99 alone is not enough, since the bare path may be late there, too."""
 DELIVERED = 0.98
-"""Part of the offered tokens that must come for a load to count as carried."""
+"""The share of the offered tokens that must come for a load to count as carried."""
 
 
 def measure(setup: Setup) -> dict[str, Any]:
-    """Both paths, as plain values for JSON. Raises UnavailableError if a process does not do its part."""
+    """Measure both paths; return plain values for JSON. Raises UnavailableError if a process does not do its part."""
     found = conditions(setup)
     runs = [{"router": measure_router(setup), "direct": measure_direct(setup)} for _ in range(setup.repeats)]
     paths = {path: _together([run[path] for run in runs]) for path in ("router", "direct")}
@@ -45,7 +45,7 @@ def measure(setup: Setup) -> dict[str, Any]:
 
 
 def search(setup: Setup) -> dict[str, Any]:
-    """Measures with one decode node more each time, for as long as they are carried."""
+    """Measure with one more decode node each time, as long as the router carries them."""
     runs: list[dict[str, Any]] = []
     for decode_nodes in range(1, MAX_NODES + 1):
         runs.append(measure(replace(setup, decode_nodes=decode_nodes)))
@@ -56,14 +56,14 @@ def search(setup: Setup) -> dict[str, Any]:
 
 
 def is_carried(result: Mapping[str, Any]) -> bool:
-    """Whether the router delivered what was offered, all of it right, within the goal."""
+    """Return whether the router delivered the offered tokens, all of them right, and within the goal."""
     router, added = result["router"], result["added_ms"]
     kept_up = router["tokens_per_s"] >= DELIVERED * router["offered_tokens_per_s"]
     return bool(kept_up and not router["wrong"] and max(added[name] for name in GOAL_AT) <= GOAL_MS)
 
 
 def conditions(setup: Setup) -> dict[str, Any]:
-    """What a measurement is made with."""
+    """Return the conditions of a measurement."""
     packages = ("grpcio", "protobuf", "uvloop")
     return {
         **asdict(setup),
@@ -78,7 +78,7 @@ def conditions(setup: Setup) -> dict[str, Any]:
 
 
 def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several runs of one path as one: counts add up, of all other numbers it is the median."""
+    """Return several runs of one path as one: counts are added up, all other numbers are medians."""
     found: dict[str, Any] = {}
     for name, first in runs[0].items():
         values = [run[name] for run in runs]

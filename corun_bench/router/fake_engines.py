@@ -1,8 +1,8 @@
 """Engines that compute nothing, for measuring a router. Must not know services or the network.
 
-A fake decode engine emits a step at a fixed rate, with a row for every request that runs, and notes when; a row's log
-probability says which step of which node it is, so that a client can tell how long its token was on the way. Its tokens
-mean nothing.
+A fake decode engine emits steps at a fixed rate, with a row for every running request, and records the time of each
+step. The log probability of a row says which step of which node it is, so that a client can tell how long its token was
+on the way. The tokens mean nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from decode_node.service import DecodeRequest, StepRow
 
 MAX_NODES = 16
-"""Decode nodes that log probabilities can tell apart."""
+"""The most decode nodes that log probabilities can tell apart."""
 BLOCK_SIZE = 16
 FIRST_TOKEN, NUM_TOKENS = 256, 128
-"""Token ids that are drawn: those of words in the built-in tiny model."""
+"""The first of the token ids that are drawn, and their number: they are words of the built-in tiny model."""
 
 
 class FakePrefillEngine:
-    """Claims to hold KV, at once."""
+    """A prefill engine that claims at once to hold the KV of a prompt."""
 
     def __init__(self, ref: NodeRef) -> None:
         self._ref = ref
@@ -55,18 +55,18 @@ class FakePrefillEngine:
         return False
 
     async def release(self, request_id: str, reader: str) -> None:
-        """There is nothing to drop."""
+        """Do nothing: there is no KV to drop."""
 
     async def held_kv_blocks(self) -> int:
         return 0
 
 
 class FakeDecodeEngine:
-    """Emits a row for every running request each `step_s`, whatever was asked for."""
+    """A decode engine that emits a row for every running request each `step_s`, whatever was asked for."""
 
     def __init__(self, index: int, step_s: float) -> None:
         self.times = array.array("d")
-        """When each step was emitted, on the monotonic clock."""
+        """The time at which each step was emitted, on the monotonic clock."""
         self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
         self._index = index
         self._step_s = step_s
@@ -82,10 +82,10 @@ class FakeDecodeEngine:
         self._left.pop(request_id, None)
 
     async def connect(self, peer: NixlEndpoint) -> None:
-        """There is nothing to connect."""
+        """Do nothing: there is nothing to connect."""
 
     async def tick(self) -> None:
-        """Steps until cancelled. A step that comes late does not move those after it."""
+        """Emit steps until cancelled. A late step does not delay the steps after it."""
         began, number = time.monotonic(), 0
         while True:
             number += 1
@@ -93,7 +93,7 @@ class FakeDecodeEngine:
             self.step()
 
     def step(self) -> None:
-        """Emits one step now."""
+        """Emit one step now."""
         step = len(self.times)
         token_id, logprob = FIRST_TOKEN + step % NUM_TOKENS, step_code(self._index, step)
         rows, left = [], self._left
@@ -109,11 +109,11 @@ class FakeDecodeEngine:
 
 
 def step_code(index: int, step: int) -> float:
-    """The log probability of all tokens of one step of one node, exact in fp32 for a million steps."""
+    """Return the log probability of all tokens of one step of one node, exact in fp32 for a million steps."""
     return -float(step * MAX_NODES + index)
 
 
 def read_code(logprob: float) -> tuple[int, int]:
-    """The node's index and the step."""
+    """Return the node's index and the step."""
     step, index = divmod(int(-logprob), MAX_NODES)
     return index, step

@@ -1,6 +1,6 @@
 """Fake nodes for measuring a router: real node services around engines that compute nothing.
 
-No contract of a real model is claimed: only a benchmark uses this; a cluster never falls back to it.
+Fake nodes claim no contract of a real model. Only a benchmark uses them; a cluster never falls back to them.
 `python -m corun_bench.router.fake_nodes` is one such node.
 """
 
@@ -36,10 +36,10 @@ from prefill_node.service import PrefillService
 from router.text import VERSION, Tokenizer
 
 DIRECT_METHOD = "/corun.bench.FakeDirect/Generate"
-"""Of a node without a router: takes a GenerateRequest and streams GenerateResponses."""
+"""The method of a node without a router: it takes a GenerateRequest and streams GenerateResponses."""
 MAX_MODEL_LEN = 8192
 DRIFT = 0.003
-"""Part by which the step of each node is longer than that of the one before, so that every phase between them comes."""
+"""The share by which each node's step is longer than the previous node's, so that every phase between them occurs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +47,22 @@ class FakeNodeOptions:
     """One fake node."""
 
     role: Literal["prefill", "decode", "direct"]
-    """direct: streams to clients by itself, without any router."""
+    """Role of the node; direct: it streams to clients by itself, without any router."""
     model: str
-    """Whose tokenizer the router is to load."""
+    """Model whose tokenizer the router loads."""
     index: int = 0
-    """Of the decode node, from 0."""
+    """Index of the decode node, from 0."""
     routers: tuple[str, ...] = ()
-    """host:port of each."""
+    """host:port of each router."""
     slots: int = 256
     step_ms: float = 30.0
     times: Path
-    """File for the times of its steps, doubles on the machine's monotonic clock, when it ends. A direct node first
-    writes its port, to a file with suffix .port."""
+    """File to which the node writes the times of its steps when it ends: doubles, on the machine's monotonic clock.
+    A direct node first writes its port, to a file with suffix .port."""
 
 
 class FakeStream(Source):
-    """What is to be sent of one sample, as messages like a router's."""
+    """The messages of one sample that are still to be sent; they are like a router's."""
 
     def __init__(self, request: cluster_service_pb2.GenerateRequest) -> None:
         self._encoder = ResponseEncoder(request.request_id, 0, request.seed)
@@ -84,7 +84,7 @@ class FakeStream(Source):
         return self._messages.popleft()
 
     def add(self, row: StepRow) -> None:
-        assert row.token_id is not None  # There are no failures here.
+        assert row.token_id is not None  # No row fails here.
         self._messages.append(self._encoder.encode(" word", [row.token_id], [row.logprob]))
         if self._ready is not None:
             self._ready()
@@ -114,14 +114,14 @@ class FakeDirect:
             del self._streams[name]
 
     def begin(self) -> None:
-        """Nobody is waited for in vain here."""
+        """Do nothing: this benchmark does not track waits for slow clients."""
 
     def end(self) -> None:
-        """Nobody is waited for in vain here."""
+        """Do nothing: this benchmark does not track waits for slow clients."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
-        """Listens on the port that it gives."""
+        """Listen on a free port, and give its number to the block."""
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", 4096)])
         handler = grpc.unary_stream_rpc_method_handler(self.generate)
         service, method = DIRECT_METHOD[1:].split("/")
@@ -135,7 +135,7 @@ class FakeDirect:
 
 
 def fake_contract(role: NodeRole, model: str, slots: int) -> Contract:
-    """Says of everything that it is a fake, but for the tokenizer, which is the model's."""
+    """Return a contract that calls everything a fake except the tokenizer, which is the model's."""
     fakes = dict.fromkeys(("config_digest", "weights_digest", "engine", "torch", "device", "cpu_isa"), "fake")
     part = ModelContract(
         **fakes,
@@ -190,7 +190,7 @@ class FakeNode:
         self._engine = FakeDecodeEngine(options.index, options.step_ms / 1000 * (1 + DRIFT * options.index))
 
     async def live(self, stop: asyncio.Event) -> None:
-        """Serves until it is told to stop, then writes its times."""
+        """Serve until it is told to stop, then write the times of its steps."""
         ticking = asyncio.ensure_future(self._engine.tick())
         try:
             await (self._stream(stop) if self._options.role == "direct" else self._serve(stop))
@@ -248,7 +248,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     options = tyro.cli(FakeNodeOptions, prog="python -m corun_bench.router.fake_nodes")
     raise_file_limit()
-    gc.disable()  # Its pauses would count for the router, or make the bare path late. It lives for a minute.
+    gc.disable()  # Pauses would count for the router, or make the bare path late. The process lives for a minute.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(FakeNode(options).live)
 

@@ -1,8 +1,9 @@
 """The load of a router measurement: a process that keeps a number of samples running and times every token.
 
-A closed loop: when a sample ends, the next is asked for. The first samples are shorter, each by another length, so that
-they do not all end in one step. Whatever can be done afterwards is: while it runs, messages are only kept.
-`python -m corun_bench.router.load` is one such process. It must not know what is between it and the nodes.
+It is a closed loop: when a sample ends, the next is requested. The first samples are shorter, each by a different
+length, so that they do not all end in one step. During the run, messages are only stored; everything that can wait is
+done afterwards. `python -m corun_bench.router.load` is one such process. It must not know what is between it and the
+nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from corun_bench.router.raw_client import RawConnection, messages
 
 CONNECT_S = 20.0
 DRAIN_S = 120.0
-"""For what still runs at the end to be finished."""
+"""The time for samples that still run at the end to finish, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,43 +41,43 @@ class LoadOptions:
     addresses: tuple[str, ...]
     """host:port of each connection."""
     method: str
-    """/package.Service/Method."""
+    """Method to call, as /package.Service/Method."""
     concurrency: int
     """Samples in flight."""
     prompt_tokens: int
     output_tokens: int
     ramp_s: float
-    """Time over which the first samples are sent."""
+    """Seconds over which the first samples are sent."""
     seed: int = 0
     output: Path
-    """File of the results; the tokens' times lie beside it, as doubles: when one came, and its step's code. An empty
-    file beside it, .ready, says that the load begins."""
+    """File of the results. A file beside it, .times, has two doubles per token: when it came, and its step's code.
+    An empty file beside it, .ready, says that the load begins."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """One sample that was asked for."""
+    """One sample that was requested."""
 
     connection: RawConnection
     number: int
     sent: float
     num_tokens: int
-    """Asked for."""
+    """The number of tokens that were requested."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Results:
-    """What came of all calls."""
+    """The results of all calls."""
 
     calls: int = 0
     tokens: int = 0
     messages: int = 0
     errors: list[str] = field(default_factory=list)
-    """Of calls that did not give all they should."""
+    """A text for each call that did not give all it should."""
     first: list[tuple[float, float]] = field(default_factory=list)
-    """Of each call: when it was sent, and when its first token came."""
+    """For each call: when it was sent, and when its first token came."""
     times: array.array[float] = field(default_factory=lambda: array.array("d"))
-    """Of each token: when it came, and the code of its step."""
+    """For each token: when it came, and the code of its step."""
 
 
 class Load:
@@ -93,7 +94,7 @@ class Load:
         self._links: list[tuple[RawConnection, str]] = []
 
     async def run(self, stop: asyncio.Event) -> Results:
-        """Runs until `stop` is set, then waits for what is in flight."""
+        """Run until `stop` is set, then wait for the samples in flight."""
         await self._connect()
         self._options.output.with_suffix(".ready").touch()
         await self._ramp()
@@ -146,7 +147,7 @@ class Load:
 
 
 def _read(call: Call, results: Results) -> str:
-    """Adds what came of a call to the results; says what is wrong with it."""
+    """Add the outcome of a call to the results; return what is wrong with it, or an empty text."""
     digest, receipt = OutputDigest(), None
     codes: list[float] = []
     for now, data in messages(call.connection.chunks[call.number]):
@@ -171,7 +172,7 @@ def _read(call: Call, results: Results) -> str:
 
 
 def _printable(block: bytes) -> str:
-    """What can be read of a header block: it is not compressed by gRPC's servers."""
+    """Return the readable characters of a header block, which gRPC's servers do not compress."""
     return "".join(chr(byte) for byte in block if 32 <= byte < 127)[:300]
 
 
@@ -185,7 +186,7 @@ def _write(results: Results, path: Path) -> None:
 
 def main() -> None:
     options = tyro.cli(LoadOptions, prog="python -m corun_bench.router.load")
-    gc.disable()  # Messages that are kept would be looked through again and again.
+    gc.disable()  # The collector would go through the stored messages again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     _write(asyncio.run(_until_input_ends(options)), options.output)
 

@@ -1,4 +1,4 @@
-"""The two paths of a measurement, each as processes of this machine: what its clients saw, and what it used.
+"""The two paths of a measurement, each as processes of this machine: what its clients saw, and the CPU time it used.
 
 This module must not know what a router may add.
 """
@@ -28,33 +28,33 @@ from corun_bench.router.fake_nodes import DIRECT_METHOD
 GENERATE_METHOD = "/corun.v1.ClusterService/Generate"
 START_S = 60.0
 DRAIN_S = 150.0
-"""For clients to get what is in flight, and to read it."""
+"""The time for clients to receive the samples in flight and to read them, in seconds."""
 END_S = 30.0
-"""For fake nodes that were told to end: they write down when they emitted their steps."""
+"""The time for fake nodes to end after they are told to, in seconds: they write the times of their steps."""
 _KINDS = {"router": "router", "client": "clients"}
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is measured."""
+    """The parameters of a measurement."""
 
     decode_nodes: int = 2
     slots: int = 256
     step_ms: float = 30.0
     seconds: float = 20.0
-    """Measured; warm-up and the end of what is in flight come on top."""
+    """The measured time; the warm-up and the end of the samples in flight come on top."""
     output_tokens: int = 256
     prompt_tokens: int = 64
     client_processes: int = 1
     processes: int = 1
-    """Routers, each on a port of its own; clients use all of them."""
+    """The number of routers, each on a port of its own; clients use all of them."""
     ramp_s: float = 4.0
-    """Over which the first samples are sent, so that they do not end together."""
+    """The time over which the first samples are sent, so that they do not end together."""
     warmup_s: float = 3.0
-    """After that."""
+    """The time after the ramp before the measured time begins."""
     repeats: int = 1
-    """Of both paths, in turns; each figure is the median, counts are sums."""
+    """How often both paths are measured, in turn; each figure is the median, counts are sums."""
 
     def __post_init__(self) -> None:
         counts = {"decode_nodes": MAX_NODES, "slots": 4096, "client_processes": 64, "processes": 64, "repeats": 1000}
@@ -69,22 +69,22 @@ class Setup:
 
     @property
     def samples(self) -> int:
-        """In flight: one in every slot."""
+        """The number of samples in flight: one in every slot."""
         return self.decode_nodes * self.slots
 
     @property
     def offered(self) -> float:
-        """Tokens a second."""
+        """The offered load in tokens per second."""
         return self.samples * 1000 / self.step_ms
 
 
 def measure_router(setup: Setup) -> dict[str, Any]:
-    """Through routers. Raises UnavailableError if a process does not do its part."""
+    """Measure the path through routers. Raises UnavailableError if a process does not do its part."""
     with _processes() as processes:
         addresses = [f"127.0.0.1:{port}" for port in _free_ports(setup.processes)]
         for index, address in enumerate(addresses):
             port = address.rpartition(":")[2]
-            # No audits: they would run samples again that nobody asked for here.
+            # No audits: they would run samples again, as extra load that is not measured.
             flags = ("--port", port, "--router-id", f"r{index}", "--audit-fraction", "0")
             processes.start(f"router-{index}", "router", *flags)
         _start_node(processes, setup, "prefill", 0, addresses)
@@ -96,7 +96,7 @@ def measure_router(setup: Setup) -> dict[str, Any]:
 
 
 def measure_direct(setup: Setup) -> dict[str, Any]:
-    """Straight from the fake nodes. Raises UnavailableError if a process does not do its part."""
+    """Measure the path straight from the fake nodes. Raises UnavailableError if a process does not do its part."""
     with _processes() as processes:
         for index in range(setup.decode_nodes):
             _start_node(processes, setup, "direct", index)
@@ -146,7 +146,7 @@ class _Measurement:
         return {**self._figures(began, ended, used), "rss_mib": rss}
 
     def _options(self, index: int) -> list[str]:
-        """Of one client. Each has as many connections as there are decode nodes, on both paths."""
+        """Return the options of one client. On both paths it has at least one connection per decode node."""
         setup, number = self._setup, self._setup.client_processes
         options = {
             "method": self._method,
@@ -190,7 +190,7 @@ class _Measurement:
         return self._processes.logs / f"client-{index}.{suffix}"
 
     def _delays(self, began: float, ended: float) -> tuple[list[float], int]:
-        """Of the tokens whose steps were emitted within a time; and how many came within it."""
+        """Return the delays of tokens whose steps were emitted in this time, and how many tokens came in it."""
         role = "direct" if self._method == DIRECT_METHOD else "decode"
         nodes = [_doubles(self._processes.logs / f"{role}-{index}.times") for index in range(self._setup.decode_nodes)]
         delays, number = [], 0
@@ -205,7 +205,7 @@ class _Measurement:
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds. Raises UnavailableError if there is nothing to rank."""
+    """Return the quantiles in milliseconds. Raises UnavailableError if there is nothing to rank."""
     if not seconds:
         raise UnavailableError("nothing came in the time that was measured: it must be longer, or the load smaller")
     ranked, last = sorted(seconds), len(seconds) - 1
@@ -225,7 +225,7 @@ def _check(name: str, value: int, least: int, most: int) -> None:
 
 @contextlib.contextmanager
 def _processes() -> Iterator[Processes]:
-    """None of them is left after the block, nor what they wrote."""
+    """Give the block an empty set of processes. After the block no process is left, nor any file that they wrote."""
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
         yield processes
 
@@ -235,7 +235,7 @@ def _kind(process: str) -> str:
 
 
 def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
-    """Numbers by process, as those of each kind."""
+    """Group numbers by the kind of their process."""
     found: dict[str, list[float]] = {}
     for process, value in values.items():
         found.setdefault(_kind(process), []).append(value)
@@ -251,7 +251,7 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _await_nodes(processes: Processes, address: str, number: int) -> None:
-    """Waits until a router uses so many nodes."""
+    """Wait until a router uses this many nodes."""
     deadline = time.monotonic() + START_S
     with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
         while time.monotonic() < deadline:
@@ -262,7 +262,7 @@ def _await_nodes(processes: Processes, address: str, number: int) -> None:
 
 
 def _await_text(processes: Processes, name: str) -> str:
-    """Of the file by which a process says that it is up."""
+    """Wait for the file by which a process says that it is up; return its text."""
     deadline, path = time.monotonic() + START_S, processes.logs / name
     while not path.exists():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""A gRPC client for measuring servers: just enough HTTP/2 to send unary requests and to note when bytes come back.
+"""A gRPC client for measuring servers: just enough HTTP/2 to send unary requests and to record when bytes come back.
 
-Nothing is decoded while it runs: chunks are kept with the time at which they left the socket, and `messages` takes them
-apart afterwards. Plain TCP, no compression, no deadlines. This module must not know what messages mean.
+Nothing is decoded during the run: chunks are stored with the time at which they left the socket, and `messages` takes
+them apart afterwards. It uses plain TCP, no compression, no deadlines. This module must not know what messages mean.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import cast
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEADER = struct.Struct(">BHBBI")
-"""Of a frame: length in 1 + 2 bytes, type, flags, stream."""
+"""The header of a frame: length in 1 + 2 bytes, type, flags, stream."""
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
 _WINDOW = 2**31 - 1
 _REFILL = 1 << 20
-"""Bytes after which the server may send as many more."""
+"""The number of received bytes after which the client allows the server to send as many more."""
 
 Chunk = tuple[float, bytes]
-"""When it came, on the monotonic clock, and what."""
+"""The time at which a chunk came, on the monotonic clock, and its bytes."""
 
 
 class RawConnection(asyncio.Protocol):
     """One connection and its calls, each named by its stream's number.
 
-    on_end: called with a call's number when the server has ended it, or the connection.
+    on_end: called with a call's number when the server has ended the call, or when the connection has ended.
     """
 
     def __init__(self, on_end: Callable[[RawConnection, int], None]) -> None:
         self.chunks: dict[int, list[Chunk]] = {}
-        """By call, in the order in which they came."""
+        """The chunks of each call, in the order in which they came."""
         self.trailers: dict[int, bytes] = {}
-        """By call: the last header block, as it came."""
+        """The last header block of each call, as it came."""
         self._on_end = on_end
         self._open: set[int] = set()
         self._next = 1
@@ -44,14 +44,14 @@ class RawConnection(asyncio.Protocol):
         self._unacknowledged = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's own are no instances of it.
-        # No header table, so that header blocks can be read one by one; no push; windows as wide as they can be.
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own class.
+        # No header table, so that header blocks can be read one by one; no push; windows as large as possible.
         settings = struct.pack(">HIHIHI", 1, 0, 2, 0, 4, _WINDOW)
         window = struct.pack(">I", _WINDOW - 65_535)
         transport.write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, window))
 
     def call(self, authority: str, path: str, message: bytes) -> int:
-        """Starts a call; its number."""
+        """Start a call and return its number."""
         number, self._next = self._next, self._next + 2
         self.chunks[number] = []
         self._open.add(number)
@@ -107,7 +107,7 @@ class RawConnection(asyncio.Protocol):
 
 
 def messages(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-    """The whole messages of a call, each with the time of its last byte."""
+    """Yield the whole messages of a call, each with the time of its last byte."""
     rest = b""
     for now, chunk in chunks:
         rest = rest + chunk if rest else chunk
@@ -122,21 +122,21 @@ def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
 
 
 def _headers(authority: str, path: str) -> bytes:
-    """Of a gRPC call: HPACK literals that enter no table (RFC 7541, Section 6.2.2)."""
-    post, http = b"\x83", b"\x86"  # Of the static table.
+    """Return the headers of a gRPC call: HPACK literals that enter no table (RFC 7541, Section 6.2.2)."""
+    post, http = b"\x83", b"\x86"  # Entries of the static table.
     named = _literal(4, path) + _literal(1, authority) + _literal(31, "application/grpc")
     return post + http + named + _literal("te", "trailers")
 
 
 def _literal(name: int | str, value: str) -> bytes:
-    """A header whose name is given or stands in the static table."""
+    """Return a header whose name is given, or is an index of the static table."""
     if isinstance(name, str):
         return b"\0" + _text(name) + _text(value)
-    index = bytes([name]) if name < 15 else bytes([15, name - 15])  # Of 4 bits; more goes on in the next byte.
+    index = bytes([name]) if name < 15 else bytes([15, name - 15])  # 4 bits; a larger index goes on in the next byte.
     return index + _text(value)
 
 
 def _text(value: str) -> bytes:
     data = value.encode()
-    assert len(data) < 127  # Else its length would take more than a byte.
+    assert len(data) < 127  # A longer text needs more than one byte for its length.
     return bytes([len(data)]) + data

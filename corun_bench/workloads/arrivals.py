@@ -1,8 +1,9 @@
-"""When the requests of an open loop are sent: seconds since the run began, in order. Pure, from a seed or a trace.
+"""The times at which an open loop sends its requests: seconds since the run began, in order.
 
-The conventions are those of `vllm bench serve` (get_request in vllm/benchmarks/serve.py): gaps of a gamma distribution,
-and all times scaled so that the last request of n is sent at n / request_rate. The rate is then the same for every
-seed, and only the bursts differ. This module must not know what is sent.
+They are a pure function of a seed or a trace. The conventions are those of `vllm bench serve` (get_request in
+vllm/benchmarks/serve.py): gaps have a gamma distribution, and all times are scaled so that the last request of n is
+sent at n / request_rate. The rate is then the same for every seed, and only the bursts differ. This module must not
+know what is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from corun_bench.workloads.draws import generator
 
 
 def gamma(count: int, *, request_rate: float, burstiness: float = 1.0, seed: int) -> list[float]:
-    """`count` times. Burstiness 1 is a Poisson process, less is burstier, more is more even, inf is a constant gap."""
+    """Return `count` times. Burstiness 1 is a Poisson process, less is burstier, more is more even, inf is constant."""
     check_rate(request_rate, burstiness)
     if math.isinf(burstiness):
         return [(i + 1) / request_rate for i in range(count)]
@@ -26,7 +27,7 @@ def gamma(count: int, *, request_rate: float, burstiness: float = 1.0, seed: int
 
 
 def from_trace(timestamps: Sequence[float], *, request_rate: float) -> list[float]:
-    """The bursts of a trace at another rate: the first request at 0, the last of n at n / request_rate."""
+    """Return the bursts of a trace at another rate: the first request at 0, the last of n at n / request_rate."""
     check_rate(request_rate)
     times = [at - timestamps[0] for at in timestamps]
     if len(times) > 1 and times[-1] <= 0:
@@ -35,7 +36,7 @@ def from_trace(timestamps: Sequence[float], *, request_rate: float) -> list[floa
 
 
 def check_rate(request_rate: float, burstiness: float = 1.0) -> None:
-    """Raises InvalidArgumentError unless it is a finite rate and a burstiness above 0."""
+    """Raise InvalidArgumentError unless the rate is above 0 and finite and the burstiness is above 0."""
     if not 0 < request_rate < math.inf:
         raise InvalidArgumentError("request_rate", request_rate, "must be above 0 and finite in an open loop")
     if not burstiness > 0:
@@ -43,7 +44,7 @@ def check_rate(request_rate: float, burstiness: float = 1.0) -> None:
 
 
 def _scaled(times: list[float], last_s: float) -> list[float]:
-    """Times that end at `last_s`; gaps so bursty that all of them round to 0 stay so."""
+    """Return times that end at `last_s`. If the gaps are so bursty that all of them round to 0, they stay 0."""
     if not times or times[-1] == 0:
         return times
     return [at * (last_s / times[-1]) for at in times]

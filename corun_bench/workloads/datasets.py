@@ -1,7 +1,8 @@
-"""Readers of the data sets that benchmarks use, from a user's file or from a small sample of ours of the same shape.
+"""Readers of the data sets that benchmarks use, from a user's file or from our own small sample of the same shape.
 
-Each reader says which records it leaves out, and counts them: nothing is dropped silently, and a file of another shape
-is an error that names the line. This module must not know tokenizers, lengths that fit a model, or requests.
+Each reader documents which records it leaves out, and counts them, so that nothing is dropped silently. A file of
+another shape is an error that names the line. This module must not know tokenizers, lengths that fit a model, or
+requests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from corun.errors import InvalidArgumentError, Shown
 
 SAMPLES = Path(__file__).parent / "samples"
-"""Made by us, see samples/recipes.py; no data of anybody is in them."""
+"""The folder of our own samples. samples/recipes.py makes them; they contain no data of anybody else."""
 
 _TIME, _MODEL, _PROMPT, _OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
 
@@ -29,9 +30,9 @@ class Trace:
     prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
     output_tokens: array[int] = field(default_factory=lambda: array("q"))
     timestamps: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds."""
+    """The time of each request, in seconds."""
     left_out: int = 0
-    """Rows without prompt or response tokens (the request failed), or of another model."""
+    """The number of rows without prompt or response tokens (the request failed), or of another model."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -39,7 +40,7 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """A human's first turn and what the model answered."""
+    """A human's first turn and the model's answer."""
 
     prompt: str
     answer: str
@@ -47,18 +48,18 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """A file, and what to change in it."""
+    """A file, and the change to make in it."""
 
     code: str
     change_request: str
 
 
 def read_burstgpt(path: Path | None, model: str = "") -> Trace:
-    """Rows of a BurstGPT CSV file, in the file's order; columns are found by name.
+    """Read the rows of a BurstGPT CSV file, in the file's order; columns are found by name.
 
     v1.1: "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"; later releases have "Session ID" and
-    "Elapsed time" between the first two. Rows with 0 response tokens are requests that failed: they are left out, as
-    vLLM's benchmark does. vLLM also keeps rows of "GPT-4" only; here that is what `model` is for.
+    "Elapsed time" between the first two. Rows with 0 response tokens are requests that failed; they are left out, as in
+    vLLM's benchmark. vLLM also keeps only rows of "GPT-4"; here `model` can select them.
     """
     path = path or SAMPLES / "burstgpt.csv"
     trace = Trace()
@@ -77,9 +78,9 @@ def read_burstgpt(path: Path | None, model: str = "") -> Trace:
 
 
 def read_sharegpt(path: Path | None) -> tuple[list[Turn], int]:
-    """The first human turn of each conversation with the model turn after it, and how many have no such pair.
+    """Return the first human turn of each conversation with the model turn after it, and how many have no such pair.
 
-    A JSON list of {"id", "conversations": [{"from": "human" | "gpt", "value": text}, …]}.
+    The file is a JSON list of {"id", "conversations": [{"from": "human" | "gpt", "value": text}, …]}.
     """
     path = path or SAMPLES / "sharegpt.json"
     entries = _json(path, 0, path.read_text(encoding="utf-8-sig"))
@@ -91,10 +92,10 @@ def read_sharegpt(path: Path | None) -> tuple[list[Turn], int]:
 
 
 def read_blazedit(path: Path | None) -> tuple[list[Edit], int]:
-    """Edit records from JSON lines, and how many lie outside vLLM's range of distances.
+    """Return the edit records of a file of JSON lines, and how many lie outside vLLM's range of distances.
 
-    {"code", "change_request", "norm_distance"}: the columns of the published sets that vLLM's BlazeditDataset reads.
-    Its default range of `norm_distance` (edit distance over length) is [0, 1].
+    A record is {"code", "change_request", "norm_distance"}: the columns of the published sets that vLLM's
+    BlazeditDataset reads. Its default range of `norm_distance` (edit distance over length) is [0, 1].
     """
     path = path or SAMPLES / "blazedit.jsonl"
     with path.open(encoding="utf-8-sig") as lines:

@@ -1,4 +1,4 @@
-"""Random choices of a benchmark as pure functions of (seed, label), the same in every version of Python.
+"""The random choices of a benchmark, as pure functions of (seed, label): the same in every version of Python.
 
 Two draws with different labels are independent, so one more draw anywhere changes no other. This module must not know
 what is drawn.
@@ -16,13 +16,13 @@ _PERSON = b"corun.bench"
 
 
 def integers(seed: int, label: str, count: int, below: int) -> list[int]:
-    """`count` integers in [0, below), evenly distributed: SHAKE-256 of seed and label, 64 bits each."""
+    """Return `count` evenly distributed integers in [0, below): SHAKE-256 of seed and label, 64 bits each."""
     stream = hashlib.shake_256(_key(seed, label)).digest(8 * count)
     return [value * below >> 64 for value in struct.unpack(f"<{count}Q", stream)]
 
 
 def pick(seed: int, label: str, size: int, count: int) -> list[int]:
-    """`count` indices of [0, size) in a random order; where there are too few, all of them again in another order."""
+    """Return `count` indices of [0, size) in a random order; if too few, all of them again in another order."""
     picked: list[int] = []
     while len(picked) < count:
         picked += _shuffled(seed, f"{label}/{len(picked)}", size, min(size, count - len(picked)))
@@ -30,12 +30,12 @@ def pick(seed: int, label: str, size: int, count: int) -> list[int]:
 
 
 def generator(seed: int, label: str) -> random.Random:
-    """For distributions that need an unknown number of draws."""
+    """Return a generator for distributions that need an unknown number of draws."""
     return random.Random(int.from_bytes(_key(seed, label), "little"))
 
 
 def _shuffled(seed: int, label: str, size: int, count: int) -> list[int]:
-    """The first `count` of a shuffle, in memory for `count`: Fisher and Yates, with a table of what was moved."""
+    """Return the first `count` of a Fisher-Yates shuffle, in memory for `count`: a table has the moved items."""
     moved: dict[int, int] = {}
     chosen: list[int] = []
     for i, value in enumerate(integers(seed, label, count, 1 << 64)):

@@ -1,8 +1,8 @@
-"""From a workload's name to its requests: pure, the same for every system and on every machine, from one seed.
+"""Makes the requests of a workload: pure, from one seed, the same for every system and on every machine.
 
-How a request is made to fit a model: prompt and output together may have `max_model_len` tokens. Of what exceeds it,
-the part that has more than half of them is cut, and both are cut to a half where both have more; a prompt loses its
-end. Requests so cut are counted, and so are records that cannot be used and prompts that had to be used again.
+A request is cut to fit a model: prompt and output together may have `max_model_len` tokens. If they have more, the one
+that is longer than half of this limit is cut; if both are longer than half, both are cut to half. A prompt loses its
+end. The cut requests are counted, and so are records that cannot be used and prompts that had to be used again.
 This module must not know systems, tokenizers or clocks.
 """
 
@@ -37,15 +37,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A workload, and what was done to the data to make it."""
+    """A workload, and the changes to the data that it needed."""
 
     workload: Workload
     clipped: int = 0
-    """Requests cut to fit the model."""
+    """The number of requests that were cut to fit the model."""
     left_out: int = 0
-    """Records that cannot be used: failed, too short or too long, of another model or shape."""
+    """The number of records that cannot be used: failed, too short or too long, of another model or shape."""
     repeated: int = 0
-    """Prompts used again, because the data set has too few."""
+    """The number of prompts that are used again, because the data set has too few."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ def make(
     request_rate: float = math.inf,
     burstiness: float = 1.0,
 ) -> Workload:
-    """`prepare`'s workload; what it had to change is logged."""
+    """Return the workload of `prepare`, and log what had to be changed."""
     prepared = prepare(
         spec,
         num_requests=num_requests,
@@ -135,10 +135,10 @@ def prepare(
     request_rate: float = math.inf,
     burstiness: float = 1.0,
 ) -> Prepared:
-    """The workload of a spec; a rollout has its own number of requests, whatever `num_requests` is.
+    """Return the workload of a spec; a rollout has its own number of requests, whatever `num_requests` is.
 
     An infinite `request_rate` is a closed loop. Raises InvalidArgumentError for a value outside its limit, a file of
-    another shape, or text without `tokenize`, which gets raw text: no chat template is applied.
+    another shape, or text without `tokenize`. `tokenize` gets raw text: no chat template is applied.
     """
     _check(num_requests, vocab_size, max_model_len, seed, max_concurrency, request_rate)
     maker = _Maker(spec=spec, vocab_size=vocab_size, seed=seed, tokenize=tokenize)
@@ -158,15 +158,15 @@ def prepare(
 
 
 def fit(input_len: int, output_len: int, max_model_len: int) -> tuple[int, int]:
-    """The lengths that a request gets; see the module's text."""
+    """Return the lengths that a request gets; the module's docstring has the rule."""
     input_len = min(input_len, max(max_model_len - output_len, max_model_len // 2))
     return input_len, min(output_len, max_model_len - input_len)
 
 
 def edit_prompt(edit: Edit, times_before: int = 0) -> str:
-    """The task of an edit record as text; in our words, so its length differs a little from vLLM's.
+    """Return the task of an edit record as text. The words are ours, so its length differs a little from vLLM's.
 
-    A record that is used again starts differently: a prefix cache must not know it.
+    A record that is used again starts differently, so that no prefix cache knows it.
     """
     again = f"Once more, {times_before}. " if times_before else ""
     return (
@@ -182,7 +182,7 @@ def _synthetic(maker: _Maker, count: int) -> _Source:
 
 
 def _burstgpt(maker: _Maker, count: int) -> _Source:
-    """Random tokens in the trace's lengths. Rows are picked at random, or are neighbours if the trace times them."""
+    """Return random tokens in the trace's lengths. Rows are picked at random, or neighbours if the trace times them."""
     trace = read_burstgpt(maker.spec.path, maker.spec.model)
     rows = _window(maker, trace.timestamps, count) if maker.spec.arrivals == "trace" else maker.pick(len(trace), count)
     samples = [
@@ -197,7 +197,7 @@ def _burstgpt(maker: _Maker, count: int) -> _Source:
 
 
 def _window(maker: _Maker, times: Sequence[float], count: int) -> list[int]:
-    """Neighbours of a trace, from a random place, in order of time."""
+    """Return neighbouring rows of a trace, from a random place, in order of time."""
     if len(times) < count:
         limit = f"arrivals=trace needs as many usable rows as requests, {count}, and has {len(times)}"
         raise InvalidArgumentError("workloads", maker.spec.text, limit)
@@ -261,7 +261,7 @@ def _times(spec: Spec, samples: list[_Sample], request_rate: float, burstiness: 
 
 
 def _requests(spec: Spec, seed: int, prompts: list[_Sample], times: Iterator[float]) -> Iterator[Request]:
-    """Samples of one prompt are neighbours; each has a seed of its own."""
+    """Yield the requests. Samples of one prompt are neighbours; each has a seed of its own."""
     key = seed.to_bytes(8, "little")
     for number, prompt in enumerate(prompts):
         first = derive_seed(key, f"{spec.name}/{number}")

@@ -1,4 +1,4 @@
-"""How a user names a workload: comma-separated `key=value`, checked in full before anything is read or started.
+"""The names of workloads: comma-separated `key=value`, checked in full before anything is read or started.
 
     in=512,out=256                 random tokens, fixed lengths
     rl=32x8,in=512,out=256         32 prompts x 8 samples: the rollout of an RL step
@@ -6,9 +6,9 @@
     sharegpt                       the built-in sample; sharegpt=PATH: a JSON file of ShareGPT
     blazedit                       the built-in sample; blazedit=PATH: JSON lines of Blazedit
 
-`rl=PxN` goes with every one of them. BurstGPT takes `model=GPT-4` (rows of that model only, as vLLM's benchmark does)
-and `arrivals=trace` (its own timestamps, at the given request rate); ShareGPT and Blazedit take `out=N` (the same
-output length for all). A path holds no comma. This module must not know how workloads are made.
+`rl=PxN` can be added to each of them. BurstGPT takes `model=GPT-4` (rows of that model only, as in vLLM's benchmark)
+and `arrivals=trace` (its own timestamps, at the given request rate). ShareGPT and Blazedit take `out=N` (the same
+output length for all). A path must not contain a comma. This module must not know how workloads are made.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Kind = Literal["synthetic", "burstgpt", "sharegpt", "blazedit"]
 Arrivals = Literal["gamma", "trace"]
 
 PAPER = ("in=512,out=256", "in=2048,out=64", "in=128,out=1024", "in=4096,out=128", "burstgpt", "blazedit")
-"""The paper's six configurations (Fig. "throughput"). Its text names BurstGPT, Blazedit and 4096/128; the other three
-lengths are only in the figure, and are here those that the project measures (docs/benchmarks.md)."""
+"""The paper's six configurations (Fig. "throughput"). The paper's text names BurstGPT, Blazedit and 4096/128. The other
+three lengths are only in its figure; here they are those that the project measures (docs/benchmarks.md)."""
 
 MAX_LENGTH = 2**20
-"""Tokens; more is a typing error."""
+"""The most tokens of a length; more is taken for a typing error."""
 MAX_SAMPLES = 2**16
 
 _OPTIONS: Mapping[str, frozenset[str]] = {
@@ -44,7 +44,7 @@ class Spec:
     """A workload as it was named."""
 
     text: str
-    """What the user wrote, without blanks."""
+    """The user's text, without blanks."""
     kind: Kind
     path: Path | None = None
     """The user's file; None: no file, or the built-in sample."""
@@ -62,7 +62,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """As results call it: the text, with a file's name in place of its path."""
+        """The workload's name in results: the text, with a file's name in place of its path."""
         if self.path is None:
             return self.text
         file = f"{self.kind}={self.path.name}"
@@ -75,7 +75,7 @@ class Spec:
 
 
 def parse(spec: str) -> Spec:
-    """One workload; raises InvalidArgumentError that names the part that is wrong."""
+    """Read one workload; raises InvalidArgumentError that names the wrong part."""
     fields = _fields(spec)
     kinds = [key for key in fields if key in _OPTIONS and key != "synthetic"]
     if len(kinds) > 1:
@@ -94,7 +94,7 @@ def parse(spec: str) -> Spec:
 
 
 def expand(specs: Iterable[str]) -> tuple[Spec, ...]:
-    """The workloads of a command line, in order and each once; "paper" stands for six."""
+    """Return the workloads of a command line, in order and each once; "paper" stands for six."""
     found: dict[str, Spec] = {}
     for text in specs:
         for parsed in (parse(part) for part in (PAPER if text.strip() == "paper" else (text,))):
@@ -143,7 +143,7 @@ def _spec(spec: str, kind: Kind, path: Path | None, fields: Mapping[str, str]) -
 
 
 def _rollout(text: str) -> tuple[int, int]:
-    """(prompts, samples of each); (0, 1) where there is no rollout."""
+    """Return (prompts, samples of each); (0, 1) if there is no rollout."""
     if not text:
         return 0, 1
     prompts, _, samples = text.partition("x")

@@ -1,1 +1,1 @@
-"""What runs a second time to be compared: audits of samples, verification, and the company that they keep."""
+"""Runs that are repeated to be compared: audits of samples, verification, and the crowds that run beside it."""

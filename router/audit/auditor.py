@@ -1,8 +1,8 @@
-"""Audits: a random share of the finished samples, run again on other nodes and compared bit by bit.
+"""Audits: a random share of the finished samples runs again on other nodes and is compared bit by bit.
 
-Owns: which samples are audited, when, and what follows from a difference. Audits only use what is idle
-(`router.audit.idle`), and start only while slots are left over. This module must not know gRPC messages or how a sample
-is run.
+Owns: which samples are audited, when, and what follows from a difference. Audits use only idle nodes
+(`router.audit.idle`), and start only while spare slots are left. This module must not know gRPC messages or how a
+sample is run.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from router.output import RECORD
 from router.placement import Need
 
 MAX_RUNNING = 4
-"""Audits at a time: a thousandth of what some thousand slots finish."""
+"""The most audits at a time. They are enough to audit a thousandth of what some thousand slots finish."""
 MAX_WAITING = 256
-"""Samples that wait for their audit, or are being audited."""
+"""The most samples that wait for their audit or are being audited."""
 MAX_WAITING_TOKENS = 262_144
-"""Tokens of them, prompt and output."""
+"""The most prompt and output tokens of the samples that wait for their audit or are being audited."""
 MAX_TRIES = 8
-"""Starts of one audit that gives way again and again."""
+"""The most starts of one audit that gives way again and again."""
 AUDIT_TIMEOUT_S = 3600.0
-"""Longest audit; as long as the longest call of a client."""
+"""The longest time of an audit, as long as the longest call of a client."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
 class Audit:
-    """A sample that was chosen."""
+    """A finished sample that was chosen for an audit."""
 
     finished: Finished
     need: Need
-    """It avoids the nodes of the first run."""
+    """The need of the audit's run. It avoids the nodes of the first run."""
     tries: int = 0
 
     @property
@@ -65,7 +65,7 @@ class Running:
 
     @property
     def same_nodes(self) -> tuple[str, ...]:
-        """Ids of the nodes that the first run used as well, because there was no other."""
+        """The ids of the nodes that the first run used as well, because there were no others."""
         ids = (ref.node_id for ref in self.run.seat.refs)
         return tuple(node_id for node_id in ids if node_id in self.audit.need.avoid)
 
@@ -82,7 +82,7 @@ class Auditor:
         self._rng = rng or random.Random()
         self._files = Reproductions(config.audit_dir)
         self._waiting: deque[Audit] = deque()
-        self._tokens = 0  # Of all audits, waiting and running.
+        self._tokens = 0  # The tokens of all audits, waiting and running.
         self._running: dict[IdleRun, Running] = {}
         self._closed = False
         self._matched = self._mismatched = self._failed = self._skipped = self._same_node = 0
@@ -100,7 +100,8 @@ class Auditor:
         )
 
     def note(self, finished: Finished) -> None:
-        """A sample has ended well. Chosen by a coin of the router's own, whatever the client asked for."""
+        """Note a sample that ended well, and perhaps choose it for an audit. The choice is random and does not depend
+        on the client's request."""
         if self._rng.random() >= self._config.audit_fraction:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
@@ -115,26 +116,26 @@ class Auditor:
 
     @property
     def waiting(self) -> int:
-        """Audits without an answer."""
+        """The number of audits that wait or run."""
         return len(self._waiting) + len(self._running)
 
     def pump(self) -> None:
-        """Starts what may start."""
+        """Start the audits that may start now."""
         while self._waiting and not self._closed and len(self._running) < MAX_RUNNING:
             if not self._start(self._waiting[0]):
-                self._waiting.rotate(-1)  # The next change tries another: one that fits nowhere holds up nobody.
+                self._waiting.rotate(-1)  # The next change tries another: one that fits nowhere must not block others.
                 return
             self._waiting.popleft()
 
     def stop(self) -> None:
-        """Ends all audits, and takes no more."""
+        """End all audits, and accept no more."""
         self._closed = True
         while self._waiting:
             self._skip(self._waiting.popleft())
         self._idle.end(self._running)
 
     async def close(self) -> None:
-        """Returns when every file is written."""
+        """Stop, and wait until the reproduction files are written."""
         self.stop()
         await self._files.close()
 
@@ -156,7 +157,8 @@ class Auditor:
         if run.gave_way:
             self._again(running.audit)
         elif isinstance(run.error, NodeFaultError) and is_not_finite(run.error.error):
-            self._judge(running, running.comparison.end(FinishReason.ERROR))  # The first run found tokens to draw.
+            # This is a difference, because the first run had finite logits and drew tokens.
+            self._judge(running, running.comparison.end(FinishReason.ERROR))
         elif run.reason is None:
             self._fail(running, run.error)
         else:
@@ -191,7 +193,8 @@ class Auditor:
             self._accuse(_reproduction(running, running.comparison.differs_at, reason), running.run.sample)
 
     def _accuse(self, found: Reproduction, sample: Sample) -> None:
-        """One of the runs was wrong. Which, nobody can tell: all their nodes are out until they have restarted."""
+        """Quarantine the nodes of both runs until they have restarted, because one run was wrong and nothing shows
+        which. Keep a reproduction file."""
         first, audit = found.first, found.audit
         self._last_mismatch = (
             f"{found.time}: {sample} differs at token {found.differs_at}: {first.prefill_node} and "

@@ -1,7 +1,8 @@
-"""The output of an audit, compared bit by bit with what the client got.
+"""The bit-by-bit comparison of an audit's output with the output that the client got.
 
-Token ids and log probability bits only: text is a function of them. Where a stop string ended the sample, the node did
-not know it, so the audit ends at the same token whatever the node would do next. This module must not know nodes.
+Only token ids and the bits of log probabilities are compared, because text is a function of the tokens. If a stop
+string ended the sample, the node did not know that, so the audit ends at the same token, whatever the node would do
+next. This module must not know nodes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from router.output import RECORD
 
 
 class Comparison:
-    """Takes the tokens of one audit (`router.failover.Output`). After a difference it goes on, for the digest."""
+    """Takes the tokens of one audit (`router.failover.Output`). It goes on after a difference, for the digest."""
 
     def __init__(self, finished: Finished) -> None:
         self.position = 0
-        """Tokens of the audit."""
+        """The number of tokens that the audit has given so far."""
         self.differs_at: int | None = None
-        """The first token, from 0, that differs; one past the last if only one of both ended, or how."""
+        """The index of the first token, from 0, that differs. If all tokens of the shorter run are equal, it is the
+        index after them, where only one run ended or both ended for different reasons. None while nothing differs."""
         self._finished = finished
-        self._found = b""  # The audit's token at the difference.
+        self._found = b""  # The record of the audit's token at the difference; empty if the audit had ended.
         self._digest = OutputDigest()
 
     @property
@@ -30,7 +32,7 @@ class Comparison:
         return self.position
 
     def take(self, token_id: int, logprob: float) -> bool:
-        """Takes the audit's next token; True where a stop string ended the sample."""
+        """Take the audit's next token. Return True if a stop string ended the first run at this token."""
         record = RECORD.pack(token_id, logprob)
         if self._expected(self.position) != record:
             self._differ(self.position, record)
@@ -39,7 +41,7 @@ class Comparison:
         return self._finished.node_reason is None and self.position * RECORD.size >= len(self._finished.records)
 
     def end(self, reason: FinishReason) -> FinishReason:
-        """The audit is over, and ended like that."""
+        """End the audit, and compare its end with that of the first run. Return `reason`."""
         if self._expected(self.position) or self._finished.node_reason not in (None, reason):
             self._differ(self.position, b"")
         return reason
@@ -51,12 +53,12 @@ class Comparison:
         return self._digest.tokens_hexdigest()
 
     def tokens(self) -> tuple[Drawn | None, Drawn | None]:
-        """What the client got and what the audit gave where they differ; None where a run had ended."""
+        """Return the client's token and the audit's token at the difference. A token is None if its run had ended."""
         assert self.differs_at is not None
         return _drawn(self._expected(self.differs_at)), _drawn(self._found)
 
     def _expected(self, position: int) -> bytes | bytearray:
-        """Empty after the last token."""
+        """Return the record of the first run's token at `position`; empty after the last token."""
         return self._finished.records[position * RECORD.size : (position + 1) * RECORD.size]
 
     def _differ(self, position: int, record: bytes) -> None:

@@ -1,4 +1,5 @@
-"""The company of a verification: samples that only keep others company, in idle slots, and give way to every client.
+"""The crowd of a verification: samples that only run beside the verified ones. They use idle slots and give way to
+every client.
 
 This module must not know what is verified.
 """
@@ -23,7 +24,7 @@ from router.failover import Sample
 from router.prompts import Model
 
 MAX_FILLER_PROMPT = 48
-"""Tokens."""
+"""The most prompt tokens of a filler."""
 CLOSE_TIMEOUT_S = 5.0
 FILTERS: tuple[dict[str, Any], ...] = (
     {},
@@ -33,13 +34,14 @@ FILTERS: tuple[dict[str, Any], ...] = (
     {"min_p": 0.05, "frequency_penalty": 0.3},
     {"repetition_penalty": 1.1},
 )
-"""Every kind in turn: engines choose and compile the kernel of a step by what the samples of it ask for together."""
+"""The sampling filters of fillers, used in turn. Engines choose and compile the kernel of a step by what the samples of
+the step ask for together, so every kind must occur."""
 
 log = logging.getLogger(__name__)
 
 
 class Fillers:
-    """Random prompts and parameters, drawn from a seed."""
+    """Draws samples with random prompts and parameters from a seeded generator."""
 
     def __init__(self, model: Model, rng: random.Random, deadline: float, caller: Caller) -> None:
         self._model = model
@@ -49,7 +51,8 @@ class Fillers:
         self._filters = itertools.cycle(FILTERS)
 
     def draw(self, num_tokens: int, *, endless: bool = False) -> Sample:
-        """A sample of at most so many tokens, prompt and output; an endless one has all of them."""
+        """Return a sample of at most `num_tokens` tokens, prompt and output together. endless: the sample uses all of
+        them."""
         rng, room = self._rng, min(num_tokens, self._model.max_model_len)
         num_prompt = rng.randint(1, max(1, min(MAX_FILLER_PROMPT, room // 4)))
         longest = max(1, room - num_prompt)
@@ -75,7 +78,7 @@ class Fillers:
 
 
 class Unread:
-    """Output that nobody reads (`router.failover.Output`)."""
+    """An output that discards its tokens and only counts them (`router.failover.Output`)."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.position = 0
@@ -100,40 +103,41 @@ class Unread:
 
 
 class Crowd:
-    """Up to `size` fillers; one that ends, or gave way, is replaced as soon as a slot is idle.
+    """Up to `size` running fillers. A filler that ends or gives way is replaced as soon as a slot is idle.
 
-    `pump` has to be called when the registry changes. Close it, whatever happens.
+    `pump` has to be called when the registry changes. The caller must close the crowd in every case.
     """
 
     def __init__(self, idle: IdleRuns, draw: Callable[[], Sample], size: int, has_audits: Callable[[], bool]) -> None:
         self.spare_slots = 1
-        """That stay free on each node: for what is verified, until it has its own."""
+        """The number of slots that stay free on each node, for the verified sample until it has its own slot."""
         self._idle = idle
         self._draw = draw
         self._size = size
         self._has_audits = has_audits
         self._running: dict[IdleRun, Unread] = {}
         self._leaving: set[IdleRun] = set()
-        """Ended ones whose slot is not free yet."""
+        """The ended runs whose slot is not free yet."""
         self._has_turned = False
-        """A filler has come to its end: there are others at every stage."""
+        """Whether a filler has come to its end. By then, other fillers are at every stage."""
         self._changed = asyncio.Event()
         self._next: Sample | None = None
 
     def pump(self) -> None:
-        """Starts what may start."""
+        """Start the fillers that may start now."""
         self._leaving = {run for run in self._leaving if run.seat.holds_slot}
         while len(self._running) < self._size and self._start():
             pass
         self._changed.set()
 
     async def stand(self, timeout_s: float) -> None:
-        """Waits until all of it, or as much of it as there are idle slots, is there."""
+        """Wait until all fillers run, or as many as there are idle slots; at most `timeout_s` seconds."""
         self.pump()
         await self.until(lambda: self._stands, timeout_s)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Waits until a condition holds that can only change with the registry or with a filler; not for longer."""
+        """Wait until a condition holds, at most `timeout_s` seconds. The condition must only change when the registry
+        or a filler changes."""
         end = asyncio.get_running_loop().time() + timeout_s
         while not condition() and (left := end - asyncio.get_running_loop().time()) > 0:
             self._changed.clear()
@@ -141,7 +145,7 @@ class Crowd:
                 await asyncio.wait_for(self._changed.wait(), left)
 
     async def close(self) -> None:
-        """Ends all of it, and returns when its slots are free."""
+        """End all fillers, and wait until their slots are free, at most `CLOSE_TIMEOUT_S` seconds."""
         self._size = 0
         self._idle.end(self._running)
         await self.until(lambda: not self._running and not self._leaving, CLOSE_TIMEOUT_S)
@@ -153,7 +157,7 @@ class Crowd:
         return begun >= self._size or nobody_moves or self._has_turned
 
     def _start(self) -> bool:
-        # Audits are few and in no hurry, but a crowd would keep them out for as long as it is there.
+        # Audits are few and need no speed, but without this a crowd would keep them out for as long as it runs.
         spare = SPARE_SLOTS + 1 if self._has_audits() else self.spare_slots
         sample, output = self._next or self._draw(), Unread(self.pump)
         run = self._idle.start(sample, sample.need, output, self._ended, spare_slots=spare)
@@ -168,6 +172,6 @@ class Crowd:
         del self._running[run]
         self._leaving.add(run)
         self._has_turned = self._has_turned or run.reason is not None
-        if run.error is not None:  # The crowd gets thinner; what is compared is not the crowd.
+        if run.error is not None:  # The crowd gets smaller. That is no problem, because the crowd is not compared.
             log.warning("a filler of a verification failed: %s", run.error)
             self._size -= 1

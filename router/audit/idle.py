@@ -1,7 +1,7 @@
-"""Runs that no client waits for, in slots that are idle: audits, and the company of a verification.
+"""Runs in idle slots that no client waits for: audits, and the crowd of a verification.
 
-They never queue, start only while nobody waits, and give way at once to a sample that a client waits for. This module
-must not know what a run is for.
+These runs never queue. They start only while no sample waits in line, and give way at once to a client's sample. This
+module must not know what a run is for.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from router.nodes.registry import Registry
 from router.placement import Need
 
 SPARE_SLOTS = 4
-"""Slots that stay free on a node beside what may wait, for samples that come in meanwhile; all but one on a node that
-has fewer."""
+"""The number of slots that low-priority runs leave free on a node, for samples that arrive meanwhile. On a node with
+fewer slots, all but one stay free."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -31,13 +31,13 @@ class IdleRun:
         self.sample = sample
         self.seat = run.seat
         self.was_refused = False
-        """The node had no room after all: another router's samples may be there."""
+        """Whether the node had no room after all. Other routers' samples may be there."""
         self.gave_way = False
-        """It ended since others came first, in this router or on the node."""
+        """Whether the run ended because others came first, in this router or on the node."""
         self.error: BaseException | None = None
-        """What else ended it before its sample had ended."""
+        """Any other error that ended the run before its sample had ended."""
         self.reason: FinishReason | None = None
-        """Why its sample ended; None: it did not."""
+        """Why the run's sample ended; None if it did not end."""
         self.on_end = on_end
         self._run = run
         self._keeps_free = keeps_free
@@ -48,10 +48,11 @@ class IdleRun:
         return not draining and self.seat.decode.room.keeps_free(self._keeps_free)
 
     def is_in_the_way(self, seat: Seat | None) -> bool:
-        """Whether a client's sample with this seat, or with none, has to wait for it."""
+        """Return whether a client's sample with this seat, or without one, may have to wait for this run."""
         if seat is None:
             return True
-        return self.seat.is_prefilling and self.seat.prefill is seat.prefill  # It computes one prompt after the other.
+        # A prefill node computes one prompt after the other.
+        return self.seat.is_prefilling and self.seat.prefill is seat.prefill
 
     async def to_end(self) -> FinishReason:
         await self._run.reserve()
@@ -65,13 +66,13 @@ class IdleRun:
         self.reason = None if task.cancelled() or error else task.result()
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Give back all that the run holds."""
         self._run.close()
 
 
 class IdleRuns:
-    """All of one router. `review` has to be called when the registry changes, `give_way` when a sample of a client was
-    placed, or could not be."""
+    """All idle runs of one router. `review` has to be called when the registry changes, and `give_way` when a client's
+    sample was placed or could not be placed."""
 
     def __init__(self, registry: Registry, queue: AdmissionQueue, config: RouterConfig) -> None:
         self._registry = registry
@@ -93,33 +94,35 @@ class IdleRuns:
         spare_slots: int,
         keeps_free: int = 0,
     ) -> IdleRun | None:
-        """Runs a sample now, once, where `spare_slots` stay free; None if somebody waits or no nodes are idle.
+        """Run a sample once, now, on nodes where `spare_slots` slots stay free. Return None if a sample waits in line
+        or no nodes are idle.
 
-        It stays for as long as its node keeps `keeps_free` slots free. `on_end` is called before its slot is free.
+        The run may stay while its node keeps `keeps_free` slots free. `on_end` is called before its slot is free.
         """
         if self._queue.in_line or (seat := self._registry.place_idle(need, spare_slots)) is None:
             return None
         run = IdleRun(sample, Run(sample, seat, output, self._config), keeps_free, on_end)
         task = asyncio.ensure_future(run.to_end())
         self._running[task] = run
-        task.add_done_callback(self._ended)  # Also of a task that was cancelled before its first step.
+        task.add_done_callback(self._ended)  # It is called even if the task is cancelled before its first step.
         return run
 
     def review(self) -> None:
-        """Takes runs off nodes that have become busy or are to end."""
+        """Cancel the runs on nodes that have become busy or drain."""
         self._cancel(task for task, run in self._running.items() if not run.may_stay)
 
     def give_way(self, seat: Seat | None) -> None:
-        """A sample of a client got this seat; or, if None, has to wait, and nothing here may be why."""
+        """Cancel the runs for which a client's sample would wait. seat: the seat that the sample got; None if it has to
+        wait for room, and then all runs are cancelled."""
         self._cancel(task for task, run in self._running.items() if run.is_in_the_way(seat) or not run.may_stay)
 
     def end(self, runs: Iterable[IdleRun]) -> None:
-        """Ends runs that nobody needs any more."""
+        """End runs that are not needed any more."""
         ended = set(runs)
         self._cancel(task for task, run in self._running.items() if run in ended)
 
     async def close(self) -> None:
-        """Ends all, and returns when each has given back what it held."""
+        """End all runs, and wait until each has given back what it held, at most `CLOSE_TIMEOUT_S` seconds."""
         self._cancel(self._running)
         if self._running:
             await asyncio.wait(set(self._running), timeout=CLOSE_TIMEOUT_S)
@@ -136,10 +139,11 @@ class IdleRuns:
         if run.was_refused:
             run.seat.refuse()
             self._registry.changed()
-        run.close()  # Last: it tells everybody that a slot is free.
+        run.close()  # This comes last, because it tells all listeners that a slot is free.
 
     def _note_fault(self, run: IdleRun) -> None:
-        """Nobody waits for it, so a node that fails it is not followed by another."""
+        """Report a node that failed the run to the registry. The run is not tried on another node, because no client
+        waits for it."""
         is_late = asyncio.get_running_loop().time() >= run.sample.deadline
         if isinstance(run.error, NodeFaultError) and not is_late:
             self._registry.note_fault(run.error.member, run.error.error)

@@ -1,8 +1,8 @@
-"""Runs cases again under chosen conditions and compares every bit of their output.
+"""Run cases again under chosen conditions and compare every bit of their output.
 
-Each condition changes what must not matter: who runs beside a sample, which slot it gets, in which order samples
-arrive. Cases take the same way as every other sample, at the lowest priority, and leave slots free for others; their
-company takes idle slots only (`router.audit.crowd`). This module must not know gRPC messages.
+Each condition changes something that must not matter: which samples run beside a sample, which slot it gets, in which
+order samples arrive. Cases run in the same way as every other sample, at the lowest priority, and leave slots free for
+others. Their crowd takes only idle slots (`router.audit.crowd`). This module must not know gRPC messages.
 """
 
 from __future__ import annotations
@@ -30,44 +30,46 @@ from router.nodes.registry import Registry
 from router.prompts import Model
 
 LONGEST_S = 900.0
-"""Longest verification: who has more to verify comes again, and others had their turn."""
+"""The longest time of a verification. A caller with more to verify calls again, so that others get their turn."""
 BUSY_RETRY_S = 5.0
 CROWD_TOKENS = 64
-"""Least prompt and output of one sample of a crowd: enough to meet others at every stage, few enough to come and go."""
+"""The smallest limit on the prompt and output tokens of a sample of a crowd. It is enough to run beside others at every
+stage, and small enough that samples come and go."""
 CROWD_TOKENS_PER_SLOT = 2
-"""Prompts are computed one after the other: the more slots, the longer a sample has to stay for all to be taken."""
+"""The tokens per slot of a node that a sample of a crowd should have. Prompts are computed one after the other, so with
+more slots each sample has to stay longer until all slots are taken."""
 CROWD_WAIT_S = 10.0
-"""Longest wait for company to be there before a case is run."""
+"""The longest wait for the crowd before a case runs."""
 ROOM_WAIT_S = 1.0
-"""Longest wait, before a case queues, for the slot that its crowd leaves to it."""
+"""The longest wait, before a case queues, for the slot that its crowd leaves to it."""
 MAX_HELD_SLOTS = 16
-"""Slots per node that are held ahead of a case; more would test nothing new and take longer."""
+"""The most slots per node that are held ahead of a case. More would test nothing new and take longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One run of one case."""
+    """The outcome of one run of one case."""
 
     case_index: int
     receipt: Receipt | None = None
     text_digest: str = ""
     error: str = ""
     is_late: bool = False
-    """The time of the verification was over."""
+    """Whether the run failed because the time of the verification was over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One verification, checked."""
+    """The runs of one checked verification under one condition."""
 
     samples: Sequence[tuple[int, Sample]]
-    """Those to run, with the index of their case."""
+    """The samples to run, each with the index of its case."""
     changed: Sequence[int]
-    """Cases that are not run: they are not what they say."""
+    """The indices of the cases that are not run, because their text gives other token ids than their own."""
     fillers: Fillers
     rng: random.Random
     limit: int
-    """Samples of company, and cases at once, that its caller may have."""
+    """The most samples of a crowd, and the most cases at once, that the caller may have."""
 
 
 class Verifier:
@@ -85,7 +87,7 @@ class Verifier:
         self._crowds: set[Crowd] = set()
 
     def pump(self) -> None:
-        """Starts what may start."""
+        """Start the fillers that may start now."""
         for crowd in tuple(self._crowds):
             crowd.pump()
 
@@ -98,12 +100,12 @@ class Verifier:
         deadline: float,
         caller: Caller,
     ) -> AsyncGenerator[VerifyResult, None]:
-        """One result per case and condition, as they come.
+        """Yield one result per case and condition, as they come.
 
         Raises:
-            InvalidArgumentError: a case cannot be run; before anything runs.
-            OverloadedError: another verification of this caller runs.
-            DeadlineError: the time of the call, or LONGEST_S, was over before all was run.
+            InvalidArgumentError: a case cannot be run. This is raised before anything runs.
+            OverloadedError: another verification of this caller is running.
+            DeadlineError: the time of the call, or LONGEST_S, was over before all cases were run.
         """
         conditions = conditions or tuple(Condition)
         with self._only_one_of(caller):
@@ -113,7 +115,7 @@ class Verifier:
             changed = await self._check(cases, model, deadline, caller)
             judge, done = Judge(cases), 0
             for condition in conditions:
-                rng = random.Random(f"{order_seed} {condition.value}")  # Text seeds are stable across processes.
+                rng = random.Random(f"{order_seed} {condition.value}")  # A seed of text is stable across processes.
                 samples = [(index, _sample(case, index, deadline, caller)) for index, case in enumerate(cases)]
                 job = Job(
                     samples=[(index, sample) for index, sample in samples if index not in changed],
@@ -169,7 +171,7 @@ class Verifier:
             for index, sample in job.samples:
                 crowd.spare_slots = 1
                 await crowd.until(partial(self._registry.has_place, sample.need), ROOM_WAIT_S)
-                crowd.spare_slots = 0  # It waits in the queue, or has the slot that was left to it.
+                crowd.spare_slots = 0  # From now on the case waits in the queue or has the slot that was left to it.
                 yield await self._run(index, sample)
 
     async def _in_other_slots(self, job: Job) -> AsyncGenerator[Outcome, None]:
@@ -212,7 +214,7 @@ class Verifier:
                 await asyncio.wait(tasks)
 
     async def _run(self, index: int, sample: Sample) -> Outcome:
-        """One run. A queue without room for the lowest priority is asked again until the time is over."""
+        """Run a case once. If the queue has no room for the lowest priority, try again until the time is over."""
         while True:
             try:
                 text, receipt = await self._run_once(sample)
@@ -232,7 +234,7 @@ class Verifier:
             await generation.close()
 
     def check_size(self, num_cases: int, num_conditions: int) -> None:
-        """Raises InvalidArgumentError for a call that is not worth looking at."""
+        """Raise InvalidArgumentError if a call has no cases, or too many cases or conditions."""
         if not 1 <= num_cases <= self._max_cases:
             raise InvalidArgumentError("cases", num_cases, f"must be 1 to {self._max_cases} cases")
         if num_conditions > len(Condition):
@@ -244,7 +246,8 @@ class Verifier:
                 raise InvalidArgumentError(f"conditions[{index}]", condition.value, "must be given once")
 
     async def _check(self, cases: Sequence[VerifyCase], model: Model, deadline: float, caller: Caller) -> list[int]:
-        """The cases whose text is not that of their prompt. Raises InvalidArgumentError for one that cannot be run."""
+        """Return the indices of the cases whose text gives other token ids than their prompt. Raises
+        InvalidArgumentError for a case that cannot be run."""
         changed = []
         for index, case in enumerate(cases):
             with naming_case(index):
@@ -252,7 +255,7 @@ class Verifier:
                 prompt = case.prompt_token_ids
                 if case.text and not await self._generator.is_text_of(case.text, prompt, model, deadline, caller):
                     changed.append(index)
-            await asyncio.sleep(0)  # Streams go on meanwhile.
+            await asyncio.sleep(0)  # Let the streams of other requests go on.
         return changed
 
     def _check_case(self, case: VerifyCase, model: Model) -> None:
@@ -263,12 +266,12 @@ class Verifier:
 
 
 class Judge:
-    """Compares what came out with what had to: the digest given with a case, else that of its first run; and the text
-    and the finish reason of its first run."""
+    """Compares each outcome with the expected one. The expected digest is the one given with the case, otherwise that
+    of its first run. The expected text and finish reason are those of the case's first run."""
 
     def __init__(self, cases: Sequence[VerifyCase]) -> None:
         self._expected = [case.output_digest for case in cases]
-        self._endings: dict[int, tuple[object, str]] = {}  # Of first runs, by case.
+        self._endings: dict[int, tuple[object, str]] = {}  # Finish reasons and text digests of first runs, by case.
 
     def result(self, condition: Condition, outcome: Outcome) -> VerifyResult:
         index, receipt = outcome.case_index, outcome.receipt
@@ -293,7 +296,7 @@ class Judge:
 
 @contextmanager
 def naming_case(index: int) -> Iterator[None]:
-    """Says in the field of a refusal which case it is about."""
+    """Add the index of the case to the field of an InvalidArgumentError."""
     try:
         yield
     except InvalidArgumentError as error:
@@ -310,21 +313,21 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
         seed=case.seed,
         deadline=deadline,
         caller=caller,
-        priority=Priority.LOW,  # Which every caller may ask for.
+        priority=Priority.LOW,  # Every caller may ask for this priority.
     )
 
 
 def _crowd_tokens(nodes: Sequence[NodeInfo], samples: Sequence[Sample]) -> int:
-    """The most tokens of each sample of a crowd: with KV for a whole crowd and any of the samples."""
+    """Return the most tokens of each sample of a crowd. A node then has KV for a whole crowd and any of `samples`."""
     rooms = [_blocks_left(node, sample) // max(1, node.slots) * node.block_size for node in nodes for sample in samples]
     wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
     return max(CROWD_TOKENS, min(wanted, *rooms)) if rooms else CROWD_TOKENS
 
 
 def _holding(nodes: Sequence[NodeInfo], sample: Sample, held: int) -> tuple[int, int]:
-    """How many samples hold slots ahead of `sample` on all nodes, and the tokens each may have.
+    """Return how many samples hold slots ahead of `sample` on all nodes, and the tokens that each of them may have.
 
-    Beside them, every node keeps a slot and the KV for the sample itself.
+    Besides them, every node keeps a slot and the KV blocks for `sample` itself.
     """
     per_node = [max(0, min(held, node.slots - 1, _blocks_left(node, sample))) for node in nodes]
     rooms = [

@@ -1,4 +1,4 @@
-"""The directory of reproduction files: written beside the event loop, whole or not at all, and never too many.
+"""The directory of reproduction files. Files are written in threads, whole or not at all, and their number is limited.
 
 This module must not know what is in a file (`corun.records.reproduction`) or why it is written.
 """
@@ -17,28 +17,28 @@ from corun.records.reproduction import Reproduction
 from corun.records.rows import to_line
 
 MAX_FILES = 100
-"""Beyond it, the oldest go."""
+"""The most files in the directory. If there are more, the oldest are deleted."""
 CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class Reproductions:
-    """Keeps the files of one directory; of none if its name is empty."""
+    """Writes reproduction files to one directory. If the directory's name is empty, it writes none."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory) if directory else None
         self._writing: set[asyncio.Task[None]] = set()
 
     def keep(self, reproduction: Reproduction) -> None:
-        """Writes a file in the background. What goes wrong is logged."""
+        """Write a file in the background. Errors of the file system are logged."""
         if self._directory is not None:
             task = asyncio.ensure_future(self._write(self._directory, reproduction))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
 
     async def close(self) -> None:
-        """Waits for what is being written."""
+        """Wait for the files that are being written, at most `CLOSE_TIMEOUT_S` seconds."""
         if self._writing:
             await asyncio.wait(set(self._writing), timeout=CLOSE_TIMEOUT_S)
 
@@ -52,9 +52,9 @@ class Reproductions:
 
 
 def _write_file(directory: Path, text: str) -> Path:
-    # Names sort by time. Only their owner may read the files: they hold prompts.
+    # Names sort by time. Only their owner may read the files, because they contain prompts.
     path = directory / f"audit-{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(4)}.json"
-    handle, new = tempfile.mkstemp(prefix=".audit-", dir=directory)  # With mode 0600.
+    handle, new = tempfile.mkstemp(prefix=".audit-", dir=directory)  # The file gets mode 0600.
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

@@ -1,1 +1,1 @@
-"""The nodes of a cluster as a router sees them: who they are, whether they can be used, how they are called."""
+"""The nodes of a cluster as a router sees them: which nodes there are, whether they can be used, and calls to them."""

@@ -1,6 +1,6 @@
 """Nodes as a router sees them, and a sample's claim on a pair of them.
 
-Owns: a node's state and how it is worded, and the claim's bookkeeping. This module must not know how nodes are found,
+Owns: a node's state and its wording, and the bookkeeping of claims. This module must not know how nodes are found,
 warmed or chosen.
 """
 
@@ -27,22 +27,23 @@ class Member(Generic[C]):
         self.load = NodeLoad()
         self.heartbeat_at = now
         self.heard_at = 0.0
-        """Of its last registration or heartbeat, on the clock that stands still with the router (`router.lag`)."""
+        """The time of the last registration or heartbeat, on the clock that stands still with the router
+        (`router.lag`)."""
         self.draining = False
         self.is_open = False
-        """Its own preparation is done; what may still miss is a connection to a node of the other role."""
+        """Whether the node's own preparation is done. It may still need a connection to a node of the other role."""
         self.is_warm = False
-        """It has a connection to a live node of the other role."""
+        """Whether the node has a connection to a live node of the other role."""
         self.lost = ""
-        """Why it was given up."""
+        """Why the node was given up; empty if it was not."""
         self.quarantined = ""
-        """Why this generation is not used ever again."""
+        """Why this generation is never used again; empty if it may be used."""
         self.suspended = ""
-        """Why it gets no new work before its next heartbeat."""
+        """Why the node gets no new work before its next heartbeat; empty if it may get work."""
         self.stuck = ""
-        """Why it says that it takes no work at all now."""
+        """Why the node says that it takes no work at all now; empty if it takes work."""
         self.trouble = "being prepared"
-        """What keeps it from being ready."""
+        """The reason why the node is not ready yet, shown if there is no other reason."""
         self.silence: asyncio.TimerHandle | None = None
 
     @property
@@ -56,7 +57,7 @@ class Member(Generic[C]):
 
     @property
     def was_to_end(self) -> bool:
-        """It has said so, for no other reason than that it was told to."""
+        """Whether the node drains only because it was told to end."""
         return self.draining and not (self.stuck or self.quarantined)
 
     @property
@@ -94,7 +95,7 @@ class Member(Generic[C]):
 
 
 class DecodeMember(Member[DecodeClient]):
-    """A decode node, with the room it has."""
+    """A decode node and its room."""
 
     def __init__(self, info: NodeInfo, client: DecodeClient, now: float) -> None:
         super().__init__(info, client, now)
@@ -102,12 +103,14 @@ class DecodeMember(Member[DecodeClient]):
 
     def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
         super().report(load, draining=draining, stuck=stuck, now=now)
-        if self.is_open:  # What was used before may be what an earlier session of ours held: the new stream ended that.
+        # Before the new stream opens, the load may include what an earlier session of this router held; the stream ends
+        # that.
+        if self.is_open:
             self.room.report(load)
 
 
 class PrefillMember(Member[PrefillClient]):
-    """A prefill node, with its backlog."""
+    """A prefill node and its backlog."""
 
     def __init__(self, info: NodeInfo, client: PrefillClient, now: float) -> None:
         super().__init__(info, client, now)
@@ -121,7 +124,8 @@ class PrefillMember(Member[PrefillClient]):
 class Seat:
     """A sample's claim on a slot of one decode node and on a turn at one prefill node, until each is given back.
 
-    The claim is the router's own count; the decode node confirms it with a lease. Giving back twice does nothing.
+    The claim is only the router's own count; the decode node confirms it with a lease. Giving a part back twice does
+    nothing.
     """
 
     def __init__(self, decode: DecodeMember, prefill: PrefillMember, need: Need, changed: Callable[[], None]) -> None:
@@ -147,30 +151,31 @@ class Seat:
         return self._holds_turn
 
     def prefilled(self) -> None:
-        """The prefill node has computed the KV."""
+        """Give the prefill turn back, because the prefill node has computed the KV."""
         self.leave(is_computed=True)
 
     def leave(self, *, is_computed: bool = False) -> None:
-        """The prefill node is done with this sample, whatever came of it."""
+        """Give the prefill turn back, whatever the result of the prefill."""
         if self._end_turn(is_computed=is_computed):
             self._changed()
 
     def refuse(self) -> None:
-        """The decode node had no room: the slot's claim was wrong. Tells nobody: the sample is to queue again first."""
+        """Give the claim back after the decode node had no room, and close the node's room estimate. This notifies no
+        listener, because the sample must queue again first."""
         self._end_turn()
         if self._holds_slot:
             self._holds_slot = False
             self.decode.room.refuse(self._need.total, self._raised)
 
     def free(self) -> None:
-        """The slot is free again."""
+        """Give the slot back, because it is free again."""
         if self._holds_slot:
             self._holds_slot = False
             self.decode.room.give(self._need.total)
             self._changed()
 
     def close(self) -> None:
-        """Gives up the whole claim."""
+        """Give back the whole claim."""
         self.leave()
         self.free()
 
@@ -182,7 +187,7 @@ class Seat:
 
 
 def gap(role: NodeRole, members: Collection[Member[Any]], *, why: bool) -> str:
-    """Why no node of a role can be used; empty if one can."""
+    """Return why no node of a role can be used; empty if one can. why: include the nodes' details."""
     if not members:
         return f"no {role.value} node has joined"
     if any(member.takes_work for member in members):
@@ -191,7 +196,7 @@ def gap(role: NodeRole, members: Collection[Member[Any]], *, why: bool) -> str:
 
 
 def explain(members: Iterable[Member[Any]], *, why: bool) -> str:
-    """The states of nodes in words; why: with their details."""
+    """Return the states of nodes in words. why: include the nodes' details."""
     return "; ".join(
         f"{member.node_id} is {state_in_words(member.state, member.detail if why else '')}" for member in members
     )

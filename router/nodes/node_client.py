@@ -1,8 +1,8 @@
 """Clients of prefill and decode nodes, one for each generation of a node.
 
-Owns: every call to a node and its deadline, leases, the one step stream to a decode node and the way from a row to its
-sample. A call ends with a typed error, and at once when its node is given up. This module must not know samples, queues
-or which node is used for what.
+Owns: every call to a node and its deadline, leases, the one step stream of a decode node, and the path from a row to
+its sample. A failed call ends with a typed error. A call ends at once when its node is given up. This module must not
+know samples, queues or which node is used for what.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from corun.v1 import prefill_service_pb2 as prefill_pb2
 from router.lag import AwakeClock
 
 CLEANUP_TIMEOUT_S = 5.0
-"""Longest call that only gives something back; what it was to free ends by itself later."""
+"""The longest time of a call that only gives something back. If the call fails, the node frees it later by itself."""
 
 TakeToken = Callable[[int, float], bool]
-"""Takes a token id and its log probability; True ends the sample with this token."""
+"""A function that takes a token id and its log probability. It returns True if the sample ends with this token."""
 
 _sessions = itertools.count(1)
-"""The numbers of this process's sessions, each higher than those before."""
+"""The numbers of this process's sessions. Each is higher than the one before."""
 
 log = logging.getLogger(__name__)
 
 
 class NodeClient:
-    """What clients of both roles share: the channel, calls, and being given up. clock: measures the node's silences."""
+    """The common part of the clients of both roles: the channel, calls, and giving a node up.
+
+    clock: measures the node's silences.
+    """
 
     def __init__(self, info: NodeInfo, clock: AwakeClock, access: Access = OPEN) -> None:
         self.ref = info.ref
@@ -63,7 +66,7 @@ class NodeClient:
         return self._gone.done()
 
     async def open(self, timeout_s: float) -> None:
-        """Reaches the node for the first time. Raises UnavailableError if that takes too long."""
+        """Connect to the node for the first time. Raises UnavailableError if that takes longer than `timeout_s`."""
         ready = asyncio.ensure_future(self._channel.channel_ready())
         try:
             await self._clock.wait((ready,), timeout_s)
@@ -74,12 +77,12 @@ class NodeClient:
         ready.result()
 
     def drop(self, reason: str) -> None:
-        """Gives the node up: every call in flight ends with UnavailableError, and no other is made."""
+        """Give the node up. Every call in flight ends with UnavailableError, and no further call is made."""
         if not self._gone.done():
             self._gone.set_result(reason)
 
     async def close(self) -> None:
-        """Waits for what is being given back, then drops the node and closes the channel."""
+        """Wait for the calls that give something back, then drop the node and close the channel."""
         if self._background and not self.is_gone:
             await asyncio.wait(set(self._background), timeout=CLEANUP_TIMEOUT_S)
         self.drop("the router is closing")
@@ -97,10 +100,10 @@ class NodeClient:
             await asyncio.wait((answer, self._gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
             answer.add_done_callback(_retrieve)
-            answer.cancel()  # Does nothing to an answer that has come.
+            answer.cancel()  # This does nothing to a finished call.
         if not answer.done():
             raise self._gone_error()
-        if answer.cancelled():  # What grpc.aio makes of a CANCELLED from the other side.
+        if answer.cancelled():  # grpc.aio reports CANCELLED from the other side in this way.
             raise CancelledByPeerError(f"{self.ref.node_id} cancelled the call")
         return answer.result()
 
@@ -116,19 +119,19 @@ class NodeClient:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """With whom a prompt may share its KV."""
+    """The sharing of a prompt's KV with other samples."""
 
     scope: str = ""
-    """Whose equal prompts may get the same; empty: it is computed for this call alone."""
+    """The scope in which equal prompts may get the same KV; empty if the KV is computed for this call alone."""
     more_follow: bool = False
-    """Some of them wait for slots."""
+    """Whether other samples that may get the same KV wait for slots."""
 
 
 ALONE = Share()
 
 
 class PrefillClient(NodeClient):
-    """Calls of one prefill node."""
+    """The calls to one prefill node."""
 
     def __init__(self, info: NodeInfo, clock: AwakeClock, access: Access = OPEN) -> None:
         super().__init__(info, clock, access)
@@ -143,8 +146,8 @@ class PrefillClient(NodeClient):
         metadata: Metadata = (),
         share: Share = ALONE,
     ) -> KvHandle:
-        """Computes a prompt's KV for one decode node; `request_id` must be unique to this attempt. Cancelling drops the
-        work.
+        """Compute a prompt's KV for one decode node, `reader`. `request_id` must be unique to this attempt. Cancelling
+        this call drops the work.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=request_id,
@@ -158,7 +161,7 @@ class PrefillClient(NodeClient):
         return codec.kv_handle_from_proto(response.handle)
 
     def release_kv(self, request_id: str) -> None:
-        """Drops KV that nobody will read, in the background."""
+        """Release KV that no decode node will read, in the background."""
         if not self.is_gone:
             self._spawn(self._release_kv(request_id))
 
@@ -172,7 +175,7 @@ class PrefillClient(NodeClient):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """What a decode node needs to run a sample in a leased slot."""
+    """The data that a decode node needs to run a sample in a leased slot."""
 
     handle: KvHandle
     prompt_token_ids: Sequence[int]
@@ -185,13 +188,14 @@ class _NotFiniteError(InternalError):
 
 
 def is_not_finite(error: CorunError) -> bool:
-    """Whether a node could draw no token, since the logits were not finite. Other nodes find the same, unless one is
-    broken."""
+    """Return whether a node could draw no token because the logits were not finite. Other nodes get the same logits,
+    unless one of the nodes is broken."""
     return isinstance(error, _NotFiniteError)
 
 
 class Lease:
-    """A slot of one decode node, from the router's side: asked for, held, ended. Its rows go to `take_token`."""
+    """The router's side of a lease of one slot on a decode node: reserving, held, then ended. Its rows go to
+    `take_token`."""
 
     __slots__ = ("_take_later", "_take_token", "ended", "first_row_at", "heard_at", "lease_id", "reserving", "slot")
 
@@ -203,9 +207,10 @@ class Lease:
         self.ended: asyncio.Future[FinishReason] = loop.create_future()
         self.ended.add_done_callback(_retrieve)
         self.heard_at = 0.0
-        """When it was started, or its last row came, on the clock that stands still with the router (`router.lag`)."""
+        """When the lease was started or its last row came, on the clock that stands still with the router
+        (`router.lag`)."""
         self.first_row_at: float | None = None
-        """On the loop's clock."""
+        """When the first row came, on the loop's clock; None before it."""
         self._take_token: TakeToken = self._take_first
         self._take_later = take_token
 
@@ -221,7 +226,7 @@ class Lease:
             self.ended.set_exception(InternalError("a token could not be taken"))
 
     def _take_first(self, token_id: int, logprob: float) -> bool:
-        """In its own place, so that the others cost nothing."""
+        """Take the first token and note its time. Later tokens do not go through this method, so they cost no more."""
         self.first_row_at = asyncio.get_running_loop().time()
         self._take_token = self._take_later
         return self._take_token(token_id, logprob)
@@ -241,13 +246,13 @@ class Lease:
 
 
 class DecodeClient(NodeClient):
-    """Calls, leases and the step stream of one decode node.
+    """The calls, leases and step stream of one decode node.
 
-    Stream and leases belong to a session. The stream of a later one, when the router comes back to the same node, ends
-    what a dropped client has left there. Nothing else ends a lease while the stream stands, so a client that does not
-    know what it holds gives its session up.
+    The stream and the leases belong to a session. When the router comes back to the same node, the stream of the later
+    session ends the leases that a dropped client left there. Nothing else ends a lease while the stream is open. So a
+    client that does not know which leases it holds gives its session up.
 
-    router_id: of this process and no other one.
+    router_id: the id of this process, which no other process has.
     """
 
     def __init__(
@@ -263,7 +268,7 @@ class DecodeClient(NodeClient):
         self.router_id = router_id
         self.session = next(_sessions)
         self._on_lost = on_lost
-        self._leases: dict[int, Lease] = {}  # Those the node holds for us, by id.
+        self._leases: dict[int, Lease] = {}  # The leases that the node has granted to this client, by lease id.
         self._reading: asyncio.Task[None] | None = None
 
     def drop(self, reason: str) -> None:
@@ -281,7 +286,7 @@ class DecodeClient(NodeClient):
             await asyncio.wait((self._reading,), timeout=CLEANUP_TIMEOUT_S)
 
     async def open(self, timeout_s: float) -> None:
-        """Opens the step stream; returns when the node has answered on it."""
+        """Open the step stream, and return when the node has answered on it. Raises UnavailableError otherwise."""
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         reading = self._reading = asyncio.ensure_future(self._read_steps(opened))
         await self._clock.wait((opened, reading, self._gone), timeout_s)
@@ -291,18 +296,18 @@ class DecodeClient(NodeClient):
             raise self._gone_error()
 
     async def connect(self, peer: NixlEndpoint, timeout_s: float) -> None:
-        """Makes the NIXL connection to a prefill node."""
+        """Make the NIXL connection from this decode node to a prefill node."""
         request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=codec.nixl_endpoint_to_proto(peer))
         await self._call(self._stub.Connect, request, timeout_s)
 
     async def reserve(self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
-        """Gets a slot for `lease`.
+        """Reserve a slot for `lease`.
 
-        Raises OverloadedError if the node has no room now, or keeps it for routers that hold less, and DeadlineError if
-        it has not answered after `timeout_s`.
+        Raises OverloadedError if the node has no room now, or keeps its room for routers that hold less. Raises
+        DeadlineError if the node has not answered after `timeout_s`.
 
-        The call goes on then, or if this is cancelled, until `CLEANUP_TIMEOUT_S` after that: `release` has to know
-        whether the node granted a slot. A node that has not answered by then is given up.
+        After such a timeout or a cancellation, the call goes on for up to `timeout_s` + `CLEANUP_TIMEOUT_S` in all,
+        because `release` must know whether the node granted a slot. A node that has not answered by then is given up.
         """
         request = decode_pb2.ReserveRequest(
             router_id=self.router_id,
@@ -319,7 +324,7 @@ class DecodeClient(NodeClient):
         lease.reserving.result()
 
     async def start(self, lease: Lease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
-        """Starts decoding; rows follow on the stream."""
+        """Start decoding in a leased slot. The rows follow on the step stream."""
         request = decode_pb2.StartRequest(
             lease_id=lease.lease_id,
             generation=self.ref.generation,
@@ -332,16 +337,17 @@ class DecodeClient(NodeClient):
         await self._call(self._stub.Start, request, timeout_s, metadata)
 
     def silent_s(self, lease: Lease) -> float:
-        """For how long a lease that was started has had no row, while this router could have read one."""
+        """Return for how many seconds a started lease has had no row. Only time in which this router could have read a
+        row counts."""
         return self._clock.time() - lease.heard_at
 
     def release(self, lease: Lease, freed: Callable[[], None]) -> None:
-        """Ends a lease, whatever its state, in the background; calls `freed` once when its slot is free again."""
+        """End a lease in any state, in the background. Call `freed` once, when its slot is free again."""
         undecided = lease.reserving is not None and not lease.reserving.done()
         held = lease.lease_id is not None and self._leases.pop(lease.lease_id, None) is not None
         if undecided or held:
             self._spawn(self._release(lease, freed))
-        else:  # Never granted, ended by the node, or gone with it.
+        else:  # The lease was never granted, was ended by the node, or was lost with the node.
             freed()
 
     async def _reserve(self, lease: Lease, request: decode_pb2.ReserveRequest, timeout_s: float) -> None:
@@ -356,7 +362,7 @@ class DecodeClient(NodeClient):
     async def _release(self, lease: Lease, freed: Callable[[], None]) -> None:
         try:
             if lease.reserving is not None:
-                await asyncio.wait((lease.reserving,))  # Bounded by the call's own timeout.
+                await asyncio.wait((lease.reserving,))  # The call's own timeout bounds this wait.
             if lease.lease_id is not None:
                 self._leases.pop(lease.lease_id, None)
                 request = decode_pb2.ReleaseRequest(lease_id=lease.lease_id, generation=self.ref.generation)
@@ -367,13 +373,13 @@ class DecodeClient(NodeClient):
             freed()
 
     def _give_up(self, reason: str) -> None:
-        """The node is lost, if it was not before."""
+        """Report the node as lost, unless it was given up before."""
         if not self.is_gone:
             self.drop(reason)
             self._on_lost(reason)
 
     async def _read_steps(self, opened: asyncio.Future[None]) -> None:
-        """Reads the step stream until it breaks; that is the loss of the node, unless the node was given up before."""
+        """Read the step stream until it ends. Its end means that the node is lost, unless it was given up before."""
         reason = "its step stream ended"
         try:
             await self._deliver_steps(opened)
@@ -381,7 +387,7 @@ class DecodeClient(NodeClient):
             reason = f"its step stream broke: {from_rpc_error(error)}"
         except CorunError as error:
             reason = f"its step stream is broken: {error}"
-        finally:  # Also if grpc.aio reports CANCELLED from the other side, which it does as a CancelledError.
+        finally:  # This includes CANCELLED from the other side, which grpc.aio raises as a CancelledError.
             self._give_up(reason)
 
     async def _deliver_steps(self, opened: asyncio.Future[None]) -> None:
@@ -398,7 +404,8 @@ class DecodeClient(NodeClient):
             self._on_step(message)
 
     def _on_step(self, message: decode_pb2.StreamStepsResponse) -> None:
-        """One decode step. The hot path: constant work per row, no task is woken for a row."""
+        """Deliver the rows of one decode step. This is the hot path: the work per row is constant, and no task is woken
+        for a row."""
         now = self._clock.time()
         leases = self._leases
         if not len(message.lease_ids) == len(message.token_ids) == len(message.logprobs):
@@ -422,6 +429,6 @@ async def _answer(method: Callable[..., Awaitable[Any]], request: object, timeou
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Marks an outcome as seen: nobody may be waiting for it any more."""
+    """Mark a future's exception as retrieved, because its waiter may be gone."""
     if not future.cancelled():
         future.exception()

@@ -1,4 +1,4 @@
-"""The one contract of a cluster, and what a node has to say of itself to join it.
+"""The one contract of a cluster, and the checks of a node's description of itself.
 
 This module must not know how nodes are reached or used.
 """
@@ -11,27 +11,29 @@ from corun.params import check_name
 from corun.types import NodeInfo, NodeRole
 
 MAX_TEXT_LENGTH = 65_536
-"""Characters of anything that a node says of itself."""
+"""The most characters of each text in a node's description of itself."""
 MAX_OFFERED = 64
-"""Contracts that are remembered until two of them give the expected fingerprint."""
+"""The most contracts that are remembered until two of them give the expected fingerprint."""
 
 
 class ClusterContract:
-    """The contract of the cluster, for as long as the router lives: that of the first node of each role, or of the
-    first two that give the expected fingerprint together."""
+    """The contract of the cluster, for the whole life of the router. It is the contract of the first node of each role,
+    or of the first two nodes that together give the expected fingerprint."""
 
     def __init__(self, expected: str = "") -> None:
         self.fingerprint = ""
-        """Empty until a node of each role has joined."""
+        """The fingerprint of the cluster's contract; empty until a node of each role has joined."""
         self._expected = expected
         self._offered: dict[str, Contract] = {}
-        """Until two of them give the expected fingerprint: what nodes came with, by fingerprint, the newest last."""
+        """The contracts that nodes offered, by fingerprint, newest last. They are kept until two of them give the
+        expected fingerprint."""
         self._pinned: dict[NodeRole, Contract] = {}
 
     def admit(self, contract: Contract) -> str:
-        """Empty if `contract` is the cluster's, or is free to become it; else what it waits for, in words.
+        """Check a node's contract against the cluster's, and pin it if the cluster has none for its role yet.
 
-        Raises ContractMismatchError if it is another one.
+        Return an empty text if the contract is admitted, otherwise what it waits for, in words. Raises
+        ContractMismatchError if it differs from the cluster's contract.
         """
         if self._expected and not self._pinned and (waits := self._offer(contract)):
             return waits
@@ -45,10 +47,10 @@ class ClusterContract:
         return ""
 
     def _offer(self, contract: Contract) -> str:
-        """Pins the contract with one of the other role, if both give the expected fingerprint. One alone cannot be told
-        from a wrong one, and a wrong one that came first must refuse no right one.
+        """Pin the contract together with one of the other role, if both give the expected fingerprint. A single
+        contract cannot be checked, and a wrong contract that came first must not cause a right one to be refused.
 
-        Returns and raises as `admit` does.
+        The result and the errors are those of `admit`.
         """
         self._remember(contract)
         errors: list[ContractMismatchError] = []
@@ -76,7 +78,7 @@ class ClusterContract:
         self._offered.pop(fingerprint, None)
         self._offered[fingerprint] = contract
         if len(self._offered) > MAX_OFFERED:
-            del self._offered[next(iter(self._offered))]  # Its node comes with it again.
+            del self._offered[next(iter(self._offered))]  # Its node will offer it again.
 
     def _model_differences(self, contract: Contract) -> dict[str, tuple[str, str]]:
         everything = [diff(other, contract) for other in self._pinned.values()]
@@ -84,7 +86,7 @@ class ClusterContract:
 
 
 def check_info(info: NodeInfo) -> None:
-    """Raises InvalidArgumentError unless a node's description of itself is complete."""
+    """Raise InvalidArgumentError unless a node's description of itself is complete and within its limits."""
     required: dict[str, object] = {
         "node.ref.node_id": info.ref.node_id,
         "node.ref.generation": info.ref.generation,

@@ -1,7 +1,7 @@
-"""Which nodes there are, whether they may be used, and the one contract they share.
+"""The registry of the nodes: which nodes there are, whether they may be used, and the one contract they share.
 
 Owns: registration, heartbeats, contract admission, loss, and choosing a pair of nodes for a sample. This module must
-not know queues or samples; whoever waits for a change subscribes to it.
+not know queues or samples. Other modules subscribe to it to learn of changes.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from router.refusals import Refusals
 from router.text import VERSION, Tokenizer
 
 OPEN_TIMEOUT_S = 10.0
-"""Longest wait for a decode node to answer on a new step stream."""
+"""The longest time to connect to a node: the channel of a prefill node, the first message on a decode node's stream."""
 FORGET_AFTER_S = 600.0
-"""How long lost and refused nodes stay in the cluster's status."""
+"""The seconds for which lost and refused nodes stay in the cluster's status."""
 DEMAND_BEATS = 3
-"""Heartbeats after which a node takes what a router wanted there to be over."""
+"""The number of heartbeat intervals after which a node takes a router's demand to be over."""
 REMEMBERED_GENERATIONS = 64
 MAX_NODES = 4096
-"""Node ids that are known at once, with those lost and refused."""
+"""The most node ids that are known at once, including lost and refused nodes."""
 
 M = TypeVar("M", bound=Member[Any])
 
@@ -66,27 +66,29 @@ log = logging.getLogger(__name__)
 class Registry:
     """The nodes of one router.
 
-    router_id: of this process and no other one, since decode nodes take two of one id for one.
+    router_id: the id of this process. No other process may have it, because decode nodes take routers with one id for
+        the same router.
     """
 
     def __init__(self, config: RouterConfig, router_id: str, access: Access = OPEN) -> None:
         self.contract = ClusterContract(config.expected_fingerprint)
         self.model: Model | None = None
-        """Known once a tokenizer has been loaded."""
+        """The cluster's model; None until a tokenizer has been loaded."""
         self.mismatches = 0
-        """Samples whose repeated run gave other bits, audits included, since the router started."""
+        """The number of samples whose repeated run gave other bits, audits included, since the router started."""
         self.clock = AwakeClock()
-        """Measures how long nodes are silent."""
+        """The clock that measures how long nodes are silent."""
         self._config = config
         self._router_id = router_id
         self._access = access
         self._tells_why = not config.client_tokens_file
-        """Whether errors say why a node is not in use, which may name other clients' requests; statuses do."""
+        """Whether errors say why a node is not in use. The reason may name other clients' requests, so it is left out
+        if clients have tokens. Statuses always say why."""
         self._decodes: dict[str, DecodeMember] = {}
         self._prefills: dict[str, PrefillMember] = {}
         self._refused = Refusals(FORGET_AFTER_S)
-        self._dead: dict[str, deque[str]] = {}  # Generations that were replaced, by node id.
-        self._quarantined: dict[NodeRef, str] = {}  # With the reason. Rare, so never forgotten.
+        self._dead: dict[str, deque[str]] = {}  # The generations that were replaced, by node id.
+        self._quarantined: dict[NodeRef, str] = {}  # The reasons. They are rare, so they are never forgotten.
         self._pairs = Pairs(self.changed)
         self._preparing: dict[NodeRef, asyncio.Future[None]] = {}
         self._closing: set[asyncio.Future[None]] = set()
@@ -96,28 +98,28 @@ class Registry:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` after every change that may let a sample start."""
+        """Call `listener` after every change that may let a sample start."""
         self._listeners.append(listener)
 
     def watch(self, watcher: Callable[[Seat | None], None]) -> None:
-        """Calls `watcher` with every seat that `place` gives, and with None for a sample that waits for room."""
+        """Call `watcher` with every seat that `place` gives, and with None for a sample that waits for room."""
         self._watchers.append(watcher)
 
     def register(self, info: NodeInfo) -> None:
-        """Takes a node in, or refreshes it; a new generation replaces the old one at once.
+        """Add a node, or refresh it. A new generation replaces the old one at once.
 
         Raises:
             InvalidArgumentError: the node's own description is not complete.
-            ContractMismatchError: its contract differs from the cluster's; the error has the fields.
+            ContractMismatchError: its contract differs from the cluster's; the error names the fields.
             UnavailableError: it failed its self-test, or its contract waits for that of another node.
             StaleGenerationError: this generation was replaced before.
             DataLossError: this generation may have given wrong bits.
-            OverloadedError: there are as many nodes as there may be.
+            OverloadedError: the router already knows the most nodes that it may know.
         """
         check_info(info)
         self._check_room(info.ref.node_id)
         if info.ref in self._quarantined and self._member(info.ref.node_id) is None:
-            self._refused.note(info, self._quarantined[info.ref])  # Else its member says so in the status.
+            self._refused.note(info, self._quarantined[info.ref])  # With a member, the member's status says so.
         self._check_trusted(info.ref)
         self._check_alive(info.ref)
         known = self._member(info.ref.node_id)
@@ -130,10 +132,10 @@ class Registry:
         self._add(info)
 
     def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool, stuck: str = "") -> None:
-        """Keeps a node in use, unless it says why not.
+        """Keep a node in use, unless the node reports that it drains or is stuck.
 
         Raises:
-            NotFoundError: it has to register (again).
+            NotFoundError: the node has to register (again).
             DataLossError: this generation may have given wrong bits.
         """
         self._check_trusted(ref)
@@ -147,7 +149,7 @@ class Registry:
         self.changed()
 
     def lose(self, member: Member[Any], reason: str) -> None:
-        """Gives a node up: its calls end, its leases fail, its pairs are forgotten. It may register again."""
+        """Give a node up. Its calls end, its leases fail, and its pairs are forgotten. It may register again."""
         if member.lost:
             return
         if member.was_to_end:
@@ -158,9 +160,10 @@ class Registry:
         self._drop(member, reason)
 
     def quarantine(self, refs: Iterable[NodeRef], sample: str) -> None:
-        """Two runs of `sample` on these nodes gave different bits: none of them is used again before it has restarted,
-        and so tested itself. One that has restarted since stays; but if a node, or what it was before its restart, is
-        out for that already, it explains this one too: then the others stay."""
+        """Quarantine the nodes of two runs of `sample` that gave different bits. None of them is used again before it
+        has restarted and so tested itself. A node that has restarted since stays in use. If one of the generations that
+        ran is in quarantine already, even if its node has restarted since, it explains this difference too, and the
+        others stay in use."""
         self.mismatches += 1
         suspects = tuple(dict.fromkeys(refs))
         if any(ref in self._quarantined for ref in suspects):
@@ -172,12 +175,12 @@ class Registry:
             log.error("node %s is quarantined: one of two runs %s", ref, reason)
         for member in members:
             member.quarantined = reason
-        for member in members:  # Not before all are out: what is lost here must not go to another of them.
+        for member in members:  # All are marked first, so that samples lost here do not go to another of these nodes.
             self.lose(member, reason)
 
     def note_fault(self, member: Member[Any], error: CorunError) -> None:
-        """A call to a node failed. One that did not answer gets no new work before its next heartbeat; one that was
-        replaced is lost; one that answered with an error of its own may be used."""
+        """Note that a call to a node failed. A node that did not answer gets no new work before its next heartbeat. A
+        node that was replaced is lost. A node that answered with an error of its own stays in use."""
         if member.lost:
             return
         if isinstance(error, StaleGenerationError):
@@ -187,24 +190,25 @@ class Registry:
             self.changed()
 
     def place(self, need: Need) -> Seat | None:
-        """Claims a pair of nodes for a sample now; None if it has to wait."""
+        """Claim a pair of nodes for a sample now. Return None if the sample has to wait."""
         seat = self._seat(choose_pair(need, *self._candidates(), self._pairs.is_warm), need)
-        if seat is not None or need.total <= self.most_tokens():  # Else no room that becomes free would do.
+        # If no node in use could hold the sample, no room that becomes free would be enough.
+        if seat is not None or need.total <= self.most_tokens():
             for watcher in self._watchers:
                 watcher(seat)
         return seat
 
     def has_place(self, need: Need) -> bool:
-        """Whether `place` would claim a pair now."""
+        """Return whether `place` would claim a pair now."""
         return choose_pair(need, *self._candidates(), self._pairs.is_warm) is not None
 
     def place_idle(self, need: Need, spare_slots: int) -> Seat | None:
-        """Claims a pair that has nothing better to do, away from the nodes of `need.avoid`; None if there is none."""
+        """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""
         return self._seat(choose_idle_pair(need, *self._candidates(), self._pairs.is_warm, spare_slots), need)
 
     def demand(self, ref: NodeRef, need: Need | None, samples: int) -> Demand | None:
-        """What to tell a decode node of the samples that wait, the first with this need: its part of them, if what they
-        lack is room there. None for a prefill node."""
+        """Return this router's demand to report to a decode node: the node's part of the waiting samples, if they lack
+        only room there. need: that of the first waiting sample. Return None for a prefill node."""
         node = self._decodes.get(ref.node_id)
         if node is None or node.info.ref != ref:
             return None
@@ -212,33 +216,34 @@ class Registry:
         if need is None or node not in able:
             return Demand(router_id=node.client.router_id)
         able.sort(key=lambda other: (-other.room.free_blocks, other.node_id))
-        # One sample does not keep room on every node: where most is free, it comes together first.
+        # One sample must not keep room on every node. Nodes with the most free blocks come first, because enough room
+        # comes together there first.
         part = (samples + len(able) - 1 - able.index(node)) // len(able)
         lasts_ms = DEMAND_BEATS * self._config.heartbeat_interval_ms
         return Demand(router_id=node.client.router_id, samples=part, num_tokens=need.total, lasts_ms=lasts_ms)
 
     def most_tokens(self) -> int:
-        """Tokens of the largest sample for which some decode node that can be used now has room when it is empty; 0 if
-        there is no such node."""
+        """Return the tokens of the largest sample that fits on some decode node in use when that node is empty; 0 if no
+        decode node is in use."""
         return max((node.room.most_tokens for node in self._connected()), default=0)
 
     def awaited(self, num_tokens: int) -> str:
-        """Which decode nodes would have room for a sample but cannot be used now, and why, in words; empty if none
-        would. A node that is lost, or is to end, may never come back."""
+        """Return in words which decode nodes could hold a sample but cannot be used now, and why; empty if there are
+        none. Lost and draining nodes are left out, because they may never come back."""
         out = {node.node_id for node in self._connected()}
         stay = [node for node in _by_id(self._decodes) if not (node.lost or node.draining or node.node_id in out)]
         return explain((node for node in stay if node.room.could_hold(num_tokens)), why=self._tells_why)
 
     def could_hold(self, num_tokens: int) -> bool:
-        """Whether some decode node, if only later, may have room for a sample."""
+        """Return whether some decode node may have room for a sample, now or later."""
         return num_tokens <= self.most_tokens() or bool(self.awaited(num_tokens))
 
     def decode_nodes(self) -> tuple[NodeInfo, ...]:
-        """Those in use, by id."""
+        """Return the decode nodes that take work, sorted by id."""
         return tuple(node.info for node in _usable(self._decodes))
 
     def missing(self) -> str:
-        """What is missing before any sample can start, in words; empty if nothing is."""
+        """Return in words what is missing before any sample can start; empty if nothing is missing."""
         members: dict[NodeRole, Collection[Member[Any]]] = {
             NodeRole.PREFILL: self._prefills.values(),
             NodeRole.DECODE: self._decodes.values(),
@@ -252,7 +257,8 @@ class Registry:
         return f"no decode node is connected to a prefill node yet ({alone})"
 
     async def wait_ready(self, deadline: float) -> Model:
-        """The model, once a pair of nodes is ready. Raises UnavailableError at `deadline`, on the loop's clock."""
+        """Wait until a pair of nodes is ready, and return the model. Raises UnavailableError at `deadline`, on the
+        loop's clock."""
         while (missing := self.missing()) or self.model is None:
             if _now() >= deadline:
                 raise UnavailableError(missing or "no tokenizer could be loaded")
@@ -260,13 +266,13 @@ class Registry:
         return self.model
 
     def statuses(self) -> tuple[NodeStatus, ...]:
-        """Every node, prefill first, by id."""
+        """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
         now = _now()
         nodes: list[Member[Any]] = [*_by_id(self._prefills), *_by_id(self._decodes)]
         return (*(node.status(now) for node in nodes), *self._refused.statuses())
 
     async def close(self) -> None:
-        """Gives every node up, after what is held there has been given back."""
+        """Give every node up, after everything held there has been given back."""
         members: list[Member[Any]] = [*self._decodes.values(), *self._prefills.values()]
         await asyncio.gather(*(member.client.close() for member in members if not member.lost))
         for member in members:
@@ -277,7 +283,7 @@ class Registry:
         self.clock.stop()
 
     def changed(self) -> None:
-        """Tells everybody who waits for nodes that something may be possible now."""
+        """Tell all waiters and listeners that a sample may be able to start now."""
         for change in self._waiting:
             if not change.done():
                 change.set_result(None)
@@ -304,14 +310,14 @@ class Registry:
             self._waiting.discard(change)
 
     def _connected(self) -> Iterator[DecodeMember]:
-        """The decode nodes that can be used now, with some prefill node."""
+        """Yield the decode nodes that can be used now together with some prefill node."""
         prefills = [prefill.node_id for prefill in _usable(self._prefills)]
         for node in _usable(self._decodes):
             if any(self._pairs.is_warm(node.node_id, prefill) for prefill in prefills):
                 yield node
 
     def _could_start(self, need: Need) -> list[DecodeMember]:
-        """The decode nodes on which such a sample may lack nothing but room."""
+        """Return the decode nodes on which a sample with this need lacks at most room."""
         free = [prefill.node_id for prefill in _usable(self._prefills) if prefill.room.has_room(need.kv_key)]
         able = (node for node in _usable(self._decodes) if node.room.could_hold(need.total))
         return [node for node in able if any(self._pairs.is_warm(node.node_id, prefill) for prefill in free)]
@@ -345,7 +351,7 @@ class Registry:
             dead = self._dead.setdefault(ref.node_id, deque(maxlen=REMEMBERED_GENERATIONS))
             dead.append(known.info.ref.generation)
             if len(self._dead) > MAX_NODES:
-                self._dead.pop(next(iter(self._dead)))  # The one that was replaced first.
+                self._dead.pop(next(iter(self._dead)))  # Forget the node that was first replaced longest ago.
             self.lose(known, f"generation {ref.generation} replaced it")
         self._forget(known)
 
@@ -403,7 +409,7 @@ class Registry:
                     self._pairs.connect(decode, prefill)
 
     async def _load_tokenizer(self, info: NodeInfo) -> None:
-        """Any node's copy will do: all nodes of the cluster have the same."""
+        """Load the tokenizer from a node's model directory. Any node will do, because all nodes have the same one."""
         contract = Contract.from_json(info.contract_json).model
         async with self._loading:
             if self.model is not None:
@@ -422,7 +428,7 @@ class Registry:
             )
 
     def _expect_heartbeat(self, member: Member[Any]) -> None:
-        """Loses a node once it has been silent for too long, and looks again when that may be."""
+        """Lose a node if it has been silent for too long. Otherwise check again when that may first be so."""
         timeout_s = self._config.heartbeat_timeout_ms / 1000
         left = member.heard_at + timeout_s - self.clock.time()
         if left <= 0:

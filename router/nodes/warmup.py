@@ -1,6 +1,7 @@
-"""NIXL connections between decode and prefill nodes, made before a pair gets its first sample.
+"""NIXL connections between decode and prefill nodes. They are made before a pair gets its first sample.
 
-Owns: the task that connects each pair, and which pairs stand. This module must not know registration or placement.
+Owns: the task that connects each pair, and the record of which pairs are connected. This module must not know
+registration or placement.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ log = logging.getLogger(__name__)
 
 
 async def until_done(what: str, attempt: Callable[[], Awaitable[None]], failed: Callable[[str], None]) -> None:
-    """Tries until it works, with growing delays; whoever cancels it ends it.
+    """Call `attempt` with growing delays until it succeeds or this task is cancelled.
 
-    failed: gets the reason after each try, in words that begin with `what`. The log gets it when it is another one.
+    failed: is called with the reason after each failed try, in words that begin with `what`. The reason is logged when
+        it differs from the one before.
     """
     delay, said = FIRST_RETRY_S, ""
     while True:
@@ -42,7 +44,7 @@ async def until_done(what: str, attempt: Callable[[], Awaitable[None]], failed: 
 
 
 def spawn(work: Awaitable[None], what: str) -> asyncio.Future[None]:
-    """Runs `work` as a task whose bugs are logged."""
+    """Run `work` as a task, and log its unexpected exceptions."""
 
     def report(task: asyncio.Future[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -54,7 +56,7 @@ def spawn(work: Awaitable[None], what: str) -> asyncio.Future[None]:
 
 
 class Pairs:
-    """All pairs of open nodes: being connected, or warm."""
+    """All pairs of open nodes, which are being connected or are warm."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -65,13 +67,13 @@ class Pairs:
         return (decode_id, prefill_id) in self._warm
 
     def connect(self, decode: DecodeMember, prefill: PrefillMember) -> None:
-        """Starts to connect a pair, unless that is under way or done."""
+        """Start to connect a pair, unless it is being connected or is connected already."""
         key = (decode.node_id, prefill.node_id)
         if key not in self._tasks:
             self._tasks[key] = spawn(self._connect(decode, prefill), f"connecting {key[0]} to {key[1]}")
 
     def forget(self, member: Member[NodeClient]) -> None:
-        """Drops every pair of a lost node."""
+        """Drop every pair of a lost node."""
         for key in [key for key in self._tasks if member.node_id in key]:
             self._tasks.pop(key).cancel()
             if pair := self._warm.pop(key, None):
@@ -82,7 +84,7 @@ class Pairs:
             decode.trouble = prefill.trouble = reason
 
         async def attempt() -> None:
-            assert prefill.info.nixl is not None  # Checked at registration.
+            assert prefill.info.nixl is not None  # Registration has checked this.
             await decode.client.connect(prefill.info.nixl, CONNECT_TIMEOUT_S)
 
         await until_done(f"{decode.node_id} cannot connect to {prefill.node_id}", attempt, failed)

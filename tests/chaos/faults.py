@@ -1,6 +1,6 @@
-"""Faults of real-engine mode: what there is, how a schedule of them is drawn, and how each is done.
+"""Faults of real-engine mode: their kinds, how a schedule of them is drawn, and how each is made.
 
-Must not know what is asked of the cluster. Tests only.
+Must not know which requests the cluster gets. Tests only.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from dataclasses import dataclass
 from tests.chaos.processes import RealCluster
 
 LONGEST_STOP_S = 12.0
-"""Longer than the time after which a silent node is lost."""
+"""The longest stop of a process: longer than the time after which a silent node is lost."""
 LONGEST_DELAY_S = 0.5
 CLIENTS = "clients"
-"""Target of what is done to no process."""
+"""The target of a fault that hits no process."""
 
 Fault = Callable[[RealCluster, str, float], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of fault. weight: how often it is drawn; 0: only when asked for by name."""
+    """A kind of fault. weight: how often it is drawn; with 0 it comes only when it is asked for by name."""
 
     fault: Fault | None
     roles: str
-    """Of its targets; empty: clients."""
+    """The roles of its targets, by first letter; empty for clients."""
     weight: int
     replaces: bool = False
-    """A new process has to take the place of the target's."""
+    """Whether a new process has to take the place of the target's."""
     is_mild: bool = False
-    """It may hit the last one of a role."""
+    """Whether it may hit the last process of a role."""
     all_of_role: bool = False
-    """Every process of the target's role is hit at once."""
+    """Whether it hits every process of the target's role at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +45,9 @@ class Planned:
     kind: str
     target: str
     wait_s: float
-    """After the one before; longer where that or another one must have passed first."""
+    """The wait after the fault before; longer if that fault or another one must have passed first."""
     strength: float
-    """In [0, 1): how long, how slow or how many."""
+    """The strength in [0, 1): how long, how slow or how many."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.target} ({self.strength:.2f}, after {self.wait_s:.1f} s)"
@@ -58,7 +58,7 @@ async def kill(cluster: RealCluster, name: str, strength: float) -> None:
 
 
 async def kill_engine(cluster: RealCluster, name: str, strength: float) -> None:
-    """One of the engine's processes dies; the node has to notice, and ends."""
+    """Kill one of the engine's processes. The node has to notice it, and ends."""
     engine = cluster.processes[name].engine
     cluster.processes[name].send(signal.SIGKILL, engine[int(strength * len(engine))], expect=1)
 
@@ -72,12 +72,12 @@ async def stop_tree(cluster: RealCluster, name: str, strength: float) -> None:
 
 
 async def stop_parent(cluster: RealCluster, name: str, strength: float) -> None:
-    """The process that serves gRPC stands still while the engine goes on."""
+    """Stop the process that serves gRPC while the engine goes on."""
     await _stop(cluster, name, cluster.processes[name].root, strength)
 
 
 async def stop_engine(cluster: RealCluster, name: str, strength: float) -> None:
-    """The engine stands still while the process goes on to answer."""
+    """Stop the engine while the process that serves gRPC goes on answering."""
     await _stop(cluster, name, cluster.processes[name].engine, strength)
 
 
@@ -124,9 +124,10 @@ KINDS: dict[str, Kind] = {
 def draw(
     seed: int, count: int, members: Sequence[str], only: Sequence[str] = (), lasting: Sequence[str] = ()
 ) -> list[Planned]:
-    """A schedule: a function of its arguments. only: names of kinds; none: all that are drawn unasked.
+    """Draw a schedule; it is a function of the arguments.
 
-    lasting: members that no fault may replace, so that what grows in them over a long run can be seen.
+    only: names of kinds; if empty, all kinds that are drawn without being asked for.
+    lasting: members that no fault may replace, so that growth in them over a long run can be seen.
     """
     rng = random.Random(seed)
     names = list(only) or [name for name, kind in KINDS.items() if kind.weight and not (lasting and kind.all_of_role)]

@@ -1,9 +1,10 @@
-"""`python -m tests.chaos.overload`: a router at once and at ten times the load it can serve; prints a JSON object.
+"""`python -m tests.chaos.overload`: measure a router at the load it can serve and at ten times that; print JSON.
 
-The router and every client are processes of their own; the nodes' engines are fakes, so what is measured is the router.
-First clients ask as fast as they are served ("1x"), then for ten times that rate whatever the answer is ("10x"): a hog
-with most of the arrivals, a small client that wants more than its share, and a tiny one that wants less. Last, a queue
-that stays full refuses one request after the other. Times are of the clients, but for "from_grant".
+The router and every client are processes of their own. The nodes' engines are fakes, so only the router is measured.
+First one client asks as fast as it is served ("1x"). Then three clients ask at ten times that rate, whatever the
+answers are ("10x"): a hog with most of the arrivals, a small client that wants more than its share, and a tiny one that
+wants less. Last, a queue that stays full refuses one request after the other. All times are measured at the clients,
+except "from_grant", which is measured at the router.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tests.fakes import FakeCluster, expected_digest, router_config, write_token
 TIMEOUT_S = 60.0
 SEED = 7
 SHARES = {"hog": 0.9, "small": 0.09, "tiny": 0.01}
-"""Of the arrivals at 10x."""
+"""Each client's share of the arrivals at 10x."""
 MEMBERS_TOKEN = "members-of-the-cluster"
 
 
@@ -50,10 +51,10 @@ class Options:
     """A measurement."""
 
     seconds: float = 10.0
-    """Of each phase."""
+    """The duration of each phase."""
     repeats: int = 3
     factor: float = 10.0
-    """Arrivals at overload, as a multiple of what is served."""
+    """The rate of arrivals at overload, as a multiple of the rate that is served."""
     slots: int = 16
     step_ms: float = 10.0
     max_tokens: int = 32
@@ -61,20 +62,20 @@ class Options:
     max_queued_samples: int = 256
     max_queue_wait_s: float = 2.0
     refusals: int = 2000
-    """In the last phase."""
+    """The number of refusals in the last phase."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What one client saw, times in seconds."""
+    """The outcomes that one client saw, with times in seconds."""
 
     ended: list[float] = field(default_factory=list)
-    """From the call to the receipt."""
+    """The time from the call to the receipt, for each request that completed."""
     first: list[float] = field(default_factory=list)
-    """From the call to the first token."""
+    """The time from the call to the first token, for each request that completed."""
     refused: list[float] = field(default_factory=list)
     other: Counter[str] = field(default_factory=Counter)
-    """Anything else, by what it was; wrong bits too."""
+    """The number of other outcomes by their text, wrong bits included."""
 
     @property
     def asked(self) -> int:
@@ -88,7 +89,7 @@ class Tally:
 
 
 class Asker:
-    """One client; asks for one known answer over and over."""
+    """One client, which sends one request with a known answer over and over."""
 
     def __init__(self, stub: Any, *, max_tokens: int, prompt_tokens: int) -> None:
         self.tally = Tally()
@@ -117,7 +118,7 @@ class Asker:
                 self.tally.other["wrong bits"] += 1
 
     async def closed(self, concurrency: int, seconds: float) -> Tally:
-        """So many requests at a time, the next when one ends."""
+        """Keep `concurrency` requests in flight for `seconds`: when one ends, the next one starts."""
         end = time.monotonic() + seconds
 
         async def cycle() -> None:
@@ -128,7 +129,7 @@ class Asker:
         return self.tally
 
     async def closed_count(self, concurrency: int, number: int) -> Tally:
-        """So many requests at a time, and so many each."""
+        """Run `concurrency` loops of `number` requests each."""
 
         async def cycle() -> None:
             for _ in range(number):
@@ -138,7 +139,7 @@ class Asker:
         return self.tally
 
     async def open(self, rate: float, seconds: float, seed: int) -> Tally:
-        """Requests at random times, whatever becomes of those before."""
+        """Send requests at random times, whatever the outcome of the earlier ones."""
         draw, calls = random.Random(seed), []
         at = time.monotonic()
         end = at + seconds
@@ -160,7 +161,7 @@ def token_of(client: str) -> str:
 
 
 def write_tokens(directory: Path) -> dict[str, str]:
-    """Files of the clients' and the members' tokens, as a router's settings."""
+    """Write the files of the clients' and the members' tokens; return the router settings that name them."""
     clients, members = directory / "clients.tokens", directory / "members.token"
     clients.write_text("".join(f"{name}: {token_of(name)}\n" for name in SHARES))
     members.write_text(MEMBERS_TOKEN)
@@ -168,7 +169,7 @@ def write_tokens(directory: Path) -> dict[str, str]:
 
 
 class Process:
-    """Another process that does as it is told, one thing at a time."""
+    """Another process that carries out orders, one at a time."""
 
     def __init__(self, main: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -225,7 +226,7 @@ async def router_main(pipe: Any, config: RouterConfig) -> None:
 
 
 def times_from_grant(router: Router) -> list[float]:
-    """From a sample's first seat to its end, in seconds, of all that end from now on."""
+    """Return a list that gets, for each sample that ends from now on, the seconds from its first seat to its end."""
     seat, run = router.queue.seat, router.runner.run
     granted: dict[Any, float] = {}
     times: list[float] = []
@@ -253,7 +254,7 @@ def rss_mib() -> float:
 
 
 class Nodes(FakeCluster):
-    """Fake nodes of a router in another process."""
+    """Fake nodes of a router that runs in another process."""
 
     def __init__(self, model: str, address: str) -> None:
         access = Access(token=MEMBERS_TOKEN)
@@ -292,7 +293,7 @@ class Measurement:
 
     async def run(self) -> dict[str, Any]:
         options = self._options
-        # Everything has been loaded and used once, and the router has seen how fast it serves.
+        # Warm up: everything is loaded and used once, and the router sees how fast it serves.
         await self._clients["hog"].tell("closed", 2 * options.slots, 2.0)
         runs = [await self._pair(number) for number in range(options.repeats)]
         return {
@@ -344,7 +345,7 @@ class Measurement:
         }
 
     async def _refusals(self) -> dict[str, Any]:
-        """What one refusal costs, with nothing else going on: the nodes stand still and the queue is full."""
+        """Measure what one refusal costs while nothing else goes on: the nodes stand still and the queue is full."""
         options = self._options
         for node in self._nodes.nodes:
             node.engine.hanging = True
@@ -376,7 +377,7 @@ class Measurement:
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Return p50 and p99 in milliseconds; empty for no values."""
     if not seconds:
         return {}
     ranked = sorted(seconds)
@@ -390,7 +391,7 @@ async def measure(options: Options, scratch: Path) -> dict[str, Any]:
     config = router_config(
         max_queued_samples=options.max_queued_samples,
         max_queue_wait_s=options.max_queue_wait_s,
-        heartbeat_timeout_ms=60_000,  # A machine that stalls is not what is measured here.
+        heartbeat_timeout_ms=60_000,  # A machine that stalls must not spoil the measurement.
         **write_tokens(scratch),
     )
     size = {"max_tokens": options.max_tokens, "prompt_tokens": options.prompt_tokens}

@@ -1,7 +1,8 @@
-"""A real cluster for chaos: two routers, two prefill and two decode nodes, a gateway.
+"""A real cluster for chaos: two routers, two prefill and two decode nodes, and a gateway.
 
-All of them are processes, with TCP proxies in between. Owns the processes, which are started again when they end, the
-proxies, and looking at what is held. Must not know which faults there are nor what is asked of the cluster. Tests only.
+All of them are processes, with TCP proxies in between. Owns the processes, which it starts again when they end, the
+proxies, and the check of what is still held. Must not know which faults there are nor which requests the cluster gets.
+Tests only.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from tests.proxy import CuttingProxy
 SLOTS = 8
 MAX_QUEUED_SAMPLES = 16
 START_S = 900.0
-"""For four engines that start at once."""
+"""The limit for four engines that start at once."""
 GRACE_S = 40.0
-"""For a process to drain."""
+"""The limit for a process to drain."""
 END_S = 20.0
-"""For a guard to end what is left."""
+"""The limit for a guard to end the processes that are left."""
 STATUS_S = 5.0
 ROLES = {
     "p": ("prefill_node", "--chunk-size", "128", "--kv-check-fraction", "1"),
@@ -39,16 +40,16 @@ ROLES = {
 
 
 class Process:
-    """One member of the cluster over all its lives, each under a guard, as `corun up` runs it."""
+    """One member of the cluster over all its lives. Each life runs under a guard, as `corun up` runs it."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, metrics_port: int = 0) -> None:
         self.name = name
         self.metrics_port = metrics_port
-        """0: it tells no metrics."""
+        """The port of its metrics; 0 if it serves none."""
         self.expected: int | None = None
-        """The exit code that a fault is going to cause; None: it must not end."""
+        """The exit code that a fault is going to cause; None if the process must not end."""
         self.lives = 0
-        """Started so far."""
+        """The number of lives started so far."""
         self.log = log
         self._argv = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(GRACE_S), *argv]
         self._guard: asyncio.subprocess.Process | None = None
@@ -56,30 +57,30 @@ class Process:
 
     @property
     def root(self) -> list[int]:
-        """The process that serves gRPC; none where it has just ended."""
+        """The pid of the process that serves gRPC; empty if it has just ended."""
         assert self._guard is not None
         return guard.children(self._guard.pid)[:1]
 
     @property
     def tree(self) -> list[int]:
-        """The process and its descendants."""
+        """The pids of the process and its descendants."""
         assert self._guard is not None
         self._tree |= descendants(self._guard.pid)
         return living(self._tree)
 
     @property
     def engine(self) -> list[int]:
-        """What computes, without the process that serves gRPC."""
+        """The pids of the processes that compute, without the one that serves gRPC."""
         return [pid for pid in self.tree if "VLLM::" in command_line(pid)]
 
     async def start(self) -> None:
-        """In this session: Linux gives each session an equal share of a core, and idle engines spin."""
+        """Start it in this session: Linux gives each session an equal share of a core, and idle engines spin."""
         with self.log.open("ab") as log:
             self._guard = await asyncio.create_subprocess_exec(*self._argv, stdout=log, stderr=log)
         self.lives, self.expected, self._tree = self.lives + 1, None, {}
 
     def send(self, number: signal.Signals, *pids: int, expect: int | None = None) -> None:
-        """expect: the exit code that comes of it, if there are processes to send to."""
+        """Send a signal to `pids`. expect: the exit code that follows, if there are processes to send to."""
         if expect is not None and pids:
             self.expected, _ = expect, self.tree
         for pid in pids:
@@ -89,12 +90,12 @@ class Process:
     def num_fds(self) -> int:
         number = 0
         for pid in self.tree:
-            with suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+            with suppress(FileNotFoundError, ProcessLookupError):  # The process has just ended.
                 number += len(os.listdir(f"/proc/{pid}/fd"))
         return number
 
     async def ended(self) -> str:
-        """Waits for the end; says what was wrong with it, if anything was."""
+        """Wait until it ends. Return what was wrong with that; empty if nothing was."""
         assert self._guard is not None
         code = await self._guard.wait()
         if left := living(self._tree):
@@ -102,7 +103,7 @@ class Process:
         return "" if code == self.expected else f"{self.name} ended with {code}, not {self.expected}"
 
     async def stop(self) -> str:
-        """Asks it to end. The guard sees to it that it does."""
+        """Ask it to end; the guard makes sure that it does. Return what `ended` returns."""
         assert self._guard is not None
         self.expected, _ = 0, self.tree
         if self._guard.returncode is None:
@@ -116,18 +117,18 @@ class RealCluster:
     def __init__(self) -> None:
         self.processes: dict[str, Process] = {}
         self.addresses: dict[str, str] = {}
-        """Of routers, past their proxies."""
+        """The routers' own addresses, without the proxies."""
         self.links: dict[str, CuttingProxy] = {}
-        """By the process that is reached: clients reach routers, and routers reach nodes."""
+        """The proxy in front of each process: clients reach routers through it, and routers reach nodes."""
         self.gateway = ""
-        """URL of the gateway, which reaches the routers through their proxies."""
+        """The URL of the gateway, which reaches the routers through their proxies."""
         self.wrong_ends: list[str] = []
         self.hit: set[str] = set()
         """Members that a fault has hit and that are not in use again yet."""
         self._supervisors: list[asyncio.Task[None]] = []
 
     def names(self, roles: str = "rpd") -> list[str]:
-        """Of some roles: routers, prefill and decode nodes by their first letters."""
+        """Return the names of the processes of some roles: r for routers, p for prefill nodes, d for decode nodes."""
         return [name for name in self.processes if name[0] in roles]
 
     async def start(self) -> None:
@@ -137,7 +138,7 @@ class RealCluster:
         await self.whole(START_S)
 
     async def stop(self) -> list[str]:
-        """Ends routers before nodes; says what went wrong."""
+        """End the gateway, then the routers, then the nodes. Return what went wrong."""
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.wait(self._supervisors)
@@ -148,13 +149,13 @@ class RealCluster:
         return [wrong for wrong in found if wrong]
 
     def end(self) -> None:
-        """Whatever still runs, at once: guards end with their first signal, and what they guard with them."""
+        """End every process that still runs, at once. A guard ends at its first signal, with all that it guards."""
         for supervisor in self._supervisors:
             supervisor.cancel()
         end_tree(descendants(os.getpid()), 1.0)
 
     async def status(self, router: str) -> ClusterStatus | None:
-        """None if it does not answer."""
+        """Return the status that a router reports; None if it does not answer."""
         async with AsyncClient(self.addresses[router], timeout_s=STATUS_S) as client:
             try:
                 return await client.get_cluster()
@@ -162,8 +163,11 @@ class RealCluster:
                 return None
 
     async def in_use(self, name: str, replaced: str = "") -> bool:
-        """Whether every router that is not hit uses a node in another generation than `replaced`; of a router,
-        whether it uses every node that is not hit."""
+        """Return whether a member is in use.
+
+        A node is if every router that is not hit uses it in another generation than `replaced`. A router is if it uses
+        every node that is not hit.
+        """
         routers = [name] if name[0] == "r" else [router for router in self.names("r") if router not in self.hit]
         statuses = [await self.status(router) for router in routers]
         nodes = [name] if name[0] != "r" else [node for node in self.names("pd") if node not in self.hit]
@@ -171,12 +175,12 @@ class RealCluster:
         return all(node in seen and seen[node] != replaced for seen in ready for node in nodes)
 
     async def serves(self) -> bool:
-        """Whether every router has a pair of nodes in use."""
+        """Return whether every router uses at least one prefill and one decode node."""
         statuses = [await self.status(router) for router in self.names("r")]
         return all({name[0] for name in _ready(status)} == {"p", "d"} for status in statuses)
 
     async def back(self, name: str, replaced: str, timeout_s: float) -> bool:
-        """Waits until a member is in use again; False if that does not come."""
+        """Wait until a member is in use again. Return False if that does not happen in time."""
         deadline = time.monotonic() + timeout_s
         while not await self.in_use(name, replaced):
             if time.monotonic() > deadline:
@@ -185,12 +189,12 @@ class RealCluster:
         return True
 
     async def whole(self, timeout_s: float) -> None:
-        """Waits until every router uses every node."""
+        """Wait until every router uses every node."""
         waits = (self.back(name, "", timeout_s) for name in self.names())
         assert all(await asyncio.gather(*waits)), f"the cluster was not whole within {timeout_s:.0f} s"
 
     async def generation(self, name: str) -> str:
-        """Of the life of a node that routers use; empty for a router."""
+        """Return the generation of a node that routers use; empty for a router, or if none uses the node in time."""
         deadline = time.monotonic() + END_S
         while name[0] != "r" and time.monotonic() < deadline:
             seen = [_ready(await self.status(router)) for router in self.names("r")]
@@ -199,7 +203,7 @@ class RealCluster:
         return ""
 
     async def held(self) -> list[str]:
-        """What routers and nodes still hold, in words."""
+        """Return a text for each thing that routers and nodes still hold."""
         found = []
         for router in self.names("r"):
             status = await self.status(router)
@@ -215,12 +219,15 @@ class RealCluster:
         return found
 
     def fds(self) -> dict[str, int]:
-        """Open file descriptors by member, its children's included, and of this process, whose clients come and go."""
+        """Return the number of open file descriptors of each member with its children.
+
+        "clients" is the number of this process, whose clients come and go.
+        """
         own = len(os.listdir("/proc/self/fd"))
         return {"clients": own, **{name: process.num_fds() for name, process in self.processes.items()}}
 
     def reruns(self) -> int:
-        """Runs of samples that routers say a node failed."""
+        """Return how many runs of samples failed at a node, by the routers' logs."""
         return sum(self.processes[name].log.read_text().count("a run of sample") for name in self.names("r"))
 
     async def _supervise(self, process: Process) -> None:
@@ -232,7 +239,7 @@ class RealCluster:
 
 @asynccontextmanager
 async def started(logs: Path, *, threads: int, careless: bool = False) -> AsyncIterator[RealCluster]:
-    """A whole cluster. careless: its routers go on with a new run as if it were the old one."""
+    """Start a whole cluster. careless: its routers go on with a new run as if it were the old one."""
     cluster, model = RealCluster(), str(tiny.ensure())
     seed_key = logs / "seed.key"
     seed_key.write_text("c0ffee" * 4)
@@ -267,6 +274,6 @@ def _add_gateway(cluster: RealCluster, logs: Path) -> None:
 
 
 def _ready(status: ClusterStatus | None) -> dict[str, str]:
-    """Generations of the nodes that a router uses, by id."""
+    """Return the generations of the nodes that a router uses, by node id."""
     nodes = status.nodes if status is not None else ()
     return {node.node.ref.node_id: node.node.ref.generation for node in nodes if node.state is NodeState.READY}

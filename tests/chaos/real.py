@@ -1,8 +1,9 @@
 """Chaos over real engines: a seeded schedule of faults against a cluster of processes, under a stream of requests.
 
 The right answer of every request is computed first, alone, on the same cluster. Then every stream that completes must
-give the same bits, every token once. What each process holds is measured while all is idle: at the start, half-way and
-at the end. Owns the judgement; requests are in `traffic`, faults in `faults`, processes in `processes`. Tests only.
+give the same bits, every token once. The resources of each process are measured while all is idle: at the start,
+half-way and at the end. Owns the judgement; requests are in `traffic`, faults in `faults`, processes in `processes`.
+Tests only.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from tests.chaos.resources import Usage
 from tests.chaos.traffic import Case, answered, make_cases, over_http, streamed
 
 READY_AGAIN_S = 60.0
-"""For routers to serve after a fault, and for clients to find one."""
+"""The limit for routers to serve again after a fault, and for clients to find one that does."""
 WHOLE_AGAIN_S = 240.0
-"""For a process to be in use again. Three idle engines keep two cores busy while the fourth one starts."""
+"""The limit for a process to be in use again. Three idle engines keep two cores busy while the fourth one starts."""
 REQUEST_TIMEOUT_S = 300.0
 PAUSE_S = 0.3
-"""Of a client between two requests, on average."""
+"""The average pause of a client between two requests."""
 HTTP_SHARE = 0.2
-"""Part of the requests that go through the gateway."""
+"""The share of the requests that go through the gateway."""
 VERIFY_EVERY_S = 60.0
 VERIFY_TIMEOUT_S = 30.0
 IDLE_S = 90.0
 SETTLE_S = 5.0
-"""Channels to what was replaced are closed a little later."""
+"""The wait before a measurement, because channels to replaced processes are closed a little later."""
 NUM_CASES = 24
 BURST = 3 * (MAX_QUEUED_SAMPLES + 2 * SLOTS)
 ALLOWED = ("nodes failed", "may be poison")
-"""What an UnavailableError may say: `max_attempts` runs of a request were hit."""
+"""The texts that an UnavailableError may contain: faults hit `max_attempts` runs of a request."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,10 +54,10 @@ class Stream:
 
     task: asyncio.Task[tuple[bytes, ...]] = field(init=False)
     is_timed: bool
-    """Pauses of it count; not if it may wait long for a slot anyway."""
+    """Whether its pauses count. They do not if it may wait long for a slot anyway."""
     has_begun: bool = False
     hits: list[tuple[Hit, float]] = field(default_factory=list)
-    """Faults since its last token, and when they came."""
+    """The faults since its last token, with the time of each."""
 
     def note_token(self) -> None:
         now = time.monotonic()
@@ -72,7 +73,7 @@ class Chaos:
     def __init__(self, cluster: RealCluster, seed: int) -> None:
         self.report = Report(seed=seed)
         self.is_cut_short = False
-        """No more faults; what was hit comes back and is judged."""
+        """Whether no more faults are made. Members that were hit still come back and are judged."""
         self._cluster = cluster
         self._seed = seed
         self._cases: list[Case] = []
@@ -89,7 +90,7 @@ class Chaos:
         return time.monotonic() - self._began
 
     async def run(self, plan: list[Planned], *, clients: int, seconds: float = 0.0) -> Report:
-        """Does the faults of a plan; with `seconds`, no more of them after so long."""
+        """Make the faults of a plan; with `seconds`, none of them after that time."""
         async with AsyncClient(list(self._cluster.addresses.values())) as client:
             self._cases = [await answered(client, case) for case in make_cases(NUM_CASES)]
         say(f"{len(self._cases)} answers are known")
@@ -110,7 +111,7 @@ class Chaos:
         return self.report
 
     async def _under_load(self, plan: Iterable[Planned], clients: int, seconds: float) -> None:
-        """One half of a run: faults in order beside the traffic, all of them or those of some seconds."""
+        """Run one half: make faults in order beside the traffic, all of them or those that begin within `seconds`."""
         stop = asyncio.Event()
         traffic = [asyncio.create_task(self._client(number, stop)) for number in range(clients)]
         traffic.append(asyncio.create_task(self._verify(stop)))
@@ -125,7 +126,7 @@ class Chaos:
         await asyncio.gather(*traffic)
 
     async def _measured(self, when: str) -> dict[str, Usage]:
-        """What every process holds once nothing is asked of it."""
+        """Measure every process once the cluster is idle."""
         if held := await self._idle():
             self.report.leaked += [f"{when}: {what}" for what in held]
         await asyncio.sleep(SETTLE_S)
@@ -135,7 +136,7 @@ class Chaos:
         return found
 
     async def _client(self, number: int, stop: asyncio.Event) -> None:
-        """One request after the other, through the proxies or the gateway."""
+        """Send one request after the other, through the proxies or the gateway."""
         draw = random.Random(f"{self._seed}/{number}")
         routers = [self._cluster.links[name].address for name in self._cluster.names("r")]
         routers = routers[number % len(routers) :] + routers[: number % len(routers)]
@@ -153,7 +154,7 @@ class Chaos:
                 await asyncio.sleep(draw.expovariate(1 / PAUSE_S))
 
     async def _verify(self, stop: asyncio.Event) -> None:
-        """A verification now and then. What it finds different is wrong; it may well be refused or come to nothing."""
+        """Ask for a verification now and then. A difference that it finds counts; a refusal or no result does not."""
         draw = random.Random(f"{self._seed}/verify")
         async with AsyncClient(list(self._cluster.addresses.values()), timeout_s=VERIFY_TIMEOUT_S) as client:
             while not stop.is_set():
@@ -212,7 +213,7 @@ class Chaos:
             self.report.failed.append(f"{self._now:.1f} s: request {case.number}: {type(error).__name__}: {error}")
 
     async def _generate(self, client: AsyncClient, case: Case, stream: Stream) -> tuple[bytes, ...]:
-        """Every sample's bits, put together from the chunks; asks again where a full queue refuses."""
+        """Return every sample's bits, put together from the chunks. Ask again if a full queue refuses."""
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         while True:
             samples = [bytearray() for _ in case.bits]
@@ -228,13 +229,13 @@ class Chaos:
                 return tuple(bytes(ids) for ids in samples)
 
     async def _hit(self, planned: Planned) -> None:
-        """Does one fault as soon as it may; what follows from it goes on beside the next ones."""
+        """Make one fault as soon as it may happen. Its repair goes on beside the next faults."""
         kind = KINDS[planned.kind]
         targets = self._cluster.names(planned.target[0]) if kind.all_of_role else [planned.target]
         if not await _within(WHOLE_AGAIN_S, lambda: planned.target == CLIENTS or self._may_hit(targets, kind.is_mild)):
             self.report.failed.append(f"{planned}: left out, since others of its role did not come back")
             return
-        await asyncio.sleep(planned.wait_s)  # Only now: what has just come back gets work before it is hit again.
+        await asyncio.sleep(planned.wait_s)  # Only now: a returned member gets work before it is hit again.
         hit = Hit(kind=planned.kind, target=planned.target, at=round(self._now, 1))
         say(f"{hit.at:6.1f} s  {len(self.report.hits) + 1}: {planned}")
         self.report.hits.append(hit)
@@ -247,18 +248,21 @@ class Chaos:
         self._repairs.append(asyncio.create_task(work))
 
     def _mark(self, hit: Hit) -> None:
-        """The fault comes now: from here on, streams wait for a token because of it."""
+        """Note for every timed stream that the fault comes now."""
         for stream in self._streams:
             if stream.is_timed:
                 stream.hits.append((hit, time.monotonic()))
 
     def _may_hit(self, targets: list[str], is_mild: bool) -> bool:
-        """None of the targets is hit already, and one of their role is left, but in a blackout."""
+        """Return whether none of the targets is hit already and, unless the fault is mild, none of their role is.
+
+        So one of their role is left, except in a blackout.
+        """
         others = [] if is_mild else self._cluster.names(targets[0][0])
         return self._cluster.hit.isdisjoint([*targets, *others])
 
     async def _hit_members(self, planned: Planned, hit: Hit, targets: list[str]) -> None:
-        """The fault, and the wait until what it hit is in use again."""
+        """Make the fault, and wait until the members that it hit are in use again."""
         kind = KINDS[planned.kind]
         assert kind.fault is not None
         lives = {name: self._cluster.processes[name].lives for name in targets}
@@ -272,7 +276,7 @@ class Chaos:
             came = await _within(WHOLE_AGAIN_S, lambda: process.lives >= least)  # noqa: B023
             if came and await self._cluster.back(name, replaced[name], WHOLE_AGAIN_S):
                 self._cluster.hit.discard(name)
-            else:  # It stays hit, so that nobody takes the last one of its role.
+            else:  # It stays hit, so that no fault takes the last one of its role.
                 self.report.failed.append(f"{planned}: {name} did not come back")
                 self.is_cut_short = True
         watch.cancel()
@@ -282,7 +286,7 @@ class Chaos:
             self.report.failed.append(f"{planned}: routers served after {hit.ready_s} s")
 
     async def _watch_readiness(self, hit: Hit, began: float) -> None:
-        """Notes when a router last had no pair of nodes."""
+        """Note when a router last had no pair of nodes."""
         while True:
             if not await self._cluster.serves():
                 hit.ready_s = round(time.monotonic() - began, 2)
@@ -296,13 +300,13 @@ class Chaos:
             self._vanish(planned.strength)
 
     def _vanish(self, strength: float) -> None:
-        """Some clients end their streams."""
+        """Cancel the streams of some clients."""
         begun = [stream for stream in self._streams if stream.has_begun]
         for stream in begun[: 1 + int(strength * len(begun))]:
             stream.task.cancel()
 
     async def _burst(self, strength: float) -> None:
-        """More requests at once than one router's queue and every slot hold; those that it refuses come back."""
+        """Send more requests at once than one router's queue and all slots hold. Refused ones come back."""
         refused = self.report.refused
         routers = self._cluster.names("r")
         address = self._cluster.links[routers[int(strength * len(routers))]].address
@@ -313,7 +317,7 @@ class Chaos:
             self.report.failed.append(f"none of {BURST} requests at once was refused")
 
     async def _idle(self) -> list[str]:
-        """Waits until nothing is held; what is held all the same, in words."""
+        """Wait until nothing is held. Return a text for each thing that still is."""
         deadline = time.monotonic() + IDLE_S
         while (held := await self._cluster.held()) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
@@ -329,7 +333,7 @@ class Chaos:
 
 @asynccontextmanager
 async def under_chaos(logs: Path, seed: int, *, threads: int = 1, careless: bool = False) -> AsyncIterator[Chaos]:
-    """A cluster, ready for one run. careless: see `processes.started`."""
+    """Start a cluster that is ready for one run. careless: see `processes.started`."""
     async with started(logs, threads=threads, careless=careless) as cluster:
         say("the cluster is ready")
         yield Chaos(cluster, seed)
@@ -340,7 +344,7 @@ def say(text: str) -> None:
 
 
 async def _within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether a condition comes in time."""
+    """Wait for a condition. Return whether it came in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

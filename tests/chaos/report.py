@@ -1,4 +1,4 @@
-"""What a run of chaos did and found, in either mode. Must not know how faults are made. Tests only."""
+"""The report of a chaos run, in either mode. Must not know how faults are made. Tests only."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ class Hit:
     kind: str
     target: str
     at: float
-    """Since the first fault could have come."""
+    """The time of the fault, since the first moment at which a fault could have come."""
     ready_s: float = 0.0
-    """From the fault until every router served again; 0 if each went on."""
+    """The time from the fault until every router served again; 0 if every router kept serving."""
     whole_s: float | None = None
-    """From the fault until every router again used what was hit; None if that was no process."""
+    """The time from the fault until every router used the hit members again; None if the fault hit no process."""
     pauses_s: list[float] = field(default_factory=list)
-    """From the fault to the next token of each stream in flight, the first one and the end included."""
+    """For each stream in flight, the time from the fault to its next token, be it the first one, or to its end."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Of the streams, only the one that was held up the longest."""
+        """Return the fields, but of all pauses only their number and the longest."""
         own = {name: value for name, value in asdict(self).items() if name != "pauses_s"}
         return {**own, "streams": len(self.pauses_s), "longest_pause_s": max(self.pauses_s, default=None)}
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What a run did and found."""
+    """The results of one run."""
 
     seed: int
     faults: Counter[str] = field(default_factory=Counter)
     completed: int = 0
     vanished: int = 0
     refused: int = 0
-    """Calls that a full queue refused, with a delay after which they came back."""
+    """The number of calls that a full queue refused, with a delay after which to come back."""
     reruns: int = 0
-    """Runs of samples that a fault ended and that routers started again, on real engines."""
+    """The number of runs of samples that a fault ended and that routers started again, on real engines."""
     allowed: Counter[str] = field(default_factory=Counter)
-    """Requests that ended with an error that the contract allows, by what it says."""
+    """The number of requests that ended with an error that the contract allows, by the error's text."""
     wrong: list[str] = field(default_factory=list)
     """Requests whose output was not the right one."""
     failed: list[str] = field(default_factory=list)
-    """Requests that ended with any other error, and whatever else should not have been."""
+    """Requests that ended with any other error, and everything else that should not have happened."""
     leaked: list[str] = field(default_factory=list)
-    """What was still held or running at the end."""
+    """Everything that was still held or running at the end."""
     hits: list[Hit] = field(default_factory=list)
-    """Of a real-engine run, in order."""
+    """The faults of a real-engine run, in order."""
     fds: dict[str, tuple[int, int]] = field(default_factory=dict)
     """File descriptors of a real-engine run's processes, before the faults and after."""
     resources: dict[str, Any] = field(default_factory=dict)
-    """What each process of a real-engine run held while all was idle: at the start, half-way and at the end."""
+    """The measures of each process of a real-engine run while all was idle: at the start, half-way and at the end."""
     grown: dict[str, list[str]] = field(default_factory=dict)
-    """What had grown by more than it may: until half-way, when caches fill, and from there to the end, when none do."""
+    """Measures that had grown too much: until half-way, while caches fill, and from there to the end, when none do."""
     verified: int = 0
-    """Runs of verifications beside the traffic that were compared and found equal."""
+    """The number of verification runs beside the traffic that were compared and found equal."""
     seconds: float = 0.0
     ready_again_s: float = 0.0
     """The longest time from the last fault to a whole cluster; on real engines, from any fault until routers served."""
@@ -79,7 +79,7 @@ class Report:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Nearest-rank p50 and p99, and the largest; empty for no values."""
+    """Return the nearest-rank p50 and p99, the largest value and the count; empty for no values."""
     if not values:
         return {}
     ordered = sorted(values)

@@ -1,7 +1,7 @@
-"""What each process of a real cluster holds while the cluster is idle, and what has grown. Tests only.
+"""Measure what each process of a real cluster holds while the cluster is idle, and what has grown. Tests only.
 
-Owns the measures and the limits of growth. A process that was replaced in between began anew, so it is compared with
-nothing. Must not know which faults there were.
+Owns the measures and the limits of growth. A process that was replaced in between is compared with nothing, because
+its measures began anew. Must not know which faults there were.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from tests.chaos.processes import Process, RealCluster
 from tests.scraping import scrape
 
 SPARE = {"memory_mib": 48.0, "engine_mib": 64.0, "fds": 16.0, "threads": 8.0, "tasks": 16.0, "kv_blocks": 0.0}
-"""By how much each measure of an idle process may exceed the one before: connections come and go, and allocators keep
-what a burst has needed."""
+"""By how much each measure of an idle process may exceed the one before. Connections come and go, and allocators keep
+the memory that a burst needed."""
 _HELD_KV = ("corun_prefill_held_kv_blocks", "corun_decode_reserved_kv_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """One process with its engine, in one of its lives."""
+    """The measures of one process with its engine, in one of its lives."""
 
     life: int
     memory_mib: float
-    """Resident, of the process that serves."""
+    """Resident memory of the process that serves."""
     engine_mib: float
-    """Resident, of all that it has started."""
+    """Resident memory of all processes that it has started."""
     fds: int
     threads: int
     tasks: int | None
-    """Of its event loop; None for a process that does not tell."""
+    """The number of tasks of its event loop; None for a process that does not report it."""
     kv_blocks: int
-    """Held for readers or reserved for leases."""
+    """The number of KV blocks that are held for readers or reserved for leases."""
 
 
 async def usage(cluster: RealCluster) -> dict[str, Usage]:
-    """Every process as it is now."""
+    """Return the measures of every process now, by name."""
     return {name: await _usage(process) for name, process in cluster.processes.items()}
 
 
 def growth(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
-    """What has grown by more than it may, in words."""
+    """Return a text for each measure that has grown by more than it may."""
     return [
         f"{name} has {measure} {new:g}, and had {old:g}"
         for name, now in after.items()
@@ -56,7 +56,7 @@ def growth(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]
 
 
 def table(found: Mapping[str, Usage]) -> dict[str, Any]:
-    """Plain values for JSON."""
+    """Return `found` as plain values for JSON."""
     return {name: asdict(used) for name, used in found.items()}
 
 
@@ -78,7 +78,7 @@ async def _usage(process: Process) -> Usage:
 def _resident_mib(pids: list[int]) -> float:
     pages = 0
     for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+        with suppress(FileNotFoundError, ProcessLookupError):  # The process has just ended.
             pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 

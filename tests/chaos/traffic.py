@@ -1,6 +1,6 @@
-"""What a cluster under chaos is asked, with the right answers: streams, requests over HTTP, verifications. Tests only.
+"""The requests to a cluster under chaos, with their right answers: streams, HTTP and verifications. Tests only.
 
-Owns the cases and how each way of asking gives the bits of an answer. Must not know faults or what is judged.
+Owns the cases, and how each way of asking gives the bits of an answer. Must not know faults or what is judged.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Case:
     seed: int
     priority: Priority = Priority.NORMAL
     token_ids: tuple[int, ...] = ()
-    """Of the prompt."""
+    """The token ids of the prompt."""
     bits: tuple[bytes, ...] = ()
     digests: tuple[str, ...] = ()
-    """Of each sample's output, as receipts have them."""
+    """The digest of each sample's output, as receipts have it."""
 
     def verification(self) -> VerifyCase:
-        """Its first sample, to be run again by the router."""
+        """Return its first sample as a case that the router runs again."""
         return VerifyCase(
             prompt_token_ids=self.token_ids,
             sampling_params=replace(self.params, n=1),
@@ -55,7 +55,10 @@ class Case:
 
 
 def make_cases(count: int) -> list[Case]:
-    """Prompts of one token to a few chunks and of text, greedy and not, some with several samples; always the same."""
+    """Return `count` cases, always the same ones.
+
+    Their prompts are texts, or tokens from one to a few chunks. Some are greedy, some have several samples.
+    """
     draw = random.Random(4)
     cases = []
     for number in range(count):
@@ -74,7 +77,7 @@ def make_cases(count: int) -> list[Case]:
 
 
 async def answered(client: AsyncClient, case: Case) -> Case:
-    """The case with its right answer, which is computed now."""
+    """Compute the right answer of a case now, and return the case with it."""
     done = await client.generate(case.prompt, case.params, seed=case.seed)
     return replace(
         case,
@@ -85,16 +88,17 @@ async def answered(client: AsyncClient, case: Case) -> Case:
 
 
 async def streamed(client: AsyncClient, case: Case, samples: Sequence[bytearray]) -> AsyncIterator[None]:
-    """Streams a case into `samples`, which are empty, and yields at every chunk."""
+    """Stream a case into `samples`, which start empty, and yield at every chunk."""
     async for chunk in client.stream(case.prompt, case.params, seed=case.seed, priority=case.priority):
         _add(samples, chunk)
         yield
 
 
 async def over_http(session: aiohttp.ClientSession, url: str, case: Case) -> tuple[str, ...]:
-    """The digests of a case's samples as the gateway's receipts have them.
+    """Return the digests of a case's samples, as the gateway's receipts have them.
 
-    Raises OverloadedError where the gateway says 429, and UnavailableError for 5xx or a gateway that is not there.
+    Raises OverloadedError if the gateway answers 429, and UnavailableError for any other error or if the gateway is
+    not there.
     """
     params = case.params
     fields: dict[str, Any] = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "n")}

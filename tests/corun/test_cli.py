@@ -57,7 +57,7 @@ def fake() -> Iterator[FakeCluster]:
 
 @pytest.fixture
 def corun(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command line against the fake; code, stdout and stderr."""
+    """A function that runs a command line against the fake and returns code, stdout and stderr."""
 
     def run(*argv: object) -> SimpleNamespace:
         code = main([*map(str, argv), "--router", fake.address])
@@ -540,7 +540,7 @@ def test_verify_does_not_take_silence_for_agreement(corun: Any, fake: FakeCluste
 
 
 def change_row(results: Path, row_id: str, **change: Any) -> Path:
-    """Changes a row; `receipt` and `last` change fields of its receipt and of its last sample."""
+    """Change a row; `receipt` and `last` change fields of its receipt and of its last sample."""
     rows = read_rows(results)
     row = next(row for row in rows if row["id"] == row_id)
     row["receipt"] |= change.pop("receipt", {})
@@ -559,7 +559,7 @@ def change_row(results: Path, row_id: str, **change: Any) -> Path:
         ("plain", {"token_ids": [1, 2]}),
         ("plain", {"logprobs": [-0.5] * 16}),
         ("plain", {"logprobs": []}),
-        ("plain", {"logprobs": [1e300] * 16}),  # No fp32 value at all.
+        ("plain", {"logprobs": [1e300] * 16}),  # This is no fp32 value.
         ("quiet", {"token_ids": list(range(16))}),
         ("quiet", {"token_ids": [1, 2, 3]}),
         ("quiet", {"token_ids": "tokens"}),
@@ -599,7 +599,7 @@ def test_verify_refuses_rows_that_lost_a_part(corun: Any, fake: FakeCluster, res
     [
         ("quiet", {"text": "other"}, "its text is not that of its tokens"),
         ("many", {"last": {"text": ""}}, "its text is not that of its tokens"),
-        # Rows and receipts that were changed together agree with each other, and with no run.
+        # Rows and receipts that were changed together agree with each other, but with no run.
         ("quiet", {"finish_reason": "stop", "receipt": {"finish_reason": "stop"}}, "finish reason was stop, is length"),
         ("quiet", {"receipt": {"output_digest": "0" * 64}}, f"expected {'0' * 64}"),
     ],
@@ -616,7 +616,7 @@ def test_verify_finds_what_only_a_run_can_tell(
 
 
 def test_verify_checks_tokens_that_a_receipt_has_no_digest_of(corun: Any, fake: FakeCluster, results: Path) -> None:
-    """Those of earlier versions: the run tells whether a row's tokens are what came out."""
+    """Receipts of earlier versions have none. The run tells whether a row's tokens are right."""
     (row,) = (row for row in read_rows(results) if row["id"] == "quiet")
     del row["receipt"]["tokens_digest"]
     assert corun("verify", write_rows(results, row)).code == 0

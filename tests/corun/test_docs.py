@@ -1,4 +1,4 @@
-"""What pages tell users to run can be run: cluster files, commands, alerts, links."""
+"""The pages are right: cluster files and commands can be run, alerts are explained, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text_of(page: str) -> str:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The contents of the fenced blocks of one language; empty: of those that name none."""
+    """Return the contents of the fenced blocks of one language; with "", of those that name none."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     return [content for name, content in found if name == language]
 
@@ -42,7 +42,7 @@ def cluster_files(text: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command line of ours, without variables before it and comments after it."""
+    """Yield the words of each command line of ours, without variables before it and comments after it."""
     for line in "".join(blocks(text, "")).replace("\\\n", " ").splitlines():
         if re.match(r"(\w+=\S+ )*(corun|python -m (router|prefill_node|decode_node))( |$)", line):
             words = shlex.split(re.sub(r" [<>&].*", "", line), comments=True)
@@ -50,12 +50,12 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def _is_variable(words: list[str]) -> bool:
-    """Whether the last word is one of the assignments that a line begins with."""
+    """Return whether the last word is one of the assignments that a line begins with."""
     return all(re.match(r"[A-Z_]+=", word) for word in words)
 
 
 def take(words: list[str]) -> None:
-    """Parses a command line as the program does. Ends with SystemExit if it is wrong."""
+    """Parse a command line as the program does. Raises SystemExit if it is wrong."""
     if words[0] == "corun":
         cli.parse(words[1:])
     else:
@@ -64,7 +64,7 @@ def take(words: list[str]) -> None:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory that a reader is in who has done all that the page says: secrets, a model, the cluster file."""
+    """The working directory of a reader who has done all that the page says: secrets, a model, the cluster file."""
     issue_certs.make(tmp_path / "secrets", ["corun"])
     model = tmp_path / "models" / "Qwen3-8B"
     model.mkdir(parents=True)
@@ -137,7 +137,7 @@ def test_what_is_a_command() -> None:
 
 
 def documented(text: str) -> dict[str, str]:
-    """Severity and delay of each alert that has a row."""
+    """Return severity and delay of each alert that has a row."""
     return dict(re.findall(r"^\| `(Corun\w+)` \| ([^|]+) \|", text, flags=re.MULTILINE))
 
 
@@ -150,13 +150,13 @@ def test_every_alert_is_explained_and_no_other() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def broken_links(page: str, text: str) -> list[str]:
-    """Links to files or headings that are not there."""
+    """Return the links to files or headings that do not exist."""
     found = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")

@@ -1,4 +1,4 @@
-"""docs/settings.md is what the config classes say, and what the processes take."""
+"""docs/settings.md agrees with the config classes and with what the processes take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS = {
 
 
 def rows(section: str) -> list[list[str]]:
-    """The cells of a section's table, without its head."""
+    """Return the cells of a section's table, without its head."""
     text = docs.markdown().split(f"## {section}\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").replace("\\|", "/").split(" | ")] for line in lines[2:]]
@@ -53,7 +53,7 @@ def test_flags_are_those_of_the_command_line(process: str, capsys: pytest.Captur
 
 
 def test_what_is_marked_is_what_contracts_have() -> None:
-    """`model` is there as digests of its files."""
+    """Contracts have `model` as digests of its files."""
     contract = {known.name for part in (ModelContract, PrefillContract, DecodeContract) for known in fields(part)}
     known = {known.name: known for cls in docs.PROCESSES.values() for known in fields(cls)}
     marked = {name for name, each in known.items() if each.metadata.get("contract")}
@@ -141,11 +141,11 @@ os.environ.get(name)
 
 
 CONSTANTS = {"SEED_KEY_VARIABLE": "CORUN_SEED_KEY"}
-"""That are used outside the module that has them."""
+"""Constants that other modules than the one that defines them use."""
 
 
 def variables_read(source: str) -> set[str]:
-    """Names of the environment's variables that a module reads or sets, where they are literals or constants."""
+    """Return the names of the environment variables that a module reads or sets, if they are literals or constants."""
     tree = ast.parse(source)
     constants: dict[str, Any] = dict(CONSTANTS)
     for node in tree.body:

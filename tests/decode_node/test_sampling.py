@@ -1,4 +1,4 @@
-"""R(seed, position) and the way from logits to a token, which reads nothing of other rows."""
+"""R(seed, position), and the step from logits to a token, which reads nothing of other rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from decode_node import sampling
 from decode_node.sampling import IDLE, Draw, total, variate
 
 STEPS = 2**53
-"""Values that R can take."""
+"""The number of values that R can take."""
 SAMPLED = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42, position=0)
 INF, NAN = math.inf, math.nan
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Waking a second thread takes far longer than these tiny tensors do."""
+    """Use one thread, because waking a second one takes far longer than these tiny tensors do."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,12 +33,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R is position / 2^53, so that a test can ask for any variate."""
+    """Make R position / 2^53, so that a test can ask for any variate."""
     monkeypatch.setattr(sampling, "variate", lambda seed, position: position / STEPS)
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """The tokens of rows that can all be drawn from."""
+    """Return the tokens of rows, all of which can be drawn from."""
     tokens, sound = sampling.sample(logits, draws)
     assert sound.all()
     return tokens
@@ -49,19 +49,19 @@ def logits_of(probs: Sequence[float]) -> list[float]:
 
 
 def sweep(logits: Sequence[float], draw: Draw, points: int = 1000) -> list[int]:
-    """How often each token is drawn when R goes once through [0, 1)."""
+    """Return how often each token is drawn when R goes once through [0, 1)."""
     draws = [replace(draw, position=i * STEPS // points) for i in range(points)]
     tokens = sample(torch.tensor([logits] * points), draws)
     return torch.bincount(tokens, minlength=len(logits)).tolist()
 
 
 def drawn(logits: Sequence[float], **filters: float) -> set[int]:
-    """The tokens that can be drawn at all; `filters` are fields of `Draw`."""
+    """Return the tokens that can be drawn at all; `filters` are fields of `Draw`."""
     return {token for token, count in enumerate(sweep(logits, replace(SAMPLED, **filters))) if count}
 
 
 def test_variates_are_pinned() -> None:
-    """Any change here changes every sampled token: it needs a new SAMPLER_VERSION."""
+    """Any change here changes every sampled token, so it needs a new SAMPLER_VERSION."""
     vectors = {
         (0, 0): "0x1.c2697bf7ee569p-1",
         (0, 1): "0x1.021ba96185359p-1",
@@ -83,7 +83,8 @@ def test_variates_are_in_range_on_the_grid_of_53_bits(seed: int, position: int) 
 
 
 def test_variates_are_uniform_along_both_axes() -> None:
-    """64 bins of 100 a row: chi-square has 63 degrees of freedom, 120 is beyond 1 in 10^4. Always the same values."""
+    """Each row has 64 bins of 100 values. Chi-square has 63 degrees of freedom; 120 is beyond 1 in 10^4. The values are
+    always the same."""
     along = {
         "positions": [variate(7, i) for i in range(6400)],
         "seeds": [variate(i, 7) for i in range(6400)],
@@ -177,7 +178,7 @@ def test_filters_work_on_what_the_one_before_kept() -> None:
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.999}, {"min_p": 1e-6}])
 @pytest.mark.parametrize("position", [0, 1, STEPS // 2, STEPS - 2, STEPS - 1])
 def test_a_token_of_probability_zero_is_never_drawn(position: int, filters: dict[str, float]) -> None:
-    """Masked, or too unlikely for fp32, at both ends of the vocabulary and in between."""
+    """Such tokens are masked or too unlikely for fp32, at both ends of the vocabulary and in between."""
     rows = [[-INF, -INF, 0.0, -INF, 1.0, -INF], [-200.0, 0.0, -INF, 0.0, -200.0, -300.0], [-INF] * 5 + [-99.0]]
     draws = [replace(SAMPLED, position=position, **filters)] * 3
     first, second, third = sample(torch.tensor(rows), draws).tolist()
@@ -199,7 +200,7 @@ def test_the_ends_of_a_large_vocabulary() -> None:
 
 
 def test_the_distribution_over_seeds_and_positions() -> None:
-    """Chi-square with 7 degrees of freedom: 30 is beyond 1 in 10^4. Always the same draws."""
+    """Chi-square has 7 degrees of freedom; 30 is beyond 1 in 10^4. The draws are always the same."""
     probs = [0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05]
     logits = torch.tensor([logits_of(probs)] * 8000)
     for draws in (
@@ -231,7 +232,7 @@ def random_draw(source: random.Random) -> Draw:
 
 
 def random_logits(source: random.Random, vocab: int) -> list[float]:
-    """Multiples of 1/8, so that ties are real ones; some tokens are masked, never all."""
+    """Return multiples of 1/8, so that ties are exact. Some tokens are masked, never all."""
     logits = [source.choice([source.randrange(-240, 240) / 8, source.randrange(-8, 8) / 8, -INF]) for _ in range(vocab)]
     logits[source.randrange(vocab)] = 1.0
     return logits
@@ -256,7 +257,7 @@ def test_a_row_reads_nothing_of_other_rows(source: random.Random, vocab: int, co
 @settings(max_examples=300)
 @given(SOURCES, st.integers(2, 300))
 def test_filters_of_neighbours_do_not_move_a_bit(source: random.Random, vocab: int) -> None:
-    """Of the logits themselves, not only of the token: a row without filters leaves the filtering as it came."""
+    """This is checked on the logits, not only on the token: a row without filters leaves the filtering as it came."""
     draws = [SAMPLED if row % 2 else random_draw(source) for row in range(6)]
     scaled = torch.tensor([[source.gauss(0, 5) for _ in range(vocab)] for _ in draws])
     filtered = sampling._filtered(scaled, draws)
@@ -267,7 +268,7 @@ def test_filters_of_neighbours_do_not_move_a_bit(source: random.Random, vocab: i
 @settings(max_examples=300)
 @given(SOURCES, st.integers(2, 50))
 def test_filters_keep_what_their_definition_says(source: random.Random, vocab: int) -> None:
-    """Against the definition in double precision, a hair wider at the edges of top_p and min_p."""
+    """Compare with the definition in double precision, with a small tolerance at the edges of top_p and min_p."""
     batch = [random_logits(source, vocab) for _ in range(8)]
     draws = [random_draw(source) for _ in batch]
     for token, logits, draw in zip(sample(torch.tensor(batch), draws).tolist(), batch, draws, strict=True):
@@ -306,7 +307,7 @@ ANY_DRAW = st.builds(
 def test_a_token_is_in_the_vocabulary_whatever_the_row_and_its_draw_are(
     row: list[float], draw: Draw, source: random.Random
 ) -> None:
-    """And it is drawn with a chance, or said to mean nothing; the row beside it does not notice."""
+    """The token has a chance of being drawn, or is reported as meaningless. The row beside it does not change."""
     neighbour, beside = random_logits(source, 9), random_draw(source)
     tokens, sound = sampling.sample(torch.tensor([row, neighbour]), [draw, beside])
     assert 0 <= tokens[0] < 9
@@ -319,8 +320,8 @@ def test_a_token_is_in_the_vocabulary_whatever_the_row_and_its_draw_are(
 
 
 def test_the_gpu_runners_draw_is_made_total() -> None:
-    """Over a draw like vLLM's there: it gives a token beyond the vocabulary for a row of NaN, and keeps the raw logits
-    apart from those that it draws from."""
+    """Test it on a draw like vLLM's on GPUs, which gives a token beyond the vocabulary for a row of NaN, and keeps the
+    raw logits apart from those that it draws from."""
     raw = torch.tensor([[0.5, -0.0, 2.0], [NAN] * 3, [1.0, 2.0, 3.0], [-INF] * 3, [1.0, 2.0, 3.0]])
     processed = raw.clone()
     processed[2, 1], processed[4] = INF, torch.tensor([-INF] * 3)

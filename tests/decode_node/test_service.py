@@ -1,4 +1,4 @@
-"""The decode service over a real socket, around an engine that does what a test tells it."""
+"""The decode service over a real socket, around an engine that a test controls."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ PROMPT = (1, 2, 3)
 SLOTS, KV_BLOCKS, BLOCK_SIZE = 4, 10, 16
 DEADLINE_S = 60.0
 LONG_MS, SHORT_MS = 60_000, 1000
-"""Times to live: longer than any test; short enough to wait for, yet longer than a call on a busy machine."""
+"""Times to live. One is longer than any test. The other is short enough to wait for, yet longer than a call on a busy
+machine."""
 
 
 class Engine:
-    """Runs what it is given until it is told otherwise."""
+    """An engine that runs each request until it is aborted."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -68,7 +69,7 @@ class Engine:
         self.peers.append(peer)
 
     def ids(self) -> list[str]:
-        """Its own names of the requests, in the order of their start."""
+        """Return the engine's own names of the requests, in the order of their start."""
         return list(self.running)
 
 
@@ -98,7 +99,7 @@ class Steps:
         return await asyncio.wait_for(self.call.read(), DEADLINE_S)
 
     async def rows(self) -> list[tuple[int, int, float]]:
-        """Of the next message: lease, token, log probability."""
+        """Read the next message and return lease, token and log probability of each of its rows."""
         message = await self.read()
         return list(zip(message.lease_ids, message.token_ids, message.logprobs, strict=True))
 
@@ -109,7 +110,7 @@ class Steps:
 
 
 class Node:
-    """A decode node's gRPC side, and its client."""
+    """A decode node's gRPC side, and a client of it."""
 
     def __init__(self, ttl_ms: int) -> None:
         self.engine = Engine()
@@ -118,10 +119,10 @@ class Node:
         self.server = GrpcServer()
         self.server.add(pb_grpc.add_DecodeServiceServicer_to_server, self.service)
         self.stub: Any = None
-        self._open: list[Steps] = []  # A stream that nobody holds is cancelled.
+        self._open: list[Steps] = []  # Keeps the streams, because a stream without a reference is cancelled.
 
     async def reserve(self, router_id: str = "router", **fields: Any) -> Any:
-        """fields: `session` among them."""
+        """Reserve a slot. fields: further fields of the request, such as `session`."""
         values = {"generation": REF.generation, "num_prompt_tokens": len(PROMPT), "max_tokens": 8, **fields}
         return await self.stub.Reserve(pb.ReserveRequest(router_id=router_id, **values), timeout=DEADLINE_S)
 
@@ -140,7 +141,7 @@ class Node:
         await self.stub.Release(pb.ReleaseRequest(lease_id=lease_id, generation=generation), timeout=DEADLINE_S)
 
     async def steps(self, router_id: str = "router", session: int = 0) -> Steps:
-        """An open stream: its first message, which is empty, has been read."""
+        """Open a stream and read its first message, which is empty."""
         request = pb.StreamStepsRequest(router_id=router_id, generation=REF.generation, session=session)
         steps = Steps(self.stub.StreamSteps(request))
         self._open.append(steps)
@@ -149,7 +150,7 @@ class Node:
         return steps
 
     async def started(self, count: int = 1, router_id: str = "router", session: int = 0) -> list[int]:
-        """The ids of `count` started leases; the engine's names of them are `engine.ids()`."""
+        """Start `count` leases and return their ids; the engine's names of them are `engine.ids()`."""
         leases = [(await self.reserve(router_id, session=session)).lease_id for _ in range(count)]
         for lease in leases:
             await self.start(lease)
@@ -250,7 +251,7 @@ async def test_another_generation_is_refused(node: Node) -> None:
         error = await refusal(call)
         assert isinstance(error, StaleGenerationError)
         assert (error.node_id, error.expected, error.actual) == ("d0", other, REF.generation)
-    await node.release(lease, other)  # Not this generation's lease: neither an error nor a release.
+    await node.release(lease, other)  # The lease is not this generation's, so this is neither an error nor a release.
     assert await node.slots_in_use() == (0,)
     assert (node.engine.running, node.engine.peers) == ({}, [])
 
@@ -331,7 +332,7 @@ REFUSED = {
 async def test_a_start_that_does_not_belong_to_its_lease_is_refused(
     node: Node, fields: dict[str, Any], field: str
 ) -> None:
-    """Refused, never read: a foreign handle would answer with another prompt's KV. The lease waits for its own."""
+    """A foreign handle is refused and never read: it would give another prompt's KV. The lease waits for its own."""
     lease = (await node.reserve()).lease_id
     error = await refusal(node.start(lease, **fields))
     assert isinstance(error, InvalidArgumentError)
@@ -381,7 +382,7 @@ async def test_a_start_that_is_cancelled_frees_its_lease(node: Node) -> None:
 
 
 async def test_a_release_during_the_start_leaves_nothing_running(node: Node) -> None:
-    """The engine hears of the abort before it knows the request."""
+    """The engine gets the abort before it knows the request."""
     await node.steps()
     lease = (await node.reserve()).lease_id
     node.engine.go.clear()
@@ -402,7 +403,7 @@ async def test_connections_reach_the_engine(node: Node) -> None:
 
 @pytest.mark.parametrize("addresses", [(), (4096,), (1, 2, 3)])
 async def test_a_peer_without_its_stamps_is_refused(node: Node, addresses: tuple[int, ...]) -> None:
-    """Nothing that is read from it could be accepted."""
+    """No KV that is read from such a peer could be accepted."""
     peer = codec.nixl_endpoint_to_proto(replace(PEER, stamp_addresses=addresses))
     error = await refusal(
         node.stub.Connect(pb.ConnectRequest(generation=REF.generation, peer=peer), timeout=DEADLINE_S)
@@ -458,7 +459,7 @@ async def test_steps_merge_for_a_slow_reader(node: Node) -> None:
 
 
 async def test_a_reader_that_does_not_read_gets_all_of_it_later(node: Node) -> None:
-    """Beyond the buffers of the connection: later messages hold many steps, and message numbers have no gap."""
+    """When the buffers of the connection are full, later messages hold many steps. Message numbers have no gap."""
     steps = await node.steps()
     await node.started(2)
     names = node.engine.ids()
@@ -509,7 +510,7 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
 
 
 async def test_a_request_with_nothing_to_draw_from_is_ended_in_the_engine_too(node: Node) -> None:
-    """The engine would go on with it; its router hears why it ended."""
+    """Otherwise the engine would go on with it. Its router hears why it ended."""
     steps = await node.steps()
     (lease,) = await node.started()
     (name,) = node.engine.ids()
@@ -532,7 +533,7 @@ async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
 
 
 async def test_a_slot_given_again_has_another_lease(node: Node) -> None:
-    """Late rows of the old lease cannot reach the new one."""
+    """Late rows of the old lease cannot reach the new one, which has another id."""
     steps = await node.steps()
     (old,) = await node.started()
     (name,) = node.engine.ids()
@@ -568,7 +569,7 @@ async def test_the_end_of_a_replaced_stream_ends_no_lease(node: Node) -> None:
 
 @short_lived
 async def test_a_stream_keeps_its_leases(node: Node) -> None:
-    """Those that wait for their start, too: their prompts take as long as they take."""
+    """It also keeps leases that wait for their start, because a prompt may take any time."""
     await node.steps()
     await node.started()
     await node.reserve()
@@ -579,7 +580,7 @@ async def test_a_stream_keeps_its_leases(node: Node) -> None:
 
 @short_lived
 async def test_leases_that_wait_for_their_start_end_without_the_stream(node: Node) -> None:
-    """The control: the clock runs from the end of the stream, or, for one that comes after that, from its own begin."""
+    """The control: a lease's clock runs from the end of the stream, or from the lease's own begin if that is later."""
     steps = await node.steps()
     first = (await node.reserve()).lease_id
     steps.call.cancel()
@@ -628,7 +629,7 @@ async def test_a_stream_that_came_late_takes_over_running_leases(node: Node) -> 
 
 
 async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: Node) -> None:
-    """At once, running or not: their router gave the node up then, and waits for nothing of it."""
+    """They end at once, running or not: the router gave the node up before, and waits for nothing of those sessions."""
     first, other = await node.steps(session=1), await node.steps("other", session=1)
     (running,) = await node.started(session=1)
     (name,) = node.engine.ids()
@@ -647,7 +648,7 @@ async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: N
 
 
 async def test_a_session_that_is_over_gets_nothing(node: Node) -> None:
-    """Its last calls may come after the stream of the next one: nobody would give back what they were granted."""
+    """Its last calls may come after the stream of the next session, and nobody would release what they were granted."""
     await node.steps(session=2)
     late = node.stub.StreamSteps(pb.StreamStepsRequest(router_id="router", generation=REF.generation, session=1))
     for call in (node.reserve(session=1), late.read()):
@@ -662,7 +663,7 @@ async def test_a_session_that_is_over_gets_nothing(node: Node) -> None:
 
 @short_lived
 async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> None:
-    """One that comes when no stream stands, or ahead of its own, has a clock until that is there."""
+    """A lease that comes while no stream is open, or before its own, has a clock until its stream is there."""
     await node.reserve(session=1)
     await node.until_free()
     first = await node.steps(session=1)
@@ -678,7 +679,7 @@ async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> 
 
 @short_lived
 async def test_the_next_session_finds_no_lease_of_the_last_one_that_had_no_stream(node: Node) -> None:
-    """A reservation that was on its way when the stream broke."""
+    """Such a lease is a reservation that was on its way when the stream broke."""
     await node.reserve(session=1)
     await node.steps(session=2)
     assert await node.slots_in_use() == ()
@@ -686,7 +687,7 @@ async def test_the_next_session_finds_no_lease_of_the_last_one_that_had_no_strea
 
 
 async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:
-    """Those of samples that were released a moment ago were computed, too; an end without a token was not."""
+    """Rows of samples that were just released count, because they were computed. An end without a token does not."""
     node.service.ladder = Ladder(SLOTS, (2,))
     steps = await node.steps()
     await node.started(3)

@@ -1,4 +1,4 @@
-"""A router that keeps a node full leaves room to one that waits, and no more than it has itself."""
+"""A router that keeps a node full leaves room to one that waits, but no more than it has itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from decode_node.slots import NOTHING, NoRoomError, Room, SlotTable
 from decode_node.wishes import TURN_S, Wishes
 
 WISH_S = 3.0
-"""How long what a router says holds."""
+"""How long a router's wish holds."""
 
 
 class Node:
-    """Samples that take as long as a test says, and routers that ask for more."""
+    """A node whose samples take as long as a test says, and whose routers ask for more."""
 
     def __init__(self, slots: int, kv_blocks: int = 1000, **blocks: int) -> None:
-        """blocks: that each sample of a router needs, by its name; 1 for others."""
+        """blocks: the KV blocks that each sample of a router needs, by the router's name; 1 for other routers."""
         self.now = 100.0
         self.table = SlotTable(slots=slots, kv_blocks=kv_blocks, block_size=16)
         self.wishes = Wishes(self.table.total)
@@ -23,7 +23,10 @@ class Node:
         self._held: dict[str, list[int]] = {}
 
     def ask(self, router: str, *, waiting: int = 1) -> bool:
-        """waiting: what its router says with the next heartbeat if it gets none."""
+        """Ask for room for a sample; return whether it was given.
+
+        waiting: the number of waiting samples that the router reports with the next heartbeat if it was not.
+        """
         tokens = 16 * self._blocks.get(router, 1)
         kept = self.wishes.kept_from(router, self.table.held, self.now)
         try:
@@ -37,16 +40,16 @@ class Node:
         return True
 
     def say(self, router: str, waiting: int) -> None:
-        """With a heartbeat."""
+        """Report the number of waiting samples with a heartbeat."""
         need, until = self.table.needs(16 * self._blocks.get(router, 1)), self.now + WISH_S
         self.wishes.note(router, waiting, need, self.table.held, self.now, until)
 
     def end(self, router: str) -> None:
-        """Its oldest sample."""
+        """End the router's oldest sample."""
         self.table.release(self._held[router].pop(0))
 
     def turn_over(self, router: str, times: int) -> None:
-        """Each of its samples that ends is followed by another one, if the node lets it."""
+        """End the router's samples one after the other; ask for another one after each."""
         for _ in range(times):
             if self._held[router]:
                 self.end(router)
@@ -57,11 +60,11 @@ class Node:
             pass
 
     def held(self, *routers: str) -> tuple[int, ...]:
-        """Slots."""
+        """Return the number of slots that each router holds."""
         return tuple(self.table.held.get(router, NOTHING).slots for router in routers)
 
     def shares(self, *routers: str) -> tuple[float, ...]:
-        """Of the KV."""
+        """Return the share of the KV that each router holds."""
         return tuple(self.table.held.get(router, NOTHING).kv_blocks / self.table.kv_blocks for router in routers)
 
 
@@ -88,7 +91,7 @@ def test_one_that_waits_gets_its_share(slots: int) -> None:
 
 
 def test_of_those_who_hold_as_many_the_one_that_waits_longest_is_next() -> None:
-    """So a single slot goes round, in times that are long beside those in which it is empty."""
+    """So a single slot goes round, with turns that are long compared to the times in which it is empty."""
     node, got = Node(1), [""]
     for _ in range(round(20 * TURN_S)):
         node.now += 0.5
@@ -99,7 +102,7 @@ def test_of_those_who_hold_as_many_the_one_that_waits_longest_is_next() -> None:
 
 
 def test_what_one_cannot_use_is_kept_no_longer_for_having_got_some() -> None:
-    """It has many that wait, and no turn at a prefill node, say."""
+    """For example, it has many samples that wait, but no turn at a prefill node."""
     node = Node(8)
     node.fill("a")
     assert not node.ask("b", waiting=1000)
@@ -152,14 +155,17 @@ def test_who_holds_fewer_is_kept_from_nothing() -> None:
     node = Node(4)
     node.fill("a")
     assert not node.ask("b")
-    assert not node.ask("a")  # It waits, too.
+    assert not node.ask("a")  # It waits as well.
     node.end("a")
     assert node.ask("b")
 
 
 def saturate(node: Node, rounds: int = 3000, **lasts: float) -> tuple[float, ...]:
-    """Mean shares of the KV of routers that always want more. They ask when a sample of theirs has ended, and with the
-    heartbeat once a second. lasts: how long the samples of each take, in seconds."""
+    """Return the mean shares of the KV of routers that always want more.
+
+    They ask when one of their samples has ended, and once a second with the heartbeat. lasts: how long the samples of
+    each router take, in seconds.
+    """
     routers = tuple(lasts)
     ends: list[tuple[float, str]] = []
     seen = []
@@ -182,7 +188,7 @@ def saturate(node: Node, rounds: int = 3000, **lasts: float) -> tuple[float, ...
 @pytest.mark.parametrize("lasts", [1.1, 4.0, 30.0])
 @pytest.mark.parametrize("large", [2, 7, 10, 11, 13, 14, 16, 19, 20, 21, 30, 36, 39, 40])
 def test_large_samples_do_not_starve_beside_small_ones(large: int, lasts: float) -> None:
-    """They have half of the KV, or as many as fit into that, or turns where none does."""
+    """Large samples get half of the KV, or as many of them as fit into it, or turns if none fits."""
     node = Node(100, kv_blocks=40, small=1, large=large)
     of_small, of_large = saturate(node, small=2.0, large=lasts)
     assert of_large > 0.2
@@ -197,7 +203,7 @@ def test_with_nothing_kept_they_starve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_holds_more_is_told_by_what_it_holds_most_of() -> None:
-    """6 of 8 slots are more than 16 of 40 KV blocks, but one more large sample would be more yet: that takes turns."""
+    """6 of 8 slots are more than 16 of 40 KV blocks, but one more large sample would be yet more: they take turns."""
     node = Node(8, kv_blocks=40, many=2, large=16)
     for router in ("many", "many", "many", "many", "many", "large"):
         assert node.ask(router)
@@ -210,11 +216,11 @@ def test_who_holds_more_is_told_by_what_it_holds_most_of() -> None:
         assert not node.ask("many", waiting=0)
         node.end("many")
     assert node.ask("large")
-    assert node.ask("many")  # Its turn is over.
+    assert node.ask("many")  # The large one's turn is over.
 
 
 def test_no_turn_is_taken_that_leads_nowhere() -> None:
-    """Where both held as much, the second large sample would not fit either."""
+    """If both held as much, the second large sample would not fit either."""
     node = Node(100, kv_blocks=40, small=1, large=17)
     assert node.ask("large")
     node.fill("small")

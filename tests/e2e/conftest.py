@@ -1,4 +1,4 @@
-"""One real cluster for the tests here: a router, a prefill node and a decode node as processes, on the tiny model."""
+"""One real cluster for the tests here: router, prefill node and decode node as processes, on the tiny model."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ ALL_CHECKED = ("--kv-check-fraction", "1.0")
 
 @dataclass(frozen=True)
 class Watch:
-    """Where a cluster is watched, with everything that it can be watched by."""
+    """The ports and the collector by which a cluster is watched."""
 
     metrics: Mapping[str, int]
-    """Ports, by the names of the processes."""
+    """The metrics ports, by the names of the processes."""
     health: Mapping[str, int]
     collector: Collector
-    """Of traces."""
+    """The collector of traces."""
     while_loading: Mapping[str, str]
-    """What the decode node's health said before its engine had loaded."""
+    """The answers of the decode node's health port before its engine had loaded."""
 
     def flags(self, name: str) -> tuple[str, ...]:
         return ("--metrics-port", str(self.metrics[name]), "--health-port", str(self.health[name]))
@@ -69,7 +69,7 @@ def wait_until(check: Callable[[], bool], what: str, timeout_s: float = 30.0) ->
 
 
 def ready(status: Callable[[], ClusterStatus]) -> bool:
-    """Whether a router says that it uses nodes of both roles."""
+    """Return whether a router says that it uses nodes of both roles."""
     try:
         nodes = status().nodes
     except (UnavailableError, DeadlineError):
@@ -80,9 +80,9 @@ def ready(status: Callable[[], ClusterStatus]) -> bool:
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With two threads per engine, and watched: so every test of bits says that watching moves none.
+    """Yield a watched cluster with two threads per engine. So every test of bits shows that watching changes none.
 
-    It ends with this package: idle engines spin, and would take the cores from the tests after it.
+    It ends with this package, because idle engines spin and would take the cores from the tests after it.
     """
     names = ("decode", "prefill", "router")
     with collecting() as collector, mock.patch.dict(os.environ, variables(collector)):
@@ -93,8 +93,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @contextmanager
 def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator[Cluster]:
-    """A whole cluster, started in an order that nobody would choose: nodes first, router last. The nodes' copies of the
-    model lie at different paths."""
+    """Start a whole cluster in an unusual order: nodes first, router last.
+
+    The nodes' copies of the model lie at different paths.
+    """
     model = str(tiny.ensure())
     copy = str(shutil.copytree(model, logs / "a copy of the model"))
     port = free_port()

@@ -1,5 +1,7 @@
-"""Router, prefill and decode node in network namespaces of their own: three machines with an address each, as far as
-addresses are concerned, joined by a bridge. KV goes over TCP from one to another. Tests only."""
+"""Router, prefill node and decode node in network namespaces of their own, joined by a bridge.
+
+For addresses they are three machines with an address each. KV goes over TCP from one to another. Tests only.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from corun.processes import descendants, end_tree
 
 NET = f"10.77.{os.getpid() % 250}"
 TAG = f"c{os.getpid() % 100_000}"
-"""Of the names of what is made here; the kernel takes 15 characters."""
+"""The start of the names of all namespaces and links made here. The kernel allows names of 15 characters."""
 HOSTS = {"router": f"{NET}.2", "prefill": f"{NET}.3", "decode": f"{NET}.4"}
 PORTS = {"router": 50051, "prefill": 50061, "decode": 50071}
 ENVIRONMENT = {"UCX_TLS": "tcp"}
-"""Namespaces of one machine share its memory, which NIXL would take instead."""
+"""Keep NIXL on TCP. The namespaces of one machine share its memory, which it would use otherwise."""
 
 
 def ip(*words: str) -> str:
@@ -29,7 +31,7 @@ def ip(*words: str) -> str:
 
 @functools.cache
 def why_not() -> str:
-    """Why no namespaces can be made here; empty: they can."""
+    """Return why no namespaces can be made here; empty if they can."""
     try:
         ip("netns", "add", f"{TAG}-try")
         ip("netns", "del", f"{TAG}-try")
@@ -44,7 +46,7 @@ def why_not() -> str:
 
 @contextmanager
 def machines() -> Iterator[None]:
-    """A namespace for each process, and a bridge whose own address is that of clients."""
+    """Make a namespace for each process, and a bridge whose own address is that of clients."""
     bridge = f"{TAG}-br"
     with ExitStack() as stack:
         ip("link", "add", bridge, "type", "bridge")
@@ -65,7 +67,7 @@ def machines() -> Iterator[None]:
 
 @contextmanager
 def running(name: str, logs: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in its namespace, on its fixed port; ends with the block, as one that is asked to."""
+    """Run a process in its namespace, on its fixed port. At the end of the block it is asked to end, and must do so."""
     module = "router" if name == "router" else f"{name}_node"
     listen = ("--host", HOSTS[name], "--port", str(PORTS[name]))
     argv = ["ip", "netns", "exec", f"{TAG}-{name}", sys.executable, "-m", module, *listen, *flags]
@@ -83,14 +85,17 @@ def running(name: str, logs: Path, *flags: str) -> Iterator[subprocess.Popen[byt
 
 
 def received() -> int:
-    """Bytes that came to the decode node's machine so far."""
+    """Return the number of bytes that the decode node's machine has received so far."""
     links = json.loads(ip("-n", f"{TAG}-decode", "-s", "-j", "link", "show", "eth0"))
     return int(links[0]["stats64"]["rx"]["bytes"])
 
 
 @contextmanager
 def spread(logs: Path, *node: str, decode: Sequence[str], prefill: Sequence[str]) -> Iterator[str]:
-    """The address of the router of a cluster over three machines; flags of both nodes and of each."""
+    """Run a cluster over three machines and yield the address of its router.
+
+    node: flags of both nodes; decode, prefill: flags of each.
+    """
     router = f"{HOSTS['router']}:{PORTS['router']}"
     with ExitStack() as stack:
         stack.enter_context(machines())

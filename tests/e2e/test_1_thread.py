@@ -1,7 +1,7 @@
-"""One thread per engine: other kernels, another contract. Router, prefill and decode node are on machines of their own
-where network namespaces can be made, so that KV goes over TCP.
+"""One thread per engine, which means other kernels and another contract. If network namespaces can be made, router,
+prefill node and decode node run on machines of their own, so that KV goes over TCP.
 
-Comes first by its name, so that its cluster has the machine for itself.
+The file's name sorts first, so that its cluster has the machine for itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Of the cluster, once it is ready."""
+    """Yield a client of the cluster, once the cluster is ready."""
     logs = tmp_path_factory.mktemp("one-thread")
     with ExitStack() as stack:
         if why_not():
@@ -61,6 +61,6 @@ def test_nodes_are_reached_by_their_addresses_and_so_is_kv(client: Client) -> No
 
 
 def tiny_kv_bytes() -> int:
-    """Of one token, in the least that a type of KV takes."""
+    """Return the bytes of KV of one token, at 2 bytes per value, the smallest type of KV here."""
     config = json.loads((tiny.ensure() / "config.json").read_text())
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2)

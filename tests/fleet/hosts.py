@@ -1,5 +1,6 @@
-"""A Ray cluster of several hosts on this machine, each a `ray start` of its own with its own loopback address, and a
-`corun up` on it.
+"""A Ray cluster of several hosts on this machine, and a `corun up` on it.
+
+Each host is a `ray start` of its own with its own loopback address.
 
 Tests only.
 """
@@ -28,7 +29,7 @@ END_S = 60.0
 _SETTINGS = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block")
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": "0" * 32,  # Else Ray keeps one in the user's home.
+    "RAY_AUTH_TOKEN": "0" * 32,  # Otherwise Ray keeps one in the user's home.
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_raylet_start_wait_time_s": "90",
     "RAY_worker_niceness": "0",
@@ -44,24 +45,24 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = STAR
 
 
 def guarded(argv: Sequence[str]) -> list[str]:
-    """A command that ends with this process, however that ends, and so does all that it started."""
+    """Return a command line that ends with this process, however this one ends, along with all that it started."""
     return [sys.executable, "-I", guard.__file__, str(os.getpid()), str(END_S), *argv]
 
 
 class Hosts:
-    """The hosts, by name; each has its number as the last part of its address, and an end for all that runs there."""
+    """The hosts by name. The last part of a host's address is its number. Everything on a host can be ended."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.everything: dict[int, str] = {}
-        """All processes that were ever seen, of hosts and of launches."""
+        """All processes of hosts and launches that were ever seen."""
         self._scratch = tempfile.mkdtemp(prefix="corun-hosts-", dir="/tmp")  # A socket's path must be short.
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
-        self._numbers: dict[str, int] = {}  # Last parts of addresses; a host that comes back has its old one.
+        self._numbers: dict[str, int] = {}  # Last parts of addresses; a host that comes back gets its old one.
         self.address = f"127.0.0.11:{free_port()}"
 
     def start(self) -> None:
-        """Ray's head, on the first host."""
+        """Start Ray's head, on the first host."""
         port = self.address.rpartition(":")[2]
         self._start("head", "--head", f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false")
         self._wait("head")
@@ -75,8 +76,8 @@ class Hosts:
         return {**os.environ, **_ENVIRONMENT}
 
     def add(self, **gpus: int) -> None:
-        """Hosts by name, each with so many GPUs; they are a number here: nothing computes on them."""
-        for name, number in gpus.items():  # One by one: those that start at once take each other's ports.
+        """Add hosts by name, each with a number of GPUs. They are only a number: nothing computes on them."""
+        for name, number in gpus.items():  # One by one: hosts that start at once take each other's ports.
             self._start(name, f"--address={self.address}", f"--num-gpus={number}")
             self._wait(name)
 
@@ -94,17 +95,17 @@ class Hosts:
             self._hosts[name] = subprocess.Popen(argv, env=self.environment, stdout=log, stderr=log)
 
     def tree(self, name: str) -> dict[int, str]:
-        """What runs on a host."""
+        """Return the processes that run on a host."""
         found = descendants(self._hosts[name].pid)
         self.everything |= found
         return found
 
     def of(self, pid: int) -> str:
-        """The host that a process is on; empty if it does not run."""
+        """Return the host that a process is on; empty if it does not run."""
         return next((name for name in self._hosts if pid in self.tree(name)), "")
 
     def lose(self, name: str) -> None:
-        """As if its power was cut: all that runs there ends at once."""
+        """End all that runs on a host at once, as if its power was cut."""
         tree = self.tree(name)
         host = self._hosts.pop(name)
         for pid in (host.pid, *tree):
@@ -113,7 +114,7 @@ class Hosts:
         host.wait()
 
     def kill_raylet(self, name: str) -> dict[int, str]:
-        """Ray dies there, and nothing else is killed; what ran there."""
+        """Kill Ray on a host, and nothing else. Return the processes that ran there."""
         tree = self.tree(name)
         for pid in tree:
             if command_line(pid).partition(" ")[0].endswith("/raylet"):
@@ -131,8 +132,10 @@ class Hosts:
 
 
 class Up:
-    """A `corun up` on hosts, in a process of its own. Where its file says `port = 0` it gets ports that no connection
-    takes between its look for them and its routers' start."""
+    """A `corun up` on hosts, in a process of its own.
+
+    `port = 0` in its file is replaced by free ports that no connection takes before its routers start.
+    """
 
     def __init__(self, hosts: Hosts, toml: str, *, fake: bool = True) -> None:
         self._hosts = hosts
@@ -155,7 +158,7 @@ class Up:
         return self._output.read_text()
 
     def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
-        """Waits until `corun up` has said it."""
+        """Wait until the output of `corun up` matches `pattern`; return the match."""
         expression = re.compile(pattern, re.MULTILINE)
         wait_for(lambda: expression.search(self.output) or self.process.poll() is not None, pattern, timeout_s)
         found = expression.search(self.output)
@@ -164,29 +167,29 @@ class Up:
 
     @property
     def address(self) -> str:
-        """Of the routers, once the cluster is ready."""
+        """The addresses of the routers, separated by commas, once the cluster is ready."""
         return self.wait_for(r"^ready: (\S+), fingerprint")[1]
 
     def pid(self, name: str) -> int:
-        """Of the guard of a process, in its last life that was told."""
+        """Return the pid of the guard of process `name`, in the last life that `corun up` reported."""
         pattern = rf"\] {re.escape(name)}: process (\d+)"
         self.wait_for(pattern)
         return int(re.findall(pattern, self.output)[-1])
 
     def host(self, name: str) -> str:
-        """The host that a process is on, once it has been told that it runs."""
+        """Return the host that process `name` is on, once `corun up` has reported it."""
         wait_for(lambda: self._hosts.of(self.pid(name)), f"{name} runs")
         return self._hosts.of(self.pid(name))
 
     def scale(self, *counts: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """`corun scale`, as a user runs it."""
+        """Run `corun scale` as a user does."""
         argv = [sys.executable, "-m", "corun", "scale", *counts, "--timeout-s", str(timeout_s)]
         return subprocess.run(
             argv, env=self.environment, capture_output=True, text=True, timeout=timeout_s + 60, check=False
         )
 
     def ready(self) -> dict[str, str]:
-        """Generations of the nodes that the first router uses."""
+        """Return the generations of the nodes that the first router uses, by node id."""
         nodes = self.status().nodes
         return {n.node.ref.node_id: n.node.ref.generation for n in nodes if n.state is NodeState.READY}
 
@@ -195,14 +198,14 @@ class Up:
             return client.get_cluster()
 
     def is_back(self, name: str, replaced: str) -> bool:
-        """Whether a node is in use, in another generation than `replaced`."""
+        """Return whether a node is in use in another generation than `replaced`."""
         try:
             return self.ready().get(name, replaced) != replaced
         except CorunError:
             return False
 
     def stop(self) -> None:
-        """Ends it as Ctrl-C does, and sees to it that nothing of it is left on any host."""
+        """End it as Ctrl-C does, and check that nothing of it is left on any host."""
         tree = {pid: at for name in self._hosts.names for pid, at in self._hosts.tree(name).items()}
         ours = {pid: at for pid, at in tree.items() if "guard.py" in command_line(pid)}
         ours |= {child: at for pid in ours for child, at in descendants(pid).items()}
@@ -213,7 +216,7 @@ class Up:
 
 
 def _two_ports() -> int:
-    """The first of two in a row: routers count up from it."""
+    """Return the first of two free ports in a row, because routers count up from it."""
     first = free_port()
     while (second := free_port()) != first + 1:
         first = second
@@ -222,7 +225,7 @@ def _two_ports() -> int:
 
 @contextmanager
 def hosts(directory: Path) -> Iterator[Hosts]:
-    """A Ray cluster with one host, `head`; all of it ends with the block."""
+    """Start a Ray cluster with one host, `head`. All of it ends with the block."""
     directory.mkdir(exist_ok=True)
     found = Hosts(directory)
     try:
@@ -234,7 +237,7 @@ def hosts(directory: Path) -> Iterator[Hosts]:
 
 @contextmanager
 def up(ray: Hosts, toml: str, *, fake: bool = True) -> Iterator[Up]:
-    """A `corun up` there."""
+    """Start a `corun up` on the hosts of `ray`. It ends with the block."""
     started = Up(ray, toml, fake=fake)
     try:
         yield started

@@ -1,6 +1,6 @@
-"""Whole node processes around fake engines: what `corun up` starts for a role in tests of the fleet.
+"""Whole node processes around fake engines: `corun up` starts them for a role in tests of the fleet.
 
-The processes share "KV" as files beside the model, where the fakes of one process share a table. Tests only.
+The processes share "KV" as files beside the model, while the fakes of one process share a table. Tests only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.living import decode_role, prefill_role
 
 STEP_MS = 10.0
 WRONG = "wrong-bits"
-"""A file of this name beside the model makes the decode nodes that start then draw other bits."""
+"""The name of a file. While it lies beside the model, decode nodes that start draw other bits."""
 
 
 class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
-    """Prompts by (engine id, request id), a file each."""
+    """A mapping of (engine id, request id) to prompts, with a file for each."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
@@ -41,7 +41,7 @@ class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
         path = self._path(key)
         aside = self._directory.parent / f".{path.name}"
         aside.write_text(json.dumps(prompt))
-        aside.replace(path)  # Whole at once: other processes read it.
+        aside.replace(path)  # The file appears whole, because other processes read it.
 
     def __delitem__(self, key: tuple[str, str]) -> None:
         try:
@@ -58,11 +58,11 @@ class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
         return len(list(self._directory.iterdir()))
 
     def items(self) -> Any:
-        """Those that are there when they are looked at: other processes take some meanwhile."""
+        """Return the entries that still exist when they are read, because other processes take some meanwhile."""
         return [(key, prompt) for key in self if (prompt := self.get(key)) is not None]
 
     def pop(self, key: tuple[str, str], *default: Any) -> Any:
-        """Of the processes that take a prompt at once one gets it; for the others it is not there."""
+        """Take a prompt. If several processes take it at once, one gets it, and the others do not find it."""
         try:
             prompt = self[key]
             del self[key]

@@ -1,4 +1,4 @@
-"""A fleet over several Ray hosts, with fake engines: hosts are lost and added, nodes become more and fewer, and every
+"""A fleet over several Ray hosts, with fake engines. Hosts are lost and added, and the number of nodes changes. Every
 stream that runs meanwhile is bit for bit what it is undisturbed."""
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def answer(prompt: Sequence[int], params: SamplingParams, seed: int) -> bytes:
 
 
 def more(streams: Streams, count: int = 12) -> None:
-    """Waits for some streams to end."""
+    """Wait for some more streams to end."""
     target = streams.completed + count
     wait_for(lambda: streams.completed >= target, "streams go on")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """That of TOML."""
+    """The model directory that TOML names."""
     directory = tmp_path / "model"
     directory.mkdir()
     write_tokenizer(directory)
@@ -64,7 +64,7 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path, m
         with up(ray, TOML) as fleet:
             address = fleet.address
             assert (fleet.host("router-0"), fleet.host("router-1")) == ("head", "r")
-            assert fleet.host("prefill-0") == fleet.host("decode-0") == "a"  # A pair.
+            assert fleet.host("prefill-0") == fleet.host("decode-0") == "a"  # They are a pair.
             assert fleet.host("decode-1") == "b"
             with streaming(address, answer) as streams:
                 more(streams)
@@ -83,7 +83,7 @@ def test_streams_do_not_notice_what_happens_to_hosts_and_nodes(tmp_path: Path, m
 
 @pytest.mark.usefixtures("model")
 def test_nodes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path) -> None:
-    """Else each would take what is free of its memory while the other one loads."""
+    """Otherwise each would take the memory that is free while another one loads."""
     with hosts(tmp_path) as ray:
         ray.add(a=1)
         with up(ray, TOML.replace("drain_grace_s", "nodes_per_gpu = 3\ndrain_grace_s")) as fleet:
@@ -122,7 +122,7 @@ def scale_up_and_down(fleet: Up, streams: Streams) -> None:
 
 
 def kill_ray_alone(ray: Hosts, fleet: Up, streams: Streams) -> None:
-    """What its workers guarded ends without them, and is started elsewhere."""
+    """Kill Ray on a host: the processes that its workers guarded end, and are started elsewhere."""
     host, generation = fleet.host("decode-1"), fleet.ready()["decode-1"]
     orphans = ray.kill_raylet(host)
     ray.add(e=2)
@@ -132,7 +132,7 @@ def kill_ray_alone(ray: Hosts, fleet: Up, streams: Streams) -> None:
 
 
 def lose_a_router(ray: Hosts, fleet: Up, streams: Streams) -> None:
-    """Nodes and clients know its address, so it waits for its host."""
+    """Nodes and clients know a router's address, so it waits for its host to come back."""
     ray.lose("r")
     fleet.wait_for(r"router-1: waiting: its machine, 127\.0\.0\.12, is gone$")
     more(streams)

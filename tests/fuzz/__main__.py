@@ -1,8 +1,8 @@
 """`python -m tests.fuzz`: hostile bytes and hostile clients against a router and nodes; prints JSON.
 
-Engines are fakes, in one process with everything. `--engines real` is another run: for `--minutes`, assaults on a whole
-real cluster with another client's streams beside them. Exit code 1 if anything was found. A case found on fakes
-runs again with `--seed S --first NUMBER --cases 1`.
+Engines are fakes, in one process with everything else. `--engines real` is another kind of run: for `--minutes`, it
+assaults a whole real cluster with another client's streams beside the assaults. The exit code is 1 if anything was
+found. To run a case again that was found on fakes, use `--seed S --first NUMBER --cases 1`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.fuzz.runner import fuzzing
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A run."""
+    """The options of a run."""
 
     engines: Literal["fake", "real"] = "fake"
     minutes: float = 30.0
@@ -34,11 +34,11 @@ class Options:
     model: str = "tiny"
     """Real engines only: directory of a checkpoint, or the built-in one."""
     slots: int = 8
-    """Real engines only: of the decode node."""
+    """Real engines only: slots of the decode node."""
     threads: int = 1
     """Real engines only: CPU threads of each engine."""
     calm_s: float = CALM_S
-    """Real engines only: of ordinary company before the assaults, with which what comes after is compared."""
+    """Real engines only: seconds of ordinary requests before the assaults; the assaults are compared with them."""
     logs: str = ""
     """Real engines only: a directory to keep the logs of all processes in."""
     seed: int = 1
@@ -48,21 +48,21 @@ class Options:
     at_once: int = 0
     """Cases at a time; 0: 96 on fake engines, 6 on real ones."""
     attack: tuple[Literal["slowloris", "idle", "giant", "slow_reader", "many_streams"], ...] = ()
-    """Hostile clients instead of cases."""
+    """Run these hostile clients instead of cases."""
     server: Literal["open", "guarded"] = "open"
-    """The router under attack: anyone's, or one that wants tokens, of which the attackers have none."""
+    """The router under attack: open to anyone, or one that requires tokens, which the attackers do not have."""
     scale: int = 0
     """Connections, or calls, of each attack; 0: as many as it has by itself."""
     seconds: float = 10.0
-    """Of ordinary requests without, and again with, each attack."""
+    """Seconds of ordinary requests without each attack, and again as many with it."""
     client_timeout_s: float = 5.0
-    """Of the router under attack."""
+    """The client timeout of the router under attack."""
     log: str = ""
     """File for the target's log; empty: thrown away."""
 
 
 async def run_attacks(options: Options) -> dict[str, Any]:
-    """Each attack on a router of its own."""
+    """Run each attack on a router of its own."""
     reports = []
     for name in options.attack:
         async with running(options.log, client_timeout_s=options.client_timeout_s) as target:

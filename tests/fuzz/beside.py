@@ -1,8 +1,8 @@
-"""Assaults on a real cluster for some minutes, with another client's streams beside them, and what these went through.
+"""Assaults on a real cluster for some minutes, with another client's streams beside them, which are watched.
 
-In calm, the same number of clients sends ordinary requests. Found is whatever an assault did to somebody else: a stream
-that ended, changed a bit or paused for more than a tenth of a second longer than any did in calm, a node that was lost,
-a run that was repeated, a process that died, an internal error, memory beyond its bound, or something that is still
+Before the assaults, in calm, the same number of clients sends ordinary requests. A finding is any harm that an assault
+did to others: a stream that ended, changed a bit or paused more than a tenth of a second longer than any did in calm, a
+lost node, a repeated run, a process that died, an internal error, memory beyond its bound, or something that is still
 held at the end. Tests only.
 """
 
@@ -32,13 +32,13 @@ from tests.machine import free_port
 START_S = 300.0
 SETTLE_S = 60.0
 CALM_S = 60.0
-"""Of ordinary company, before the assaults."""
+"""How long clients send ordinary requests before the assaults."""
 SLOWER_S = 0.1
-"""By which the longest pause of a stream may exceed that of all streams in calm."""
+"""By how much the longest pause of a stream may exceed the longest one of all streams in calm."""
 ROUTER_MIB = 1024.0
-"""Memory of a router in the smallest deployment (k8s/overlays/cpu-demo)."""
+"""The memory of a router in the smallest deployment (k8s/overlays/cpu-demo)."""
 NICENESS = 15
-"""Of the attacker: what it computes is not to take the cores from those it attacks."""
+"""The niceness of the attacker, so that it does not take the cores from the processes that it attacks."""
 MAX_FINDINGS = 50
 _WORDS = (" is lost: ", "a run of sample .* failed", " internal error ", "Traceback ", "never retrieved")
 _BAD = re.compile(rf"^.*(?:{'|'.join(_WORDS)}).*$", re.MULTILINE)
@@ -46,16 +46,16 @@ _BAD = re.compile(rf"^.*(?:{'|'.join(_WORDS)}).*$", re.MULTILINE)
 
 @dataclass(kw_only=True)
 class Report:
-    """What a run did and found. Times in seconds, memory in MiB."""
+    """The results of a run. Times are in seconds, memory is in MiB."""
 
     seed: int
     minutes: float
     assaults: dict[str, Counter[str]] = field(default_factory=dict)
-    """Answers by kind."""
+    """The number of answers of each kind, by kind of assault."""
     streams: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Those of the bystander, in calm and beside the assaults: how many, pauses, first tokens."""
+    """Quantiles of the bystander's streams, in calm and beside the assaults: first tokens, pauses, durations."""
     memory_mib: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of each process with its engine: before, most, and after."""
+    """The memory of each process with its engine: before the assaults, at most, and after them."""
     findings: list[str] = field(default_factory=list)
 
     def find(self, what: str) -> None:
@@ -69,7 +69,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Of the cluster and its two clients: to share slots and the queue fairly, it has to tell them apart."""
+    """The tokens of the cluster and of its two clients. It tells these apart to share slots and the queue fairly."""
 
     folder: Path
     cluster: str
@@ -78,7 +78,7 @@ class Tokens:
 
     @classmethod
     def written(cls, folder: Path) -> Tokens:
-        """New ones, in files. The attacker may not ask for the highest priority, which goes before everybody."""
+        """Write new tokens to files. The attacker may not ask for the highest priority, which goes before all."""
         folder.mkdir(parents=True, exist_ok=True)
         made = cls(folder=folder, **{name: secrets.token_hex(16) for name in ("cluster", "bystander", "attacker")})
         made.file("cluster").write_text(made.cluster)
@@ -92,7 +92,7 @@ class Tokens:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a cluster (`corun_bench.nodes.Nodes`)."""
+        """The settings of a cluster (`corun_bench.nodes.Nodes`) with these tokens."""
         return {
             "router_flags": ("--client-tokens-file", str(self.file("clients"))),
             "member_flags": ("--cluster-token-file", str(self.file("cluster"))),
@@ -101,7 +101,7 @@ class Tokens:
 
 
 class Siege:
-    """One run against a cluster that is there."""
+    """One run against a running cluster."""
 
     def __init__(self, nodes: Nodes, target: Victim, tokens: Tokens, report: Report) -> None:
         self.report = report
@@ -113,7 +113,7 @@ class Siege:
         self._most: dict[str, float] = {}
 
     async def run(self, *, at_once: int, calm_s: float) -> None:
-        """The calm, the assaults, and what is left of them."""
+        """Run the calm and then the assaults, and judge both."""
         async with self._bystander():
             began = time.time()
             numbers = itertools.count()
@@ -180,7 +180,7 @@ class Siege:
                 report.find(f"in the log of {name}: {line[:300]}")
 
     async def _settled(self) -> None:
-        """Waits until nothing of the assaults is left; what is left all the same is found."""
+        """Wait until nothing of the assaults is held. Anything that still is becomes a finding."""
         end = time.monotonic() + SETTLE_S
         while (held := await self._held()) and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
@@ -219,7 +219,7 @@ class Siege:
 
 
 async def besiege(topology: Topology, logs: Path, *, seed: int, minutes: float, at_once: int, calm_s: float) -> Report:
-    """A whole run on a cluster of its own, with a gateway before it."""
+    """Do a whole run on a cluster of its own, with a gateway in front of it."""
     report = Report(seed=seed, minutes=minutes)
     url = f"http://127.0.0.1:{free_port()}"
     tokens = Tokens.written(logs)

@@ -1,7 +1,7 @@
 """`python -m tests.fuzz.bystander ROUTER GATEWAY TOKEN_FILE`: another client's streams, and how they went.
 
 Prints a line of JSON once it knows the right answers, then one for every stream that ended. Ends when its stdin does.
-A process of its own, so that what an attacker computes does not look like a pause. Tests only.
+It is a process of its own, so that an attacker's computation does not look like a pause. Tests only.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from corun.receipt import output_digest
 
 NUM_CASES = 8
 PAUSE_S = 0.05
-"""Of a way between two streams."""
+"""The pause between two streams of the same place in `WAYS`."""
 STREAM_S = 120.0
-"""For one stream to end."""
+"""The limit for one stream to end."""
 WAYS = ("grpc", "grpc", "http")
-"""Streams at a time: through the router and through the gateway."""
+"""The streams that run at a time, each through the router ("grpc") or through the gateway ("http")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A request and, once it is known, the digest of its right output."""
+    """A request."""
 
     prompt: list[int]
     params: SamplingParams
@@ -43,22 +43,22 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """What became of one stream."""
+    """The outcome of one stream."""
 
     way: str
     at: float
-    """When it ended, as of `time.time`."""
+    """The time of its end, by `time.time`."""
     first_s: float
-    """Until its first token; 0 if there was none."""
+    """The time until its first token; 0 if there was none."""
     longest_pause_s: float
-    """Between two messages with tokens."""
+    """The longest time between two messages with tokens."""
     seconds: float
     equal: bool
     error: str = ""
 
 
 class Bystander:
-    """Streams cases in turn."""
+    """A client that streams the cases in turn."""
 
     def __init__(self, client: AsyncClient, session: aiohttp.ClientSession, url: str) -> None:
         self._client = client
@@ -68,13 +68,13 @@ class Bystander:
         self._expected: list[str] = []
 
     async def learn(self) -> None:
-        """Computes the right answers, one at a time."""
+        """Get the right answers, one at a time."""
         for case in self._cases:
             sample = (await self._client.generate(case.prompt, case.params, seed=case.seed)).samples[0]
             self._expected.append(output_digest(sample.token_ids, sample.logprobs))
 
     async def go_on(self, place: int, stop: asyncio.Event) -> None:
-        """One stream after the other until told to stop."""
+        """Run one stream after the other until `stop` is set."""
         number = place
         while not stop.is_set():
             told = await self._one(WAYS[place], number % NUM_CASES)
@@ -88,7 +88,7 @@ class Bystander:
         case = self._cases[number]
         try:
             digest = await asyncio.wait_for(self._read(way, case, times), STREAM_S)
-        except Exception as raised:  # Whatever ended it is what is looked for here.
+        except Exception as raised:  # Anything that ends a stream is a finding here.
             error = f"{type(raised).__name__}: {raised}"[:500]
         pauses = [later - earlier for earlier, later in pairwise(times[1:])]
         return Told(
@@ -102,7 +102,7 @@ class Bystander:
         )
 
     async def _read(self, way: str, case: Case, times: list[float]) -> str:
-        """The digest of a whole stream; when each message came goes to `times`."""
+        """Read a whole stream and return its digest. Append the time of each message to `times`."""
         digest = ""
         async with aclosing(self._grpc(case) if way == "grpc" else self._http(case)) as pieces:
             async for found in pieces:
@@ -111,7 +111,7 @@ class Bystander:
         return digest
 
     async def _grpc(self, case: Case) -> AsyncGenerator[str, None]:
-        """Empty for every chunk but the last, which gives the output's digest."""
+        """Yield an empty text for every chunk but the last, and the output's digest for the last."""
         token_ids: list[int] = []
         logprobs: list[float] = []
         async for chunk in self._client.stream(case.prompt, case.params, seed=case.seed):
@@ -131,7 +131,7 @@ class Bystander:
 
 
 def make_cases() -> list[Case]:
-    """Always the same: prompts of one token to some chunks, greedy and drawn with and without filters."""
+    """Make the same cases every time: prompts of one token to some chunks, greedy, or drawn with or without filters."""
     rng = random.Random(11)
     styles: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 30}, {"temperature": 0.7})
     return [
@@ -145,7 +145,7 @@ def make_cases() -> list[Case]:
 
 
 def _digest_in(event: dict[str, Any]) -> str:
-    """The digest in the receipt of a stream's last event; empty for the others. Raises RuntimeError for an error."""
+    """Return the digest in the receipt of a stream's last event, empty for others. Raises RuntimeError for an error."""
     if "error" in event:
         raise RuntimeError(str(event["error"]))
     receipts = [choice["corun"]["receipt"] for choice in event["choices"] if (choice.get("corun") or {}).get("receipt")]

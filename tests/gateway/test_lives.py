@@ -25,7 +25,7 @@ from tests.gateway.serving import Http, joined, read_events, serving
 from tests.secrets import Secrets
 
 START_S = 60.0
-"""Of a process, on a busy machine."""
+"""The limit for a gateway process to start or end, on a busy machine."""
 LONG = {"prompt": [1, 2], "max_tokens": 500, "seed": 1}
 
 
@@ -47,7 +47,7 @@ async def test_a_client_that_leaves_ends_its_request(model: str, stream: bool, f
         assert http.gateway.activity.running >= 1
         task.cancel()
         await asyncio.wait((task,))
-        await fake.idle()  # Long before all steps are over:
+        await fake.idle()  # It is idle long before all steps are over:
         assert drawn_tokens(fake) < 400
         await fake.until(lambda: http.gateway.activity.running == 0)
 
@@ -75,7 +75,7 @@ async def test_a_stream_survives_its_router(model: str) -> None:
     async with cluster(model, lease_ttl_ms=600) as fake, serving(fake) as http:
         whole = await http.complete(max_tokens=300, seed=5, return_token_ids=True)
         running = asyncio.ensure_future(http.stream(max_tokens=300, seed=5, return_token_ids=True))
-        await fake.until(lambda: drawn_tokens(fake) > 310)  # In the second run, and its KV has been read.
+        await fake.until(lambda: drawn_tokens(fake) > 310)  # The second run is on, and its KV has been read.
         port = fake.router.server.port
         await kill_router(fake.router)
         fake.router = await start_router(router_config(port=port))
@@ -94,7 +94,7 @@ async def test_draining_ends_what_runs_and_takes_nothing_new(model: str) -> None
         port = http.gateway.port
         draining = asyncio.ensure_future(http.gateway.drain())
         await asyncio.sleep(0)
-        assert b" 503 " in await _ask(idle)  # On a connection that stood.
+        assert b" 503 " in await _ask(idle)  # An existing connection still gets an answer.
         with pytest.raises(ConnectionError):
             await asyncio.open_connection("127.0.0.1", port)
         assert len(joined(await running)["token_ids"]) == 150
@@ -117,7 +117,7 @@ async def test_what_does_not_end_in_time_is_ended(model: str) -> None:
         await fake.until(lambda: drawn_tokens(fake) > 50)  # The stream has begun.
         await http.gateway.drain()
         await http.gateway.stop()
-        events = await running  # The end is told, in the stream.
+        events = await running  # The stream itself says that it was ended.
         assert events[-1]["error"]["code"] == 503
         assert len(events) < 500
         await fake.idle()
@@ -185,7 +185,7 @@ async def test_a_connection_that_says_nothing_is_closed(model: str) -> None:
         for reader, writer in (silent, slow):
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
             writer.close()
-        assert b" 200 " in await _ask(heard)  # One that has said something may be quiet.
+        assert b" 200 " in await _ask(heard)  # A connection that has sent something may be quiet.
         heard[1].close()
 
 
@@ -227,7 +227,7 @@ class _StuckTransport:
 
 
 class _StuckResponse:
-    """Of a client that takes nothing any more."""
+    """The response of a client that takes no more data, unless `takes` is set."""
 
     async def prepare(self, request: Any) -> None: ...
 

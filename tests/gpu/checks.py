@@ -1,4 +1,4 @@
-"""The checks of the suite: what must not matter is changed, and every bit of the output compared.
+"""The checks of the suite: change a condition that must not matter, and compare every bit of the output.
 
 Owns the cases and the conditions they run under. Sizes follow the cluster (slots, chunk, buckets, longest prompt), so
 that the same checks run on the tiny model. Must not know how a cluster is started or results are shown.
@@ -50,7 +50,7 @@ class Prompts:
     model_len: int
 
     def cases(self, count: int, low: int, high: int, seed: int, **params: Any) -> list[Case]:
-        """Prompts of `low` to `high` tokens, as far as the model goes, each with a seed of its own."""
+        """Return prompts of `low` to `high` tokens, at most as many as the model takes, each with a seed of its own."""
         draw = random.Random(seed)
         settings = sampling(**params)
         longest = self.model_len - settings.max_tokens
@@ -61,27 +61,27 @@ class Prompts:
         return [draw.randrange(3, self.vocab) for _ in range(length)]
 
     def paper(self) -> list[Case]:
-        """Section V-B: 32 prompts, temperature 0.6, one seed, 8 tokens."""
+        """Return the prompts of the paper's Section V-B: 32 prompts, temperature 0.6, one seed, 8 tokens."""
         return [(prompt, params, PAPER_SEED) for prompt, params, _ in self.cases(32, 64, 512, 0, **PAPER)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a check works with."""
+    """The cluster, client and limits that a check works with."""
 
     nodes: Nodes
     client: Client
-    """Of this check alone: it is closed when the check's time is over, and every call ends."""
+    """The client of this check alone. It is closed when the check's time is over, which ends every call."""
     status: ClusterStatus
     deadline: float
-    """On the monotonic clock."""
+    """The end of the check's time, on the monotonic clock."""
     scale: float = 1.0
-    """Of the numbers of prompts."""
+    """A factor for the numbers of prompts."""
     long_output: int = 2048
     reference: Sequence[str] = ()
-    """Digests of an earlier run's paper test."""
+    """The output digests of an earlier run's paper test."""
     paper: list[str] = field(default_factory=list)
-    """This run's."""
+    """The output digests of this run's paper test."""
 
     @property
     def remaining_s(self) -> float:
@@ -111,7 +111,7 @@ class Bench:
         return run(self.client, list(cases), concurrency)
 
     def compare(self, name: str, cases: Sequence[Case], concurrency: int, alone: int = 1) -> Outcome:
-        """The same cases, `alone` at a time and `concurrency` at a time."""
+        """Compare the outputs of the same cases, `alone` at a time and `concurrency` at a time."""
         return compared(name, self.run(cases, alone), self.run(cases, concurrency))
 
 
@@ -121,7 +121,7 @@ def sampling(**params: Any) -> SamplingParams:
 
 
 def compared(name: str, left: Sequence[Generation], right: Sequence[Generation], **detail: Any) -> Outcome:
-    """How many agree in every bit; `distinct` says how many outputs there were to confuse."""
+    """Count the outputs that agree in every bit. The detail `distinct` is the number of different outputs in `left`."""
     wrong = differing(list(left), list(right))
     detail["distinct"] = len({bits(one) for one in left})
     if wrong:
@@ -147,7 +147,7 @@ def paper(bench: Bench) -> Iterator[Found]:
 
 
 def verify_conditions(bench: Bench) -> Iterator[Found]:
-    """What `corun verify` does."""
+    """Do what `corun verify` does."""
     cases = verification.built_in_cases(bench.client.get_cluster(), bench.count(verification.BUILT_IN_CASES))
     found = verification.run(bench.client, cases, timeout_s=bench.remaining_s)
     for condition in Condition:
@@ -165,7 +165,7 @@ def mixed(bench: Bench) -> Iterator[Found]:
 
 
 def edges(bench: Bench) -> Iterator[Found]:
-    """Prompts of every length around which a step changes its shape: buckets, chunks, KV blocks."""
+    """Check prompts of every length around which a step changes its shape: buckets, chunks, KV blocks."""
     part = prefill_part(bench.status)
     lengths = edge_lengths(part["chunk_size"], part["buckets"], bench.model_len - 16)
     draw = random.Random(3)
@@ -175,14 +175,14 @@ def edges(bench: Bench) -> Iterator[Found]:
 
 
 def prefill_part(status: ClusterStatus) -> dict[str, Any]:
-    """The prefill nodes' part of the contract."""
+    """Return the prefill nodes' part of the contract."""
     node = next(one.node for one in status.nodes if one.node.role is NodeRole.PREFILL)
     part: dict[str, Any] = json.loads(node.contract_json)["prefill"]
     return part
 
 
 def edge_lengths(chunk: int, buckets: Sequence[int], longest: int) -> list[int]:
-    """C-1, C and C+1 of every edge; without graphs there are no buckets, and those of a GPU are as good as any."""
+    """Return C-1, C and C+1 of every edge. Without graphs there are no buckets, so a GPU's buckets are used."""
     around = {1, chunk, 2 * chunk, 3 * chunk, *(buckets or prefill_buckets(chunk))}
     return sorted(length for edge in around for length in (edge - 1, edge, edge + 1) if 0 < length <= longest)
 
@@ -204,7 +204,7 @@ def arrivals(bench: Bench) -> Iterator[Found]:
 
 
 def staggered(bench: Bench, cases: Sequence[Case], spread_s: float) -> list[Generation]:
-    """Each case arrives at a random moment of `spread_s` seconds."""
+    """Run the cases so that each arrives at a random moment within `spread_s` seconds."""
     draw = random.Random(5)
     delays = [draw.uniform(0, spread_s) for _ in cases]
 
@@ -217,7 +217,7 @@ def staggered(bench: Bench, cases: Sequence[Case], spread_s: float) -> list[Gene
 
 
 def needle(bench: Bench) -> Iterator[Found]:
-    """One prompt alone, then in the middle of as many as there are slots."""
+    """Run one prompt alone, then among as many as fill all slots."""
     for seed in range(bench.count(3)):
         target = bench.cases(1, 300, 300, 90 + seed, max_tokens=64)
         crowd = bench.cases(bench.slots - 1, 1, 800, 190 + seed, max_tokens=96)
@@ -233,7 +233,7 @@ def all_slots(bench: Bench) -> Iterator[Found]:
 
 
 def pairs(bench: Bench) -> Iterator[Found]:
-    """With several nodes: what the first pair gives alone, every pair must give in a crowd."""
+    """With several nodes, check that every pair gives in a crowd what the nodes give alone."""
     if len(bench.status.nodes) == 2:
         return
     made = bench.cases(bench.count(96), 1, 1024, 13, max_tokens=48)
@@ -253,8 +253,7 @@ def pair_of(generation: Generation) -> str:
 
 
 def restarts(bench: Bench) -> Iterator[Found]:
-    """kill -9 of the first decode node under load, then of the first prefill node; each comes back and gives the same
-    bits."""
+    """Kill -9 the first decode node under load, then the first prefill node. Each gives the same bits again."""
     made = bench.cases(bench.count(16), 1, 1024, 14, max_tokens=min(256, bench.model_len // 4))
     alone = bench.run(made, len(made))
     with ThreadPoolExecutor(1) as pool:
@@ -268,7 +267,7 @@ def restarts(bench: Bench) -> Iterator[Found]:
 
 
 def long_outputs(bench: Bench) -> Iterator[Found]:
-    """Two long outputs alone, then among others that come and go."""
+    """Run two long outputs alone, then among others that come and go."""
     length = min(bench.long_output, bench.model_len - 400)
     made = bench.cases(2, 100, 399, 7, max_tokens=length)
     alone = bench.run(made, 1)
@@ -278,7 +277,7 @@ def long_outputs(bench: Bench) -> Iterator[Found]:
 
 
 def first_token(bench: Bench) -> Iterator[Found]:
-    """Not a check: what a long prompt costs before its first token, one at a time."""
+    """Measure, not check, what a long prompt costs before its first token, one at a time."""
     longest = bench.model_len - 8
     for length in (min(512, longest), min(2048, longest), min(6000, longest)):
         made = bench.cases(bench.count(8), length, length, length, max_tokens=1)
@@ -289,7 +288,7 @@ def first_token(bench: Bench) -> Iterator[Found]:
 
 
 def throughput(bench: Bench) -> Iterator[Found]:
-    """Not a benchmark: a first look at how fast the fixed shape runs when all slots are busy."""
+    """Measure roughly how fast the fixed shape runs when all slots are busy. This is not a benchmark."""
     length = min(512, bench.model_len // 2)
     tokens = min(256, bench.model_len // 4)
     made = bench.cases(bench.slots, length, length, 77, max_tokens=tokens)
@@ -302,7 +301,7 @@ def throughput(bench: Bench) -> Iterator[Found]:
 
 @dataclass(frozen=True)
 class Check:
-    """A check, the longest it may take, and the time without which it is not begun."""
+    """A check, the longest time that it may take, and the least time left with which it is begun."""
 
     run: Callable[[Bench], Iterator[Found]]
     limit_s: float

@@ -1,8 +1,8 @@
 """KV reads through vLLM's connector between a prefill and a decode engine, timed on the decode worker itself.
 
-A decode node's own figures run until an engine step notices that a read has ended; these do not. Owns: the two engines
-as processes, without nodes around them, and what is read. vLLM is imported in those processes only. Must not know:
-which GPUs and sizes are of interest.
+A decode node's own figures run until an engine step notices that a read has ended; these end with the read. Owns: the
+two engines as processes, without nodes around them, and the data that is read. vLLM is imported in those processes
+only. Must not know: which GPUs and sizes are of interest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CALL_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 30.0
 CONNECT_POLL_S = 0.05
 READ_LIMIT_S = 20.0
-"""For all repeats of one read."""
+"""The limit for all repeats of one read."""
 STOP_TIMEOUT_S = 20.0
 MAX_LOG = 3000
 ORDERS = ("ascending", "shuffled")
@@ -46,14 +46,14 @@ ORDERS = ("ascending", "shuffled")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a started engine says about itself."""
+    """The facts that a started engine reports about itself."""
 
     endpoint: NixlEndpoint
-    """With the addresses of the stamps."""
+    """The engine's NIXL endpoint, with the addresses of the stamps."""
     block_size: int
-    """Tokens."""
+    """The tokens of a KV block."""
     num_blocks: int
-    """With block 0, which is vLLM's null block."""
+    """The number of KV blocks, block 0 included, which is vLLM's null block."""
 
 
 class EngineProcess:
@@ -71,15 +71,15 @@ class EngineProcess:
         theirs.close()
 
     def facts(self, timeout_s: float) -> Facts:
-        """Waits for the engine's start. Raises what `call` raises."""
+        """Wait for the engine's start and return its facts. Raises what `call` raises."""
         found: Facts = self._receive("start", timeout_s)
         return found
 
     def call(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """Each rank's answer.
+        """Call a method of the workers; return each rank's answer.
 
         Raises:
-            TimeoutError: there was none in time.
+            TimeoutError: no answer came in time.
             RuntimeError: the method failed, or the process died.
         """
         self._link.send((method, args, timeout_s))
@@ -87,7 +87,7 @@ class EngineProcess:
         return answers
 
     def stop(self) -> None:
-        """Ends the engine; no process is left."""
+        """End the engine; leave no process."""
         tree = descendants(self._process.pid or 0)
         self._link.close()
         self._process.join(STOP_TIMEOUT_S)
@@ -111,7 +111,7 @@ class EngineProcess:
 
 
 def serve(link: Any, config: PrefillConfig | DecodeConfig, worker: str, log: Path) -> None:
-    """An engine's process: starts the engine, then calls its workers as it is told, until the other end is closed."""
+    """Be an engine's process: start the engine, then call its workers as ordered, until the other end is closed."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -129,7 +129,7 @@ async def _serve(link: Any, config: PrefillConfig | DecodeConfig, worker: str) -
 async def _answer(llm: Any, method: str, args: tuple[Any, ...], timeout_s: float) -> tuple[bool, Any]:
     try:
         return True, await base.call_workers(llm, method, *args, timeout_s=timeout_s)
-    except Exception as error:  # to the parent, which decides whether to go on
+    except Exception as error:  # The parent decides whether to go on.
         return False, f"{type(error).__name__}: {error}"
 
 
@@ -164,7 +164,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """Of a read, after the first."""
+    """The number of repeats of a read after the first one, and the pause before each."""
 
     count: int
     pause_s: float
@@ -172,9 +172,9 @@ class Repeats:
 
 @contextmanager
 def connected(topology: Topology, logs: Path) -> Iterator[Pair]:
-    """The first prefill and the first decode engine of a topology.
+    """Start and connect the first prefill and the first decode engine of a topology; leave no process.
 
-    Raises what `EngineProcess.call` raises; leaves no process.
+    Raises what `EngineProcess.call` raises.
     """
     logs.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -184,7 +184,7 @@ def connected(topology: Topology, logs: Path) -> Iterator[Pair]:
         for plan in plans:
             processes.append(EngineProcess(plan, topology, logs / f"read-{plan.name}.log"))
             cleanup.callback(processes[-1].stop)
-            if {*plans[0].gpus} & {*plans[1].gpus}:  # vLLM measures what memory is free while it starts.
+            if {*plans[0].gpus} & {*plans[1].gpus}:  # vLLM measures the free memory while it starts.
                 facts.append(processes[-1].facts(_left(began, topology)))
         facts = facts or [process.facts(_left(began, topology)) for process in processes]
         ready = time.monotonic()
@@ -198,7 +198,7 @@ def _left(began: float, topology: Topology) -> float:
 
 
 def connect(decode: EngineProcess, peer: NixlEndpoint) -> None:
-    """As a decode node does it. Raises TimeoutError if it takes longer than 30 s, RuntimeError if it fails."""
+    """Connect as a decode node does. Raises TimeoutError after 30 s without a handshake, RuntimeError if it fails."""
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     where = (peer.engine_id, peer.host, peer.port, peer.tp_size, peer.stamp_addresses)
     while reason := max(decode.call("connect", *where)):
@@ -214,7 +214,7 @@ def connect(decode: EngineProcess, peer: NixlEndpoint) -> None:
 def measure(
     topology: Topology, prompt_lengths: Sequence[int], block_counts: Sequence[int], repeats: Repeats, logs: Path
 ) -> Iterator[dict[str, Any]]:
-    """A result per number of blocks, order and rank, as they come. Raises what `connected` raises."""
+    """Yield a result per number of blocks, order and rank, as they come. Raises what `connected` raises."""
     with connected(topology, logs) as pair:
         yield {"what": "connector: connect and warm", "ms": _ms(pair.connect_s), "start_s": round(pair.start_s, 1)}
         block_size = pair.facts[0].block_size
@@ -230,7 +230,7 @@ def measure(
 
 
 def _read(pair: Pair, count: int, order: str, repeats: Repeats) -> Iterator[dict[str, Any]]:
-    """Figures of one read of each rank. Before it, both sides hold other random bits."""
+    """Yield the figures of one read of each rank. Before it, both sides hold different random bits."""
     theirs, ours = (pick(order, count, facts.num_blocks, seed) for seed, facts in enumerate(pair.facts, 1))
     pair.prefill.call("fill_kv", theirs, 2 * count)
     pair.decode.call("fill_kv", ours, 2 * count + 1)
@@ -245,12 +245,12 @@ def _read(pair: Pair, count: int, order: str, repeats: Repeats) -> Iterator[dict
 
 
 def pick(order: str, count: int, num_blocks: int, seed: int) -> list[int]:
-    """The first blocks in their order, or ones from anywhere in the pool in none; never the null block."""
+    """Return the first blocks in ascending order, or random blocks of the pool in no order; never the null block."""
     return [*range(1, count + 1)] if order == "ascending" else random.Random(seed).sample(range(1, num_blocks), count)
 
 
 def figures(read: dict[str, Any]) -> dict[str, Any]:
-    """Medians without the first read, which is on its own."""
+    """Return medians without the first read, which is reported by itself."""
     posts, waits = read["post_s"], read["wait_s"]
     totals = [post + wait for post, wait in zip(posts, waits, strict=True)]
     middle, post, wait = (statistics.median(times[1:] or times) for times in (totals, posts, waits))

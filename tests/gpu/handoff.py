@@ -1,11 +1,11 @@
 """The handoff benchmark: `python -m tests.gpu.handoff [--model DIR] [--json PATH]`.
 
-First raw NIXL between two processes, on one GPU and, with two, from one to the other; then, given a model, reads
-through vLLM's connector between two engines, timed where they are made, and the handoff through a running cluster. UCX
-refuses to read over cuda_ipc where NVML shows no NVLink, and NIXL then falls back to software emulation over tcp, hence
-each raw pair with UCX_CUDA_IPC_ENABLE_GET_ZCOPY unset and on; engines have it on, as nodes do. Without a GPU it moves
-host memory. Prints a JSON line per measurement and a table. Exit code: 0, or 1 if a measurement failed or a byte
-differed.
+It first measures raw NIXL between two processes, on one GPU and, with two, from one to the other. Given a model, it
+then measures reads through vLLM's connector between two engines, timed where they are made, and the handoff through a
+running cluster. UCX refuses to read over cuda_ipc if NVML shows no NVLink, and NIXL then falls back to software
+emulation over tcp. So each raw pair runs with UCX_CUDA_IPC_ENABLE_GET_ZCOPY unset and on; engines have it on, as nodes
+do. Without a GPU it moves host memory. Prints a JSON line per measurement and a table. Exit code: 0, or 1 if a
+measurement failed or a byte differed.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ class Handoff:
     cluster: bool = True
     """Measure a running cluster; needs a model."""
     total_mib: int = 1024
-    """Of one raw read."""
+    """The size of one raw read."""
     regions: int = 32
-    """That the raw read is spread over, as KV is over layers."""
+    """The number of regions that a raw read is spread over, as KV is over layers."""
     block_kib: tuple[int, ...] = (32, 64, 256, 4096)
-    """Of the raw reads."""
+    """The block sizes of the raw reads."""
     prompt_lengths: tuple[int, ...] = (2048, 6000)
-    """Tokens, through the connector and the cluster."""
+    """The prompt lengths in tokens, through the connector and the cluster."""
     blocks: tuple[int, ...] = (512,)
-    """Numbers of KV blocks, through the connector too."""
+    """Numbers of KV blocks to read through the connector as well."""
     repeats: int = 9
-    """Of each read through the connector, after the first."""
+    """The number of repeats of each read through the connector, after the first read."""
     pause_ms: float = 10.0
-    """Before each of them: handoffs come one by one."""
+    """The pause before each repeat, because handoffs come one by one."""
     at_once: int = 32
-    """Prompts at once, through the cluster."""
+    """The number of prompts at once through the cluster."""
     logs: Path = Path("handoff-logs")
     json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """File for all results."""
 
 
 def raw_pairs(gpus: int) -> list[Pair]:
-    """What there is to compare on this machine. Nodes see only their own GPU, so that comes first."""
+    """Return the pairs to compare on this machine. Nodes see only their own GPU, so such pairs come first."""
     if not gpus:
         return [Pair(name="host memory", devices=("cpu", "cpu"))]
     zero = ("cuda:0", "cuda:0")
@@ -104,10 +104,10 @@ def through_connector(options: Handoff) -> Iterator[dict[str, Any]]:
 
 
 def through_cluster(options: Handoff) -> Iterator[dict[str, Any]]:
-    """Times to the first token by length and concurrency, then the decode nodes' own figures of all reads."""
+    """Yield the times to the first token by length and concurrency, then the decode nodes' own figures of all reads."""
     with running(options.topology, options.logs, optional_flags={}) as nodes:
         status = nodes.status()
-        assert status is not None  # all nodes are ready
+        assert status is not None  # All nodes are ready.
         vocab = min(node.node.vocab_size for node in status.nodes)
         prompts = Prompts(vocab=vocab, model_len=min(node.node.max_model_len for node in status.nodes))
         with nodes.client(CALL_TIMEOUT_S) as client:
@@ -132,7 +132,7 @@ def _timed(client: Client, prompts: Prompts, length: int, at_once: int) -> Itera
 
 
 def first_tokens(client: Client, cases: list[Case], concurrency: int) -> list[float]:
-    """Seconds from asking to the first token of each prompt."""
+    """Return the seconds from the request to the first token, for each prompt."""
 
     def one(case: Case) -> float:
         began = time.perf_counter()
@@ -148,7 +148,7 @@ def milliseconds(times: list[float]) -> float:
 
 
 def figures(nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """Of all reads of each decode node, by rank; each timed until an engine step noticed its end."""
+    """Yield each decode node's figures of all reads, by rank. A read is timed until an engine step notices its end."""
     for node in nodes.topology.nodes:
         if node.module == "decode_node":
             for rank, totals in logged_reads(nodes.processes.log(node.name)).items():
@@ -156,7 +156,7 @@ def figures(nodes: Nodes) -> Iterator[dict[str, Any]]:
 
 
 def logged_reads(log: str) -> dict[str, dict[str, float]]:
-    """The sums of a decode node's lines on its KV reads, by rank: each line tells what came since the last."""
+    """Return the sums of a decode node's log lines on KV reads, by rank. Each line has the reads since the last one."""
     ranks: dict[str, dict[str, float]] = {}
     for rank, text in READS.findall(log):
         totals = ranks.setdefault(rank, {})
@@ -166,7 +166,7 @@ def logged_reads(log: str) -> dict[str, dict[str, float]]:
 
 
 def read_figures(values: Mapping[str, float]) -> dict[str, Any]:
-    """The sums, and what they mean for one read."""
+    """Return the sums, and their averages for one read."""
     count, seconds, size = (values.get(name, 0.0) for name in ("count", "seconds", "bytes"))
     shown: dict[str, Any] = {name: round(value, 6) for name, value in values.items()}
     if count and seconds:
@@ -183,7 +183,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def parts(options: Handoff) -> dict[str, Iterator[dict[str, Any]]]:
-    """What is to be measured, by name; nothing begins before it is iterated."""
+    """Return the measurements by name. None begins before it is iterated."""
     found = {"raw": raw(options)} if options.raw else {}
     if options.topology.model:
         found |= {"connector": through_connector(options)} if options.connector else {}
@@ -199,7 +199,7 @@ def main(options: Handoff) -> int:
             for found in part:
                 results.append(found)
                 print(json.dumps(found), flush=True)
-        except Exception as error:  # what was measured is worth showing
+        except Exception as error:  # The results so far are worth showing.
             results.append({"what": name, "error": f"{type(error).__name__}: {error}"})
             print(json.dumps(results[-1]), flush=True)
     show(results)

@@ -1,7 +1,7 @@
 """One NIXL READ between two processes, shaped as the connector's: a region per layer, blocks of one length.
 
 Owns: both processes of a measurement. They are spawned with their environment set, because UCX reads it when it is
-loaded; so torch and nixl are imported in them only. Must not know: which measurements are of interest.
+loaded. So torch and nixl are imported only in them. Must not know: which measurements are of interest.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ TRANSFER_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Who reads from whom."""
+    """The process that holds the data and the process that reads it."""
 
     name: str
     devices: tuple[str, str]
-    """Of the process that holds the data and of the one that reads: "cpu", or "cuda:N" as that process sees it."""
+    """The devices of the holder and of the reader: "cpu", or "cuda:N" as that process sees it."""
     visible: tuple[str, str] = ("", "")
-    """CUDA_VISIBLE_DEVICES of each; empty: as it is."""
+    """CUDA_VISIBLE_DEVICES of the holder and of the reader; empty to leave it as it is."""
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is read."""
+    """The size and layout of the data that is read."""
 
     regions: int
     region_bytes: int
     block_sizes: tuple[int, ...]
-    """Bytes; each divides the region."""
+    """Block sizes in bytes; each divides the region."""
     repeats: int = 3
 
     @property
@@ -50,9 +50,9 @@ class Shape:
 
 
 def measure(pair: Pair, shape: Shape, timeout_s: float) -> Iterator[dict[str, Any]]:
-    """A result per block size and order of blocks, as they come.
+    """Yield a result per block size and order of blocks, as they come; leave no process.
 
-    Raises TimeoutError or RuntimeError; leaves no process.
+    Raises TimeoutError or RuntimeError.
     """
     deadline = time.monotonic() + timeout_s
     context = multiprocessing.get_context("spawn")
@@ -73,7 +73,7 @@ def measure(pair: Pair, shape: Shape, timeout_s: float) -> Iterator[dict[str, An
 
 
 def _next(results: Any, deadline: float) -> dict[str, Any] | str | None:
-    """A result, what went wrong, or None at the end."""
+    """Return a result, a text on what went wrong, or None at the end."""
     if not results.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError("it did not end in time")
     try:
@@ -90,21 +90,21 @@ def _end(process: Any) -> None:
 
 
 def hold(link: Any, device: str, shape: Shape) -> None:
-    """The process whose memory is read."""
+    """Be the process whose memory is read."""
     agent = _agent("holder", device)
     regions = _filled(shape, device)
     agent.register_memory(regions)
     link.send((agent.get_agent_metadata(), [region.data_ptr() for region in regions]))
-    link.recv()  # the reader is done
+    link.recv()  # The reader is done.
 
 
 def read(link: Any, sink: Any, devices: tuple[str, str], shape: Shape) -> None:
-    """The process that reads; sends its results and then None, or what went wrong."""
+    """Be the process that reads: send the results and then None, or a text on what went wrong."""
     try:
         for found in _read_all(link, devices, shape):
             sink.send(found)
         sink.send(None)
-    except Exception as error:  # to the parent, which has no other way to know
+    except Exception as error:  # The parent has no other way to learn it.
         sink.send(f"{type(error).__name__}: {error}")
     link.send("done")
 
@@ -132,7 +132,7 @@ def _read_all(link: Any, devices: tuple[str, str], shape: Shape) -> Iterator[dic
 
 
 def _timed(agent: Any, lists: list[Any], theirs: list[int], shape: Shape, regions: list[Any]) -> list[float]:
-    """Seconds of each read; the first one also sets up what UCX sets up."""
+    """Return the seconds of each read. The first one includes the setup that UCX makes at first use."""
     import torch
 
     count = len(theirs)
@@ -168,15 +168,15 @@ def _agent(name: str, device: str) -> Any:
     import torch
     from nixl._api import nixl_agent, nixl_agent_config
 
-    if device != "cpu":  # an engine, too, has its CUDA context when it makes its agent
+    if device != "cpu":  # An engine, too, has its CUDA context when it makes its agent.
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-    # As the connector's: UCX's own threads would have no CUDA context, and so no cuda_ipc.
+    # As in the connector: UCX's own threads would have no CUDA context, and so no cuda_ipc.
     return nixl_agent(name, nixl_agent_config(backends=["UCX"], num_threads=0))
 
 
 def _filled(shape: Shape, device: str) -> list[Any]:
-    """Random bytes, the same in both processes; allocated one by one, as a KV cache's layers are."""
+    """Return regions of random bytes, the same in both processes, allocated one by one as a KV cache's layers are."""
     import torch
 
     regions = []
@@ -187,14 +187,17 @@ def _filled(shape: Shape, device: str) -> list[Any]:
 
 
 def _blocks(agent: Any, name: str, bases: list[int], shape: Shape, block: int, device: str) -> Any:
-    """All blocks of all regions, region by region."""
+    """Prepare the descriptor list of all blocks of all regions, region by region."""
     kind, number = ("DRAM", 0) if device == "cpu" else ("VRAM", int(device.split(":")[1]))
     places = [(base + start, block, number) for base in bases for start in range(0, shape.region_bytes, block)]
     return agent.prep_xfer_dlist(name, agent.get_xfer_descs(places, kind))
 
 
 def _order(order: str, count: int) -> list[int]:
-    """Whose block goes to our block i: neighbours may be merged into one transfer, a shuffled order leaves none."""
+    """Return, for each of our blocks i, the block to read into it.
+
+    Neighbours may be merged into one transfer; a shuffled order leaves no neighbours.
+    """
     blocks = list(range(count))
     if order == "shuffled":
         random.Random(1).shuffle(blocks)

@@ -1,10 +1,11 @@
-"""The verification suite: starts a cluster on a model, compares bits, stops it, and runs stock vLLM as the control.
+"""The verification suite: start a cluster on a model, compare bits, stop it, and run stock vLLM as the control.
 
 `python -m tests.gpu.suite --model DIR [--prefill-gpus 0] [--decode-gpus 0] [--json PATH]`. The first check is the
 paper's (Section V-B): 32 prompts, temperature 0.6, seed 42, alone and in a batch of 32. Prints a JSON line per result
 and a table. Exit code: 0 if every bit agreed, 3 if one did not, 1 if something was not checked.
 
-Owns the course of a run and its time: no check may cost the others theirs, and what was found is on disk at any moment.
+Owns the course of a run and its time: no check may use up the time of the others, and all results so far are on disk at
+any moment.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, P
 from tests.gpu.report import Outcome, Report
 
 STOP_S = 25.0
-"""Set aside for ending the cluster."""
+"""The time set aside for ending the cluster."""
 HANG_S = 45.0
-"""A run that is so much over its time is ended by force."""
+"""A run that exceeds its time by this much is ended by force."""
 LEAST_S = 8.0
 """With less time than this, the control is not begun."""
 CONTROL = "stock vLLM: the paper's prompts alone, in a batch of 32"
@@ -50,20 +51,20 @@ class Suite:
     skip: tuple[Literal[tuple(BY_NAME)], ...] = ()  # type: ignore[valid-type]
     """Checks not to run."""
     stock: Literal["after", "before", "off"] = "after"
-    """When stock vLLM runs the paper's prompts: the control, which must differ."""
+    """When stock vLLM runs the paper's prompts, as the control, which must differ."""
     stock_limit_s: float = 150.0
-    """For stock vLLM to start and run."""
+    """The limit for stock vLLM to start and run."""
     time_limit_s: float = 560.0
-    """For everything; what would not fit any more is skipped."""
+    """The limit for everything; checks that would not fit any more are skipped."""
     scale: float = 1.0
-    """Of the numbers of prompts."""
+    """A factor for the numbers of prompts."""
     long_output: int = 2048
-    """Tokens."""
+    """The number of tokens of a long output."""
     logs: Path = Path("suite-logs")
     json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """File for everything that was found."""
+    """File for all results."""
     same_bits_as: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """--json of an earlier run of the same model, whose paper test must have given the same bits."""
+    """The --json file of an earlier run of the same model, whose paper test must have given the same bits."""
 
     @property
     def chosen(self) -> list[Check]:
@@ -85,7 +86,7 @@ class Run:
         return self.options.time_limit_s - (time.monotonic() - self._began)
 
     def all(self) -> None:
-        """The cluster and the control; the errors of one do not cost the other."""
+        """Run the cluster and the control; an error in one does not stop the other."""
         facts = {"versions": conditions.versions(), "hardware": conditions.hardware(), "command": sys.argv[1:]}
         self.report.keep(**facts, topology=asdict(self.options.topology))
         if self.options.stock == "before":
@@ -99,7 +100,7 @@ class Run:
             self.control()
 
     def cluster(self) -> None:
-        """Starts it, runs the checks, stops it."""
+        """Start the cluster, run the checks, and stop it."""
         asked = self.options.topology
         topology = replace(asked, start_timeout_s=max(1.0, min(asked.start_timeout_s, self.left_s - STOP_S)))
         self._note_memory("before")
@@ -114,7 +115,7 @@ class Run:
             self.report.keep(log_lines=conditions.log_lines(self.options.logs.glob("*.log")), paper_bits=self._paper)
 
     def check(self, check: Check, nodes: Nodes) -> None:
-        """Runs one check within its limit; its errors are its result."""
+        """Run one check within its limit; its errors are its result."""
         limit = min(check.limit_s, self.left_s - self._reserve_s)
         if limit < check.least_s:
             self.report.add(Outcome(name=check.name, skipped="no time left"))
@@ -124,7 +125,7 @@ class Run:
         timer = after(limit, client.close)
         try:
             self._run(check, self._bench(nodes, client, began + limit))
-        except Exception as error:  # one check must not cost the others their time
+        except Exception as error:  # One check must not stop the others.
             spent = time.monotonic() - began
             over = f" (its {limit:.0f} s were over)" if spent >= limit else ""
             self.report.add(Outcome(name=check.name, error=f"{type(error).__name__}: {error}{over}", seconds=spent))
@@ -133,7 +134,7 @@ class Run:
             client.close()
 
     def control(self) -> None:
-        """Stock vLLM in a process of its own, on the same prompts."""
+        """Run stock vLLM in a process of its own, on the same prompts."""
         limit = min(self.left_s - 5.0, self.options.stock_limit_s)
         began = time.monotonic()
         if limit < LEAST_S:
@@ -176,7 +177,7 @@ class Run:
 
     def _describe(self, nodes: Nodes) -> None:
         status = nodes.status()
-        assert status is not None  # it has just said that all nodes are ready
+        assert status is not None  # The router has just said that all nodes are ready.
         self.report.say(ready_s=round(time.monotonic() - self._began, 1), start_s=nodes.seconds)
         self.report.keep(fingerprint=status.fingerprint, contracts=conditions.contracts(status))
 
@@ -185,7 +186,10 @@ class Run:
         self.report.keep(gpu_memory=self._memory)
 
     def _stock(self, limit_s: float) -> dict[str, Any]:
-        """Raises TimeoutExpired or, with the end of its log, CalledProcessError; leaves no process."""
+        """Run stock vLLM and return its result; leave no process.
+
+        Raises TimeoutExpired, or ValueError with the end of its log.
+        """
         topology, log = self.options.topology, self.options.logs / "stock.log"
         self.options.logs.mkdir(parents=True, exist_ok=True)
         prompts = [prompt for prompt, _, _ in paper_prompts(topology)]
@@ -211,13 +215,13 @@ class Run:
 
 
 def paper_prompts(topology: Topology) -> list[Case]:
-    """The paper test's, without a cluster to ask."""
+    """Return the paper test's prompts, without a cluster to ask."""
     config = json.loads((Path(topology.model_path) / "config.json").read_text())
     return Prompts(vocab=config["vocab_size"], model_len=topology.model_len).paper()
 
 
 def give_up(report: Report) -> None:
-    """The last resort against a hang: no process is left, and what was found is on disk."""
+    """The last resort against a hang: end every process; the results so far are on disk."""
     report.add(Outcome(name="the suite", error="it did not end in time"))
     for pid in descendants(os.getpid()):
         with suppress(ProcessLookupError):

@@ -1,9 +1,9 @@
-"""Containers of a manifest as processes of this machine, each in a file system of its own.
+"""Run the containers of a manifest as processes of this machine, each in a file system of its own.
 
-As a container runtime makes them: a read-only root, the mounts of the manifest at their paths and no others that can be
-written to, the user, group and capabilities of the manifest (and the right to read, since sources under test may lie in
-somebody's home), the environment of image and manifest and nothing else. Pods share this machine's network: each has
-an address of 127.0.0.0/8. Needs root and Linux.
+They are set up as a container runtime does it. The root is read-only, and only the mounts of the manifest can be
+written to. User, group and capabilities are those of the manifest, plus the right to read, because sources under test
+may lie in somebody's home. The environment is that of image and manifest and nothing else. Pods share this machine's
+network: each has an address of 127.0.0.0/8. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.k8s.manifests import ROOT, Object
 from tests.k8s.pods import Pod
 
 _HIDDEN = {"proc", "sys", "dev", "etc", "tmp", "home", "opt", "run", "lost+found"}
-"""Of the root directory: not bound as they are."""
+"""Entries of the root directory that are not bound into the container read-only as they are."""
 _OURS = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
-"""The checkout, the environment and its Python. Where they lie in a directory that is hidden they are shown in it:
-scripts of the environment name their interpreter by its path."""
+"""The checkout, the environment and its Python. They stay visible at their paths even inside a hidden directory,
+because scripts of the environment name their interpreter by its path."""
 _SCRIPT = """
 root={root}
 mount -t tmpfs tmpfs $root
@@ -57,15 +57,15 @@ exec chroot $root {user} {confined} env -C / -i {environment} {command}
 
 @dataclass
 class RunningPod:
-    """A pod whose containers are started here one after the other; all of them are gone after the block."""
+    """A pod whose containers are started here one after the other. All of them have ended after the block."""
 
     pod: Pod
     directory: Path
-    """Of its volumes and logs."""
+    """The directory of its volumes and logs."""
     hosts: Mapping[str, str]
-    """What DNS says: addresses by name."""
+    """The answers of DNS: addresses by name."""
     ours: tuple[Path, ...] = _OURS
-    """What its processes have to read of this machine."""
+    """The paths of this machine that its processes have to read."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def __enter__(self) -> RunningPod:
@@ -92,7 +92,7 @@ class RunningPod:
             end_tree(tree, step_s=2.0)
 
     def start(self) -> None:
-        """Init containers, each to its end, and then the container."""
+        """Run each init container to its end, and then start the container."""
         for container in self.pod.spec.get("initContainers", []):
             assert self._run(container).wait(60) == 0, self.log(container)
         self.process = self._run(self.pod.container)
@@ -101,7 +101,7 @@ class RunningPod:
         return (self.directory / f"{(container or self.pod.container)['name']}.log").read_text(errors="replace")
 
     def probe(self, name: str) -> bool:
-        """One startupProbe, readinessProbe or livenessProbe, as a kubelet makes it."""
+        """Make one startupProbe, readinessProbe or livenessProbe as a kubelet does. Return whether it succeeded."""
         probe = self.pod.container[name]
         with grpc.insecure_channel(f"{self.pod.ip}:{probe['grpc']['port']}") as channel:
             request = health_pb2.HealthCheckRequest(service=probe["grpc"]["service"])
@@ -112,9 +112,9 @@ class RunningPod:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def terminate(self, before_sigterm: Callable[[], None] = lambda: None) -> tuple[int, float]:
-        """As when the pod is deleted: preStop, then SIGTERM, and at the end of the grace period SIGKILL.
+        """Stop the container as when its pod is deleted: preStop, then SIGTERM.
 
-        Returns the exit code and how long it took, in seconds.
+        Return the exit code, -9 if the grace period ended first, and how long it took, in seconds.
         """
         assert self.process is not None
         began = time.monotonic()
@@ -129,7 +129,7 @@ class RunningPod:
         return code, time.monotonic() - began
 
     def written(self) -> set[str]:
-        """Names of the volumes on disk that hold something besides what was mounted."""
+        """Return the names of the volumes on disk that hold something besides what was mounted."""
         mounted = {v["name"] for v in self.pod.spec["volumes"] if "projected" in v}
         volumes = (self.directory / "volumes").iterdir()
         return {path.name for path in volumes if path.name not in mounted and any(path.iterdir())}

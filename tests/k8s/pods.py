@@ -1,7 +1,7 @@
 """A pod as a kubelet would start it: its containers' command lines, environment, files and mounts.
 
-What the manifest names has to exist: variables in args, keys of ConfigMaps and Secrets, volumes of mounts. Must not
-know what the processes make of it.
+Everything that the manifest names has to exist: variables in args, keys of ConfigMaps and Secrets, volumes of mounts.
+Must not know what the processes do with it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _REFERENCE = re.compile(r"\$\((\w+)\)")
 
 
 class BrokenPodError(Exception):
-    """A kubelet would not start it."""
+    """A kubelet would not start this pod."""
 
 
 def image_environment() -> dict[str, str]:
-    """The ENV of the image's last stage."""
+    """Return the ENV variables of the image's last stage."""
     stage = (ROOT / "Dockerfile").read_text(encoding="utf-8").rpartition("\nFROM ")[2]
     text = re.sub(r"\\\n", " ", stage)
     lines = re.findall(r"^ENV (.*)$", text, flags=re.MULTILINE)
@@ -63,12 +63,12 @@ class Pod:
         return grace
 
     def environment(self, container: Object | None = None) -> dict[str, str]:
-        """Of the image and the manifest."""
+        """Return the environment of a container: that of the image, then that of the manifest."""
         given = {one["name"]: self._value(one) for one in (container or self.container).get("env", [])}
         return image_environment() | given
 
     def command(self, container: Object | None = None) -> list[str]:
-        """Command and args, with $(NAME) replaced."""
+        """Return command and args of a container, with $(NAME) replaced."""
         container = container or self.container
         environment = self.environment(container)
 
@@ -80,7 +80,7 @@ class Pod:
         return [_REFERENCE.sub(value, word) for word in [*container["command"], *container.get("args", [])]]
 
     def mounts(self, container: Object | None = None) -> dict[str, Object]:
-        """Volumes by the path at which they are mounted."""
+        """Return the volumes by the path at which they are mounted."""
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
         found = {}
         for mount in (container or self.container).get("volumeMounts", []):
@@ -90,7 +90,7 @@ class Pod:
         return found
 
     def files(self) -> dict[str, bytes]:
-        """What the mounted ConfigMaps and Secrets hold, by path."""
+        """Return the contents of the mounted ConfigMaps and Secrets, by path."""
         found = {}
         for path, volume in self.mounts().items():
             for source in volume.get("projected", {}).get("sources", []):
@@ -99,7 +99,7 @@ class Pod:
         return found
 
     def materialise(self, root: Path) -> None:
-        """Writes those files under `root`, and makes the directories of the other mounts."""
+        """Write the files of `files` under `root`, and make the directories of the other mounts."""
         for path in self.mounts():
             (root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
         for path, content in self.files().items():
@@ -121,7 +121,7 @@ class Pod:
         return known[path]
 
     def source(self, source: Object) -> Iterator[tuple[str, bytes]]:
-        """The files of one source of a projected volume, by path. Raises BrokenPodError if one is not there."""
+        """Yield the files of a projected volume's source. Raises BrokenPodError if one is not there."""
         kind, wanted = next(iter(source.items()))
         kinds = {"configMap": "ConfigMap", "secret": "Secret"}
         found = [one for one in of_kind(self.objects, kinds[kind]) if one["metadata"]["name"] == wanted["name"]]

@@ -13,7 +13,10 @@ VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persiste
 
 
 def violations(spec: Object) -> list[str]:
-    """Of the Pod Security Standard "restricted", and of a read-only root and no API token on top."""
+    """Return the violations of the Pod Security Standard "restricted".
+
+    In addition, a pod needs a read-only root and must have no API token.
+    """
     found = [f"host{name}" for name in ("Network", "PID", "IPC") if spec.get(f"host{name}")]
     found += [f"volume {v['name']}" for v in spec.get("volumes", []) if not (v.keys() - {"name"}) <= VOLUMES]
     pod = spec.get("securityContext", {})

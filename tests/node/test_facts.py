@@ -1,4 +1,4 @@
-"""What of a model's files and of the engine's settings is in a node's contract."""
+"""The parts of a model's files and of the engine's settings that are in a node's contract."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEN: dict[str, Any] = {
     "cuda": "",
     "machine": "x86_64",
     "cpu_isa": "AVX2",
-    "cpu_features": ["avx2", "fma"],  # lists: tuples do not survive the way from the worker
+    "cpu_features": ["avx2", "fma"],  # Lists, because tuples do not survive the way from the worker.
     "cpu_caches": [32768, 1048576, 0],
     "kernel_packages": [],
     "multiprocessors": 0,
@@ -47,7 +47,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def contract_of(directory: Path, **seen: Any) -> Contract:
-    """A decode node's contract, from vLLM's own reading of the model's files."""
+    """Return a decode node's contract, from vLLM's own reading of the model's files."""
     model = load("vllm.config").ModelConfig(model=str(directory), skip_tokenizer_init=True)
     cache = SimpleNamespace(num_gpu_blocks=9, block_size=16, cache_dtype="auto")
     llm = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model, cache_config=cache))
@@ -61,7 +61,7 @@ def change(file: Path, **fields: Any) -> None:
 
 
 def test_what_ends_an_output_is_in_the_contract(directory: Path, tmp_path: Path) -> None:
-    """Two directories that differ in generation_config.json alone end outputs at different tokens."""
+    """Models that differ only in generation_config.json end outputs at different tokens."""
     other = Path(shutil.copytree(directory, tmp_path / "other"))
     equal = Path(shutil.copytree(directory, tmp_path / "equal"))
     change(other / "generation_config.json", eos_token_id=[509, 7, 7])
@@ -78,8 +78,8 @@ def test_without_that_file_the_models_config_says_what_ends_an_output(directory:
 
 
 def test_an_end_token_that_the_model_does_not_have_is_none(directory: Path) -> None:
-    """It can never be drawn. Held back by `min_tokens`, it would end a CPU's engine, and on a GPU it would be written
-    into another request's logits (v1/worker/gpu/sample/logit_bias.py)."""
+    """Such a token can never be drawn. Held back by `min_tokens`, it would end the engine on a CPU; on a GPU it would
+    be written into another request's logits (v1/worker/gpu/sample/logit_bias.py)."""
     change(directory / "generation_config.json", eos_token_id=[-1, 509, 512])
     assert contract_of(directory).decode.eos_token_ids == (509,)  # type: ignore[union-attr]
 
@@ -124,7 +124,7 @@ def test_libraries_that_read_a_models_files_are_in_the_contract(directory: Path)
 
 
 def install(where: Path, name: str, version: str, entry_points: str = "") -> None:
-    """What an installed distribution tells of itself."""
+    """Write the metadata of an installed distribution."""
     info = where / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -134,7 +134,7 @@ def install(where: Path, name: str, version: str, entry_points: str = "") -> Non
 def test_installed_plugins_of_vllm_are_in_the_contract(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of vLLM itself, which come with its version, are not."""
+    """The plugins of vLLM itself are not in the contract, because they come with its version."""
     assert contract_of(directory).model.plugins == ()
     entry_points = (
         "[vllm.logits_processors]\nbias = own:Bias\n[vllm.general_plugins]\nops = own:patch\n[other]\na = b:c\n"
@@ -151,7 +151,7 @@ def test_installed_plugins_of_vllm_are_in_the_contract(
 def test_kernels_that_vllm_cannot_use_are_not_in_the_contract(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usable: bool
 ) -> None:
-    """FlashInfer needs nvcc or ready-made kernels: without them vLLM chooses others, with the same packages there."""
+    """FlashInfer needs nvcc or ready-made kernels. Without them vLLM uses others, with the same packages installed."""
     install(tmp_path, "flashinfer-python", "0.6.14")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = contract_of(directory, kernel_packages=["flashinfer"] if usable else []).model.kernels

@@ -36,7 +36,7 @@ class Engine:
         self.hanging = False
 
     async def answer(self) -> None:
-        while self.hanging:  # noqa: ASYNC110  # As a stopped process: it does not even know.
+        while self.hanging:  # noqa: ASYNC110  # It behaves as a stopped process, which does not know that it is stopped.
             await asyncio.sleep(0.002)
 
     def computed_s(self) -> float:
@@ -47,7 +47,7 @@ class Engine:
 
 
 class Service:
-    """Busy while `busy`; its load cannot be had after `failure`."""
+    """A service that is busy while `busy` is set, and whose load cannot be read once `failure` is set."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -67,7 +67,7 @@ class Service:
 
 
 class Life:
-    """A node under way, with the router it registered with."""
+    """A running node, with the router it registered with."""
 
     def __init__(self, router: Router, address: str, finding: str = "", **settings: Any) -> None:
         self.router = router
@@ -101,13 +101,13 @@ class Life:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     async def probes(self) -> dict[str, str]:
-        """What the health port says."""
+        """Return the answers of the health port."""
         port = self.observation.port
         assert port is not None
         return {name: await self.health(name, f"127.0.0.1:{port.port}") for name in ("live", "started", SERVICE)}
 
     async def end(self) -> None:
-        """Returns when the node has; raises what it raised."""
+        """Return when the node has ended; raise what it raised."""
         await asyncio.wait_for(asyncio.shield(self.task), DEADLINE_S)
 
 
@@ -145,7 +145,7 @@ async def test_a_node_registers_when_it_serves(life: Life) -> None:
 
 
 async def test_a_node_drains_before_it_stops(life: Life) -> None:
-    """Running work ends first; meanwhile routers see a draining node, and health says so."""
+    """Running work ends first. Until then routers see a draining node, and its health is NOT_SERVING."""
     life.service.busy = True
     life.stop.set()
     await until(lambda: life.router.beats[-1].draining)
@@ -160,7 +160,7 @@ async def test_a_node_drains_before_it_stops(life: Life) -> None:
 
 
 PROBES = {"live": "SERVING", "started": "SERVING", SERVICE: "NOT_SERVING"}
-"""Of a node that takes no work, and of which nothing else is wrong."""
+"""The probe answers of a node that takes no work, but has no other fault."""
 
 
 async def test_probes_let_a_node_drain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +175,13 @@ async def test_probes_let_a_node_drain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_probes_do_not_restart_a_node_that_failed_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would fail again, and nobody could ask it why."""
+    """A restarted node would fail again, and nobody could ask it why."""
     async with living(monkeypatch, finding="the KV of layer 3 moved", health_port=0) as life:
         assert await life.probes() == PROBES
 
 
 async def test_probes_do_not_restart_a_node_whose_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may go on; else the node ends by itself."""
+    """The engine may go on; if it does not, the node ends by itself."""
     async with living(monkeypatch, engine_timeout_s=0.05, health_port=0) as life:
         life.engine.hanging = True
         await until_health(life, "NOT_SERVING")
@@ -189,7 +189,7 @@ async def test_probes_do_not_restart_a_node_whose_engine_is_stuck(monkeypatch: p
 
 
 async def test_a_dead_engine_ends_the_node(life: Life) -> None:
-    """At once, whatever is running: a supervisor starts a new generation."""
+    """The node ends at once, whatever is running, and a supervisor starts a new generation."""
     life.service.busy = True
     life.engine.on_death()
     with pytest.raises(UnavailableError, match="the engine died"):
@@ -198,7 +198,7 @@ async def test_a_dead_engine_ends_the_node(life: Life) -> None:
 
 
 async def test_a_node_that_cannot_tell_its_load_ends(life: Life) -> None:
-    """An idle engine's death is only seen by asking it. A node that stays up without membership is of no use."""
+    """Only a call to an idle engine shows that it died. A node that stays up without membership is of no use."""
     life.service.failure = RuntimeError("the engine is dead")
     with pytest.raises(UnavailableError, match="the engine died"):
         await life.end()
@@ -215,7 +215,7 @@ def test_every_life_has_its_own_generation() -> None:
 
 
 def stuck(life: Life) -> str:
-    """What its last heartbeat said."""
+    """Return the reason for being stuck in the last heartbeat; empty if it was not."""
     return str(life.router.beats[-1].stuck)
 
 
@@ -243,7 +243,7 @@ async def test_an_engine_that_stays_stuck_ends_the_node(monkeypatch: pytest.Monk
 
 
 async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing runs any more that it could wait for."""
+    """A stuck engine runs nothing that the node could wait for."""
     async with living(monkeypatch, engine_timeout_s=0.05) as life:
         life.engine.hanging = True
         await until(lambda: bool(stuck(life)))
@@ -272,7 +272,7 @@ async def test_a_quarantined_node_says_so_and_ends(life: Life) -> None:
 
 
 async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
-    """What it was told to do is done: it has stopped."""
+    """The node was told to stop, and it has stopped, so the dead engine is no error."""
     life.service.busy = True
     life.stop.set()
     await until(lambda: life.router.beats[-1].draining)
@@ -310,7 +310,7 @@ async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pyte
 
 
 def test_an_engine_does_not_inherit_what_asks_for_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's processes would export spans of their own."""
+    """With those variables, vLLM's processes would export spans of their own."""
     for name, value in (("OTEL_TRACES_EXPORTER", "none"), ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://a:4317")):
         monkeypatch.setenv(name, value)
     start_tracing(INFO.ref, NodeRole.PREFILL)

@@ -1,4 +1,4 @@
-"""A node follows its routers' names: joins what they lead to, and leaves what is neither listed nor there any more."""
+"""A node follows its routers' names: it joins the routers they lead to, and leaves those neither listed nor there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Served:
-    """What `serve_each` serves now, and what it served before; links end when they are told to."""
+    """The routers that `serve_each` serves now, and has served before. Links end when a test says so."""
 
     def __init__(self) -> None:
         self.now: list[RouterAddress] = []
@@ -95,7 +95,7 @@ class TestNames:
             assert served.addresses == ["10.0.0.1:1", "10.0.0.2:1"]
             names.at["a"] = ["10.0.0.3:1"]
             await until(lambda: len(served.now) == 3)
-            assert routers.lists("10.0.0.1:1")  # By its other name.
+            assert routers.lists("10.0.0.1:1")  # It is still listed by its other name.
 
     async def test_a_full_name_is_checked_without_its_last_dot(self) -> None:
         names = Names(**{"a.svc.": ["10.0.0.1:1"]})  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ class TestNames:
             assert served.now == [RouterAddress("10.0.0.1:1", "a.svc")]
 
     async def test_a_link_stands_until_it_ends_itself(self) -> None:
-        """It alone knows whether its router still answers."""
+        """Only the link knows whether its router still answers."""
         names = Names(a=["10.0.0.1:1", "10.0.0.2:1"])
         async with following(names, "a:1") as (served, routers):
             await until(lambda: len(served.now) == 2)
@@ -148,7 +148,7 @@ class TestNames:
     async def test_a_lookup_that_hangs_is_not_repeated_and_holds_up_no_other(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Each would hold a thread of the process."""
+        """Each lookup would hold a thread of the process."""
         monkeypatch.setattr(routers_module, "LOOKUP_TIMEOUT_S", 0.005)
         slow, quick = Names(a=["10.0.0.1:1"]), Names(b=["10.0.0.2:1"])
         slow.hang = True
@@ -161,7 +161,7 @@ class TestNames:
             await until(lambda: bool(caplog.records))
             assert served.addresses == ["10.0.0.2:1"]
             assert (slow.hanging, len(slow.asked)) == (1, 1)
-            slow.hang = False  # What it says in the end counts.
+            slow.hang = False  # The answer that it gives in the end counts.
             await until(lambda: len(served.now) == 2)
         assert caplog.records[0].getMessage().endswith("no answer within 0.005 s")
 
@@ -212,14 +212,14 @@ class TestMembership:
             await until(lambda: "left router" in caplog.text)
             assert f"left router {first.address} (a)" in caplog.text
             again = Router()
-            async with serving(again, first.port):  # Nobody says that this is a router of ours.
+            async with serving(again, first.port):  # No name says that this is a router of ours.
                 await names.look_again()
                 assert (again.registered, len(one.registered), len(two.registered)) == ([], 1, 1)
                 names.at["a"] = [first.address, second.address]
                 await until(lambda: len(again.beats) > 1)
 
     async def test_a_router_that_answers_is_never_left(self) -> None:
-        """A router in its drain is no longer listed, and its requests still need the node."""
+        """A router that drains is no longer listed, but its requests still need the node."""
         router, other = Router(), Router()
         async with serving(router) as server, serving(other) as elsewhere:
             names = Names(a=[server.address])
@@ -258,14 +258,14 @@ class TestMembership:
             names = Names(a=[server.address])
         async with running(names, "a:1"):
             await names.look_again()
-            names.at["a"] = OSError("no answer")  # Not known to be gone: DNS may be.
+            names.at["a"] = OSError("no answer")  # The router is not known to be gone: DNS may have failed.
             await names.look_again()
             await asyncio.sleep(0.05)
             async with serving(router, server.port):
                 await until(lambda: len(router.beats) > 1)
 
     async def test_news_wait_for_the_routers_that_have_the_node(self) -> None:
-        """Whether they are listed or not; those that are only looked for are not waited for."""
+        """It does not matter whether these are listed. Routers that are only looked for are not waited for."""
         router, gone = Router(), Router()
         async with serving(gone) as server:
             nobody = server.address
@@ -290,7 +290,7 @@ async def _no_load() -> NodeLoad:
 
 
 def replace_key(secrets: Secrets, text: str) -> str:
-    """Of the members; returns the old one."""
+    """Replace the members' key; return the old one."""
     key = Path(secrets.path("member.key"))
     old = key.read_text()
     key.write_text(text)
@@ -298,7 +298,7 @@ def replace_key(secrets: Secrets, text: str) -> str:
 
 
 class TestTls:
-    """The certificate is that of the configured name: an address that DNS gives has no certificate of its own."""
+    """The certificate has to fit the configured name: an address that DNS gives has no certificate of its own."""
 
     @pytest.fixture
     def secrets(self, tmp_path: Path) -> Secrets:

@@ -1,4 +1,4 @@
-"""Audits over fake engines: what is chosen, when it runs, when it gives way, and what a difference does."""
+"""Audits over fake engines: which samples are chosen, when an audit runs or gives way, and what a difference does."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tests.fakes import FakeCluster, FakeDecodeEngine, FakeNode, cluster, expect
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=20, logprobs=True)
 LONG = SamplingParams(max_tokens=400)
-ALL: dict[str, Any] = {"audit_fraction": 1.0, "heartbeat_timeout_ms": 30_000}  # A loaded machine loses no node.
+ALL: dict[str, Any] = {"audit_fraction": 1.0, "heartbeat_timeout_ms": 30_000}  # No node is lost on a loaded machine.
 
 
 async def audited(fake: FakeCluster, count: int) -> AuditStatus:
-    """The audits' status, once so many have a result and none waits."""
+    """Return the audits' status, once `count` of them have a result and none waits."""
     auditor = fake.router.auditor
 
     def done() -> bool:
@@ -53,7 +53,7 @@ async def audited(fake: FakeCluster, count: int) -> AuditStatus:
 
 @contextlib.contextmanager
 def no_new_audits() -> Iterator[None]:
-    """Those that run go on; those that wait start with the first heartbeat after it."""
+    """Start no audits in the block. Running ones go on; waiting ones start with the first heartbeat after the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(audit, "MAX_RUNNING", 0)
         yield
@@ -177,7 +177,7 @@ async def test_what_waits_is_bounded_by_tokens_as_well(finished: Finished) -> No
 async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model: str) -> None:
     async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
         runs = [generate(fake, (i, 2), replace(PARAMS, n=1 + i % 2), seed=i) for i in range(10)]
-        with no_new_audits():  # So that none gives way, and is computed twice.
+        with no_new_audits():  # So that no audit gives way and is computed twice.
             outputs = [output for outputs in await asyncio.gather(*runs) for output in outputs]
         status = await audited(fake, 15)
         assert status == AuditStatus(matched=15)
@@ -208,7 +208,7 @@ async def test_another_node_is_waited_for_while_there_is_one(model: str) -> None
         await fake.until(lambda: any(node.used_slots for node in fake.nodes[1:]))
         (output,) = await generate(fake, PROMPT, PARAMS, seed=8)
         await asyncio.sleep(0.1)
-        assert fake.router.auditor.status() == AuditStatus(waiting=1)  # Its own node is idle, and will not do.
+        assert fake.router.auditor.status() == AuditStatus(waiting=1)  # Its own node is idle, but does not count.
         await first
         status = await audited(fake, 2)
         assert (status.matched, status.same_node) == (2, 2)  # There is one prefill node only.
@@ -252,7 +252,7 @@ async def test_a_client_that_leaves_leaves_nothing_to_audit(model: str) -> None:
 
 
 async def start_audit(fake: FakeCluster, params: SamplingParams = LONG) -> None:
-    """Finishes a sample and waits until its audit decodes."""
+    """Finish a sample and wait until its audit decodes."""
     await generate(fake, PROMPT, params, seed=8)
     await fake.until(lambda: any(node.used_slots for node in fake.nodes if node.info.role is NodeRole.DECODE))
     before = sum(node.drawn_tokens for node in fake.nodes if node.info.role is NodeRole.DECODE)
@@ -274,7 +274,7 @@ async def test_a_sample_gets_the_slot_that_an_audit_holds(model: str) -> None:
             (output,) = await call
             assert output.token_ids == expected((1, 2), PARAMS, 9)[0]
             assert node.drawn_tokens == before + 20
-        assert (await audited(fake, 2)).matched == 2  # The one that gave way as well.
+        assert (await audited(fake, 2)).matched == 2  # The audit that gave way is among them.
 
 
 async def test_an_audit_that_does_not_give_way_is_in_the_way(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ async def test_a_router_that_drains_does_not_wait_for_audits(model: str) -> None
         began = asyncio.get_running_loop().time()
         await fake.router.drain()
         await fake.idle()
-        assert asyncio.get_running_loop().time() - began < 30  # Less than anything that an audit waits for.
+        assert asyncio.get_running_loop().time() - began < 30  # Any wait of an audit is longer.
         status = fake.router.auditor.status()
         assert (status.skipped, status.waiting) == (1, 0)
 
@@ -370,7 +370,7 @@ async def test_an_audit_that_a_node_fails_is_counted_and_forgotten(model: str) -
 
 
 async def test_an_audit_with_nothing_to_draw_from_differs(model: str, tmp_path: Path) -> None:
-    """The first run did draw its tokens: one of both nodes is broken."""
+    """The first run did draw its tokens, so one of the two nodes is broken."""
     async with cluster(model, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
         fake.nodes[2].engine.not_finite = [7]
         await generate(fake, PROMPT, PARAMS, seed=8)
@@ -396,12 +396,12 @@ def replay(address: str, named: NamedCase) -> Report:
 
 
 async def lie(fake: FakeCluster) -> tuple[FakeNode, FakeNode]:
-    """A sample runs at a decode node that lies and is audited at one that does not; returns both."""
+    """Run a sample at a decode node that lies, to be audited at one that does not; return both nodes."""
     decodes = [node for node in fake.nodes if isinstance(node.engine, FakeDecodeEngine)]
     liar, honest = decodes
     liar.engine.corrupt = True
     (output,) = await generate(fake, PROMPT, PARAMS, seed=8, request_id="lied")
-    assert output.receipt.decode_node == liar.info.ref  # Both are empty: the first by id.
+    assert output.receipt.decode_node == liar.info.ref  # Both are empty, so the first by id is chosen.
     assert output.logprobs[0] == -1.0
     return liar, honest
 
@@ -417,7 +417,7 @@ async def test_a_node_that_lies_is_found(model: str, tmp_path: Path, caplog: pyt
         assert (await fake.status()).mismatches == 1
         assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.REFUSED}  # One of two was wrong.
         assert fake.detail("d1") == "gave other bits for the audit of sample 0 of request 'lied'"
-        await fake.until(lambda: any(tmp_path.glob("audit-*.json")))  # Whole: it has its name.
+        await fake.until(lambda: any(tmp_path.glob("audit-*.json")))  # A file with its final name is whole.
         (path,) = files(tmp_path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         row = json.loads(path.read_text())
@@ -475,7 +475,7 @@ async def test_a_node_that_has_restarted_stays_and_explains_what_it_said(
         news = [await fake.add_prefill("p1"), await fake.add_prefill("p2"), await fake.add_decode("d2")]
         await fake.ready(*(str(node.info.ref) for node in news))
         status = await audited(fake, 2)
-        assert status.mismatched == 2  # The liar's second sample: nobody is out for it but what is dead.
+        assert status.mismatched == 2  # For the liar's second sample, only dead generations are refused.
         assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.READY}
 
 

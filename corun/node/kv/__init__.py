@@ -1,1 +1,1 @@
-"""KV between nodes: who owns a block, how it is handed over, and what is checked after it was read."""
+"""KV between nodes: which prompt owns a block, how a block is handed over, and what is checked after it was read."""

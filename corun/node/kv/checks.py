@@ -1,7 +1,7 @@
-"""Checks of KV that was read from a peer: whose it was, and, for a share of the prompts, whether every bit arrived.
+"""Checks KV that was read from a peer: whether it is the right prompt's, and, for a share of the prompts, every bit.
 
-Owns: the decision whether a completed read may be decoded from. Must not know: vLLM, the transfer itself, what happens
-to a read that is refused.
+Owns: the decision whether the KV of a completed read may be used for decode. Must not know: vLLM, the transfer itself,
+what happens to a read that is refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import numpy as np
 from corun.node.kv.stamps import DIGEST, PeerTable, Rows, StampTable, stranger
 
 FETCH_TIMEOUT_S = 1.0
-"""For the stamps of all reads that one step finds completed: the engine's own thread waits for them, so all rows do."""
+"""The time to fetch the stamps of all reads that one step finds completed. The engine's own thread waits for them, so
+all rows of the step wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What one read is meant to bring."""
+    """The KV that one read is expected to bring."""
 
     owner: int
-    """The name that the peer's blocks must carry (`corun.node.kv.handle.owner`)."""
+    """The owner's name that the peer's blocks must carry (`corun.node.kv.handle.owner`)."""
     engine_id: str
     request_id: str
-    """The peer's, with the reader's (`corun.node.kv.owners.read_id`)."""
+    """The peer's request id with the reader's id (`corun.node.kv.owners.read_id`)."""
     theirs: tuple[int, ...]
     """The peer's block ids, in the prompt's order."""
     ours: tuple[int, ...]
@@ -37,43 +38,43 @@ class Peer:
     """An engine whose KV is read."""
 
     agent: str
-    """Its name in our NIXL agent."""
+    """The peer's name in our NIXL agent."""
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """On one read."""
+    """The result of the checks of one read."""
 
     refusal: str
-    """Why it must not be used; empty if it may be."""
+    """The reason why the KV must not be used; empty if it may be used."""
     checked: bool = False
-    """Whether its bits were compared."""
+    """Whether the bits of the KV were compared."""
 
 
 class ReadChecks:
-    """Judges completed reads by the peer's stamp table as it is after the read."""
+    """Checks completed reads against the peer's stamp table as it is after the read."""
 
     def __init__(self, table: StampTable, digests: Callable[[Sequence[int]], Rows]) -> None:
         self._table = table
         self._digests = digests
-        self._addresses: dict[str, int] = {}  # engine id -> where the stamps of the rank that we read from lie
+        self._addresses: dict[str, int] = {}  # engine id -> the address of the stamps of the rank that we read from
 
     def learn(self, engine_id: str, address: int) -> None:
-        """Remembers where a peer's stamps lie; before that, nothing that was read from it is accepted."""
+        """Record where a peer's stamps lie. Before that, no read from this peer is accepted."""
         self._addresses[engine_id] = address
 
     def warm(self, engine_id: str, agent: Any, peer: str, timeout_s: float) -> None:
-        """Fetches one stamp of a known peer; raises what `StampTable.fetch` raises."""
+        """Fetch one stamp of a known peer; raises what `StampTable.fetch` raises."""
         table = PeerTable(agent=peer, address=self._addresses[engine_id], num_blocks=1)
         self._table.fetch(agent, table, (0,), timeout_s)
 
     def judge(self, claims: Sequence[Claim], agent: Any, peers: Mapping[str, Peer]) -> list[Verdict]:
-        """Compares what the peers' tables say now with the claims, which are of different blocks of ours.
+        """Compare the current contents of the peers' tables with the claims. No two claims share a block of ours.
 
         Args:
             agent: our NIXL agent.
-            peers: those of the claims, by engine id.
+            peers: the peers that the claims name, by engine id.
         """
         unfit = [self._unfit(claim) for claim in claims]
         fit = [claim for claim, refusal in zip(claims, unfit, strict=True) if not refusal]
@@ -95,7 +96,7 @@ class ReadChecks:
         return PeerTable(agent=peer.agent, address=self._addresses[engine_id], num_blocks=peer.num_blocks)
 
     def _verdict(self, rows: Rows | Exception, claim: Claim) -> Verdict:
-        if isinstance(rows, Exception):  # Whatever it is, nobody vouches for this KV.
+        if isinstance(rows, Exception):  # With any error the owner of this KV stays unknown.
             return Verdict(f"the stamps could not be read: {rows}")
         if found := stranger(rows, claim.owner):
             return Verdict(found)

@@ -1,12 +1,12 @@
-"""vLLM's NIXL connector, bound: it tells whose KV a block holds, and decodes from nothing that is not the handle's own.
+"""vLLM's NIXL connector with checks: it records which prompt's KV a block holds, and decodes only the handle's own KV.
 
 Owns: what is added to vLLM's connector: stamps and digests of blocks, the check of every read, pairs within one
-fingerprint only, early release, connecting ahead of the first request. Nothing of the transfer itself. Must not know:
-gRPC, leases of routers.
+fingerprint only, early release, connecting before the first request. It changes nothing in the transfer itself. Must
+not know: gRPC, leases of routers.
 
-A prefill node's scheduler half says which blocks get which owner in a step, and its worker half writes that down before
-the step computes. A decode node's worker half lets vLLM read, looks at the owners afterwards, and only then tells the
-prefill node that its blocks are free: earlier, they could have got a new owner between the read and the look.
+A prefill node's scheduler half decides which blocks get which owner in a step, and its worker half writes the owners
+before the step computes. A decode node's worker half lets vLLM read, checks the owners afterwards, and only then tells
+the prefill node that its blocks are free. If it told so earlier, the blocks could get a new owner before the check.
 """
 
 from __future__ import annotations
@@ -39,48 +39,49 @@ from corun.node.kv.stamps import StampTable, finish
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
 
-# A release of KV that was read in the same moment finds nothing to free; it is forgotten after this long.
+# A release of KV that was read at the same moment finds nothing to free; it is forgotten after this time.
 RELEASE_TTL_S = 60.0
 LOWEST_PRIORITY = 19
 WARM_TIMEOUT_S = 10.0
 HEARTBEAT = b"HB:"
-"""What vLLM's messages begin with that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
+"""The prefix of vLLM's messages that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
 SHARED_LEASE_S = 10.0
-"""The least that the lease of KV must last when another reader comes: he has yet to begin, and to renew it."""
+"""The least time that a KV lease must last when another reader is added, which still has to begin and renew it."""
 TOKEN_FILE_KEY = "cluster_token_file"
-"""In the connector's extra configuration: the path of the cluster's token."""
+"""The key in the connector's extra configuration for the path of the cluster's token."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Handoffs:
-    """NIXL READs since start. Seconds are each one's own, from post to completion; those of parallel ones overlap."""
+    """The NIXL READs since start. Seconds are the sum over the reads, each from post to completion; parallel reads
+    overlap."""
 
     count: int = 0
     bytes: int = 0
     seconds: float = 0.0
     failed: int = 0
-    """Those refused among them."""
+    """The number of reads that failed, including those that were refused."""
     checked: int = 0
-    """Compared by digest."""
+    """The number of reads that were compared by digest."""
     refused: int = 0
-    """Read, and found not to be what the handle claims."""
+    """The number of completed reads whose KV was not what the handle claims."""
     check_seconds: float = 0.0
-    """Of the engine's own thread, for all checks."""
+    """The time, in seconds, that all checks took in the engine's own thread."""
 
 
 class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
-    """vLLM's orders to the workers for one step, and ours."""
+    """The orders of vLLM, and ours, to the workers for one step."""
 
     def __init__(self, orders: NixlConnectorMetadata | None = None) -> None:
         super().__init__()
         self.__dict__.update(vars(orders) if orders else {})
         self.owned: list[Owned] = []
-        """Prefill: blocks that get an owner before the step."""
+        """Prefill: the blocks that get an owner before the step."""
         self.signed: list[tuple[int, ...]] = []
-        """Prefill: blocks that get digests after the step."""
+        """Prefill: the blocks that get digests after the step."""
         self.owners: dict[str, int] = {}
-        """Decode: the owner's name that each read must find, by request id."""
+        """Decode: the owner's name that each read must find in the stamps, by request id."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -91,18 +92,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         _seal(vllm_config.kv_transfer_config.get_from_extra_config(TOKEN_FILE_KEY, ""))
         super().__init__(vllm_config, role, kv_cache_config)
         if current_platform.is_cpu():
-            # NIXL's progress thread never sleeps; it must not take a core from the threads that compute.
+            # NIXL's progress thread never sleeps, so it gets the lowest priority: the computing threads need the cores.
             for thread in _threads() - threads:
                 os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
         self.handoffs = Handoffs()
         self.expired = 0
-        """Prefill: prompts whose KV nobody read or released before its lease ended, since start."""
+        """Prefill: the number of prompts since start whose KV was neither read nor released before its lease ended."""
         self._released: dict[str, float] = {}  # request id -> when to forget the release
-        self._readers: dict[str, set[str]] = {}  # of KV that several read: request id -> those that have not yet
-        self._handshakes: dict[str, Future[Any]] = {}  # by engine id of the peer
-        self._said: dict[str, str] = {}  # why a handshake failed last, by engine id of the peer
+        self._readers: dict[str, set[str]] = {}  # request id -> readers that have not read yet, for shared KV only
+        self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
+        self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
         self._prefills = Prefills()
-        self._claims: dict[str, Claim] = {}  # reads under way, by request id
+        self._claims: dict[str, Claim] = {}  # request id -> the claim of the running read
 
     # The scheduler's half.
 
@@ -118,7 +119,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> HandoffMetadata:
         reads = self.connector_scheduler._reqs_need_recv
         params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
-        meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # It forgets what is to be read.
+        meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # This call empties `_reqs_need_recv`.
         meta.owners = {name: given[OWNER_PARAM] for name, given in params.items() if OWNER_PARAM in given}
         for name, groups, anew in yield_req_data(scheduler_output) if self._prefills else ():
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
@@ -130,11 +131,12 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Also registers the stamps, first: the agent's metadata, which peers get, is complete after this.
+        """Register the stamps, then the KV caches. The stamps come first, because vLLM's call completes the agent's
+        metadata that peers get.
 
         Raises:
-            RuntimeError: the model keeps its KV in several groups; vLLM marks only the first one's blocks as not loaded
-                (nixl/base_worker.py: `_handle_failed_transfer`).
+            RuntimeError: the model keeps its KV in several groups; vLLM marks only the first group's blocks as not
+                loaded (nixl/base_worker.py: `_handle_failed_transfer`).
         """
         worker = self.connector_worker
         if len(worker.kv_cache_config.kv_cache_groups) != 1:
@@ -145,7 +147,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.watch(KvDigest(_regions(worker, kv_caches.values())).of)
 
     def watch(self, digests: Callable[[Sequence[int]], Any]) -> None:
-        """Puts the check between vLLM's reads and their use."""
+        """Insert the check between vLLM's reads and their use."""
         worker = self.connector_worker
         self._digests = digests
         self._checks = ReadChecks(self.table, digests)
@@ -158,15 +160,15 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker._log_failure = self._log_failure
 
     def bind(self, facts: Mapping[str, Any]) -> None:
-        """Makes `facts`, which vLLM's own hash omits, a condition of every handshake with this worker, in place of the
+        """Make `facts`, which vLLM's own hash omits, a condition of every handshake with this worker, in place of the
         model's path. Raises what `corun.node.kv.handshake.condition` raises."""
         worker = self.connector_worker
         worker.compat_hash = condition(worker, compute_nixl_compatibility_hash, facts)
         worker.xfer_handshake_metadata = replace(worker.xfer_handshake_metadata, compatibility_hash=worker.compat_hash)
 
     def handle_preemptions(self, kv_connector_metadata: HandoffMetadata) -> None:
-        """Called before the step writes to any block: a CPU's runner zeroes the new ones next, and whoever still reads
-        KV that was there must not take zeros for it."""
+        """Write the owners. vLLM calls this before the step writes to any block. The CPU runner zeroes new blocks next,
+        and a peer that still reads the old KV must not accept the zeros."""
         for owned in kv_connector_metadata.owned:
             self.table.own(owned.blocks, owned.owner, owned.first)
         super().handle_preemptions(kv_connector_metadata)
@@ -174,18 +176,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._connector_metadata
         for name, read in meta.reqs_to_recv.items():
-            if name in meta.owners and read.local_block_ids:  # Without blocks: aborted before it began.
+            if name in meta.owners and read.local_block_ids:  # A read without blocks was aborted before it began.
                 self._claims[name] = _claim(meta.owners[name], read)
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
-        """Called after the step's forward pass; the step's result leaves this process afterwards."""
+        """Write the digests. vLLM calls this after the step's forward pass, before its result leaves this process."""
         for blocks in self._connector_metadata.signed:
             self.table.sign(blocks, self._digests(blocks))
         super().wait_for_save()
 
     def _pop_judged(self, transfers: dict[str, Any]) -> set[str]:
-        """vLLM's completed reads; the blocks of those that are refused are marked as not loaded."""
+        """Return vLLM's completed reads; the blocks of refused reads are marked as not loaded."""
         worker = self.connector_worker
         done: set[str] = self._pop_done(transfers)
         read = sorted(done - set(worker._failed_recv_reqs.queue))
@@ -217,7 +219,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return Peer(agent=self._peer(engine_id), num_blocks=num_blocks)
 
     def _thank(self, claim: Claim) -> None:
-        """Tells the prefill node that its blocks are read, as the transfer itself would have (nixl/pull_worker.py)."""
+        """Tell the prefill node that its blocks have been read, as vLLM's transfer would do (nixl/pull_worker.py)."""
         worker = self.connector_worker
         notice = f"{claim.request_id}:{worker.world_size}".encode()
         try:
@@ -227,13 +229,14 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             worker.xfer_stats.record_failed_notification()
 
     def _peer(self, engine_id: str) -> str:
-        """The name of the one agent we read from: nodes of one fingerprint have equal ranks."""
+        """Return the name of the one agent that we read from. The same rank exists there: nodes of one fingerprint have
+        the same number of ranks."""
         worker = self.connector_worker
         name: str = worker._remote_agents[engine_id][0, worker.tp_rank]
         return name
 
     def get_kv_connector_stats(self) -> Any:
-        """vLLM's own figures of the last step, added up on the way."""
+        """Return vLLM's own figures of the last step and add them to `handoffs`."""
         stats = super().get_kv_connector_stats()
         if stats is not None:
             self.handoffs.count += len(stats.data["transfer_duration"])
@@ -244,12 +247,12 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     @staticmethod
     def nothing_to_do() -> HandoffMetadata:
-        """The metadata of a step that moves no KV."""
+        """Return the metadata of a step that moves no KV."""
         return HandoffMetadata()
 
     def share(self, request_id: str, readers: Iterable[str]) -> bool:
-        """Keeps the KV of a prefill for these readers, too; the first one has the prefill's own name. False: it has
-        been freed, or will be soon."""
+        """Keep the KV of a prefill for these readers, too; the first reader has the prefill's own id. Return False if
+        the KV has been freed or will be freed soon."""
         worker = self.connector_worker
         is_there = request_id in worker._reqs_to_send or request_id in worker._reqs_to_process
         left_s = worker._reqs_to_send.get(request_id, math.inf) - time.perf_counter()
@@ -259,14 +262,15 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return True
 
     def _last_notices(self) -> dict[str, list[bytes]]:
-        """What peers have sent, in vLLM's words, which have no readers: one thanks for a prefill, after the last."""
+        """Return the peers' messages in vLLM's form, which has no readers. A prefill gets one notice, after the last
+        reader's."""
         return {
             agent: [passed for notice in notices if (passed := self._in_vllms_words(notice))]
             for agent, notices in self._get_notices().items()
         }
 
     def _in_vllms_words(self, notice: bytes) -> bytes:
-        """Empty: there is nothing to tell it yet."""
+        """Return a message in vLLM's form; empty if vLLM must not get it, because other readers have yet to read."""
         if notice.startswith(HEARTBEAT):
             ids = notice.removeprefix(HEARTBEAT).decode().split(",")
             return HEARTBEAT + ",".join(name.partition(READER)[0] for name in ids).encode()
@@ -275,7 +279,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return f"{request_id}:{rest}".encode() if self._was_last(request_id, reader or request_id) else b""
 
     def _was_last(self, request_id: str, reader: str) -> bool:
-        """Takes a reader from KV; one that has read it already is none. True: nobody is left."""
+        """Remove a reader from the readers of a prefill's KV. Return True if it was a reader and none is left."""
         readers = self._readers.get(request_id, {request_id})
         was_one = reader in readers
         readers.discard(reader)
@@ -284,12 +288,12 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return was_one and not readers
 
     def release(self, request_id: str, reader: str) -> None:
-        """Takes a reader from `request_id`'s KV. After the last one its lease ends: it is freed in the next step."""
+        """Remove a reader from `request_id`'s KV. After the last one, the lease ends and the next step frees the KV."""
         if self._was_last(request_id, reader):
             self._released[request_id] = time.monotonic() + RELEASE_TTL_S
 
     def held(self) -> list[str]:
-        """The requests whose KV waits to be read, soonest expiry first."""
+        """Return the requests whose KV waits to be read, soonest expiry first."""
         return list(self.connector_worker._reqs_to_send)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -302,13 +306,13 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         known = worker.xfer_stats.data["num_kv_expired_reqs"]
         before = len(known)
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
-        # To vLLM, what was released has expired as well.
+        # vLLM counts released KV as expired, too.
         self.expired += max(0, len(known) - before - sum(name in finished[0] for name in ended))
         for name in finished[0]:
             self._readers.pop(name, None)
         for name in finished[1]:
             self._claims.pop(name, None)
-        # A heartbeat read in this very step has renewed its lease: such a release is for the next step.
+        # A heartbeat that was read in this step has renewed the lease: then the next step handles the release.
         now = time.monotonic()
         self._released = {
             name: until
@@ -318,13 +322,13 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return finished
 
     def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:
-        """Begins the handshake with a prefill engine; to be called again while it answers `UNDER_WAY`.
+        """Begin the handshake with a prefill engine. Call this again while it returns `UNDER_WAY`.
 
         Args:
             stamp_addresses: where each of the peer's ranks keeps the stamps of its blocks.
 
         Returns:
-            Why the handshake failed, in words; the next call begins another. Empty: it is complete.
+            `UNDER_WAY`, or in words why the handshake failed; then the next call begins another. Empty: it is complete.
         """
         worker = self.connector_worker
         self._checks.learn(engine_id, stamp_addresses[worker.tp_rank])
@@ -336,13 +340,13 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         if future is not None and (error := future.exception()) is not None:
             return in_words(error)
         if engine_id not in worker._remote_agents:
-            return UNDER_WAY  # Its thread is about to note what has come of it.
+            return UNDER_WAY  # The handshake's thread is about to record its result.
         self._said.pop(engine_id, None)
         return ""
 
     def _log_failure(self, failure_type: str, req_id: str | None, **context: Any) -> None:
-        """In place of vLLM's: why handshakes with a peer fail is logged when it changes, and without a traceback. They
-        are tried every few seconds for as long as the peer is there."""
+        """Log a failure in place of vLLM's function. The reason why handshakes with a peer fail is logged only when it
+        changes, and without a traceback, because they are tried every few seconds while the peer is registered."""
         if failure_type != "handshake_setup_failed":
             self._log_other_failure(failure_type=failure_type, req_id=req_id, **context)
             return
@@ -352,14 +356,14 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._said[engine_id] = reason
 
     def warm(self, engine_id: str) -> str:
-        """Reads a connected peer's null block and its stamp: what a first transfer sets up is paid here.
+        """Read a connected peer's null block and its stamp, so that the set-up cost of a first transfer is paid here.
 
         Returns:
-            Why that failed or took longer than 10 s, in words; empty if it did not.
+            In words why the read failed or took longer than 10 s; empty if it succeeded.
         """
         try:
             self._read_null_block(engine_id)
-        except Exception as error:  # NIXL's errors share no base.
+        except Exception as error:  # NIXL's errors share no base class.
             return in_words(error)
         return ""
 
@@ -381,12 +385,12 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._checks.warm(engine_id, agent, self._peer(engine_id), WARM_TIMEOUT_S)
 
     def mapped_pids(self) -> list[int]:
-        """The processes whose GPU memory is mapped here for reading."""
+        """Return the ids of the processes whose GPU memory is mapped here for reading."""
         mappings = ucx_mappings.of_this_process()
         return sorted(mappings.pids()) if mappings else []
 
     def unmap(self, pids: Collection[int]) -> bool:
-        """Lets go of the GPU memory of processes that have died. False: not now, a peer is being read or connected."""
+        """Unmap the GPU memory of processes that have died. Return False if a peer is being read or connected now."""
         worker = self.connector_worker
         if any(worker._recving_transfers.values()) or worker._handshake_futures:
             return False
@@ -396,19 +400,20 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 def _seal(token_file: str) -> None:
-    """Makes this process's handshake sockets answer and ask members of the cluster only."""
+    """Restrict this process's handshake sockets to members of the cluster."""
     if token_file:
-        # A malformed request, or one for a rank that does not exist, would end vLLM's listener; strangers get none in.
+        # A malformed request, or a request for a rank that does not exist, would end vLLM's listener. Sealed sockets
+        # accept no request from a process without the token.
         base_scheduler.zmq_ctx = base_worker.zmq_ctx = sealed(read_token("cluster_token_file", token_file))
 
 
 def _threads() -> set[int]:
-    """Ids of this process's threads, native ones included."""
+    """Return the ids of this process's threads, native threads included."""
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def _claim(owner: int, read: Any) -> Claim:
-    """Of vLLM's `ReqMeta`, before the worker turns its block ids into those of its kernels."""
+    """Make the claim of a read from vLLM's `ReqMeta`, before the worker turns its block ids into its kernels' ids."""
     (theirs,), (ours,) = read.remote.block_ids, read.local_block_ids
     return Claim(
         owner=owner,
@@ -420,7 +425,7 @@ def _claim(owner: int, read: Any) -> Claim:
 
 
 def _silent(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A maker of transfers that say nothing to the peer when they are done."""
+    """Wrap vLLM's function that makes transfers, so that they send no notice to the peer when they are done."""
 
     def make_silent(*args: Any, notif_msg: bytes = b"", **kwargs: Any) -> Any:
         return make(*args, **kwargs)
@@ -429,7 +434,7 @@ def _silent(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _regions(worker: Any, caches: Iterable[Any]) -> list[Any]:
-    """What the worker registered, as rows of int32 words, one for each logical block."""
+    """Return the regions that the worker registered, as rows of int32 words, one row for each logical block."""
     ratio = worker._physical_blocks_per_logical_kv_block
     memory = {cache.untyped_storage().data_ptr(): cache for cache in caches}
     return [
@@ -441,5 +446,5 @@ def _regions(worker: Any, caches: Iterable[Any]) -> list[Any]:
 
 
 def _owner_of(address: int, memory: Mapping[int, Any]) -> Any:
-    """The tensor whose storage begins last at or before `address`."""
+    """Return the tensor whose storage has the largest start address that is not above `address`."""
     return memory[max(start for start in memory if start <= address)]

@@ -1,10 +1,10 @@
-"""Digests of what KV blocks hold, on the device that holds them, equal on both sides of a transfer.
+"""Digests of the contents of KV blocks, computed on the device that holds them and equal on both sides of a transfer.
 
 Owns: the digest's definition. Must not know: vLLM, NIXL, what a digest is compared with.
 
-A block's bytes are taken as int32 words, over all memory regions (layers). Each word is multiplied by an odd weight of
-its place, the products are added in int64 with wraparound: no order of summation can change the sum, every flipped bit
-does, and so do words, layers or blocks that changed places. It finds accidents, not forgeries.
+A block's bytes are read as int32 words, over all memory regions (layers). Each word is multiplied by an odd weight that
+depends on its place, and the products are added in int64 with wraparound. The order of summation cannot change the sum.
+Every flipped bit changes it, and so do words, layers or blocks that changed places. It finds accidents, not forgeries.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy.typing as npt
 import torch
 
 MAX_WORDS = 4 * 1024 * 1024
-"""Of KV at a time: temporaries stay below 100 MB however long the prompt."""
+"""The largest number of KV words to process at a time. So temporary tensors stay below 100 MB for any prompt."""
 
 
 class KvDigest:
-    """Digests over `regions`, each [blocks, words] int32: block b is row b of every region."""
+    """Computes digests over `regions`, each [blocks, words] int32: block b is row b of every region."""
 
     def __init__(self, regions: Sequence[torch.Tensor]) -> None:
         self._regions = list(regions)
         self._region_weights: list[int] = weights(len(regions)).tolist()
-        self._weights: dict[int, torch.Tensor] = {}  # by the number of words, on the regions' device
+        self._weights: dict[int, torch.Tensor] = {}  # number of words -> weights, on the regions' device
 
     def of(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """One digest for each block, never 0. Waits for the device."""
+        """Return one digest for each block, never 0. This waits for the device."""
         parts = [self._of(part) for part in self._parts(blocks)]
         digests = torch.cat(parts).cpu().numpy().view(np.uint64)
         return np.where(digests == 0, np.uint64(1), digests)
@@ -53,7 +53,7 @@ class KvDigest:
 
 
 def weights(count: int) -> npt.NDArray[np.int64]:
-    """`count` odd weights that look random; the bits of a uint64 each (splitmix64)."""
+    """Return `count` odd weights that look random: the bits of a uint64 each, made by splitmix64."""
     x = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -62,10 +62,10 @@ def weights(count: int) -> npt.NDArray[np.int64]:
 
 
 def region_words(memory: torch.Tensor, address: int, block_bytes: int, num_blocks: int) -> torch.Tensor:
-    """The registered region at `address` as [num_blocks, words] int32; `memory` is a tensor in the same storage.
+    """Return the registered region at `address` as [num_blocks, words] int32; `memory` is a tensor in the same storage.
 
     Raises:
-        ValueError: the region is not whole words of this storage.
+        ValueError: the region does not consist of whole words inside this storage.
     """
     storage = memory.untyped_storage()
     start = address - storage.data_ptr()

@@ -1,10 +1,10 @@
-"""What a KV handle is bound to: which prompt's KV, on which life of which node, for which reader.
+"""The binding of a KV handle: which prompt's KV it names, on which generation of which node, for which reader.
 
 Owns: the digest that a handle carries, the stamps that its blocks carry, and which handoffs are checked bit by bit.
 Must not know: where KV lies or how it moves.
 
-Neither value is a secret, and a router is trusted not to forge. They make references that are stale or mixed up, which
-would be answered with another prompt's KV, impossible to take for good ones.
+Digest and stamps are not secret, and routers are trusted not to forge them. They make sure that a stale or mixed-up
+reference, which would give another prompt's KV, cannot be taken for a valid one.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ _CHECK_TAG = "corun.v1.kv_check"
 
 
 def bound(handle: KvHandle) -> KvHandle:
-    """`handle` with its binding."""
+    """Return `handle` with its binding."""
     return replace(handle, binding=binding(handle))
 
 
 def binding(handle: KvHandle) -> str:
-    """SHA-256 over a handle's request, both nodes' generations, engine, prompt digest and block ids; 64 hex digits."""
+    """Return SHA-256 over a handle's request, both nodes' generations, engine, prompt digest, number of tokens and
+    block ids; 64 hex digits."""
     names = (handle.request_id, handle.engine_id, handle.prompt_digest, handle.num_tokens)
     nodes = (_words(handle.prefill_node), _words(handle.reader))
     return hashlib.sha256(_bytes(_BINDING_TAG, *names, *nodes, handle.block_ids)).hexdigest()
 
 
 def owner(request_id: str, prefill_node: NodeRef, prompt_digest: str) -> int:
-    """The name that a prompt's KV blocks carry, as a uint64: block i of the prompt is stamped `owner + i` mod 2^64.
+    """Return the owner's name of a prompt's KV blocks, a uint64: block i of the prompt is stamped `owner + i` mod 2^64.
 
-    It says whose KV they hold, not who reads it: several decode nodes may (`prefill_node.sharing`).
+    It tells which prompt's KV the blocks hold, not which node reads it: several decode nodes may read it
+    (`prefill_node.sharing`).
     """
     text = _bytes(_OWNER_TAG, request_id, _words(prefill_node), prompt_digest)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def owner_of(handle: KvHandle) -> int:
-    """`owner` of the KV that a handle claims."""
+    """Return `owner` of the KV that a handle claims."""
     return owner(handle.request_id, handle.prefill_node, handle.prompt_digest)
 
 
 def is_checked(request_id: str, fraction: float) -> bool:
-    """Whether this prefill is one of the `fraction` whose KV is compared by digest; a function of nothing else."""
+    """Return whether this prefill is in the `fraction` whose KV is compared by digest. It depends on nothing else."""
     text = _bytes(_CHECK_TAG, request_id)
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little") < fraction * 2**48
 
@@ -57,5 +59,5 @@ def _words(ref: NodeRef) -> tuple[str, str]:
 
 
 def _bytes(*values: object) -> bytes:
-    """Unambiguous: equal bytes mean equal values."""
+    """Return an unambiguous encoding: equal bytes mean equal values."""
     return json.dumps(values, separators=(",", ":")).encode()

@@ -1,7 +1,7 @@
-"""NIXL handshakes: what both ends must have in common, and why one fails, in words.
+"""NIXL handshakes: what both ends must have in common, and why a handshake fails, in words.
 
-Owns: the condition that replaces vLLM's own, and the wording. Must not know: when handshakes are made, transfers. It is
-given vLLM's objects and imports none of vLLM, so that a node can know its words before the environment is pinned.
+Owns: the condition that replaces vLLM's own, and the wording. Must not know: when handshakes are made, transfers. It
+gets vLLM's objects but does not import vLLM, so that a node can use its constants before the environment is pinned.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from typing import Any
 import zmq
 
 UNDER_WAY = "under way"
-"""What a connector answers while a handshake has neither succeeded nor failed."""
+"""The answer of a connector while a handshake has neither succeeded nor failed."""
 _MAX_CHARS = 300
-"""Of words that are not ours."""
+"""The largest number of characters that are kept of an error message that is not ours."""
 _KNOWN = {
     "NIXL compatibility hash mismatch": (
         "it has other weights, another vLLM, torch or driver, another device or another number of threads"
     ),
     "engine ID mismatch": "another engine answers there; it may have restarted a moment ago",
 }
-"""By what vLLM's own words contain (nixl/base_worker.py: `_nixl_handshake`)."""
+"""Our words for a failure, by a part of vLLM's own message (nixl/base_worker.py: `_nixl_handshake`)."""
 
 
 def condition(worker: Any, make_hash: Callable[[Any, str, bool], str], facts: Mapping[str, Any]) -> str:
-    """What both ends of a handshake must have in common, as 64 hex digits: vLLM's own factors but for the model's path,
-    the number of ranks, and `facts`, which say what the path cannot, such as the digest of the weights as loaded.
+    """Return a hash of what both ends of a handshake must have in common, as 64 hex digits.
+
+    It covers vLLM's own factors except the model's path, the number of ranks, and `facts`, which tell what the path
+    cannot, such as the digest of the weights as loaded.
 
     Args:
-        worker: vLLM's, with its KV caches registered.
-        make_hash: vLLM's own function.
+        worker: vLLM's connector worker, with its KV caches registered.
+        make_hash: vLLM's own hash function.
 
     Raises:
-        RuntimeError: vLLM does not make its hash as 0.26.0 does, so that we cannot know what is in it.
+        RuntimeError: vLLM does not make its hash as 0.26.0 does, so we cannot know what is in it.
     """
 
     def made(config: Any) -> str:
@@ -49,7 +51,7 @@ def condition(worker: Any, make_hash: Callable[[Any, str, bool], str], facts: Ma
 
 
 def in_words(error: BaseException) -> str:
-    """Why a handshake or a first read failed."""
+    """Return in words why a handshake or a first read failed."""
     if isinstance(error, zmq.Again):
         return (
             "it has not answered the NIXL handshake for 5 s: its NIXL port may be closed to this node, or its cluster "
@@ -60,7 +62,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _without_path(config: Any) -> Any:
-    """A copy of a `VllmConfig` whose model has no path; the original stays as it is."""
+    """Return a copy of a `VllmConfig` whose model has no path; the original stays as it is."""
     config = copy.copy(config)
     config.model_config = copy.copy(config.model_config)
     config.model_config.model = ""

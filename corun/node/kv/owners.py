@@ -1,6 +1,6 @@
-"""Which KV blocks get an owner in a step, and which prompts are complete and to be signed: the scheduler's half.
+"""The scheduler's half of the stamps: which KV blocks get an owner in a step, and which complete prompts get digests.
 
-Owns: the account of every running prefill's blocks, in the prompt's order. Must not know: vLLM's classes (it reads
+Owns: the list of every running prefill's blocks, in the prompt's order. Must not know: vLLM's classes (it reads
 requests and the engine's block lists), the table that owners are written to.
 """
 
@@ -11,24 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OWNER_PARAM = "corun_owner"
-"""In `kv_transfer_params` of both sides: the name that the prompt's blocks carry, a uint64."""
+"""The key in `kv_transfer_params` of both sides for the owner's name that the prompt's blocks carry, a uint64."""
 CHECK_PARAM = "corun_check"
-"""In `kv_transfer_params` of a prefill: whether the blocks get digests."""
+"""The key in a prefill's `kv_transfer_params` for whether the blocks get digests."""
 READER = "/"
-"""Between a prefill's id and a reader's, in what decode nodes say to prefill nodes."""
+"""The mark between a prefill's id and a reader's id in the messages from decode nodes to prefill nodes."""
 SEPARATORS = f"{READER}:,"
-"""All that stands between names there, and so in none of them; the others are vLLM's (nixl/pull_worker.py)."""
+"""All marks that separate names in these messages, so no name may contain them. All but `READER` are vLLM's
+(nixl/pull_worker.py)."""
 
 
 def read_id(request_id: str, claim: str) -> str:
-    """A reader's own id of a prefill's KV: vLLM keeps the lease of what is being read alive by such ids, a set of them
-    for each peer (nixl/base_scheduler.py), so those of two readers must differ. claim: empty where there is but one."""
+    """Return a reader's own id of a prefill's KV. vLLM keeps a set of such ids for each peer and renews the leases of
+    the KV that they name (nixl/base_scheduler.py), so two readers must have different ids. claim: empty if there is one
+    reader only."""
     return f"{request_id}{READER}{claim}" if claim else request_id
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Blocks that get an owner: number `first` and up of its prompt."""
+    """Blocks that get an owner: the blocks of its prompt from number `first` on."""
 
     owner: int
     first: int
@@ -44,7 +46,7 @@ class _Prefill:
 
 
 class Prefills:
-    """The prefills that the scheduler knows, from their first block to their end."""
+    """The prefills that the scheduler knows, from their first blocks to their end."""
 
     def __init__(self) -> None:
         self._running: dict[str, _Prefill] = {}
@@ -53,7 +55,7 @@ class Prefills:
         return len(self._running)
 
     def begin(self, request: Any) -> None:
-        """A request has its first blocks. One without an owner's name stays without: no reader will accept its KV."""
+        """Record a request that has its first blocks. Without an owner's name it is ignored; no reader takes its KV."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and OWNER_PARAM in params:
             self._running[request.request_id] = _Prefill(request, params[OWNER_PARAM], bool(params.get(CHECK_PARAM)))
@@ -62,7 +64,7 @@ class Prefills:
         self._running.pop(request_id, None)
 
     def give(self, request_id: str, blocks: Iterable[int], *, anew: bool) -> Owned | None:
-        """Blocks that a step gives to a request; `anew`: it had lost those before."""
+        """Record the blocks that a step gives to a request. `anew`: the request has lost its earlier blocks."""
         prefill = self._running.get(request_id)
         given = tuple(blocks)
         if prefill is None or not given:
@@ -73,7 +75,7 @@ class Prefills:
         return Owned(prefill.owner, len(prefill.blocks) - len(given), given)
 
     def completed(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
-        """All blocks of a prompt that is to be signed, if this step's `num_tokens` complete it; else none."""
+        """Return all blocks of a prompt that gets digests if this step's `num_tokens` complete it; else none."""
         prefill = self._running.get(request_id)
         if prefill is None or not prefill.is_checked:
             return ()

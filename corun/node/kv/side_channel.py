@@ -1,7 +1,8 @@
 """The NIXL handshake's sockets, sealed with the cluster's token.
 
-Owns how these sockets are made: CurveZMQ, its keys derived from the token. Who does not have the token cannot be heard
-or read, and a reply says where a node's KV lies and how to reach it. Must not know what is said, or vLLM.
+Owns: how these sockets are made, with CurveZMQ and keys derived from the token. A process without the token can neither
+send nor read messages. This matters because a reply tells where a node's KV lies and how to reach it. Must not know:
+what is sent, vLLM.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ _PURPOSE = b"corun NIXL side channel 1\0"
 
 
 def keys(token: str) -> tuple[bytes, bytes]:
-    """The public and the secret key of every member; the public one is as secret as the token."""
+    """Return the public and the secret key, which all members share; the public key is as secret as the token."""
     secret: bytes = z85.encode(hashlib.sha256(_PURPOSE + token.encode()).digest())
     return zmq.curve_public(secret), secret
 
 
 def sealed(token: str) -> Callable[[int, str], AbstractContextManager[Any]]:
-    """What to make sockets with, in place of vLLM's `zmq_ctx` (nixl/utils.py): a ROUTER listens, any other connects."""
+    """Return a function that makes sockets in place of vLLM's `zmq_ctx` (nixl/utils.py): a ROUTER listens, any other
+    socket connects."""
     public, secret = keys(token)
 
     @contextmanager

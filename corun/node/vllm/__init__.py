@@ -1,1 +1,1 @@
-"""How a node starts vLLM, keeps it to the contract and tests it. Only these files, and those of roles, touch vLLM."""
+"""How a node starts vLLM, keeps it to the contract and tests it. Only these files and the role packages use vLLM."""

@@ -1,7 +1,7 @@
-"""A node's contract, from what its engine's workers observed, vLLM's configuration and the model's files.
+"""Makes a node's contract from the observations of its engine's workers, vLLM's configuration and the model's files.
 
 Owns: which files, libraries and plugins are facts. Must not know: how an engine is started (corun/node/vllm/start.py),
-what moves a bit in a process (corun/node/vllm/pin.py, corun/node/vllm/worker.py).
+what changes a bit in a process (corun/node/vllm/pin.py, corun/node/vllm/worker.py).
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from corun.node.vllm.start import EngineFacts, vllm_distribution
 from corun.types import NodeRole
 
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.platform_plugins")
-"""Entry points that vLLM calls by itself (plugins/__init__.py, v1/sample/logits_processor/__init__.py)."""
+"""The entry points that vLLM calls by itself (plugins/__init__.py, v1/sample/logits_processor/__init__.py)."""
 CONFIG_FILES = ("config.json", "params.json")
 QUANTIZATION_FILES = ("quant_config.json", "quantize_config.json", "quantization_config.json")
-"""How the names of files end that vLLM reads a quantization from (model_loader/weight_utils.py: `get_quant_config`)."""
+"""The endings of the names of the files from which vLLM reads a quantization (model_loader/weight_utils.py:
+`get_quant_config`)."""
 LIBRARIES = (
-    # kernels, and what compiles them
+    # kernels, and the packages that compile them
     *("apache-tvm-ffi", "cuda-tile", "deep-ep", "deep-gemm", "fbgemm-gpu", "flash-attn", "flashinfer-cubin"),
     *("flashinfer-jit-cache", "flashinfer-python", "humming-kernels", "intel-openmp", "mkl", "nvidia-cublas"),
     *("nvidia-cuda-nvcc", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "nvidia-cusparselt-cu13"),
     *("nvidia-cutlass-dsl", "nvidia-nccl-cu13", "nvidia-nvjitlink", "quack-kernels", "tilelang", "tokenspeed-triton"),
     *("torchao", "triton", "xformers"),
-    # what makes settings of a model's files, or computes the model itself where vLLM has no code of its own for it
+    # packages that turn a model's files into settings, or compute the model itself if vLLM has no code for it
     *("compressed-tensors", "transformers"),
 )
 
 
 def model_contract(llm: Any, config: NodeConfig, seen: Mapping[str, Any]) -> ModelContract:
-    """The part of the contract that prefill and decode nodes share."""
+    """Return the part of the contract that prefill and decode nodes share."""
     model = llm.vllm_config.model_config
     cache = llm.vllm_config.cache_config
     return ModelContract(
@@ -82,7 +83,7 @@ def prefill_contract(
 
 
 def decode_contract(model: ModelContract, seen: Mapping[str, Any], facts: EngineFacts) -> Contract:
-    """A decode node's contract; `facts` has the end tokens that its requests are given."""
+    """Return a decode node's contract; `facts` holds the end tokens that its requests get."""
     part = DecodeContract(
         attention_backend=seen["attention_backend"],
         runner=seen["runner"],
@@ -97,26 +98,26 @@ def decode_contract(model: ModelContract, seen: Mapping[str, Any], facts: Engine
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits; empty if the model has no such file."""
+    """Return SHA-256 of a file, 64 hex digits; empty if the model has no such file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def config_digest(directory: Path) -> str:
-    """SHA-256 over the files that vLLM reads a model's shape and quantization from; 64 hex digits."""
+    """Return SHA-256 over the files that vLLM reads a model's shape and quantization from; 64 hex digits."""
     names = sorted(file.name for file in directory.glob("*.json"))
     read = (name for name in names if name in CONFIG_FILES or name.endswith(QUANTIZATION_FILES))
     return hashlib.sha256("".join(f"{name} {file_digest(directory / name)}\n" for name in read).encode()).hexdigest()
 
 
 def _kernel_libraries(seen: Mapping[str, Any]) -> tuple[str, ...]:
-    """The installed libraries as "name version", and which of them vLLM found usable where it looks at more."""
+    """Return the installed libraries as "name version", and the kernel packages that vLLM found usable."""
     versions = {found.name: found.version for found in metadata.distributions()}
     installed = (f"{name} {versions[name]}" for name in LIBRARIES if name in versions)
     return (*installed, *(f"{name} is used" for name in seen["kernel_packages"]))
 
 
 def _plugins() -> tuple[str, ...]:
-    """Installed code that vLLM runs by itself, but for its own: "group name object distribution version"."""
+    """Return the installed plugins that vLLM runs, except its own, as "group name object distribution version"."""
     found = [entry for group in PLUGIN_GROUPS for entry in metadata.entry_points(group=group)]
     owned = [(entry, entry.dist) for entry in found if entry.dist and entry.dist.name not in ENGINES.values()]
     return tuple(sorted(f"{one.group} {one.name} {one.value} {dist.name} {dist.version}" for one, dist in owned))

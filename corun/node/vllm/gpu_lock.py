@@ -1,9 +1,9 @@
-"""Taking turns on a GPU that prefill and decode engines share: prefill goes first, and decode waits, but not for long.
+"""Turns on a GPU that prefill and decode engines share: prefill goes first, and decode waits, but only up to a limit.
 
-Processes on one GPU get equal slices of its time, whatever their steps are worth, so that decode steps of a few
-requests would halve the speed of prefill. Therefore a prefill engine holds a lock on a file of the GPU's while it
-computes, and a decode engine puts its steps off meanwhile, each up to a limit. A process that ends lets go of its lock.
-Only speed depends on it, no bit. Must not know: vLLM, what a step is.
+Processes on one GPU get equal slices of its time, however much work their steps do, so decode steps of a few requests
+would halve the speed of prefill. Therefore a prefill engine holds a lock on the GPU's lock file while it computes, and
+a decode engine delays each step during that time, up to a limit. A process that ends releases its lock. Turns affect
+only speed, no bit. Must not know: vLLM, what a step is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def lock_file(gpu: str, directory: Path | None = None) -> Path | None:
-    """That of a GPU, by its UUID; for the engines of one user on one machine. The directory is made.
+    """Return the lock file of a GPU, by its UUID, for the engines of one user on one machine; make its directory.
 
-    None if somebody else has made it, or it cannot be made: then engines take no turns, which costs only speed.
+    Return None if the directory belongs to another user or cannot be made: then engines take no turns, which costs only
+    speed.
     """
     found = directory or Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
     try:
@@ -56,23 +57,27 @@ class _Lock:
 
 
 class PrefillTurn(_Lock):
-    """A prefill engine's side; several may hold it."""
+    """A prefill engine's side of the lock; several prefill engines may hold it at once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.is_held = False
 
     def hold(self, busy: bool) -> None:
-        """Says whether this engine computes."""
+        """Take the lock if this engine is busy; release it if not."""
         if busy and not self.is_held:
-            self.is_held = self._take(fcntl.LOCK_SH)  # Else a decode engine looks right now; there is a next time.
+            # A decode engine that tests the lock at this moment makes this fail; the next call tries again.
+            self.is_held = self._take(fcntl.LOCK_SH)
         elif not busy and self.is_held:
             self._leave()
             self.is_held = False
 
 
 class DecodeTurn(_Lock):
-    """A decode engine's side. longest_s: between the starts of two steps while prefill computes; 0: no waiting."""
+    """A decode engine's side of the lock.
+
+    longest_s: the longest time between the starts of two steps while prefill computes; 0: do not wait.
+    """
 
     def __init__(self, path: Path, longest_s: float) -> None:
         super().__init__(path)
@@ -80,7 +85,7 @@ class DecodeTurn(_Lock):
         self._last_step = 0.0
 
     def wait(self) -> None:
-        """Returns when no prefill engine computes, or when the last step was long enough ago."""
+        """Wait until no prefill engine computes, or until `longest_s` has passed since the last step's start."""
         deadline = self._last_step + self._longest_s
         while time.monotonic() < deadline and not self._is_free():
             time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""An engine's process must not outlive its node: killed, the node cannot end it, and it would keep memory and a device.
+"""Ends an engine's process when its node dies: a killed node cannot end it, and it would keep memory and a device.
 
-vLLM's workers watch the process above them; that process watches nobody. Must not know what it computes.
+vLLM's workers watch their parent process, but that process does not watch the node. Must not know: what it computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 
 def end_with_parent() -> None:
-    """From now on this process ends at once when the one that started it has; nothing if `multiprocessing` did not."""
+    """End this process, from now on, as soon as its parent process has ended. Do nothing if `multiprocessing` did not
+    start this process."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -1,7 +1,7 @@
-"""Settings that can move a bit, set in one place before the device starts and read back afterwards.
+"""The settings that can change a bit: they are set in one place before the device starts and read back afterwards.
 
 Owns: the list of such settings for each platform and role, which other environment variables enter the contract, and
-the comparison of all of them with what the engine's processes report. Must not know: vLLM's or torch's Python API, so
+the comparison of all of them with the report of the engine's processes. Must not know: vLLM's or torch's Python API, so
 that it can run before either is imported; corun/node/vllm/switches.py sets torch's part.
 """
 
@@ -21,10 +21,11 @@ Switch = bool | str | tuple[bool, bool]
 
 
 def cpu_settings(role: NodeRole, cores: Sequence[int]) -> dict[str, str]:
-    """Pinned environment of a CPU engine that computes on `cores`.
+    """Return the pinned environment of a CPU engine that computes on `cores`.
 
-    Attention's split-KV depends on the batch; an isolated prefill always is its own batch and keeps it (paper,
-    Section IV-A), a decode step must not have it (Section IV-B). vLLM: `envs.py`, `v1/attention/backends/cpu_attn.py`.
+    Attention's split-KV depends on the batch. An isolated prefill is always a batch of its own and keeps split-KV
+    (paper, Section IV-A); a decode step must not use it (Section IV-B). vLLM: `envs.py`,
+    `v1/attention/backends/cpu_attn.py`.
     """
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -40,34 +41,34 @@ def cpu_settings(role: NodeRole, cores: Sequence[int]) -> dict[str, str]:
 
 
 def gpu_settings(role: NodeRole) -> dict[str, str]:
-    """Pinned environment of a GPU engine. vLLM: `envs.py`, `model_executor/layers/batch_invariant.py`."""
+    """Return the pinned environment of a GPU engine. vLLM: `envs.py`, `model_executor/layers/batch_invariant.py`."""
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_BATCH_INVARIANT": "0",  # other kernels than those that were checked
+        "VLLM_BATCH_INVARIANT": "0",  # It would use other kernels than those that were checked.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it draws its own randomness
         "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
         "NVIDIA_TF32_OVERRIDE": "0",
-        # With workspaces this small cuBLAS cannot split K: a row's bits do not depend on the number of rows.
+        # With such small workspaces cuBLAS cannot split K, so a row's bits do not depend on the number of rows.
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
         "CUBLASLT_WORKSPACE_SIZE": "1",
-        # Kernels that are chosen by timing them: another start could choose another order of summation.
+        # These settings choose kernels by timing them: another start could choose another order of summation.
         "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE": "0",
         "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING": "0",
         "PYTORCH_TUNABLEOP_ENABLED": "0",
         "VLLM_MOE_SKIP_PADDING": "0",  # idle rows would change what the experts compute
-        "VLLM_MARLIN_USE_ATOMIC_ADD": "0",  # sums in the order of arrival
+        "VLLM_MARLIN_USE_ATOMIC_ADD": "0",  # Atomic adds sum in the order of arrival.
         **ALL_REDUCE,
     }
 
 
 ALL_REDUCE = {
-    # Implementations that change with the size of the message, or sum in the switch (NVLS, NVLink multicast).
+    # These implementations depend on the message's size, or sum in the NVLink switch (NVLS, NVLink multicast).
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_NCCL_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_COLLNET_ENABLE": "0",
-    # One tree over one channel: every element is summed in the same order of ranks, wherever in the batch it is.
+    # With one tree over one channel, every element is summed in the same order of ranks at any place in the batch.
     "NCCL_ALGO": "allreduce:tree",
     "NCCL_PROTO": "Simple",
     "NCCL_MIN_NCHANNELS": "1",
@@ -76,14 +77,15 @@ ALL_REDUCE = {
     "NCCL_P2P_NET_DISABLE": "1",
 }
 
-# Not about bits. Request ids stay the caller's, so that a KV handle names the prefill that the router asked for.
+# These settings change no bits. vLLM keeps the caller's request ids, so that a KV handle names the prefill that the
+# router asked for.
 PLUMBING = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickle between the engine's processes (v1/serial_utils.py)
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-# UCX turns GET over cuda_ipc off where NVML shows no NVLink; KV would then come over TCP, 200 times slower.
+# UCX turns off GET over cuda_ipc if NVML shows no NVLink. Then KV would come over TCP, 200 times slower.
 GPU_PLUMBING = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 
 CPU_SWITCHES: dict[str, Switch] = {
@@ -92,13 +94,13 @@ CPU_SWITCHES: dict[str, Switch] = {
     "mkldnn.conv.fp32_precision": "ieee",
     "mkldnn.rnn.fp32_precision": "ieee",
 }
-"""Names under `torch.backends`."""
+"""The switches of a CPU engine, by their names under `torch.backends`."""
 GPU_SWITCHES: dict[str, Switch] = {
     "cuda.preferred_blas_library": "cublaslt",
     "cuda.matmul.fp32_precision": "ieee",
     "cudnn.conv.fp32_precision": "ieee",
     "cudnn.rnn.fp32_precision": "ieee",
-    # Neither partial sums in 16 bits nor split-K.
+    # Allow neither partial sums in 16 bits nor split-K.
     "cuda.matmul.allow_bf16_reduced_precision_reduction": (False, False),
     "cuda.matmul.allow_fp16_reduced_precision_reduction": (False, False),
     "cuda.matmul.allow_fp16_accumulation": False,
@@ -106,31 +108,33 @@ GPU_SWITCHES: dict[str, Switch] = {
     "cudnn.deterministic": True,
 }
 
-# Neither times kernels to choose one. `TORCHINDUCTOR_DETERMINISTIC` would not do: Dynamo resets what it sets after the
-# first frame that it compiles (torch/_dynamo/convert_frame.py, torch.use_deterministic_algorithms).
+# With both settings, no kernel is chosen by timing. `TORCHINDUCTOR_DETERMINISTIC` does not help: Dynamo resets what it
+# sets after the first compiled frame (torch/_dynamo/convert_frame.py, torch.use_deterministic_algorithms).
 GPU_INDUCTOR = {"deterministic": True, "combo_kernels": False}
 
 MUST_BE_UNSET = (
-    "OMP_DYNAMIC",  # as many threads as the load allows
+    "OMP_DYNAMIC",  # It makes the number of threads depend on the load.
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "DNNL_DEFAULT_FPMATH_MODE",
     "DISABLE_ADDMM_CUDA_LT",
-    "VLLM_TUNED_CONFIG_FOLDER",  # kernel settings from files, which the contract does not hold
+    "VLLM_TUNED_CONFIG_FOLDER",  # It reads kernel settings from files that the contract does not cover.
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
 )
-"""Variables that no contract allows."""
+"""The variables that no contract allows."""
 
 LD_PRELOAD = "LD_PRELOAD"
-"""May replace any function of any library. vLLM adds torch's OpenMP and an allocator on CPUs (platforms/cpu.py)."""
+"""The variable that may replace any function of any library. On CPUs vLLM adds torch's OpenMP and an allocator to it
+(platforms/cpu.py)."""
 WATCHED = (
     *("VLLM_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_", "DISABLE_ADDMM_CUDA_LT"),
     *("CUBLAS", "CUDNN_", "NCCL_", "TRITON_", "FLASHINFER_", "DG_", "NVIDIA_TF32_OVERRIDE"),
     *("OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "GLIBC_TUNABLES", LD_PRELOAD),
     *("CUDA_FORCE_PTX_JIT", "CUDA_DISABLE_PTX_JIT", "CUTE_DSL_ARCH", "INKLING_", "LAMPORT_"),
 )
-"""How the names of variables begin that may move a bit. What is set of them enters the contract, but for:"""
+"""The prefixes of the names of variables that may change a bit. Those that are set enter the contract, except
+`HARMLESS`."""
 HARMLESS = (
-    "*_VERSION",  # labels of container images, as are:
+    "*_VERSION",  # labels of container images, like the next line
     *("PYTORCH_BUILD_*", "PYTORCH_HOME", "TORCH_HOME", "TORCH_CUDA_ARCH_LIST", "VLLM_BUILD_*", "VLLM_IMAGE_TAG"),
     # logs, and timeouts
     *("VLLM_LOG*", "VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_LOG_LOGO", "VLLM_DEBUG_*", "VLLM_USAGE_*"),
@@ -146,7 +150,7 @@ HARMLESS = (
     # addresses, secrets, the size of the KV pool
     *("VLLM_HOST_IP", "VLLM_LOOPBACK_IP", "VLLM_PORT*", "VLLM_SERVICE_*", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY"),
     *("NCCL_SOCKET_*", "NCCL_IB_*", "VLLM_CPU_KVCACHE_SPACE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
-    # where threads run; how many there are is read back
+    # where threads run; the number of threads is read back
     *("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "KMP_AFFINITY", "KMP_BLOCKTIME"),
     "KMP_TPAUSE",
     # read back as a switch of torch
@@ -159,17 +163,17 @@ HARMLESS = (
     *("TRITON_PRINT_AUTOTUNING", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"),
 )
 SET_LATE = ("TRITON_PTXAS_PATH",)
-"""Set to torch's own in a worker that compiles, not in one that finds all kernels in a cache: what counts is whether it
-was set before (torch/_inductor/runtime/compile_tasks.py)."""
+"""The variables that torch sets to its own value in a worker that compiles, but not in a worker that finds all kernels
+in a cache. They count only if they were set before (torch/_inductor/runtime/compile_tasks.py)."""
 
 _pinned: dict[str, str] = {}
 
 
 def pin(settings: Mapping[str, str]) -> None:
-    """Sets each variable for this process and its children.
+    """Set each variable for this process and its children.
 
     Raises:
-        InvalidArgumentError: the environment already holds another value; it would change bits, so it is refused.
+        InvalidArgumentError: the environment already holds another value, which is refused because it may change bits.
     """
     for name, value in settings.items():
         found = os.environ.setdefault(name, value)
@@ -179,9 +183,10 @@ def pin(settings: Mapping[str, str]) -> None:
 
 
 def own_gpus_first(visible: str, devices: int) -> str:
-    """CUDA_VISIBLE_DEVICES with this node's GPUs first and the machine's others after them.
+    """Return CUDA_VISIBLE_DEVICES with this node's GPUs first and the machine's other GPUs after them.
 
-    A peer's KV can be read over NVLink only by a process that sees the peer's GPU. GPUs named by UUID stay as they are.
+    Only a process that sees the peer's GPU can read the peer's KV over NVLink. A list that names GPUs by UUID is not
+    changed.
     """
     own = [name.strip() for name in visible.split(",")]
     if not all(name.isdecimal() for name in own):
@@ -190,12 +195,12 @@ def own_gpus_first(visible: str, devices: int) -> str:
 
 
 def pinned() -> dict[str, str]:
-    """What this process has pinned."""
+    """Return the variables that this process has pinned."""
     return dict(_pinned)
 
 
 def watched(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of the variables that may move a bit or are pinned, by name."""
+    """Return the variables that may change a bit or are pinned, in the order of their names."""
     return {name: variables[name] for name in sorted(variables) if name in GPU_PLUMBING or _may_move_a_bit(name)}
 
 
@@ -204,10 +209,10 @@ def _may_move_a_bit(name: str) -> bool:
 
 
 def environment(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """What enters the contract of all that is not pinned: "NAME=value", in the order of the names.
+    """Return the variables that are not pinned but enter the contract: "NAME=value", in the order of the names.
 
     Raises:
-        InvalidArgumentError: a variable must be unset, or names a directory, whose content no contract can hold.
+        InvalidArgumentError: a variable must be unset, or its path is no file: no contract can cover a directory.
     """
     late = {name for name in SET_LATE if name not in os.environ}
     names = sorted(name for name in variables if _may_move_a_bit(name) and name not in {*_pinned, *late})
@@ -218,7 +223,7 @@ def environment(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _text(name: str, value: str) -> str:
-    """The value; of a file its digest, since the same path may hold something else on another machine."""
+    """Return the value, or the digest of a file that it names: the same path may hold another file elsewhere."""
     if name == LD_PRELOAD:
         return " ".join(_content(name, file) for file in value.replace(":", " ").split())
     return _content(name, value)
@@ -234,7 +239,7 @@ def _content(name: str, value: str) -> str:
 
 
 def refuse_changed(seen: Mapping[str, Any]) -> None:
-    """Compares what was pinned with what a worker reports after loading (corun/node/vllm/worker.py: `observe`).
+    """Compare the pinned settings with a worker's report after loading (corun/node/vllm/worker.py: `observe`).
 
     Raises:
         UnavailableError: a variable, vLLM's reading of it, a switch of torch or the number of its threads has another
@@ -250,13 +255,13 @@ def refuse_changed(seen: Mapping[str, Any]) -> None:
 
 
 def refuse_other(name: str, found: str, expected: str) -> None:
-    """Raises UnavailableError if a setting is not what it was set to."""
+    """Raise UnavailableError if a setting does not have the value that it was set to."""
     if found != expected:
         raise UnavailableError(f"{name} is {found!r} in the engine, but was set to {expected!r}")
 
 
 def blas_policy(seen: Mapping[str, Any]) -> str:
-    """How matrix products are computed, from what was read back."""
+    """Return in words how matrix products are computed, from the settings that were read back."""
     variables, switches = seen["variables"], seen["switches"]
     if seen["platform"] == "cpu":
         return f"fp32 {switches['mkldnn.matmul.fp32_precision']}, MKL_CBWR {variables.get('MKL_CBWR')}"
@@ -267,10 +272,11 @@ def blas_policy(seen: Mapping[str, Any]) -> str:
 
 
 def cores(role: NodeRole, threads: int) -> list[int]:
-    """`threads` of the cores this process may use; all of them for 0.
+    """Return `threads` of the cores that this process may use; all of them for 0.
 
-    A decode node counts up and a prefill node down: on one machine they meet as late as possible, and the first core
-    of each, which carries the engine's busiest thread, is not the other's.
+    A decode node counts up from the lowest core and a prefill node down from the highest. So on one machine they
+    overlap as little as possible, and the first core of each, which runs the engine's busiest thread, is not the
+    other's first core.
 
     Raises:
         InvalidArgumentError: fewer cores are available.

@@ -1,8 +1,8 @@
-"""What a CPU is, as far as compute libraries choose kernels and block sizes by it.
+"""The properties of a CPU by which compute libraries choose kernels and block sizes.
 
-oneDNN and vLLM choose kernels by CPUID beyond the level that ATen tells (AMX, AVX512-BF16), MKL also by the vendor's
-model; vLLM's attention and oneDNN cut their work by the sizes of the caches, and so decide the order of sums. Two
-virtual machines of one model name may differ in all of it. Must not know: torch, vLLM, contracts.
+oneDNN and vLLM choose kernels by CPUID in more detail than ATen reports (AMX, AVX512-BF16), and MKL also by the
+vendor's model. vLLM's attention and oneDNN split their work by the sizes of the caches, which decides the order of
+sums. Two virtual machines with the same model name may differ in all of this. Must not know: torch, vLLM, contracts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ EXTENSIONS = {
     "flags": ("amx", "avx", "f16c", "fma", "sse"),  # x86
     "Features": ("asimd", "bf16", "fp", "i8mm", "sme", "sve"),  # Arm
 }
-"""By the line that lists them: how the names of vector and matrix extensions begin."""
+"""The prefixes of the names of vector and matrix extensions, by the line of /proc/cpuinfo that lists them."""
 CACHE_SIZES = (188, 191, 194)
-"""glibc's _SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE and _SC_LEVEL3_CACHE_SIZE, which Python has no names for."""
+"""The numbers of glibc's _SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE and _SC_LEVEL3_CACHE_SIZE, which have no names
+in Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +31,19 @@ class Processor:
 
     name: str
     features: tuple[str, ...]
-    """Vector and matrix extensions, sorted."""
+    """The vector and matrix extensions, sorted."""
     caches: tuple[int, ...] = ()
-    """Bytes of data in the first, second and third level; 0: not told."""
+    """The sizes of the data caches of the first, second and third level, in bytes; 0: not known."""
 
 
 def read() -> Processor:
-    """Read this machine's."""
+    """Read this machine's processor."""
     found = parse(CPUINFO.read_text())
     return Processor(found.name, found.features, tuple(os.sysconf(size) for size in CACHE_SIZES))
 
 
 def parse(cpuinfo: str) -> Processor:
-    """Read name and extensions from the text of /proc/cpuinfo."""
+    """Parse name and extensions from the text of /proc/cpuinfo."""
     lines = (line.partition(":") for line in cpuinfo.split("\n\n", maxsplit=1)[0].splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     return Processor(_name(fields), _features(fields))

@@ -1,5 +1,5 @@
-"""What both schedulers share: KV reservation for whole sequences, zeroed blocks, and showing the stock scheduler a part
-of the queue.
+"""The base of both schedulers: it reserves KV for whole sequences, has blocks zeroed, and can show the stock scheduler
+a part of the queue.
 
 Must not know: prefill, decode, connectors.
 """
@@ -22,11 +22,12 @@ from corun.node.vllm.orphans import end_with_parent
 
 
 class ZeroedKVCacheConfig(KVCacheConfig):  # type: ignore[misc]
-    """Of a cache whose blocks are zeroed each time a request is given them, but for those that it reads from a peer.
+    """The config of a cache whose blocks are zeroed each time a request gets them, except blocks read from a peer.
 
-    vLLM does it for Mamba's neighbours. Its CPU attention needs it always: that multiplies what lies behind a sequence
-    in its last block by 0, which makes no NaN harmless that an overflowing model has left there. What is read comes in
-    whole blocks, which were zeroed where the prompt was computed. FlashAttention loads no value behind a sequence.
+    vLLM itself does this only for the neighbours of Mamba layers. Its CPU attention always needs it: it multiplies the
+    values behind a sequence's end in the last block by 0, and a NaN that an overflowing model left there stays NaN. KV
+    from a peer comes in whole blocks, which were zeroed where the prompt was computed. FlashAttention loads no value
+    behind a sequence's end.
     """
 
     needs_kv_cache_zeroing = True
@@ -46,22 +47,22 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
         if current_platform.is_cpu():
             kv_cache_config = ZeroedKVCacheConfig(**vars(kv_cache_config))
         super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
-        end_with_parent()  # Of our code, only a scheduler runs in the engine's first process.
+        end_with_parent()  # The scheduler is the only code of ours that runs in the engine's first process.
 
     def gpu_lock(self) -> Path | None:
-        """The file by which the engines of this one's GPU take turns; None where there is no GPU to share."""
+        """Return the file with which the engines on this GPU take turns; None if there is no GPU to share."""
         if not current_platform.is_cuda() or self.vllm_config.kv_transfer_config is None:
             return None
         return lock_file(current_platform.get_device_uuid(0))
 
     def free_blocks(self, admitted: Iterable[Request]) -> int:
-        """KV blocks that are free and not owed to the `admitted` requests' remaining tokens."""
+        """Return the number of free KV blocks that are not reserved for the `admitted` requests' remaining tokens."""
         owed = sum(max(0, self.blocks_of(request) - self._blocks_held(request)) for request in admitted)
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return free - owed
 
     def blocks_of(self, request: Request) -> int:
-        """KV blocks of the whole sequence, over all KV cache groups."""
+        """Return the number of KV blocks of the whole sequence, over all KV cache groups."""
         tokens: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         return -(-tokens // int(self.block_size)) * len(self.kv_cache_config.kv_cache_groups)
 
@@ -71,7 +72,7 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
 
     @contextmanager
     def showing_waiting(self, shown: Iterable[Request]) -> Iterator[None]:
-        """Hides all waiting requests but `shown` from the stock scheduler; the queue's order survives."""
+        """Hide all waiting requests except `shown` from the stock scheduler; the order of the queue is kept."""
         waiting = self.waiting
         self.waiting = create_request_queue(self.policy)
         for request in shown:

@@ -1,7 +1,7 @@
-"""Hand-made engine steps: a worker's own step on chosen sequences and KV blocks, and everything it leaves behind.
+"""Engine steps for self-tests: run a worker's own step on chosen sequences and KV blocks, and collect all its results.
 
-Owns: the way from sequences to vLLM's `SchedulerOutput` and back from its output, on both model runners, and access to
-the contents of KV blocks. Must not know: what is tested with it, roles, gRPC.
+Owns: the conversion of sequences to vLLM's `SchedulerOutput` and of the step's output to traces, on both model runners,
+and access to the contents of KV blocks. Must not know: what is tested with it, roles, gRPC.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 NULL_BLOCK = 0
-"""vLLM's: padding rows write there."""
+"""vLLM's null block: padding rows write there."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TestSequence:
     """A sequence under test: its prompt, where its KV lies, and how far it has come."""
 
-    __test__ = False  # Not a class of tests.
+    __test__ = False  # Tells pytest that this is not a test class.
 
     name: str
     prompt: tuple[int, ...]
     blocks: tuple[int, ...]
-    """With room for the prompt and all tokens that will be drawn."""
+    """The KV blocks, with room for the prompt and all tokens that will be drawn."""
     computed: int
-    """Tokens whose KV is in the blocks."""
+    """The number of tokens whose KV is in the blocks."""
     sampling: Any
-    """vLLM's `SamplingParams`."""
+    """The sequence's `SamplingParams` of vLLM."""
     drawn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What one step left of one sequence, in the order in which the model made it."""
+    """The results of one step for one sequence, in the order in which the model computes them."""
 
     kv: tuple[torch.Tensor, ...]
-    """Per layer: the whole blocks that the step wrote to, [blocks, ...]."""
+    """The whole blocks that the step wrote to, per layer: [blocks, ...]."""
     hidden: torch.Tensor
-    """[hidden size], what lm_head was given."""
+    """The input of lm_head: [hidden size]."""
     logits: torch.Tensor
-    """[vocab]."""
+    """The output of lm_head: [vocab]."""
     logprob: bytes
-    """The drawn token's, fp32."""
+    """The drawn token's log probability, as the bytes of an fp32 number."""
     token: int
 
 
 def first_difference(a: Trace, b: Trace) -> str:
-    """The first stage of the model whose bits differ; empty if none does."""
+    """Return the first stage of the model whose bits differ; empty if no bits differ."""
     for layer, (left, right) in enumerate(zip(a.kv, b.kv, strict=True)):
         if not same_bits(left, right):
             return f"the KV of layer {layer} of {len(a.kv)}"
@@ -67,12 +67,12 @@ def first_difference(a: Trace, b: Trace) -> str:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bytes: 0.0 is not -0.0, and NaN equals itself."""
+    """Return whether two tensors of one shape and dtype hold the same bytes: 0.0 is not -0.0, and NaN equals itself."""
     return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
 
 
 class Stepper:
-    """Runs steps on a loaded worker that serves nobody yet."""
+    """Runs steps on a loaded worker that does not serve requests yet."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -91,12 +91,12 @@ class Stepper:
         ended: Iterable[TestSequence] = (),
         traced: Container[str] | None = None,
     ) -> dict[str, Trace]:
-        """Runs one step.
+        """Run one step.
 
         Args:
             tokens: the step's sequences in their order, each with its number of tokens.
-            ended: those of earlier steps that are over; they take part in no later step.
-            traced: names of those whose traces are wanted; None: all. A trace copies KV of every layer.
+            ended: the sequences of earlier steps that are over; they take part in no later step.
+            traced: the names of the sequences whose traces are wanted; None: all. A trace copies KV of every layer.
 
         Returns:
             A trace for every wanted sequence whose prompt is complete, by name.
@@ -118,24 +118,24 @@ class Stepper:
         return traces
 
     def whole(self, sequence: TestSequence, last: Trace) -> Trace:
-        """A sequence's last trace with the KV of all its steps."""
+        """Return a sequence's last trace with the KV of all its steps."""
         return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))
 
     def close(self) -> None:
-        """Makes the worker forget all sequences."""
+        """Make the worker forget all sequences."""
         self._worker.execute_model(self._schedule((), set(self._known)))
 
     def read(self, blocks: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Copies of the contents of KV blocks, per layer."""
+        """Return copies of the contents of KV blocks, per layer."""
         return tuple(cache[self._rows(cache, blocks)] for cache in self._caches)
 
     def write(self, blocks: Sequence[int], contents: Sequence[torch.Tensor]) -> None:
-        """Sets the contents of KV blocks, per layer."""
+        """Set the contents of KV blocks, per layer."""
         for cache, content in zip(self._caches, contents, strict=True):
             cache[self._rows(cache, blocks)] = content
 
     def scramble(self, blocks: Sequence[int], seed: int) -> None:
-        """Fills KV blocks with normal random numbers."""
+        """Fill KV blocks with normal random numbers."""
         device = self._caches[0].device
         generator = torch.Generator(device=device).manual_seed(seed)
         for cache in self._caches:
@@ -145,7 +145,7 @@ class Stepper:
             cache[rows] = noise.to(cache.dtype)
 
     def _rows(self, cache: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-        """A kernel may split a block into several of its own."""
+        """Return the cache rows of KV blocks; a kernel may split a block into several blocks of its own."""
         parts = cache.shape[0] // self.num_blocks
         first = torch.tensor(blocks, device=cache.device)[:, None] * parts
         return (first + torch.arange(parts, device=cache.device)).flatten()
@@ -203,7 +203,7 @@ def _new(sequence: TestSequence) -> NewRequestData:
 
 @contextmanager
 def recorded_logits(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Collects what goes into lm_head and what comes out, call by call."""
+    """Collect the input and the output of lm_head, call by call."""
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     compute_logits = model.compute_logits
 
@@ -221,7 +221,8 @@ def recorded_logits(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tenso
 
 @dataclass(kw_only=True, slots=True)
 class BlockPool:
-    """KV blocks that are handed out in a random order, so that no sequence gets the same ones twice."""
+    """KV blocks, in an order that the caller has shuffled. They are taken from the front and given back to the end, so
+    that a sequence gets other blocks the next time."""
 
     free: list[int]
 
@@ -236,7 +237,7 @@ class BlockPool:
 
 
 def compare(expected: Mapping[str, Sequence[Trace]], found: Mapping[str, Sequence[Trace]], scene: str) -> str:
-    """The first difference between two runs of the same sequences, in words; empty if there is none."""
+    """Return in words the first difference between two runs of the same sequences; empty if there is none."""
     for name, traces in expected.items():
         for step, (a, b) in enumerate(zip(traces, found[name], strict=True)):
             if stage := first_difference(a, b):

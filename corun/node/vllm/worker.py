@@ -1,6 +1,6 @@
-"""What both nodes' vLLM workers add: digests of what was loaded, observed settings, KV release, NIXL connections.
+"""The additions to vLLM's worker for both roles: weight digests, observed settings, KV release, NIXL connections.
 
-Runs inside the engine's worker processes; its methods are called by name through `collective_rpc` and return plain
+It runs inside the engine's worker processes. Its methods are called by name through `collective_rpc` and return plain
 values. Must not know: gRPC, routers.
 """
 
@@ -35,21 +35,21 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 KERNEL_PACKAGES: dict[str, Callable[[], bool]] = {"deep_gemm": has_deep_gemm, "flashinfer": has_flashinfer}
-"""Packages of kernels that vLLM chooses only where it finds that they can run, which their versions do not tell."""
+"""The kernel packages that vLLM uses only if it finds that they can run here, which their versions do not tell."""
 HASH_THREADS = 16
 PART_BYTES = 16 * 1024 * 1024
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
 
 
 class NodeWorker(PlatformWorker):  # type: ignore[misc]
-    """A stock worker that can tell what it loaded and manage the KV it holds."""
+    """A stock worker that can also report what it loaded and manage the KV that it holds."""
 
     weights_digest = ""
 
     def init_device(self) -> None:
         switches.set_switches(current_platform.device_type)
         if self.parallel_config.world_size == 1:
-            # torch's TCPStore listens on every interface, whatever address it is given; a lone rank needs nobody's.
+            # torch's TCPStore listens on every interface, whatever address it is given. A single rank needs no network.
             self.distributed_init_method = f"file:///proc/self/fd/{os.memfd_create('rendezvous')}"
         super().init_device()
 
@@ -69,7 +69,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         # vLLM's connector moves the CPU worker's main thread, which computes, to one reserved core
-        # (nixl/base_worker.py): with all cores given to computation that would put two threads on that core.
+        # (nixl/base_worker.py). Since all cores are used for computation, two threads would share that core.
         bound = os.sched_getaffinity(0)
         super().initialize_from_config(kv_cache_config if current_platform.is_cpu() else packed(kv_cache_config))
         os.sched_setaffinity(0, bound)
@@ -77,7 +77,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
             get_kv_transfer_group().bind(self.model_facts())
 
     def observe(self) -> dict[str, Any]:
-        """Everything this process can see that may change a bit, after loading."""
+        """Return everything that this process can see, after loading, that may change a bit."""
         backend = self.model_runner.attn_groups[0][0].backend
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         return {
@@ -90,7 +90,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         }
 
     def _observe_settings(self) -> dict[str, Any]:
-        """The settings that corun/node/vllm/pin.py names, as they are in this process now."""
+        """Return the settings that corun/node/vllm/pin.py names, as they are in this process now."""
         platform = current_platform.device_type
         variables = pin.watched(os.environ)
         parsed = {name: getattr(envs, name) for name in variables if name in envs.environment_variables}
@@ -102,12 +102,13 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         }
 
     def model_facts(self) -> dict[str, Any]:
-        """What this process shares with every peer that it exchanges KV with. Needs the loaded model, and no more."""
+        """Return the facts that must be equal on all peers that exchange KV with this process. Only the model must be
+        loaded before."""
         on_cpu = current_platform.is_cpu()
         cpu = processor.read()
         return {
             "weights_digest": self.weights_digest,
-            "threads": torch.get_num_threads() if on_cpu else 0,  # beside a GPU they compute nothing
+            "threads": torch.get_num_threads() if on_cpu else 0,  # With a GPU, CPU threads compute nothing.
             "torch": str(torch.__version__),
             "cpu_isa": torch.backends.cpu.get_cpu_capability(),
             "cpu_features": list(cpu.features) if on_cpu else [],
@@ -126,7 +127,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
             "attention_split_kv": f"max {self._max_splits()} in graphs",
             "graph": self._graphs(),
             "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
-            # FlashInfer also needs nvcc or ready-made kernels, DeepGEMM the CUDA toolkit.
+            # To be usable, FlashInfer also needs nvcc or ready-made kernels, and DeepGEMM needs the CUDA toolkit.
             "kernel_packages": [name for name, usable in KERNEL_PACKAGES.items() if usable()],
         }
 
@@ -138,51 +139,51 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         return f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}"
 
     def share_kv(self, request_id: str, readers: Sequence[str]) -> bool:
-        """Keeps the KV of a finished prefill for these readers, too; False: it has been freed."""
+        """Keep the KV of a finished prefill for these readers, too. Return False if it is freed or soon will be."""
         return bool(get_kv_transfer_group().share(request_id, readers))
 
     def release_kv(self, request_id: str, reader: str) -> None:
-        """Takes a reader from the KV of a finished prefill; after the last one it is freed."""
+        """Remove a reader from the KV of a finished prefill; after the last reader the KV is freed."""
         get_kv_transfer_group().release(request_id, reader)
 
     def held_kv(self) -> dict[str, Any]:
-        """The finished prefills whose KV waits to be read, and how many waited in vain, since start."""
+        """Return the finished prefills whose KV waits to be read, and how many have expired since start."""
         group = get_kv_transfer_group()
         return {"names": list(group.held()), "expired": group.expired}
 
     def handoffs(self) -> dict[str, float]:
-        """Count, bytes, seconds and failures of the KV reads since start."""
+        """Return the figures of the KV reads since start (`corun.node.kv.connector.Handoffs`)."""
         return asdict(get_kv_transfer_group().handoffs)
 
     def stamp_address(self) -> int:
-        """Where readers of this worker's KV find the stamps of its blocks."""
+        """Return the address where readers of this worker's KV find the stamps of its blocks."""
         return int(get_kv_transfer_group().table.address)
 
     def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:
-        """Begins the NIXL handshake with a prefill engine, to be called again while it answers `UNDER_WAY`.
+        """Begin the NIXL handshake with a prefill engine. Call this again while it returns `UNDER_WAY`.
 
-        Returns why it failed, in words: what a worker raises is logged with a traceback, and arrives without its type.
+        If it failed, return why, in words: an exception of a worker is logged with a traceback and loses its type.
         """
         return str(get_kv_transfer_group().connect(engine_id, host, port, tp_size, stamp_addresses))
 
     def warm(self, engine_id: str) -> str:
-        """Pays for what a first transfer from a connected prefill engine sets up. Returns why it failed, in words."""
+        """Pay the set-up cost of a first transfer from a connected prefill engine. If that fails, return why."""
         return str(get_kv_transfer_group().warm(engine_id))
 
     def mapped_pids(self) -> list[int]:
-        """The processes whose GPU memory is mapped here for reading."""
+        """Return the ids of the processes whose GPU memory is mapped here for reading."""
         return list(get_kv_transfer_group().mapped_pids())
 
     def unmap(self, pids: Sequence[int]) -> bool:
-        """Lets go of the GPU memory of processes that have died; False: not now, call again."""
+        """Unmap the GPU memory of processes that have died. Return False if that is impossible now; then call again."""
         return bool(get_kv_transfer_group().unmap(pids))
 
 
 def packed(config: Any) -> Any:
-    """A `KVCacheConfig` with all layers of a block side by side, as vLLM itself lays some models out.
+    """Return a `KVCacheConfig` with all layers of a block side by side, as vLLM itself lays out some models.
 
-    A block is then one piece for NIXL and not one for each layer: pieces, not bytes, are what a transfer of scattered
-    blocks takes time for. Only plain attention's: other kernels may not follow the larger stride.
+    Then a block is one piece for NIXL and not one piece per layer. The time to transfer scattered blocks depends on the
+    number of pieces, not on the bytes. Only plain attention is changed: other kernels may not follow the larger stride.
     """
     kinds = {type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups}
     tensors = config.kv_cache_tensors
@@ -201,14 +202,14 @@ def packed(config: Any) -> Any:
 
 
 def runner_name(runner: Any) -> str:
-    """Class and generation of a model runner: both of vLLM's GPU runners have one class name."""
+    """Return class and generation of a model runner, because both of vLLM's GPU runners have the same class name."""
     kind = type(runner)
     parts = kind.__module__.removeprefix("vllm.v1.worker.").split(".")
     return f"{'v2' if parts[-1] == 'model_runner' else 'v1'} {kind.__name__}"
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every tensor as loaded, in name order; 64 hex digits.
+    """Return SHA-256 over name, dtype, shape and bytes of every tensor as loaded, in name order; 64 hex digits.
 
     Parts are hashed in parallel threads (hashlib releases the GIL), since one thread would need 10 s for 16 GB.
     """
@@ -216,7 +217,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     tensors = sorted([*model.named_parameters(), *model.named_buffers()])
     parts = [(name, tensor, part) for name, tensor in tensors for part in _parts(tensor)]
     if current_platform.is_cuda():
-        torch.cuda.synchronize()  # The threads' own streams do not wait for what loaded the weights.
+        torch.cuda.synchronize()  # The threads' own streams do not wait for the stream that loaded the weights.
     total = hashlib.sha256()
     with ThreadPoolExecutor(max_workers=min(HASH_THREADS, len(os.sched_getaffinity(0)))) as pool:
         digests = pool.map(_Hasher().digest, (part for _, _, part in parts))
@@ -227,14 +228,14 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Rows of the first dimension, as many at a time as fit a part: views, of strided tensors too."""
+    """Yield views of rows of the first dimension, as many rows as fit into one part, also for strided tensors."""
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     row_bytes = rows.nbytes // max(len(rows), 1)
     yield from rows.split(max(PART_BYTES // max(row_bytes, 1), 1))
 
 
 class _Hasher:
-    """Hashes the bytes of tensors, in any thread. On a GPU each thread has a stream and a pinned buffer to copy to."""
+    """Hashes the bytes of tensors, in any thread. For a GPU, each thread has its own stream and pinned copy buffer."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -260,7 +261,7 @@ class _Hasher:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[nbytes]; the tensor has to be contiguous."""
+    """Return the bytes of a contiguous tensor as [nbytes] uint8."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,1 +1,1 @@
-"""One file for each bug upstream that we work around, with the condition for its removal."""
+"""One file for each upstream bug that we work around, with the condition for the removal of the file."""

@@ -1,13 +1,13 @@
-"""Lets go of the GPU memory of processes that have died.
+"""Unmaps the GPU memory of processes that have died.
 
 To read a peer's KV over cuda_ipc, UCX maps the peer's memory, and keeps it mapped until this process ends. The driver
-keeps memory for as long as anybody has it mapped: a prefill node that crashed could not start again on its GPU while a
-decode node that has read from it lives. UCX has no call for it, and its cache setting does not help, since its check
-whether a peer can be reached holds a reference (cuda_ipc_md.c: `uct_cuda_ipc_is_peer_accessible`).
+keeps memory for as long as any process has it mapped. So a prefill node that crashed could not start again on its GPU
+while a decode node that has read from it is alive. UCX has no call to unmap it, and its cache setting does not help,
+since its check whether a peer can be reached holds a reference (cuda_ipc_md.c: `uct_cuda_ipc_is_peer_accessible`).
 
-Hence this module gives a dead peer a new, empty cache in UCX's table of peers and destroys the old one, with UCX's own
-functions (src/uct/cuda/cuda_ipc/cuda_ipc_cache.c). It knows the table's layout, so it works with known versions only.
-Owns: that table. Must not know: vLLM, nodes, whose memory it is.
+Therefore this module gives a dead peer a new, empty cache in UCX's table of peers and destroys the old one, with UCX's
+own functions (src/uct/cuda/cuda_ipc/cuda_ipc_cache.c). It depends on the table's layout, so it works with known
+versions only. Owns: that table. Must not know: vLLM, nodes, which node's memory it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class _WideKey(ctypes.Structure):
-    """UCX 1.21: a namespace is an inode."""
+    """The key of UCX 1.21, where a namespace is an inode number of 64 bits."""
 
     _fields_ = (("pid", ctypes.c_int), ("pid_ns", ctypes.c_uint64), ("cu_device", ctypes.c_int))
 
@@ -32,11 +32,11 @@ class _NarrowKey(ctypes.Structure):
 
 
 KEYS: dict[str, type[ctypes.Structure]] = {"1.21": _WideKey, "1.23": _NarrowKey}
-"""`uct_cuda_ipc_cache_hash_key_t`, by version of UCX: 1.21 is in nixl 1.3, 1.23 in nixl 1.5."""
+"""The layout of `uct_cuda_ipc_cache_hash_key_t`, by version of UCX: 1.21 is in nixl 1.3, 1.23 in nixl 1.5."""
 
 
 class _Table(ctypes.Structure):
-    """klib's khash (src/ucs/datastruct/khash.h). Two bits of `flags` per bucket: it is empty, it was deleted."""
+    """klib's khash table (src/ucs/datastruct/khash.h). `flags` has two bits per bucket: it is empty, it was deleted."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("n_buckets", "size", "n_occupied", "upper_bound")),
@@ -47,25 +47,25 @@ class _Table(ctypes.Structure):
 
 
 class Mappings:
-    """What this process has mapped of others' GPU memory, by process."""
+    """The GPU memory of other processes that this process has mapped, by process id."""
 
     def __init__(self, transport: Any, key: type[ctypes.Structure]) -> None:
-        """`transport`: the loaded libuct_cuda."""
+        """Find the table. `transport`: the loaded libuct_cuda."""
         self._transport = transport
         self._key = key
-        self._table = _Table.in_dll(transport, "uct_cuda_ipc_remote_cache")  # Its first member is the table.
+        self._table = _Table.in_dll(transport, "uct_cuda_ipc_remote_cache")  # The struct's first member is the table.
         transport.uct_cuda_ipc_create_cache.argtypes = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p)
         transport.uct_cuda_ipc_create_cache.restype = ctypes.c_int8
         transport.uct_cuda_ipc_destroy_cache.argtypes = (ctypes.c_void_p,)
         transport.uct_cuda_ipc_destroy_cache.restype = None
 
     def pids(self) -> set[int]:
-        """The processes whose memory is mapped here, or was."""
+        """Return the ids of the processes whose memory is, or was, mapped here."""
         return {pid for _, pid in self._peers()}
 
     def drop(self, pids: Collection[int]) -> None:
-        """Unmaps the memory of processes that have died. Call it in the thread that starts transfers, while none is
-        under way and no peer is being connected: UCX's lock is not taken.
+        """Unmap the memory of processes that have died. Call this in the thread that starts transfers, while no
+        transfer runs and no peer is being connected, because UCX's lock is not taken.
 
         Raises RuntimeError if UCX has no memory left.
         """
@@ -74,7 +74,7 @@ class Mappings:
                 self._drop(index, pid)
 
     def _peers(self) -> Iterator[tuple[int, int]]:
-        """Bucket and process id of each entry."""
+        """Yield the bucket and the process id of each entry."""
         table, keys = self._table, ctypes.cast(self._table.keys, ctypes.POINTER(self._key))
         for index in range(table.n_buckets):
             if not (table.flags[index >> 4] >> ((index & 15) << 1)) & 3:
@@ -90,7 +90,8 @@ class Mappings:
 
 
 def of_this_process() -> Mappings | None:
-    """None where UCX maps no GPU memory: its CUDA transport is not loaded, or its version is not known (a warning)."""
+    """Return this process's mappings; None if UCX maps no GPU memory, because its CUDA transport is not loaded, or if
+    its version is not known, which is logged as a warning."""
     transport, protocol = _loaded("libuct_cuda"), _loaded("libucp")
     if transport is None or protocol is None:
         return None
@@ -104,7 +105,7 @@ def of_this_process() -> Mappings | None:
 
 
 def _loaded(name: str) -> Any:
-    """A library that this process has loaded already; None if it has not."""
+    """Return a library that this process has already loaded; None if it has not."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     path = next((path for path in sorted(paths) if Path(path).name.startswith(name)), None)

@@ -1,4 +1,4 @@
-"""How the files of this folder were made, so that nobody has to believe that they are ours: a test makes them again.
+"""The recipes of the files in this folder. A test makes the files again, as proof that they are our own.
 
 `python -m corun_bench.workloads.samples.recipes` writes them. This module must not know the readers.
 """
@@ -21,11 +21,11 @@ EDITS, EDIT_CHARS = 8, 5000
 
 
 def burstgpt() -> str:
-    """300 requests and 6 that failed, in v1.1's columns, in bursts.
+    """Return 300 requests and 6 that failed, in v1.1's columns, in bursts.
 
-    Lengths are the quantiles of log-normal distributions, in random pairs: medians of 400 and 180 tokens with tails of
-    which 3 prompts and 2 responses exceed 8K, after the paper's words on BurstGPT (Section V). Nothing is fitted to
-    the real trace.
+    Lengths are the quantiles of log-normal distributions, in random pairs. The medians are 400 and 180 tokens, and in
+    the tails 3 prompts and 2 responses exceed 8K, following the paper's words on BurstGPT (Section V). Nothing is
+    fitted to the real trace.
     """
     prompts = _quantiles(median=400, sigma=1.3, label="prompt")
     responses = _quantiles(median=180, sigma=1.5, label="response")
@@ -44,7 +44,7 @@ def burstgpt() -> str:
 
 
 def sharegpt() -> str:
-    """Conversations about reproducible numbers; the last three have shapes that a reader leaves out."""
+    """Return conversations on mixed topics; the last three are too short or have no answer, and are left out."""
     entries = [_conversation(f"own_{i}", ("human", asked), ("gpt", said)) for i, (asked, said) in enumerate(_TALKS)]
     greeting = _conversation("own_greeting", ("gpt", "Welcome back."), ("human", _TALKS[0][0]), ("gpt", _TALKS[0][1]))
     short = _conversation("own_short", ("human", "Hi"), ("gpt", "Hello."))
@@ -54,7 +54,7 @@ def sharegpt() -> str:
 
 
 def blazedit() -> str:
-    """Modules of about 5,000 characters, as in Blazedit's smaller set, and one wish about each."""
+    """Return modules of about 5,000 characters, as in Blazedit's smaller set, with one requested change each."""
     lines = [
         json.dumps(
             {
