@@ -62,7 +62,10 @@ def table(found: Mapping[str, Usage]) -> dict[str, Any]:
 
 async def _usage(process: Process) -> Usage:
     root, tree = process.root, process.tree
-    told = await scrape(process.metrics_port) if process.metrics_port else {}
+    told: Mapping[str, float] = {}
+    if process.metrics_port:
+        with suppress(OSError):  # A process that did not come back answers nothing; the report says so elsewhere.
+            told = await scrape(process.metrics_port)
     tasks = told.get("corun_tasks")
     return Usage(
         life=process.lives,
