@@ -53,7 +53,7 @@ def test_an_assault_is_drawn_from_its_number() -> None:
     [
         ({}, ""),
         ({"longest_pause_s": CALM["longest_pause_s"] + SLOWER_S / 2}, ""),
-        ({"longest_pause_s": 0.3}, "a stream over grpc paused for 0.3 s, more than 0.150 s"),
+        ({"longest_pause_s": 0.3}, "1 streams over grpc paused for up to 0.3 s, more than 0.150 s"),
         ({"equal": False}, "a stream over grpc has other bits"),
         ({"equal": False, "error": "UnavailableError: x"}, "a stream over grpc UnavailableError: x"),
     ],
