@@ -82,7 +82,7 @@ def streams_that_run_on(fleet: Up, node: str) -> list[Streaming]:
     for _ in range(ATTEMPTS):
         wait_for(lambda: not any(used_slots(fleet).values()), "the nodes have told that earlier streams have ended")
         streams = stream_all(fleet.address)
-        while not any(stream.has_all for stream in streams):
+        while all(stream.is_alive() for stream in streams):  # A stream that failed ends this wait, too.
             if all(stream.tokens > 10 for stream in streams) and used_slots(fleet)[node] > 0:
                 return streams
             time.sleep(0.05)
