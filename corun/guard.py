@@ -46,9 +46,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of a process, ascending, including ended ones that were not reaped yet."""
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return sorted(child for child in pids if (fields := stat_fields(child)) is not None and int(fields[1]) == pid)
+    """Return the children of a process, ascending, including ended ones that were not reaped yet.
+
+    The kernel's own lists are read, one a thread. A scan of /proc would look up every process of the machine, and in
+    the kernel each look-up can hold up whoever reaps that process: guards and engines were seen to spin for minutes.
+    The scan is left for kernels without the lists (CONFIG_PROC_CHILDREN).
+    """
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        return sorted(child for child in pids if (fields := stat_fields(child)) is not None and int(fields[1]) == pid)
+    found: set[int] = set()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return sorted(found)
 
 
 def stat_fields(pid: int, thread: str = "") -> list[str] | None:
@@ -66,12 +78,22 @@ def stat_fields(pid: int, thread: str = "") -> list[str] | None:
 def end_children(pid: int, timeout_s: float = _KILL_TIMEOUT_S) -> None:
     """Kill and reap the children of this process, and the orphans that they leave to it."""
     deadline = time.monotonic() + timeout_s
-    while (found := children(pid)) and time.monotonic() < deadline:
-        for child in found:
+    while _has_children() and time.monotonic() < deadline:
+        for child in children(pid):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        _reap()
         time.sleep(0.01)
+
+
+def _has_children() -> bool:
+    """Reap the children that have ended, and return whether others are left. The list of `children` may miss one that
+    gets this process as its parent at that moment."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _wait(child: int, parent: int, grace_s: float) -> int:
