@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from corun.node.vllm.gpu_lock import lock_file
 from corun.node.vllm.orphans import end_with_parent
+from corun.node.workarounds import busy_wait
 
 
 class ZeroedKVCacheConfig(KVCacheConfig):  # type: ignore[misc]
@@ -46,6 +47,7 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, kv_cache_config: Any, **kwargs: Any) -> None:
         if current_platform.is_cpu():
             kv_cache_config = ZeroedKVCacheConfig(**vars(kv_cache_config))
+            busy_wait.nap_instead()
         super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
         end_with_parent()  # The scheduler is the only code of ours that runs in the engine's first process.
 

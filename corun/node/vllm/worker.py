@@ -26,6 +26,7 @@ from vllm.utils.flashinfer import has_flashinfer
 from vllm.utils.import_utils import has_deep_gemm
 
 from corun.node.vllm import pin, processor, switches
+from corun.node.workarounds import busy_wait
 from corun.observe import stages
 
 if current_platform.is_cpu():
@@ -48,6 +49,8 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         switches.set_switches(current_platform.device_type)
+        if current_platform.is_cpu():
+            busy_wait.nap_instead()
         if self.parallel_config.world_size == 1:
             # torch's TCPStore listens on every interface, whatever address it is given. A single rank needs no network.
             self.distributed_init_method = f"file:///proc/self/fd/{os.memfd_create('rendezvous')}"
