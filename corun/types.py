@@ -167,20 +167,6 @@ class NodeLoad:
     """The KV reads of a decode node; a few seconds old."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """Samples of a router that wait for room on a decode node. The router sends it in the answer to a heartbeat."""
-
-    router_id: str
-    """The name that the router gives itself when it reserves slots at the node."""
-    samples: int = 0
-    """The node's share of the waiting samples."""
-    num_tokens: int = 0
-    """The tokens that the first waiting sample needs: its prompt and its most output tokens."""
-    lasts_ms: int = 0
-    """How long this demand holds, in milliseconds, unless the router sends another before."""
-
-
 GONE_AS_PLANNED = "gone as planned"
 """The detail of a LOST node that had announced that it would end."""
 

@@ -42,7 +42,6 @@ async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observatio
             register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
             info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
             metrics=lambda: families(service, table),
-            on_demand=service.note_demand,
         ),
         stop,
         observation,

@@ -22,12 +22,11 @@ from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.server import Context
-from corun.types import Demand, FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
+from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder
-from decode_node.slots import Lease, NoRoomError, Room, SlotTable, blocks_needed
-from decode_node.wishes import Wishes
+from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
 
 SERVICE_NAME = "corun.v1.DecodeService"
 log = logging.getLogger(__name__)
@@ -159,7 +158,6 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._engine = engine
         self._table = table
         self._ttl_s = lease_ttl_ms / 1000
-        self._wishes = Wishes(table.total)
         self._streams: dict[str, StepStream] = {}  # router id -> the router's open stream
         self._running: dict[str, Lease] = {}  # engine request id -> lease
         self._expiry: dict[int, asyncio.TimerHandle] = {}  # lease id -> timer, for leases whose session has no stream
@@ -241,23 +239,13 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._keep_or_expire(lease)
         return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
 
-    def note_demand(self, demand: Demand) -> None:
-        """Record the room that a router would use here if there was room."""
-        room, now = self._table.needs(demand.num_tokens), asyncio.get_running_loop().time()
-        until = now + demand.lasts_ms / 1000
-        self._wishes.note(demand.router_id, demand.samples, room, self._table.held, now, until)
-
     def _reserve(self, request: pb.ReserveRequest) -> Lease:
         """Lease a slot. Raises OverloadedError if there is no room, or none for this router."""
-        router_id, now = request.router_id, asyncio.get_running_loop().time()
-        kept = self._wishes.kept_from(router_id, self._table.held, now)
+        sizes, now = (request.num_prompt_tokens, request.max_tokens), asyncio.get_running_loop().time()
         try:
-            sizes = request.num_prompt_tokens, request.max_tokens
-            lease = self._table.reserve(router_id, *sizes, kept, session=request.session)
+            return self._table.reserve(request.router_id, *sizes, session=request.session, now=now)
         except NoRoomError as error:
             raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
-        self._wishes.granted(router_id, Room(1, lease.kv_blocks), now)
-        return lease
 
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_generation(request.generation)

@@ -1,15 +1,19 @@
-"""The slots and KV room of a decode node, and the leases that hold them.
+"""The slots and KV room of a decode node, the leases that hold them, and the parts of several routers.
 
 Owns: admission. A lease is granted only when a slot *and* the KV blocks for prompt + max_tokens are free, so that no
 running request is ever preempted (paper, Section IV-B; `can_fit_full_sequence` in Alg. 1).
-Must not know: gRPC, engines, clocks.
+
+A router learns at once when one of its own samples ends, but of other free room only with the next heartbeat. So a
+router that keeps a node full would take all freed room again. Therefore, while another router waits, none may hold more
+than its part (`_check_part`). A router waits from a refused reservation until it gets one, or until `WAIT_S` after the
+last refusal.
+Must not know: gRPC, engines, clocks; callers pass the time, in seconds on any clock.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 
 
@@ -17,24 +21,19 @@ class NoRoomError(Exception):
     """There is no free slot, or there are not enough free KV blocks, right now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """An amount of slots and KV blocks."""
-
-    slots: int = 0
-    kv_blocks: int = 0
-
-    def __add__(self, other: Room) -> Room:
-        return Room(self.slots + other.slots, self.kv_blocks + other.kv_blocks)
-
-    def __sub__(self, other: Room) -> Room:
-        return Room(self.slots - other.slots, self.kv_blocks - other.kv_blocks)
-
-    def __mul__(self, samples: int) -> Room:
-        return Room(self.slots * samples, self.kv_blocks * samples)
+WAIT_S = 5.0
+"""How long a refused router counts as waiting. It asks again after each heartbeat while samples of it wait."""
 
 
-NOTHING = Room()
+@dataclass(slots=True)
+class Waiting:
+    """A router that was refused room."""
+
+    since: float
+    last: float
+    """The time of its last refusal."""
+    kv_blocks: int
+    """The KV blocks that it asked for last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,35 +65,60 @@ class SlotTable:
         self._free = list(range(slots))  # a heap: the lowest slot is given first
         self._leases: dict[int, Lease] = {}
         self._ids = itertools.count(1)
-
-    @property
-    def total(self) -> Room:
-        return Room(self.slots, self.kv_blocks)
-
-    def needs(self, num_tokens: int) -> Room:
-        """Return the room for one sample; `num_tokens` is the largest number of its prompt and output tokens."""
-        return Room(1, blocks_needed(num_tokens, self.block_size))
+        self._waiting: dict[str, Waiting] = {}
 
     def reserve(
-        self, router_id: str, num_prompt_tokens: int, max_tokens: int, kept: Room = NOTHING, *, session: int = 0
+        self, router_id: str, num_prompt_tokens: int, max_tokens: int, *, session: int = 0, now: float = 0.0
     ) -> Lease:
-        """Lease the lowest free slot. kept: the free room that this router must not use.
+        """Lease the lowest free slot.
 
-        Raises NoRoomError if every slot is held or kept, or fewer KV blocks are left than the sample needs.
+        Raises NoRoomError if every slot is held, fewer KV blocks are free than the sample needs, or this router already
+        holds its part while another has waited longer.
         """
-        need, free = self.needs(num_prompt_tokens + max_tokens).kv_blocks, self.kv_blocks - self.used_kv_blocks
-        if not self._free:
-            raise NoRoomError(f"all {self.slots} slots are held")
-        if need > free:
-            raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
-        if len(self._free) <= kept.slots or need > free - kept.kv_blocks:
-            kept_here = f"{kept.slots} slots and {kept.kv_blocks} KV blocks are kept for routers that hold less"
-            raise NoRoomError(f"{kept_here}, of {len(self._free)} and {free} that are free")
+        need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
+        try:
+            self._check_free(need)
+            self._check_part(router_id, need, now)
+        except NoRoomError:
+            since = self._waiting[router_id].since if router_id in self._waiting else now
+            self._waiting[router_id] = Waiting(since, now, need)
+            raise
+        self._waiting.pop(router_id, None)
         slot = heapq.heappop(self._free)
         lease = Lease(next(self._ids), slot, router_id, session, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
         return lease
+
+    def _check_free(self, need: int) -> None:
+        free = self.kv_blocks - self.used_kv_blocks
+        if not self._free:
+            raise NoRoomError(f"all {self.slots} slots are held")
+        if need > free:
+            raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
+
+    def _check_part(self, router_id: str, need: int, now: float) -> None:
+        """Raise NoRoomError if this router would hold more than its part while another one comes first.
+
+        The parts of all routers that hold or wait for room are equal. Those that hold less than their part come first,
+        then those that have waited longer. If one that comes first waits for a larger sample than its part has room
+        for, the others leave it that room, or it would wait for ever.
+        """
+        self._waiting = {name: wait for name, wait in self._waiting.items() if now - wait.last < WAIT_S}
+        held: dict[str, list[int]] = {name: [] for name in (*self._waiting, router_id)}
+        for lease in self._leases.values():
+            held.setdefault(lease.router_id, []).append(lease.kv_blocks)
+        slots, kv_blocks = self.slots // len(held), self.kv_blocks // len(held)
+
+        def order(name: str) -> tuple[bool, float, str]:
+            has_part = len(held[name]) >= slots or sum(held[name]) >= kv_blocks
+            return has_part, self._waiting[name].since if name in self._waiting else now, name
+
+        first = [wait for name, wait in self._waiting.items() if order(name) < order(router_id)]
+        kv_blocks = min([kv_blocks, *(self.kv_blocks - wait.kv_blocks for wait in first)])
+        if first and (len(held[router_id]) + 1 > slots or sum(held[router_id]) + need > kv_blocks):
+            part = f"{slots} slots and {kv_blocks} KV blocks are the part of each of {len(held)} routers"
+            raise NoRoomError(f"{part}, and another router comes first")
 
     def release(self, lease_id: int) -> Lease | None:
         """Free a lease and return it; None if it is not held (any more)."""
@@ -106,16 +130,6 @@ class SlotTable:
 
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)
-
-    @property
-    def held(self) -> dict[str, Room]:
-        """The room that each router holds, by router id."""
-        slots: Counter[str] = Counter()
-        kv_blocks: Counter[str] = Counter()
-        for lease in self._leases.values():
-            slots[lease.router_id] += 1
-            kv_blocks[lease.router_id] += lease.kv_blocks
-        return {router_id: Room(number, kv_blocks[router_id]) for router_id, number in slots.items()}
 
     def held_by(self, router_id: str) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.router_id == router_id]

@@ -19,15 +19,15 @@ from corun.rpc.certificates import Renewed
 from corun.rpc.channel import Access
 from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
-from router.admission import AdmissionQueue
 from router.audit.auditor import Auditor
 from router.audit.idle import IdleRuns
 from router.audit.replay import Verifier
-from router.failover import SampleRunner
-from router.generations import Generator
 from router.metrics import Figures, families
+from router.nodes.pairs import spawn
 from router.nodes.registry import Registry
-from router.nodes.warmup import spawn
+from router.queue import SampleQueue
+from router.request import RequestRunner
+from router.sample import SampleRunner
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
@@ -50,7 +50,7 @@ class Router:
         self.observation.metrics.add(LoopCollector(lambda: families(self._figures())))
         access = Access.of_member(config)
         self.registry = Registry(config, _process_id(self.router_id), access)
-        self.queue = AdmissionQueue(
+        self.queue = SampleQueue(
             self.registry,
             max_samples=config.max_queued_samples,
             max_tokens=config.max_queued_tokens,
@@ -76,7 +76,7 @@ class Router:
             health=self.observation.health,
         )
         self.runner = SampleRunner(self.registry, self.queue, config, self.auditor.note)
-        self.generator = Generator(
+        self.generator = RequestRunner(
             self.registry,
             self.queue,
             self.runner,
@@ -180,7 +180,6 @@ class Router:
             router_id=self.router_id,
             activity=self._activity,
             registry=self.registry,
-            queue=self.queue,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
         )
         self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)

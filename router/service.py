@@ -24,14 +24,15 @@ from corun.types import ClusterStatus
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
-from router.admission import AdmissionQueue
+from router.attempt import SampleTask
 from router.audit.auditor import Auditor
 from router.audit.replay import Verifier, naming_case
-from router.failover import Sample, SampleRunner
-from router.generations import Generation, Generator, Request
 from router.nodes.registry import Registry
 from router.output import Piece
 from router.prompts import Model
+from router.queue import SampleQueue
+from router.request import Request, RequestRunner, RunningRequest
+from router.sample import SampleRunner
 from router.views import for_client
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
@@ -87,9 +88,9 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         router_id: str,
         activity: Activity,
         registry: Registry,
-        queue: AdmissionQueue,
+        queue: SampleQueue,
         runner: SampleRunner,
-        generator: Generator,
+        generator: RequestRunner,
         verifier: Verifier,
         auditor: Auditor,
         max_queued_samples: int,
@@ -175,13 +176,11 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
         router_id: str,
         activity: Activity,
         registry: Registry,
-        queue: AdmissionQueue,
         heartbeat_interval_ms: int,
     ) -> None:
         self._router_id = router_id
         self._activity = activity
         self._registry = registry
-        self._queue = queue
         self._heartbeat_interval_ms = heartbeat_interval_ms
 
     async def Register(self, request: registry_pb2.RegisterRequest, context: Context) -> registry_pb2.RegisterResponse:
@@ -201,8 +200,6 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
         response = registry_pb2.HeartbeatResponse()
         with _told_in(response):
             self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
-            if (demand := self._registry.demand(ref, self._queue.next_need, self._queue.in_line)) is not None:
-                response.demand.CopyFrom(codec.demand_to_proto(demand))
         return response
 
 
@@ -223,7 +220,7 @@ def _deadline(context: Context) -> float:
     return asyncio.get_running_loop().time() + max(left - ANSWER_S, left / 2)
 
 
-def _asked(request: Request, samples: Sequence[Sample]) -> dict[str, Value]:
+def _asked(request: Request, samples: Sequence[SampleTask]) -> dict[str, Value]:
     """Return the attributes of a request's span. They contain nothing of its text."""
     params = request.params
     return {
@@ -279,7 +276,7 @@ def _case(index: int, message: cluster_pb2.VerifyCase, model: Model) -> VerifyCa
 class Responses(Source):
     """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own."""
 
-    def __init__(self, generation: Generation, request_id: str, *, with_logprobs: bool) -> None:
+    def __init__(self, generation: RunningRequest, request_id: str, *, with_logprobs: bool) -> None:
         self.receipts: list[Receipt] = []
         """The receipts that have been sent."""
         self._outbox = generation.outbox

@@ -433,8 +433,6 @@ class FakeCluster:
             **facts,
         )
         agent = NodeAgent(info, [self.address], service.load, self.access)
-        if isinstance(service, DecodeService):
-            agent.on_demand = service.note_demand
         node = FakeNode(info=info, engine=engine, service=service, server=server, agent=agent)
         self.nodes.append(node)
         if join:

@@ -86,12 +86,8 @@ RULES = {
     "capacity, order and draws know no wire": Rule(
         (
             "decode_node/slots.py",
-            "decode_node/wishes.py",
             "decode_node/sampling.py",
             "router/placement.py",
-            "router/slots.py",
-            "router/fairness.py",
-            "router/pace.py",
         ),
         ("grpc", "asyncio", "corun.rpc", "corun.v1", "vllm"),
     ),
@@ -210,7 +206,8 @@ def test_metrics_are_made_where_their_name_says_so() -> None:
 
 def test_vllm_is_touched_in_files_of_six_names() -> None:
     allowed = {"engine.py", "start.py", "scheduler.py", "worker.py", "connector.py", "selftest.py"}
-    files = importers("vllm") - BENCH_ENGINE
+    """The workarounds aside: each is a file of its own, with the bug that it is for and when it goes."""
+    files = {name for name in importers("vllm") - BENCH_ENGINE if "/workarounds/" not in name}
     assert {"prefill_node/engine.py", "decode_node/engine.py"} <= files
     assert {Path(name).name for name in files} <= allowed
 

@@ -147,9 +147,10 @@ class RouterConfig(MemberConfig):
     tls_clients: bool = False
     """Clients, too, must show a certificate that tls_ca signed."""
     max_queued_samples: int = 4096
-    """Samples that may wait for a slot; more are refused with a retry delay."""
+    """Samples of one client that may wait for a slot; more are refused with a retry delay. Each of n clients may have
+    2 / (n + 1) of it, so that there is always room for another, and less than twice as many wait in all."""
     max_queued_tokens: int = 4_194_304
-    """Prompt tokens of the samples that may wait for a slot."""
+    """Prompt tokens of the samples of one client that may wait for a slot, with the same parts for several clients."""
     max_queue_wait_s: float = 60.0
     """Longest wait for a slot, in seconds, that a request may have to expect; with a longer one it is refused with a
     retry delay. Not for requests of low priority, which wait for as long as their deadline allows; 0: for none."""

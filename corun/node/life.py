@@ -27,7 +27,7 @@ from corun.observe.metrics import LoopCollector
 from corun.rpc.auth import Gate
 from corun.rpc.channel import Access
 from corun.rpc.server import GrpcServer
-from corun.types import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
+from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, new_generation
 
 EXIT_DIED = 1
 """The engine died, or was stuck for too long."""
@@ -64,7 +64,6 @@ class Role:
     register: Callable[[Any, Any], None]  # the generated add_XServicer_to_server
     info: Callable[[str], NodeInfo]  # takes the server's address
     metrics: Callable[[], Iterable[Metric]]  # the metrics of this role only
-    on_demand: Callable[[Demand], None] = lambda demand: None  # Routers send demand to decode nodes only.
 
 
 def log_to_stderr() -> None:
@@ -136,7 +135,6 @@ class Life:
         info = role.info(self._server.address)
         self._agent = NodeAgent(info, config.router, role.service.load, self._access)
         self._agent.on_quarantine = self._note_quarantine
-        self._agent.on_demand = role.on_demand
         pulse = Pulse(
             role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
         )

@@ -24,7 +24,7 @@ from corun.errors import (
 from corun.node.discovery import Resolve, RouterAddress, Routers, resolve
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
-from corun.types import Demand, NodeInfo, NodeLoad
+from corun.types import NodeInfo, NodeLoad
 from corun.v1 import registry_service_pb2 as pb
 from corun.v1 import registry_service_pb2_grpc
 
@@ -58,7 +58,6 @@ class NodeAgent:
         self._told = asyncio.Event()  # set by the next call of `tell`, which also replaces it
         self.on_quarantine: Callable[[str], None] = lambda reason: None
         """Called when a router says that this generation must not be used any more."""
-        self.on_demand: Callable[[Demand], None] = lambda demand: None
         """Called when a router says how much room it would use here if there was room."""
         self._heard: dict[str, int] = {}  # router address -> the number of the last news that this router knows
 
@@ -146,8 +145,6 @@ class NodeAgent:
                 raise
             self._heard[router.address] = news
             self._note_quarantine(router, answer.quarantined)
-            if answer.HasField("demand"):
-                self.on_demand(codec.demand_from_proto(answer.demand))
             await _sleep(interval, told)
 
     async def _current_load(self) -> NodeLoad:

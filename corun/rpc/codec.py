@@ -17,7 +17,6 @@ from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.types import (
     AuditStatus,
     ClusterStatus,
-    Demand,
     FinishReason,
     KvHandle,
     KvReads,
@@ -267,21 +266,6 @@ def node_load_from_proto(message: registry_pb2.NodeLoad) -> NodeLoad:
         tokens=message.tokens,
         slots_in_use=tuple(message.slots_in_use),
         kv_reads=kv_reads_from_proto(message.kv_reads),
-    )
-
-
-def demand_to_proto(demand: Demand) -> registry_pb2.Demand:
-    return registry_pb2.Demand(
-        router_id=demand.router_id, samples=demand.samples, num_tokens=demand.num_tokens, lasts_ms=demand.lasts_ms
-    )
-
-
-def demand_from_proto(message: registry_pb2.Demand) -> Demand:
-    return Demand(
-        router_id=message.router_id,
-        samples=message.samples,
-        num_tokens=message.num_tokens,
-        lasts_ms=message.lasts_ms,
     )
 
 

@@ -118,21 +118,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., draining: bool = ..., stuck: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("quarantined", "demand")
+    __slots__ = ("quarantined",)
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
-    DEMAND_FIELD_NUMBER: _ClassVar[int]
     quarantined: str
-    demand: Demand
-    def __init__(self, quarantined: _Optional[str] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ...) -> None: ...
-
-class Demand(_message.Message):
-    __slots__ = ("router_id", "samples", "num_tokens", "lasts_ms")
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
-    router_id: str
-    samples: int
-    num_tokens: int
-    lasts_ms: int
-    def __init__(self, router_id: _Optional[str] = ..., samples: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lasts_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, quarantined: _Optional[str] = ...) -> None: ...

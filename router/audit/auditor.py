@@ -18,14 +18,15 @@ from corun.config.fields import RouterConfig
 from corun.errors import CorunError
 from corun.records.reproduction import Reproduction
 from corun.types import AuditStatus, FinishReason
+from router.attempt import NodeFaultError, SampleTask, receipt_of
 from router.audit.comparison import Comparison
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
 from router.audit.reproductions import Reproductions
-from router.failover import Finished, NodeFaultError, Sample, receipt_of
 from router.nodes.node_client import is_not_finite
 from router.nodes.registry import Registry
 from router.output import RECORD
 from router.placement import Need
+from router.sample import Finished
 
 MAX_RUNNING = 4
 """The most audits at a time. They are enough to audit a thousandth of what some thousand slots finish."""
@@ -57,7 +58,7 @@ class Audit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """An audit that holds a seat."""
+    """An audit that holds a placement."""
 
     audit: Audit
     run: IdleRun
@@ -66,7 +67,7 @@ class Running:
     @property
     def same_nodes(self) -> tuple[str, ...]:
         """The ids of the nodes that the first run used as well, because there were no others."""
-        ids = (ref.node_id for ref in self.run.seat.refs)
+        ids = (ref.node_id for ref in self.run.placement.refs)
         return tuple(node_id for node_id in ids if node_id in self.audit.need.avoid)
 
 
@@ -105,7 +106,7 @@ class Auditor:
         if self._rng.random() >= self._config.audit_fraction:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
-        audit = Audit(finished=finished, need=finished.sample.need.again(*nodes))
+        audit = Audit(finished=finished, need=finished.task.need.again(*nodes))
         full = self.waiting >= MAX_WAITING
         if self._closed or full or self._tokens + audit.num_tokens > MAX_WAITING_TOKENS:
             self._skipped += 1
@@ -141,7 +142,7 @@ class Auditor:
 
     def _start(self, audit: Audit) -> bool:
         deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
-        sample = replace(audit.finished.sample, deadline=deadline, received=None)
+        sample = replace(audit.finished.task, deadline=deadline, received=None)
         comparison = Comparison(audit.finished)
         run = self._idle.start(
             sample, audit.need, comparison, self._ended, spare_slots=SPARE_SLOTS, keeps_free=SPARE_SLOTS
@@ -178,21 +179,19 @@ class Auditor:
         self._failed += 1
         self._tokens -= running.audit.num_tokens
         known = isinstance(error, (NodeFaultError, CorunError))
-        log.warning("the audit of %s failed: %s", running.run.sample, error, exc_info=None if known else error)
+        log.warning("the audit of %s failed: %s", running.run.task, error, exc_info=None if known else error)
 
     def _judge(self, running: Running, reason: FinishReason) -> None:
         self._tokens -= running.audit.num_tokens
         self._same_node += bool(running.same_nodes)
         if running.comparison.differs_at is None:
             self._matched += 1
-            log.debug(
-                "the audit of %s gave the same bits; nodes used again: %s", running.run.sample, running.same_nodes
-            )
+            log.debug("the audit of %s gave the same bits; nodes used again: %s", running.run.task, running.same_nodes)
         else:
             self._mismatched += 1
-            self._accuse(_reproduction(running, running.comparison.differs_at, reason), running.run.sample)
+            self._accuse(_reproduction(running, running.comparison.differs_at, reason), running.run.task)
 
-    def _accuse(self, found: Reproduction, sample: Sample) -> None:
+    def _accuse(self, found: Reproduction, sample: SampleTask) -> None:
         """Quarantine the nodes of both runs until they have restarted, because one run was wrong and nothing shows
         which. Keep a reproduction file."""
         first, audit = found.first, found.audit
@@ -210,10 +209,10 @@ def _reproduction(running: Running, differs_at: int, reason: FinishReason) -> Re
     first = running.audit.finished.receipt
     first_token, audit_token = running.comparison.tokens()
     return Reproduction(
-        prompt_token_ids=running.run.sample.prompt_token_ids,
-        params=running.run.sample.params,
+        prompt_token_ids=running.run.task.prompt_token_ids,
+        params=running.run.task.params,
         first=first,
-        audit=receipt_of(running.run.sample, first.fingerprint, running.comparison, running.run.seat, reason),
+        audit=receipt_of(running.run.task, first.fingerprint, running.comparison, running.run.placement, reason),
         differs_at=differs_at,
         first_token=first_token,
         audit_token=audit_token,

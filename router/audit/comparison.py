@@ -10,12 +10,12 @@ from __future__ import annotations
 from corun.receipt import OutputDigest
 from corun.records.reproduction import Drawn
 from corun.types import FinishReason
-from router.failover import Finished
 from router.output import RECORD
+from router.sample import Finished
 
 
 class Comparison:
-    """Takes the tokens of one audit (`router.failover.Output`). It goes on after a difference, for the digest."""
+    """Takes the tokens of one audit (`router.attempt.Output`). It goes on after a difference, for the digest."""
 
     def __init__(self, finished: Finished) -> None:
         self.position = 0

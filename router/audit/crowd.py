@@ -19,8 +19,8 @@ from corun.receipt import OutputDigest, prompt_digest
 from corun.rpc.auth import Caller
 from corun.seeds import MAX_SEED
 from corun.types import Priority
+from router.attempt import SampleTask
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
-from router.failover import Sample
 from router.prompts import Model
 
 MAX_FILLER_PROMPT = 48
@@ -50,7 +50,7 @@ class Fillers:
         self._caller = caller
         self._filters = itertools.cycle(FILTERS)
 
-    def draw(self, num_tokens: int, *, endless: bool = False) -> Sample:
+    def draw(self, num_tokens: int, *, endless: bool = False) -> SampleTask:
         """Return a sample of at most `num_tokens` tokens, prompt and output together. endless: the sample uses all of
         them."""
         rng, room = self._rng, min(num_tokens, self._model.max_model_len)
@@ -64,7 +64,7 @@ class Fillers:
             **filters | ({"top_k": min(filters["top_k"], self._model.vocab_size)} if "top_k" in filters else {}),
         )
         prompt = tuple(rng.randrange(self._model.vocab_size) for _ in range(num_prompt))
-        return Sample(
+        return SampleTask(
             request_id=f"filler-{rng.getrandbits(64):016x}",
             index=0,
             prompt_token_ids=prompt,
@@ -78,7 +78,7 @@ class Fillers:
 
 
 class Unread:
-    """An output that discards its tokens and only counts them (`router.failover.Output`)."""
+    """An output that discards its tokens and only counts them (`router.attempt.Output`)."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.position = 0
@@ -108,7 +108,9 @@ class Crowd:
     `pump` has to be called when the registry changes. The caller must close the crowd in every case.
     """
 
-    def __init__(self, idle: IdleRuns, draw: Callable[[], Sample], size: int, has_audits: Callable[[], bool]) -> None:
+    def __init__(
+        self, idle: IdleRuns, draw: Callable[[], SampleTask], size: int, has_audits: Callable[[], bool]
+    ) -> None:
         self.spare_slots = 1
         """The number of slots that stay free on each node, for the verified sample until it has its own slot."""
         self._idle = idle
@@ -121,11 +123,11 @@ class Crowd:
         self._has_turned = False
         """Whether a filler has come to its end. By then, other fillers are at every stage."""
         self._changed = asyncio.Event()
-        self._next: Sample | None = None
+        self._next: SampleTask | None = None
 
     def pump(self) -> None:
         """Start the fillers that may start now."""
-        self._leaving = {run for run in self._leaving if run.seat.holds_slot}
+        self._leaving = {run for run in self._leaving if run.placement.holds_slot}
         while len(self._running) < self._size and self._start():
             pass
         self._changed.set()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from corun.config.fields import RouterConfig
 from corun.errors import OverloadedError
-from corun.types import FinishReason
-from router.admission import AdmissionQueue
-from router.failover import NodeFaultError, Output, Run, Sample
-from router.nodes.members import Seat
+from corun.types import FinishReason, NodeState
+from router.attempt import Attempt, NodeFaultError, Output, SampleTask
+from router.nodes.node import Placement
 from router.nodes.registry import Registry
 from router.placement import Need
+from router.queue import SampleQueue
 
 SPARE_SLOTS = 4
 """The number of slots that low-priority runs leave free on a node, for samples that arrive meanwhile. On a node with
@@ -25,11 +26,11 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class IdleRun:
-    """One run of one sample, from its seat to its end."""
+    """One run of one sample, from its placement to its end."""
 
-    def __init__(self, sample: Sample, run: Run, keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
-        self.sample = sample
-        self.seat = run.seat
+    def __init__(self, run: Attempt[Any], keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
+        self.task = run.task
+        self.placement = run.placement
         self.was_refused = False
         """Whether the node had no room after all. Other routers' samples may be there."""
         self.gave_way = False
@@ -44,15 +45,15 @@ class IdleRun:
 
     @property
     def may_stay(self) -> bool:
-        draining = self.seat.decode.draining or self.seat.prefill.draining
-        return not draining and self.seat.decode.room.keeps_free(self._keeps_free)
+        draining = NodeState.DRAINING in (self.placement.decode.state, self.placement.prefill.state)
+        return not draining and self.placement.decode.room.keeps_free(self._keeps_free)
 
-    def is_in_the_way(self, seat: Seat | None) -> bool:
-        """Return whether a client's sample with this seat, or without one, may have to wait for this run."""
-        if seat is None:
+    def is_in_the_way(self, placement: Placement | None) -> bool:
+        """Return whether a client's sample with this placement, or without one, may have to wait for this run."""
+        if placement is None:
             return True
         # A prefill node computes one prompt after the other.
-        return self.seat.is_prefilling and self.seat.prefill is seat.prefill
+        return self.placement.is_prefilling and self.placement.prefill is placement.prefill
 
     async def to_end(self) -> FinishReason:
         await self._run.reserve()
@@ -74,7 +75,7 @@ class IdleRuns:
     """All idle runs of one router. `review` has to be called when the registry changes, and `give_way` when a client's
     sample was placed or could not be placed."""
 
-    def __init__(self, registry: Registry, queue: AdmissionQueue, config: RouterConfig) -> None:
+    def __init__(self, registry: Registry, queue: SampleQueue, config: RouterConfig) -> None:
         self._registry = registry
         self._queue = queue
         self._config = config
@@ -86,7 +87,7 @@ class IdleRuns:
 
     def start(
         self,
-        sample: Sample,
+        sample: SampleTask,
         need: Need,
         output: Output,
         on_end: Callable[[IdleRun], None],
@@ -99,9 +100,9 @@ class IdleRuns:
 
         The run may stay while its node keeps `keeps_free` slots free. `on_end` is called before its slot is free.
         """
-        if self._queue.in_line or (seat := self._registry.place_idle(need, spare_slots)) is None:
+        if self._queue.in_line or (placement := self._registry.place_idle(need, spare_slots)) is None:
             return None
-        run = IdleRun(sample, Run(sample, seat, output, self._config), keeps_free, on_end)
+        run = IdleRun(Attempt(sample, placement, output, self._config), keeps_free, on_end)
         task = asyncio.ensure_future(run.to_end())
         self._running[task] = run
         task.add_done_callback(self._ended)  # It is called even if the task is cancelled before its first step.
@@ -111,10 +112,10 @@ class IdleRuns:
         """Cancel the runs on nodes that have become busy or drain."""
         self._cancel(task for task, run in self._running.items() if not run.may_stay)
 
-    def give_way(self, seat: Seat | None) -> None:
-        """Cancel the runs for which a client's sample would wait. seat: the seat that the sample got; None if it has to
-        wait for room, and then all runs are cancelled."""
-        self._cancel(task for task, run in self._running.items() if run.is_in_the_way(seat) or not run.may_stay)
+    def give_way(self, placement: Placement | None) -> None:
+        """Cancel the runs for which a client's sample would wait. placement: where the sample was placed; None if it
+        has to wait for room, and then all runs are cancelled."""
+        self._cancel(task for task, run in self._running.items() if run.is_in_the_way(placement) or not run.may_stay)
 
     def end(self, runs: Iterable[IdleRun]) -> None:
         """End runs that are not needed any more."""
@@ -137,13 +138,13 @@ class IdleRuns:
         run.on_end(run)
         self._note_fault(run)
         if run.was_refused:
-            run.seat.refuse()
+            run.placement.refuse()
             self._registry.changed()
         run.close()  # This comes last, because it tells all listeners that a slot is free.
 
     def _note_fault(self, run: IdleRun) -> None:
         """Report a node that failed the run to the registry. The run is not tried on another node, because no client
         waits for it."""
-        is_late = asyncio.get_running_loop().time() >= run.sample.deadline
+        is_late = asyncio.get_running_loop().time() >= run.task.deadline
         if isinstance(run.error, NodeFaultError) and not is_late:
-            self._registry.note_fault(run.error.member, run.error.error)
+            self._registry.note_fault(run.error.node, run.error.error)

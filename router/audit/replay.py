@@ -1,4 +1,4 @@
-"""Run cases again under chosen conditions and compare every bit of their output.
+"""Attempt cases again under chosen conditions and compare every bit of their output.
 
 Each condition changes something that must not matter: which samples run beside a sample, which slot it gets, in which
 order samples arrive. Cases run in the same way as every other sample, at the lowest priority, and leave slots free for
@@ -20,14 +20,14 @@ from corun.receipt import Receipt, prompt_digest, text_digest
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc.auth import Caller
 from corun.types import NodeInfo, Priority
-from router.admission import MIN_RETRY_S
+from router.attempt import SampleTask
 from router.audit.auditor import Auditor
 from router.audit.crowd import Crowd, Fillers
 from router.audit.idle import SPARE_SLOTS, IdleRuns
-from router.failover import Sample
-from router.generations import Generator
 from router.nodes.registry import Registry
 from router.prompts import Model
+from router.queue import MIN_RETRY_S
+from router.request import RequestRunner
 
 LONGEST_S = 900.0
 """The longest time of a verification. A caller with more to verify calls again, so that others get their turn."""
@@ -62,7 +62,7 @@ class Outcome:
 class Job:
     """The runs of one checked verification under one condition."""
 
-    samples: Sequence[tuple[int, Sample]]
+    samples: Sequence[tuple[int, SampleTask]]
     """The samples to run, each with the index of its case."""
     changed: Sequence[int]
     """The indices of the cases that are not run, because their text gives other token ids than their own."""
@@ -76,7 +76,7 @@ class Verifier:
     """Runs verifications, one at a time for each caller. `pump` has to be called when the registry changes."""
 
     def __init__(
-        self, generator: Generator, registry: Registry, idle: IdleRuns, auditor: Auditor, *, max_cases: int
+        self, generator: RequestRunner, registry: Registry, idle: IdleRuns, auditor: Auditor, *, max_cases: int
     ) -> None:
         self._generator = generator
         self._registry = registry
@@ -184,7 +184,7 @@ class Verifier:
             yield outcome
 
     @asynccontextmanager
-    async def _crowd(self, job: Job, size: int, draw: Callable[[], Sample]) -> AsyncIterator[Crowd]:
+    async def _crowd(self, job: Job, size: int, draw: Callable[[], SampleTask]) -> AsyncIterator[Crowd]:
         crowd = Crowd(self._idle, draw, min(size, job.limit), lambda: self._auditor.waiting > 0)
         self._crowds.add(crowd)
         try:
@@ -199,7 +199,7 @@ class Verifier:
         left_free = sum(min(SPARE_SLOTS, node.slots - 1) for node in self._registry.decode_nodes())
         gate = asyncio.Semaphore(max(1, min(job.limit, self._num_slots - left_free)))
 
-        async def run(index: int, sample: Sample) -> Outcome:
+        async def run(index: int, sample: SampleTask) -> Outcome:
             async with gate:
                 return await self._run(index, sample)
 
@@ -213,8 +213,8 @@ class Verifier:
             if tasks:
                 await asyncio.wait(tasks)
 
-    async def _run(self, index: int, sample: Sample) -> Outcome:
-        """Run a case once. If the queue has no room for the lowest priority, try again until the time is over."""
+    async def _run(self, index: int, sample: SampleTask) -> Outcome:
+        """Attempt a case once. If the queue has no room for the lowest priority, try again until the time is over."""
         while True:
             try:
                 text, receipt = await self._run_once(sample)
@@ -226,7 +226,7 @@ class Verifier:
             except CorunError as error:
                 return Outcome(case_index=index, error=str(error), is_late=isinstance(error, DeadlineError))
 
-    async def _run_once(self, sample: Sample) -> tuple[str, Receipt]:
+    async def _run_once(self, sample: SampleTask) -> tuple[str, Receipt]:
         generation = self._generator.start([sample])
         try:
             return await generation.to_end()
@@ -303,8 +303,8 @@ def naming_case(index: int) -> Iterator[None]:
         raise InvalidArgumentError(f"cases[{index}].{error.field}", error.value, error.limit) from None
 
 
-def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sample:
-    return Sample(
+def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> SampleTask:
+    return SampleTask(
         request_id=f"verify-{index}",
         index=0,
         prompt_token_ids=case.prompt_token_ids,
@@ -317,14 +317,14 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
     )
 
 
-def _crowd_tokens(nodes: Sequence[NodeInfo], samples: Sequence[Sample]) -> int:
+def _crowd_tokens(nodes: Sequence[NodeInfo], samples: Sequence[SampleTask]) -> int:
     """Return the most tokens of each sample of a crowd. A node then has KV for a whole crowd and any of `samples`."""
     rooms = [_blocks_left(node, sample) // max(1, node.slots) * node.block_size for node in nodes for sample in samples]
     wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
     return max(CROWD_TOKENS, min(wanted, *rooms)) if rooms else CROWD_TOKENS
 
 
-def _holding(nodes: Sequence[NodeInfo], sample: Sample, held: int) -> tuple[int, int]:
+def _holding(nodes: Sequence[NodeInfo], sample: SampleTask, held: int) -> tuple[int, int]:
     """Return how many samples hold slots ahead of `sample` on all nodes, and the tokens that each of them may have.
 
     Besides them, every node keeps a slot and the KV blocks for `sample` itself.
@@ -338,5 +338,5 @@ def _holding(nodes: Sequence[NodeInfo], sample: Sample, held: int) -> tuple[int,
     return sum(per_node), min(rooms, default=0)
 
 
-def _blocks_left(node: NodeInfo, sample: Sample) -> int:
+def _blocks_left(node: NodeInfo, sample: SampleTask) -> int:
     return max(0, node.kv_blocks - -(-sample.need.total // node.block_size))

@@ -118,7 +118,7 @@ class NodeClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class KvScope:
     """The sharing of a prompt's KV with other samples."""
 
     scope: str = ""
@@ -127,7 +127,7 @@ class Share:
     """Whether other samples that may get the same KV wait for slots."""
 
 
-ALONE = Share()
+ALONE = KvScope()
 
 
 class PrefillClient(NodeClient):
@@ -144,7 +144,7 @@ class PrefillClient(NodeClient):
         reader: NodeRef,
         timeout_s: float,
         metadata: Metadata = (),
-        share: Share = ALONE,
+        share: KvScope = ALONE,
     ) -> KvHandle:
         """Compute a prompt's KV for one decode node, `reader`. `request_id` must be unique to this attempt. Cancelling
         this call drops the work.
@@ -193,7 +193,7 @@ def is_not_finite(error: CorunError) -> bool:
     return isinstance(error, _NotFiniteError)
 
 
-class Lease:
+class RemoteLease:
     """The router's side of a lease of one slot on a decode node: reserving, held, then ended. Its rows go to
     `take_token`."""
 
@@ -268,7 +268,7 @@ class DecodeClient(NodeClient):
         self.router_id = router_id
         self.session = next(_sessions)
         self._on_lost = on_lost
-        self._leases: dict[int, Lease] = {}  # The leases that the node has granted to this client, by lease id.
+        self._leases: dict[int, RemoteLease] = {}  # The leases that the node has granted to this client, by lease id.
         self._reading: asyncio.Task[None] | None = None
 
     def drop(self, reason: str) -> None:
@@ -300,7 +300,7 @@ class DecodeClient(NodeClient):
         request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=codec.nixl_endpoint_to_proto(peer))
         await self._call(self._stub.Connect, request, timeout_s)
 
-    async def reserve(self, lease: Lease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
+    async def reserve(self, lease: RemoteLease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
         """Reserve a slot for `lease`.
 
         Raises OverloadedError if the node has no room now, or keeps its room for routers that hold less. Raises
@@ -323,7 +323,7 @@ class DecodeClient(NodeClient):
             raise DeadlineError(f"{self.ref} has not answered a reservation for {timeout_s:g} s")
         lease.reserving.result()
 
-    async def start(self, lease: Lease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
+    async def start(self, lease: RemoteLease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
         """Start decoding in a leased slot. The rows follow on the step stream."""
         request = decode_pb2.StartRequest(
             lease_id=lease.lease_id,
@@ -336,12 +336,12 @@ class DecodeClient(NodeClient):
         lease.heard_at = self._clock.time()
         await self._call(self._stub.Start, request, timeout_s, metadata)
 
-    def silent_s(self, lease: Lease) -> float:
+    def silent_s(self, lease: RemoteLease) -> float:
         """Return for how many seconds a started lease has had no row. Only time in which this router could have read a
         row counts."""
         return self._clock.time() - lease.heard_at
 
-    def release(self, lease: Lease, freed: Callable[[], None]) -> None:
+    def release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
         """End a lease in any state, in the background. Call `freed` once, when its slot is free again."""
         undecided = lease.reserving is not None and not lease.reserving.done()
         held = lease.lease_id is not None and self._leases.pop(lease.lease_id, None) is not None
@@ -350,7 +350,7 @@ class DecodeClient(NodeClient):
         else:  # The lease was never granted, was ended by the node, or was lost with the node.
             freed()
 
-    async def _reserve(self, lease: Lease, request: decode_pb2.ReserveRequest, timeout_s: float) -> None:
+    async def _reserve(self, lease: RemoteLease, request: decode_pb2.ReserveRequest, timeout_s: float) -> None:
         try:
             response = await self._call(self._stub.Reserve, request, timeout_s)
         except DeadlineError:
@@ -359,7 +359,7 @@ class DecodeClient(NodeClient):
         lease.lease_id, lease.slot = response.lease_id, response.slot
         self._leases[response.lease_id] = lease
 
-    async def _release(self, lease: Lease, freed: Callable[[], None]) -> None:
+    async def _release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
         try:
             if lease.reserving is not None:
                 await asyncio.wait((lease.reserving,))  # The call's own timeout bounds this wait.

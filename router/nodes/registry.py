@@ -30,7 +30,6 @@ from corun.models import served_name
 from corun.rpc.channel import OPEN, Access
 from corun.types import (
     GONE_AS_PLANNED,
-    Demand,
     NodeInfo,
     NodeLoad,
     NodeRef,
@@ -39,10 +38,10 @@ from corun.types import (
     NodeStatus,
 )
 from router.lag import AwakeClock
-from router.nodes.members import DecodeMember, Member, PrefillMember, Seat, explain, gap
+from router.nodes.contract_gate import ClusterContract, check_info
+from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode, explain, gap
 from router.nodes.node_client import DecodeClient, PrefillClient
-from router.nodes.pinned import ClusterContract, check_info
-from router.nodes.warmup import Pairs, spawn, until_done
+from router.nodes.pairs import Pairs, spawn, until_done
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.prompts import Model
 from router.refusals import Refusals
@@ -52,13 +51,11 @@ OPEN_TIMEOUT_S = 10.0
 """The longest time to connect to a node: the channel of a prefill node, the first message on a decode node's stream."""
 FORGET_AFTER_S = 600.0
 """The seconds for which lost and refused nodes stay in the cluster's status."""
-DEMAND_BEATS = 3
-"""The number of heartbeat intervals after which a node takes a router's demand to be over."""
 REMEMBERED_GENERATIONS = 64
 MAX_NODES = 4096
 """The most node ids that are known at once, including lost and refused nodes."""
 
-M = TypeVar("M", bound=Member[Any])
+M = TypeVar("M", bound=Node[Any])
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +81,8 @@ class Registry:
         self._tells_why = not config.client_tokens_file
         """Whether errors say why a node is not in use. The reason may name other clients' requests, so it is left out
         if clients have tokens. Statuses always say why."""
-        self._decodes: dict[str, DecodeMember] = {}
-        self._prefills: dict[str, PrefillMember] = {}
+        self._decodes: dict[str, DecodeNode] = {}
+        self._prefills: dict[str, PrefillNode] = {}
         self._refused = Refusals(FORGET_AFTER_S)
         self._dead: dict[str, deque[str]] = {}  # The generations that were replaced, by node id.
         self._quarantined: dict[NodeRef, str] = {}  # The reasons. They are rare, so they are never forgotten.
@@ -93,7 +90,7 @@ class Registry:
         self._preparing: dict[NodeRef, asyncio.Future[None]] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
-        self._watchers: list[Callable[[Seat | None], None]] = []
+        self._watchers: list[Callable[[Placement | None], None]] = []
         self._loading = asyncio.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
 
@@ -101,8 +98,8 @@ class Registry:
         """Call `listener` after every change that may let a sample start."""
         self._listeners.append(listener)
 
-    def watch(self, watcher: Callable[[Seat | None], None]) -> None:
-        """Call `watcher` with every seat that `place` gives, and with None for a sample that waits for room."""
+    def watch(self, watcher: Callable[[Placement | None], None]) -> None:
+        """Call `watcher` with every placement that `place` gives, and with None for a sample that waits for room."""
         self._watchers.append(watcher)
 
     def register(self, info: NodeInfo) -> None:
@@ -118,12 +115,12 @@ class Registry:
         """
         check_info(info)
         self._check_room(info.ref.node_id)
-        if info.ref in self._quarantined and self._member(info.ref.node_id) is None:
-            self._refused.note(info, self._quarantined[info.ref])  # With a member, the member's status says so.
+        if info.ref in self._quarantined and self._node(info.ref.node_id) is None:
+            self._refused.note(info, self._quarantined[info.ref])  # With a node, the node's status says so.
         self._check_trusted(info.ref)
         self._check_alive(info.ref)
-        known = self._member(info.ref.node_id)
-        if known is not None and known.info.ref == info.ref and not known.lost:
+        known = self._node(info.ref.node_id)
+        if known is not None and known.info.ref == info.ref and not known.is_gone:
             known.heard_at = self.clock.time()
             return
         if known is not None:
@@ -139,25 +136,25 @@ class Registry:
             DataLossError: this generation may have given wrong bits.
         """
         self._check_trusted(ref)
-        member = self._member(ref.node_id)
-        if member is None or member.info.ref != ref or member.lost:
+        node = self._node(ref.node_id)
+        if node is None or node.info.ref != ref or node.is_gone:
             raise NotFoundError(f"node {ref} is not registered here")
-        if stuck and not member.stuck:
+        if stuck and stuck != node.detail:
             log.warning("node %s takes no work: %s", ref, stuck)
-        member.report(load, draining=draining, stuck=stuck, now=_now())
-        member.heard_at = self.clock.time()
+        node.report(load, draining=draining, stuck=stuck, now=_now())
+        node.heard_at = self.clock.time()
         self.changed()
 
-    def lose(self, member: Member[Any], reason: str) -> None:
+    def lose(self, node: Node[Any], reason: str) -> None:
         """Give a node up. Its calls end, its leases fail, and its pairs are forgotten. It may register again."""
-        if member.lost:
+        if node.is_gone:
             return
-        if member.was_to_end:
+        if node.is_leaving:
             reason = GONE_AS_PLANNED
-            log.info("node %s is %s", member.info.ref, reason)
+            log.info("node %s is %s", node.info.ref, reason)
         else:
-            log.warning("node %s is lost: %s", member.info.ref, reason)
-        self._drop(member, reason)
+            log.warning("node %s is lost: %s", node.info.ref, reason)
+        self._drop(node, reason)
 
     def quarantine(self, refs: Iterable[NodeRef], sample: str) -> None:
         """Quarantine the nodes of two runs of `sample` that gave different bits. None of them is used again before it
@@ -169,58 +166,43 @@ class Registry:
         if any(ref in self._quarantined for ref in suspects):
             return
         reason = f"gave other bits for {sample}"
-        members = [member for ref in suspects if (member := self._member(ref.node_id)) and member.info.ref == ref]
+        nodes = [node for ref in suspects if (node := self._node(ref.node_id)) and node.info.ref == ref]
         for ref in suspects:
             self._quarantined[ref] = reason
             log.error("node %s is quarantined: one of two runs %s", ref, reason)
-        for member in members:
-            member.quarantined = reason
-        for member in members:  # All are marked first, so that samples lost here do not go to another of these nodes.
-            self.lose(member, reason)
+        in_use = [node for node in nodes if not node.is_gone]
+        for node in nodes:
+            node.put_out(Out.QUARANTINED, reason)
+        for node in in_use:  # All are marked first, so that samples lost here do not go to another of these nodes.
+            self._drop(node, reason)
 
-    def note_fault(self, member: Member[Any], error: CorunError) -> None:
+    def note_fault(self, node: Node[Any], error: CorunError) -> None:
         """Note that a call to a node failed. A node that did not answer gets no new work before its next heartbeat. A
         node that was replaced is lost. A node that answered with an error of its own stays in use."""
-        if member.lost:
+        if node.is_gone:
             return
         if isinstance(error, StaleGenerationError):
-            self.lose(member, str(error))
+            self.lose(node, str(error))
         elif isinstance(error, (UnavailableError, DeadlineError, CancelledByPeerError)):
-            member.suspended = str(error)
+            node.put_out(Out.SUSPENDED, str(error))
             self.changed()
 
-    def place(self, need: Need) -> Seat | None:
+    def place(self, need: Need) -> Placement | None:
         """Claim a pair of nodes for a sample now. Return None if the sample has to wait."""
-        seat = self._seat(choose_pair(need, *self._candidates(), self._pairs.is_warm), need)
+        placement = self._claim(choose_pair(need, *self._candidates(), self._pairs.is_warm), need)
         # If no node in use could hold the sample, no room that becomes free would be enough.
-        if seat is not None or need.total <= self.most_tokens():
+        if placement is not None or need.total <= self.most_tokens():
             for watcher in self._watchers:
-                watcher(seat)
-        return seat
+                watcher(placement)
+        return placement
 
     def has_place(self, need: Need) -> bool:
         """Return whether `place` would claim a pair now."""
         return choose_pair(need, *self._candidates(), self._pairs.is_warm) is not None
 
-    def place_idle(self, need: Need, spare_slots: int) -> Seat | None:
+    def place_idle(self, need: Need, spare_slots: int) -> Placement | None:
         """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""
-        return self._seat(choose_idle_pair(need, *self._candidates(), self._pairs.is_warm, spare_slots), need)
-
-    def demand(self, ref: NodeRef, need: Need | None, samples: int) -> Demand | None:
-        """Return this router's demand to report to a decode node: the node's part of the waiting samples, if they lack
-        only room there. need: that of the first waiting sample. Return None for a prefill node."""
-        node = self._decodes.get(ref.node_id)
-        if node is None or node.info.ref != ref:
-            return None
-        able = self._could_start(need) if need is not None else []
-        if need is None or node not in able:
-            return Demand(router_id=node.client.router_id)
-        able.sort(key=lambda other: (-other.room.free_blocks, other.node_id))
-        # One sample must not keep room on every node. Nodes with the most free blocks come first, because enough room
-        # comes together there first.
-        part = (samples + len(able) - 1 - able.index(node)) // len(able)
-        lasts_ms = DEMAND_BEATS * self._config.heartbeat_interval_ms
-        return Demand(router_id=node.client.router_id, samples=part, num_tokens=need.total, lasts_ms=lasts_ms)
+        return self._claim(choose_idle_pair(need, *self._candidates(), self._pairs.is_warm, spare_slots), need)
 
     def most_tokens(self) -> int:
         """Return the tokens of the largest sample that fits on some decode node in use when that node is empty; 0 if no
@@ -230,8 +212,9 @@ class Registry:
     def awaited(self, num_tokens: int) -> str:
         """Return in words which decode nodes could hold a sample but cannot be used now, and why; empty if there are
         none. Lost and draining nodes are left out, because they may never come back."""
-        out = {node.node_id for node in self._connected()}
-        stay = [node for node in _by_id(self._decodes) if not (node.lost or node.draining or node.node_id in out)]
+        used = {node.node_id for node in self._connected()}
+        unused = (node for node in _by_id(self._decodes) if node.node_id not in used)
+        stay = [node for node in unused if node.out is None or node.out[0] < Out.DRAINING]
         return explain((node for node in stay if node.room.could_hold(num_tokens)), why=self._tells_why)
 
     def could_hold(self, num_tokens: int) -> bool:
@@ -244,11 +227,11 @@ class Registry:
 
     def missing(self) -> str:
         """Return in words what is missing before any sample can start; empty if nothing is missing."""
-        members: dict[NodeRole, Collection[Member[Any]]] = {
+        nodes: dict[NodeRole, Collection[Node[Any]]] = {
             NodeRole.PREFILL: self._prefills.values(),
             NodeRole.DECODE: self._decodes.values(),
         }
-        gaps = [gap(role, found, why=self._tells_why) for role, found in members.items()]
+        gaps = [gap(role, found, why=self._tells_why) for role, found in nodes.items()]
         if any(gaps):
             return "; ".join(gap for gap in gaps if gap)
         if any(self._connected()):
@@ -268,16 +251,16 @@ class Registry:
     def statuses(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
         now = _now()
-        nodes: list[Member[Any]] = [*_by_id(self._prefills), *_by_id(self._decodes)]
+        nodes: list[Node[Any]] = [*_by_id(self._prefills), *_by_id(self._decodes)]
         return (*(node.status(now) for node in nodes), *self._refused.statuses())
 
     async def close(self) -> None:
         """Give every node up, after everything held there has been given back."""
-        members: list[Member[Any]] = [*self._decodes.values(), *self._prefills.values()]
-        await asyncio.gather(*(member.client.close() for member in members if not member.lost))
-        for member in members:
-            if not member.lost:
-                self._drop(member, "the router is closing")
+        nodes: list[Node[Any]] = [*self._decodes.values(), *self._prefills.values()]
+        await asyncio.gather(*(node.client.close() for node in nodes if not node.is_gone))
+        for node in nodes:
+            if not node.is_gone:
+                self._drop(node, "the router is closing")
         if self._closing:
             await asyncio.wait(set(self._closing))
         self.clock.stop()
@@ -290,15 +273,15 @@ class Registry:
         for listener in self._listeners:
             listener()
 
-    def _drop(self, member: Member[Any], reason: str) -> None:
-        member.lost = reason
-        if member.silence is not None:
-            member.silence.cancel()
-        if preparing := self._preparing.pop(member.info.ref, None):
+    def _drop(self, node: Node[Any], reason: str) -> None:
+        node.put_out(Out.LOST, reason)
+        if node.silence is not None:
+            node.silence.cancel()
+        if preparing := self._preparing.pop(node.info.ref, None):
             preparing.cancel()
-        self._pairs.forget(member)
-        member.client.drop(reason)
-        self._close_soon(member)
+        self._pairs.forget(node)
+        node.client.drop(reason)
+        self._close_soon(node)
         self.changed()
 
     async def _next_change(self, deadline: float) -> None:
@@ -309,27 +292,21 @@ class Registry:
         finally:
             self._waiting.discard(change)
 
-    def _connected(self) -> Iterator[DecodeMember]:
+    def _connected(self) -> Iterator[DecodeNode]:
         """Yield the decode nodes that can be used now together with some prefill node."""
         prefills = [prefill.node_id for prefill in _usable(self._prefills)]
         for node in _usable(self._decodes):
             if any(self._pairs.is_warm(node.node_id, prefill) for prefill in prefills):
                 yield node
 
-    def _could_start(self, need: Need) -> list[DecodeMember]:
-        """Return the decode nodes on which a sample with this need lacks at most room."""
-        free = [prefill.node_id for prefill in _usable(self._prefills) if prefill.room.has_room(need.kv_key)]
-        able = (node for node in _usable(self._decodes) if node.room.could_hold(need.total))
-        return [node for node in able if any(self._pairs.is_warm(node.node_id, prefill) for prefill in free)]
-
     def _candidates(self) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
         decodes = [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)]
         return decodes, [PrefillCandidate(node.node_id, node.room) for node in _usable(self._prefills)]
 
-    def _seat(self, pair: tuple[str, str] | None, need: Need) -> Seat | None:
-        return Seat(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None
+    def _claim(self, pair: tuple[str, str] | None, need: Need) -> Placement | None:
+        return Placement(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None
 
-    def _member(self, node_id: str) -> Member[Any] | None:
+    def _node(self, node_id: str) -> Node[Any] | None:
         return self._decodes.get(node_id) or self._prefills.get(node_id)
 
     def _check_room(self, node_id: str) -> None:
@@ -339,14 +316,14 @@ class Registry:
 
     def _check_alive(self, ref: NodeRef) -> None:
         if ref.generation in self._dead.get(ref.node_id, ()):
-            known = self._member(ref.node_id)
+            known = self._node(ref.node_id)
             raise StaleGenerationError(ref.node_id, ref.generation, known.info.ref.generation if known else "gone")
 
     def _check_trusted(self, ref: NodeRef) -> None:
         if reason := self._quarantined.get(ref):
             raise DataLossError(f"node {ref} {reason}: restart it, so that it tests itself again")
 
-    def _replace(self, known: Member[Any], ref: NodeRef) -> None:
+    def _replace(self, known: Node[Any], ref: NodeRef) -> None:
         if known.info.ref != ref:
             dead = self._dead.setdefault(ref.node_id, deque(maxlen=REMEMBERED_GENERATIONS))
             dead.append(known.info.ref.generation)
@@ -372,40 +349,40 @@ class Registry:
         self._refused.drop(info.ref.node_id)
 
     def _add(self, info: NodeInfo) -> None:
-        member: Member[Any]
+        node: Node[Any]
         if info.role is NodeRole.DECODE:
             decode = DecodeClient(
-                info, self._router_id, lambda reason: self.lose(member, reason), self.clock, self._access
+                info, self._router_id, lambda reason: self.lose(node, reason), self.clock, self._access
             )
-            member = self._decodes[info.ref.node_id] = DecodeMember(info, decode, _now())
+            node = self._decodes[info.ref.node_id] = DecodeNode(info, decode, _now())
         else:
             prefill = PrefillClient(info, self.clock, self._access)
-            member = self._prefills[info.ref.node_id] = PrefillMember(info, prefill, _now())
+            node = self._prefills[info.ref.node_id] = PrefillNode(info, prefill, _now())
         log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
-        member.heard_at = self.clock.time()
-        self._expect_heartbeat(member)
-        self._preparing[info.ref] = spawn(self._prepare(member), f"preparing node {info.ref}")
+        node.heard_at = self.clock.time()
+        self._expect_heartbeat(node)
+        self._preparing[info.ref] = spawn(self._prepare(node), f"preparing node {info.ref}")
 
-    async def _prepare(self, member: Member[Any]) -> None:
+    async def _prepare(self, node: Node[Any]) -> None:
         def failed(reason: str) -> None:
-            member.trouble = reason
+            node.lacks = reason
 
-        await until_done(f"{member.node_id} is not ready", lambda: self._load_tokenizer(member.info), failed)
+        await until_done(f"{node.node_id} is not ready", lambda: self._load_tokenizer(node.info), failed)
         try:
-            await member.client.open(OPEN_TIMEOUT_S)
+            await node.client.open(OPEN_TIMEOUT_S)
         except CorunError as error:
-            self.lose(member, str(error))
+            self.lose(node, str(error))
             return
-        member.is_open = True
-        other = NodeRole.PREFILL if member.info.role is NodeRole.DECODE else NodeRole.DECODE
-        member.trouble = f"not connected to a {other.value} node yet"
+        node.is_open = True
+        other = NodeRole.PREFILL if node.info.role is NodeRole.DECODE else NodeRole.DECODE
+        node.lacks = f"not connected to a {other.value} node yet"
         self._connect_pairs()
         self.changed()
 
     def _connect_pairs(self) -> None:
         for decode in _by_id(self._decodes):
             for prefill in _by_id(self._prefills):
-                if decode.is_open and prefill.is_open and not (decode.lost or prefill.lost):
+                if decode.is_open and prefill.is_open and not (decode.is_gone or prefill.is_gone):
                     self._pairs.connect(decode, prefill)
 
     async def _load_tokenizer(self, info: NodeInfo) -> None:
@@ -427,35 +404,35 @@ class Registry:
                 name=served_name(info.model),
             )
 
-    def _expect_heartbeat(self, member: Member[Any]) -> None:
+    def _expect_heartbeat(self, node: Node[Any]) -> None:
         """Lose a node if it has been silent for too long. Otherwise check again when that may first be so."""
         timeout_s = self._config.heartbeat_timeout_ms / 1000
-        left = member.heard_at + timeout_s - self.clock.time()
+        left = node.heard_at + timeout_s - self.clock.time()
         if left <= 0:
-            self.lose(member, f"no heartbeat for {timeout_s:g} s")
+            self.lose(node, f"no heartbeat for {timeout_s:g} s")
         else:
-            member.silence = asyncio.get_running_loop().call_later(left, self._expect_heartbeat, member)
+            node.silence = asyncio.get_running_loop().call_later(left, self._expect_heartbeat, node)
 
-    def _close_soon(self, member: Member[Any]) -> None:
-        task = spawn(member.client.close(), f"closing the channel to {member.info.ref}")
+    def _close_soon(self, node: Node[Any]) -> None:
+        task = spawn(node.client.close(), f"closing the channel to {node.info.ref}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget, member)
+        asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget, node)
 
-    def _forget(self, member: Member[Any]) -> None:
-        if self._decodes.get(member.node_id) is member:
-            del self._decodes[member.node_id]
-        if self._prefills.get(member.node_id) is member:
-            del self._prefills[member.node_id]
+    def _forget(self, node: Node[Any]) -> None:
+        if self._decodes.get(node.node_id) is node:
+            del self._decodes[node.node_id]
+        if self._prefills.get(node.node_id) is node:
+            del self._prefills[node.node_id]
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _by_id(members: Mapping[str, M]) -> list[M]:
-    return [member for _, member in sorted(members.items())]
+def _by_id(nodes: Mapping[str, M]) -> list[M]:
+    return [node for _, node in sorted(nodes.items())]
 
 
-def _usable(members: Mapping[str, M]) -> list[M]:
-    return [member for member in _by_id(members) if member.takes_work]
+def _usable(nodes: Mapping[str, M]) -> list[M]:
+    return [node for node in _by_id(nodes) if node.takes_work]

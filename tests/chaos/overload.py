@@ -227,7 +227,7 @@ async def router_main(pipe: Any, config: RouterConfig) -> None:
 
 def times_from_grant(router: Router) -> list[float]:
     """Return a list that gets, for each sample that ends from now on, the seconds from its first seat to its end."""
-    seat, run = router.queue.seat, router.runner.run
+    seat, run = router.queue.place, router.runner.run
     granted: dict[Any, float] = {}
     times: list[float] = []
 
@@ -244,7 +244,7 @@ def times_from_grant(router: Router) -> list[float]:
         finally:
             granted.pop(ticket, None)
 
-    router.queue.seat, router.runner.run = timed_seat, timed_run  # type: ignore[method-assign]
+    router.queue.place, router.runner.run = timed_seat, timed_run  # type: ignore[method-assign]
     return times
 
 

@@ -228,7 +228,7 @@ class RealCluster:
 
     def reruns(self) -> int:
         """Return how many runs of samples failed at a node, by the routers' logs."""
-        return sum(self.processes[name].log.read_text().count("a run of sample") for name in self.names("r"))
+        return sum(self.processes[name].log.read_text().count("an attempt of sample") for name in self.names("r"))
 
     async def _supervise(self, process: Process) -> None:
         while True:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from corun.rpc.auth import Caller
 from corun.rpc.channel import Access
-from router.admission import AdmissionQueue
-from router.lanes import Lanes
+from router.queue import SampleQueue
 from tests.chaos.overload import SHARES, Tally, asker, token_of, write_tokens
 from tests.fakes import FakeCluster, cluster, write_tokenizer
 
@@ -28,26 +28,29 @@ async def overload(fake: FakeCluster, *, hogs: int) -> dict[str, Tally]:
     return dict(zip(SHARES, tallies, strict=True))
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("sheds", [True, False])
-async def test_nobody_is_lost_and_small_clients_are_served(
-    tmp_path: Path, sheds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And they are not all served, if a full queue is full for everybody."""
-    if not sheds:
-        monkeypatch.setattr(Lanes, "victim", lambda lanes, newcomer: None)
-        monkeypatch.setattr(Lanes, "may_shed", lambda *_: False)
-    most = 0
-    enter = AdmissionQueue.enter
+def full_for_all(queue: SampleQueue, caller: Caller, samples: int = 0, tokens: int = 0) -> bool:
+    return queue.waiting + samples <= queue._max_samples
 
-    def watched(queue: AdmissionQueue, *arguments: object, **options: object) -> object:
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("leaves_room", [True, False])
+async def test_nobody_is_lost_and_small_clients_are_served(
+    tmp_path: Path, leaves_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they are not all served, if one client may fill the queue."""
+    if not leaves_room:
+        monkeypatch.setattr("router.queue.SampleQueue._has_room", full_for_all)
+    most = 0
+    enter = SampleQueue.enter
+
+    def watched(queue: SampleQueue, *arguments: object, **options: object) -> object:
         nonlocal most
         try:
             return enter(queue, *arguments, **options)  # type: ignore[arg-type]
         finally:
             most = max(most, queue.waiting)
 
-    monkeypatch.setattr(AdmissionQueue, "enter", watched)
+    monkeypatch.setattr(SampleQueue, "enter", watched)
     access = Access(token=token_of("hog"))
     settings = {**write_tokens(tmp_path), "max_queued_samples": 8, "heartbeat_timeout_ms": 60_000}
     model = write_tokenizer(tmp_path)
@@ -60,9 +63,10 @@ async def test_nobody_is_lost_and_small_clients_are_served(
         refused = sum(len(tally.refused) for tally in tallies.values())
         assert fake.router.queue.refused == refused
         small = len(tallies["small"].refused) + len(tallies["tiny"].refused)
-        assert (small == 0) is sheds
-        assert most <= 8
+        assert (small == 0) is leaves_room
+        assert most <= 2 * 8
         await fake.idle()
-        lanes = fake.router.queue._lanes
-        assert (lanes.waiting, lanes.waiting_tokens, lanes.head()) == (0, 0, None)
-        assert all(not lane.fresh._lines and not lane.fresh._heap for lane in lanes._lanes.values())
+        queue = fake.router.queue
+        assert (queue.waiting, queue.waiting_tokens, queue._head(), queue._aside) == (0, 0, None, {})
+        assert not queue._samples_of
+        assert not any(share.waiting for share in queue._shares.values())

@@ -102,7 +102,7 @@ def test_a_stream_survives_its_host(tmp_path: Path) -> None:
             streams = streams_that_run_on(fleet, "decode-1")
             ray.lose("b")
             assert bits(streams) == undisturbed
-            assert "a run of sample" in (fleet.logs / "router.log").read_text()
+            assert "an attempt of sample" in (fleet.logs / "router.log").read_text()
 
             streams = stream_all(address)
             ray.add(c=1)

@@ -149,4 +149,4 @@ def say_what_cannot_be(fleet: Up) -> None:
 
 
 def count_reruns(fleet: Up) -> int:
-    return (fleet.logs / "router-0.log").read_text().count("a run of sample")
+    return (fleet.logs / "router-0.log").read_text().count("an attempt of sample")

@@ -40,7 +40,7 @@ ROUTER_MIB = 1024.0
 NICENESS = 15
 """The niceness of the attacker, so that it does not take the cores from the processes that it attacks."""
 MAX_FINDINGS = 50
-_WORDS = (" is lost: ", "a run of sample .* failed", " internal error ", "Traceback ", "never retrieved")
+_WORDS = (" is lost: ", "an attempt of sample .* failed", " internal error ", "Traceback ", "never retrieved")
 _BAD = re.compile(rf"^.*(?:{'|'.join(_WORDS)}).*$", re.MULTILINE)
 
 

@@ -68,7 +68,7 @@ def test_what_became_of_others_is_judged(tmp_path: Path, told: dict[str, Any], f
     "line",
     [
         "12:00 WARNING router.nodes.registry: node d0@1 is lost: no heartbeat for 5 s",
-        "12:00 WARNING router.failover: a run of sample 0 of request 'x' failed: d0: ...",
+        "12:00 WARNING router.sample: an attempt of sample 0 of request 'x' failed: d0: ...",
         "12:00 ERROR corun.rpc.server: internal error 1234 in Generate",
     ],
 )

@@ -27,8 +27,8 @@ from router.audit import reproductions
 from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
 from router.audit.comparison import Comparison
 from router.audit.idle import IdleRuns
-from router.failover import Finished
 from router.output import RECORD
+from router.sample import Finished
 from tests.chaos.fakes import CONFIG, Chaos
 from tests.chaos.fakes import add as add_to_chaos
 from tests.fakes import FakeCluster, FakeDecodeEngine, FakeNode, cluster, expected, generate
@@ -70,7 +70,7 @@ def records(tokens: Sequence[tuple[int, float]]) -> bytes:
 
 
 def compare(tokens: Sequence[tuple[int, float]], reason: FinishReason, *, was: FinishReason | None) -> Comparison:
-    finished = Finished(sample=None, receipt=None, records=records(TOKENS), node_reason=was)  # type: ignore[arg-type]
+    finished = Finished(task=None, receipt=None, records=records(TOKENS), node_reason=was)  # type: ignore[arg-type]
     comparison = Comparison(finished)
     for token in tokens:
         if comparison.take(*token):
@@ -100,7 +100,7 @@ def test_every_bit_and_the_end_count(
 
 
 def test_negative_zero_is_another_bit() -> None:
-    finished = Finished(sample=None, receipt=None, records=records([(1, 0.0)]), node_reason=None)  # type: ignore[arg-type]
+    finished = Finished(task=None, receipt=None, records=records([(1, 0.0)]), node_reason=None)  # type: ignore[arg-type]
     comparison = Comparison(finished)
     comparison.take(1, -0.0)
     assert comparison.tokens() == (Drawn(token_id=1, logprob_bits="0" * 8), Drawn(token_id=1, logprob_bits="80000000"))

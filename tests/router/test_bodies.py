@@ -17,7 +17,7 @@ from corun.records.verification import VerifyCase
 from corun.rpc import codec
 from corun.v1 import cluster_service_pb2 as pb
 from router import service
-from router.generations import Request
+from router.request import Request
 from tests.fakes import MAX_MODEL_LEN, WAIT_S, FakeCluster, cluster, send
 
 PROMPT = (5, 6, 7)

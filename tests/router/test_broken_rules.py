@@ -15,7 +15,7 @@ from corun.errors import CorunError, DataLossError
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.types import ResumePoint
-from router import generations
+from router import request
 from router.output import SampleOutput
 from tests.fakes import cluster, expected, generate, send
 
@@ -38,7 +38,7 @@ async def test_samples_share_nothing_with_neighbouring_seeds(model: str) -> None
 
 async def test_seed_plus_i_would_share_samples(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own rule for n > 1."""
-    monkeypatch.setattr(generations, "sample_seed", lambda seed, i: seed + i)
+    monkeypatch.setattr(request, "sample_seed", lambda seed, i: seed + i)
     assert not await neighbouring_seeds_differ(model)
 
 

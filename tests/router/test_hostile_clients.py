@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import struct
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from corun.errors import CorunError, DeadlineError, InvalidArgumentError, Overlo
 from corun.params import SamplingParams
 from corun.types import NodeInfo, NodeRef, NodeRole, NodeState
 from corun.v1 import cluster_service_pb2 as pb
-from router.failover import NodeFaultError, SampleRunner
+from router.attempt import Attempt, NodeFaultError
 from router.nodes import registry
 from router.nodes.registry import Registry
 from router.output import Outbox
@@ -74,12 +75,11 @@ async def test_short_deadlines_take_no_node_out(model: str, monkeypatch: pytest.
     faults: list[CorunError] = []
     monkeypatch.setattr(Registry, "note_fault", lambda _, member, error: faults.append(error))
 
-    async def early(self: SampleRunner, *args: object) -> object:
-        sample, member = args[0], fake.router.registry._decodes["d1"]
-        await asyncio.sleep(sample.deadline - asyncio.get_running_loop().time() - 0.02)  # type: ignore[attr-defined]
-        raise NodeFaultError(member, DeadlineError("Deadline Exceeded"))
+    async def early(attempt: Attempt[Any]) -> None:
+        await asyncio.sleep(attempt.task.deadline - asyncio.get_running_loop().time() - 0.02)
+        raise NodeFaultError(attempt.placement.decode, DeadlineError("Deadline Exceeded"))
 
-    monkeypatch.setattr(SampleRunner, "_run_once", early)
+    monkeypatch.setattr(Attempt, "reserve", early)
     async with cluster(model) as fake:
         with pytest.raises(DeadlineError):
             await generate(fake, PROMPT, SamplingParams(max_tokens=2), timeout_s=0.6)

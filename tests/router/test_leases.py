@@ -15,7 +15,7 @@ from corun.types import NodeState
 from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService
 from router.nodes import node_client
-from router.nodes.members import DecodeMember
+from router.nodes.node import DecodeNode
 from tests.fakes import (
     WAIT_S,
     FakeCluster,
@@ -41,7 +41,7 @@ def right(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed:
     return (output.token_ids, output.logprobs) == (ids, logprobs)
 
 
-def member_of(fake: FakeCluster, node: FakeNode) -> DecodeMember:
+def member_of(fake: FakeCluster, node: FakeNode) -> DecodeNode:
     return fake.router.registry._decodes[node.info.ref.node_id]
 
 
@@ -111,8 +111,8 @@ class TestSessions:
             run = await hold(fake, decode)
             other = FakeCluster(model, await start_router(router_config(router_id=router_id, **PATIENT)))
             try:
-                members = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
-                memberships = [asyncio.ensure_future(member.run()) for member in members]
+                nodes = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
+                memberships = [asyncio.ensure_future(node.run()) for node in nodes]
                 await other.ready("p1", "d1")
                 assert decode.used_slots == 2
                 decode.engine.hanging = False

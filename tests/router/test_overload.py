@@ -13,8 +13,8 @@ from corun.errors import OverloadedError, PermissionDeniedError
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import Access
-from router.admission import AdmissionQueue
-from router.generations import Generator
+from router.queue import SampleQueue
+from router.request import RequestRunner
 from tests.fakes import WAIT_S, FakeCluster, cluster, expected_digest, send
 
 TOKENS = {"alice": "a" * 16, "bob": "b" * 16, "capped": "c" * 16}
@@ -61,18 +61,17 @@ async def test_a_small_client_gets_in_and_the_large_one_is_told(model: str, sett
             await alice.generate([9], PARAMS)
         assert caught.value.retry_after_s >= 0.1
         small = asyncio.ensure_future(bob.generate([7], PARAMS, seed=7))
-        await fake.until(calls[-1].done)  # The newest had to go.
-        assert isinstance(calls[-1].exception(), OverloadedError)
+        await fake.until(lambda: _inside(fake) == 6)  # Nobody had to go for it.
         fake.nodes[1].engine.hanging = False
-        done = await asyncio.gather(*calls[:-1], small)
+        done = await asyncio.gather(*calls, small)
         assert done[-1].receipt.output_digest == expected_digest([7], PARAMS, 7)
         assert [each.receipt.output_digest for each in done[:-1]] == [
-            expected_digest([number + 1], PARAMS, number) for number in range(4)
+            expected_digest([number + 1], PARAMS, number) for number in range(5)
         ]
-        assert (await alice.get_cluster()).refused_requests == 2
+        assert (await alice.get_cluster()).refused_requests == 1
 
 
-async def test_a_batch_gives_way_and_comes_back(model: str, settings: dict[str, Any]) -> None:
+async def test_an_urgent_request_goes_before_a_batch_that_fills_the_queue(model: str, settings: dict[str, Any]) -> None:
     access = Access(token=TOKENS["alice"])
     async with (
         cluster(model, slots=2, client=access, max_queued_samples=3, **settings) as fake,
@@ -83,10 +82,12 @@ async def test_a_batch_gives_way_and_comes_back(model: str, settings: dict[str, 
         batch = asyncio.ensure_future(alice.generate_many([[n] for n in range(1, 6)], PARAMS, seeds=range(1, 6)))
         await fake.until(lambda: _inside(fake) == 5)
         urgent = asyncio.ensure_future(bob.generate([9], PARAMS, seed=9, priority="high"))
-        await fake.until(lambda: fake.router.queue.refused > 0)
+        await fake.until(lambda: _inside(fake) == 6)
         fake.nodes[1].engine.hanging = False
         assert (await urgent).receipt.output_digest == expected_digest([9], PARAMS, 9)
+        assert not batch.done()
         assert len(await batch) == 5
+        assert fake.router.queue.refused == 0
 
 
 async def test_a_token_limits_the_priority(model: str, settings: dict[str, Any]) -> None:
@@ -116,13 +117,13 @@ async def test_a_priority_that_there_is_not_is_refused(model: str) -> None:
 
 async def test_text_is_not_tokenized_for_a_full_queue(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenized: list[Any] = []
-    token_ids = Generator._token_ids
+    token_ids = RequestRunner._token_ids
 
-    async def counted(generator: Generator, prompt: Any, *rest: Any) -> Any:
+    async def counted(generator: RequestRunner, prompt: Any, *rest: Any) -> Any:
         tokenized.append(prompt)
         return await token_ids(generator, prompt, *rest)
 
-    monkeypatch.setattr(Generator, "_token_ids", counted)
+    monkeypatch.setattr(RequestRunner, "_token_ids", counted)
     async with (
         cluster(model, slots=2, max_queued_samples=2) as fake,
         AsyncClient(fake.address, timeout_s=WAIT_S) as client,
@@ -143,8 +144,8 @@ async def test_a_sample_whose_node_failed_is_first_whatever_its_class(
 ) -> None:
     """And would not be, if it queued up again in its class."""
     if not keeps_its_place:
-        again = AdmissionQueue.again
-        monkeypatch.setattr(AdmissionQueue, "again", lambda queue, ticket, ran=False: again(queue, ticket))
+        again = SampleQueue.again
+        monkeypatch.setattr(SampleQueue, "again", lambda queue, entry, ran=False: again(queue, entry))
     ended: list[str] = []
     async with cluster(model, slots=1, max_queued_samples=2) as fake, AsyncClient(fake.address) as client:
 

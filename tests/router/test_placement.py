@@ -4,8 +4,15 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
-from router.slots import DecodeRoom, PrefillRoom
+from router.placement import (
+    DecodeCandidate,
+    DecodeRoom,
+    Need,
+    PrefillCandidate,
+    PrefillRoom,
+    choose_idle_pair,
+    choose_pair,
+)
 
 NEED = Need(num_prompt=16, max_tokens=16)
 

@@ -9,12 +9,10 @@ import pytest
 from corun.config.fields import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
-from corun.types import Demand, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
-from router.nodes.members import Seat
-from router.nodes.pinned import MAX_OFFERED, ClusterContract
+from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
+from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
 from router.nodes.registry import Registry
-from router.placement import Need
-from tests.fakes import cluster, contract, generate, router_config
+from tests.fakes import cluster, contract, generate
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 
@@ -168,45 +166,3 @@ async def test_an_unknown_node_has_to_register(model: str) -> None:
     assert [status.state for status in registry.statuses()] == [NodeState.JOINING]
     assert registry.missing() == "no prefill node has joined; no decode node is in use (d1 is joining: being prepared)"
     await registry.close()
-
-
-async def test_a_decode_node_is_told_of_those_who_wait_for_its_room(model: str) -> None:
-    async with cluster(model, slots=2) as fake:
-        registry, (prefill, decode) = fake.router.registry, fake.nodes
-        need = Need(num_prompt=3, max_tokens=9)
-        assert registry.demand(prefill.info.ref, need, 5) is None
-        too_long = registry.demand(decode.info.ref, replace(need, max_tokens=10**6), 5)
-        assert too_long is not None
-        assert too_long.samples == 0
-
-        def fill() -> None:
-            for _ in range(2):
-                seat = registry.place(need)
-                assert seat is not None
-                seat.prefilled()
-                seats.append(seat)
-
-        seats: list[Seat] = []
-        fill()
-        assert registry.place(need) is None
-        told = registry.demand(decode.info.ref, need, 5)
-        assert told is not None
-        assert (told.samples, told.num_tokens) == (5, 12)
-        assert told.lasts_ms == 3 * router_config().heartbeat_interval_ms
-        assert registry.demand(decode.info.ref, None, 0) == Demand(router_id=told.router_id)
-
-        await fake.add_decode("d2", slots=2, kv_blocks=2000)
-        await fake.ready("d2")
-        fill()
-        refs = [fake.nodes[2].info.ref, decode.info.ref]
-        for samples, parts in {1: [1, 0], 2: [1, 1], 5: [3, 2]}.items():  # d2 has more KV blocks left.
-            told_both = [registry.demand(ref, need, samples) for ref in refs]
-            assert [each.samples for each in told_both if each] == parts
-        prefill.agent.draining = True
-        prefill.agent.tell()
-        await fake.until(lambda: fake.state("p1") is NodeState.DRAINING)
-        told = registry.demand(decode.info.ref, need, 5)
-        assert told is not None
-        assert told.samples == 0  # Room would be of no use.
-        for seat in seats:
-            seat.close()

@@ -35,8 +35,8 @@ from corun.seeds import derive_seed, sample_seed
 from corun.types import FinishReason, ModelStatus, NodeState, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from decode_node.service import DecodeService
-from router import failover, service
-from router.generations import Request
+from router import sample, service
+from router.request import Request
 from router.text import VERSION, Tokenizer
 from tests.fakes import (
     MAX_MODEL_LEN,
@@ -577,14 +577,14 @@ class TestFaults:
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with cluster(model) as fake:
-            real = failover.SampleOutput.end
+            real = sample.SampleOutput.end
 
-            def end(output: failover.SampleOutput, reason: FinishReason) -> FinishReason:
+            def end(output: sample.SampleOutput, reason: FinishReason) -> FinishReason:
                 if output._seed == 13:
                     raise RuntimeError("secret")
                 return real(output, reason)
 
-            monkeypatch.setattr(failover.SampleOutput, "end", end)
+            monkeypatch.setattr(sample.SampleOutput, "end", end)
             good, bad = generate(fake, (1,), PARAMS, seed=1), generate(fake, (2,), PARAMS, seed=13)
             outputs = await asyncio.gather(good, bad, return_exceptions=True)
             assert isinstance(outputs[1], InternalError)
@@ -654,7 +654,7 @@ class TestCancellation:
         monkeypatch.setattr(service, "ANSWER_S", 1.0)
         async with cluster(model) as fake:
             fake.nodes[1].engine.step_ms = 20
-            with pytest.raises(DeadlineError, match="the deadline passed in a run of sample 0"):
+            with pytest.raises(DeadlineError, match="the deadline passed in an attempt of sample 0"):
                 await generate(fake, PROMPT, SamplingParams(max_tokens=500), timeout_s=2.0)
 
     async def test_a_slot_that_is_granted_after_the_deadline_is_given_back(

@@ -15,7 +15,6 @@ from corun.node import discovery as routers_module
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
-from decode_node import wishes
 from router.service import CLUSTER_SERVICE
 from tests.fakes import WAIT_S, FakeCluster, FakeNode, cluster, expected, generate, kill_router
 from tests.node.scripted_router import Names
@@ -64,7 +63,6 @@ async def routers(
         for node in nodes:
             node.agent = NodeAgent(node.info, ["routers:50051"], node.service.load, resolve=names)
             node.join()
-        nodes[1].agent.on_demand = nodes[1].service.note_demand
         await one.ready("p1", "d1")
         yield one, two, names
 
@@ -125,10 +123,9 @@ async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another(model: 
 
 
 async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_another(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str,
 ) -> None:
     """However long its small ones go on: 6 of them fill the node, a large one needs two thirds of it."""
-    monkeypatch.setattr(wishes, "TURN_S", 0.3)
     large = SamplingParams(max_tokens=240, min_tokens=240, logprobs=True)
     async with routers(model, slots=20, kv_blocks=24) as (one, two, names):
         names.at["routers"] = [one.address, two.address]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corun.types import NodeLoad
-from router.slots import DecodeRoom, PrefillRoom, SharedCount
+from router.placement import DecodeRoom, PrefillRoom, SharedCount
 
 
 def room(slots: int = 2, kv_blocks: int = 10, block_size: int = 16) -> DecodeRoom:

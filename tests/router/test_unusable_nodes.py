@@ -12,7 +12,7 @@ import pytest
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
 from corun.types import NodeState
-from router.nodes.members import Seat
+from router.nodes.node import Placement
 from tests.fakes import FakeCluster, FakeNode, cluster, generate
 
 PROMPT = (5, 6, 7)
@@ -82,12 +82,12 @@ async def test_a_node_that_takes_no_work_for_a_moment_fails_nobody(model: str) -
 async def test_audits_run_beside_who_waits_aside(model: str) -> None:
     """Idle slots are idle, and what runs in them is not in the way of who could not use them."""
     async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, _):
-        seats: list[Seat | None] = []
-        fake.router.registry.watch(seats.append)
+        placements: list[Placement | None] = []
+        fake.router.registry.watch(placements.append)
         waiting = asyncio.ensure_future(generate(fake, PROMPT, LARGE, seed=1))
         await fake.until(lambda: fake.router.queue.waiting == 1)
         assert fake.router.queue.in_line == 0
-        assert seats == []
+        assert placements == []
         waiting.cancel()
         await asyncio.wait((waiting,))
 
@@ -95,8 +95,8 @@ async def test_audits_run_beside_who_waits_aside(model: str) -> None:
 async def test_why_a_pair_does_not_connect_is_logged_when_it_changes(
     model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.nodes.warmup.LONGEST_RETRY_S", 0.01)
-    monkeypatch.setattr("router.nodes.warmup.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("router.nodes.pairs.LONGEST_RETRY_S", 0.01)
+    monkeypatch.setattr("router.nodes.pairs.FIRST_RETRY_S", 0.01)
     with caplog.at_level(logging.WARNING):
         async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, large):
             await fake.until(lambda: len(large.engine.connect_errors) < 980)

@@ -20,11 +20,11 @@ from corun.rpc import codec
 from corun.rpc.auth import ANYONE
 from corun.rpc.channel import Access
 from corun.types import FinishReason, NodeState, Priority
-from router import failover
-from router.admission import AdmissionQueue
+from router import attempt, sample
 from router.audit import crowd
 from router.audit import replay as router_verify
 from router.audit.idle import IdleRuns
+from router.queue import SampleQueue
 from tests.fakes import WAIT_S, FakeCluster, cluster, expected, expected_digest, generate
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
@@ -81,15 +81,15 @@ async def test_a_wrong_digest_does_not_match(model: str) -> None:
 async def test_other_slots_are_other_slots(model: str) -> None:
     async with cluster(model, slots=4) as fake:
         slots = set()
-        real = failover.Run.start
+        real = attempt.Attempt.start
 
-        async def start(run: failover.Run, handle: Any) -> None:
-            if run._sample.request_id.startswith("verify"):
+        async def start(run: attempt.Attempt, handle: Any) -> None:
+            if run.task.request_id.startswith("verify"):
                 slots.add(run._lease.slot)
             await real(run, handle)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(failover.Run, "start", start)
+            patch.setattr(attempt.Attempt, "start", start)
             results = await verify(fake, [case(i) for i in range(4)], (Condition.OTHER_SLOTS,))
         assert all(result.match for result in results)
         assert slots
@@ -146,13 +146,13 @@ async def test_text_that_gives_other_tokens_is_a_result(model: str) -> None:
 
 async def test_a_case_that_ended_for_another_reason_is_another(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = iter(("length", "stop"))
-    real = failover.receipt_of
+    real = sample.receipt_of
 
     def receipt_of(*args: Any) -> Any:
         receipt = real(*args)
         return dataclasses.replace(receipt, finish_reason=FinishReason(next(reasons)))
 
-    monkeypatch.setattr(failover, "receipt_of", receipt_of)
+    monkeypatch.setattr(sample, "receipt_of", receipt_of)
     async with cluster(model) as fake:
         results = await verify(fake, [case(1)], (Condition.ALONE, Condition.SHUFFLED))
         assert [result.match for result in results] == [True, False]
@@ -186,13 +186,13 @@ async def test_it_runs_at_its_callers_limits(
     model: str, settings: dict[str, Any], condition: Condition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     priorities = set()
-    real = AdmissionQueue.enter
+    real = SampleQueue.enter
 
-    def enter(queue: AdmissionQueue, needs: Any, **who: Any) -> Any:
+    def enter(queue: SampleQueue, needs: Any, **who: Any) -> Any:
         priorities.add((who["caller"].name, who["priority"]))
         return real(queue, needs, **who)
 
-    monkeypatch.setattr(AdmissionQueue, "enter", enter)
+    monkeypatch.setattr(SampleQueue, "enter", enter)
     async with cluster(model, slots=16, **settings) as fake, of(fake, "small") as small:
         results = await results_of(small, [case(i, max_tokens=30) for i in range(8)], condition)
         assert [result.match for result in results] == [True] * 8
@@ -265,15 +265,15 @@ async def test_a_crowd_is_there_before_its_case(model: str) -> None:
 
     async with cluster(model, slots=4) as fake:
         fake.nodes[1].engine.step_ms = 10
-        real = failover.Run.start
+        real = attempt.Attempt.start
 
-        async def start(run: failover.Run, handle: Any) -> None:
-            if run._sample.request_id.startswith("verify"):
+        async def start(run: attempt.Attempt, handle: Any) -> None:
+            if run.task.request_id.startswith("verify"):
                 others.append(len(fake.nodes[1].engine._running))
             await real(run, handle)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(failover.Run, "start", start)
+            patch.setattr(attempt.Attempt, "start", start)
             await verify(fake, [case(i, max_tokens=5) for i in range(3)], (Condition.CROWDED,))
     assert others[0] >= 2  # Of 3: one may just have come to its end.
     assert min(others) >= 1
@@ -295,7 +295,7 @@ async def test_a_filler_that_does_not_give_way_is_in_the_way(
     model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
-    monkeypatch.setattr(IdleRuns, "give_way", lambda idle, seat: None)
+    monkeypatch.setattr(IdleRuns, "give_way", lambda idle, placement: None)
     async with cluster(model, slots=4, **settings) as fake, of(fake, "other") as client:
         call = await crowded(fake, client)
         fake.nodes[1].engine.hanging = True

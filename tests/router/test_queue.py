@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from corun.errors import DeadlineError, OverloadedError, UnavailableError
 from corun.rpc.auth import Caller
 from corun.types import Priority
-from router.admission import AdmissionQueue
-from router.lanes import Lanes, Ticket
-from router.nodes.members import Seat
-from router.pace import Pace
+from router.nodes.node import Placement
 from router.placement import Need
+from router.queue import Pace, QueueEntry, SampleQueue
 
 SOON = 0.02
 
@@ -37,7 +35,7 @@ class FakeSeat:
 
 
 class FakePool:
-    """`free` seats for samples of up to `largest` tokens; a node that cannot be used would take up to `later`."""
+    """`free` placements for samples of up to `largest` tokens; a node that cannot be used would take up to `later`."""
 
     def __init__(self, free: int = 0, largest: int = 1000, later: int = 0) -> None:
         self.free = free
@@ -47,12 +45,12 @@ class FakePool:
         self.looks = 0
         self.changed: Any = lambda: None
 
-    def place(self, need: Need) -> Seat | None:
+    def place(self, need: Need) -> Placement | None:
         self.looks += 1
         if self.gap or not self.free or need.total > self.largest:
             return None
         self.free -= 1
-        return cast("Seat", FakeSeat(self, need))
+        return cast("Placement", FakeSeat(self, need))
 
     def most_tokens(self) -> int:
         return 0 if self.gap else self.largest
@@ -64,9 +62,9 @@ class FakePool:
         return self.gap
 
 
-def make(pool: FakePool, **changes: Any) -> AdmissionQueue:
+def make(pool: FakePool, **changes: Any) -> SampleQueue:
     values = {"max_samples": 100, "max_tokens": 100_000, "node_wait_s": SOON}
-    queue = AdmissionQueue(pool, **{**values, **changes})
+    queue = SampleQueue(pool, **{**values, **changes})
     pool.changed = queue.pump
     return queue
 
@@ -79,47 +77,52 @@ def later(seconds: float = 5.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-def seated(tickets: list[Ticket]) -> list[int]:
-    return [i for i, t in enumerate(tickets) if t.granted is not None and t.granted.done()]
+def head_need(queue: SampleQueue) -> Need | None:
+    head = queue._head()
+    return None if head is None else head.need
 
 
-async def test_seats_are_given_in_order_of_arrival() -> None:
+def placed(entries: list[QueueEntry]) -> list[int]:
+    return [i for i, t in enumerate(entries) if t.granted is not None and t.granted.done()]
+
+
+async def test_placements_are_given_in_order_of_arrival() -> None:
     pool = FakePool(free=2)
     queue = make(pool)
-    tickets = queue.enter([need()] * 3) + queue.enter([need()])
-    assert seated(tickets) == [0, 1]
+    entries = queue.enter([need()] * 3) + queue.enter([need()])
+    assert placed(entries) == [0, 1]
     assert (queue.waiting, queue.waiting_tokens) == (2, 2)
-    (await queue.seat(tickets[1], later())).close()
-    assert seated(tickets) == [0, 2]
-    (await queue.seat(tickets[0], later())).close()
-    assert seated(tickets) == [2, 3]
+    (await queue.place(entries[1], later())).close()
+    assert placed(entries) == [0, 2]
+    (await queue.place(entries[0], later())).close()
+    assert placed(entries) == [2, 3]
     assert queue.waiting == 0
 
 
 async def test_a_small_sample_does_not_overtake_a_large_one() -> None:
     pool = FakePool(free=1, largest=10)
     queue = make(pool)
-    tickets = queue.enter([need(), need(max_tokens=8), need()])
-    assert seated(tickets) == [0]
+    entries = queue.enter([need(), need(max_tokens=8), need()])
+    assert placed(entries) == [0]
     pool.place = lambda _: None  # type: ignore[method-assign]
     queue.pump()
-    assert seated(tickets) == [0]
+    assert placed(entries) == [0]
 
 
-async def test_a_ticket_that_waits_again_keeps_its_turn() -> None:
+async def test_an_entry_that_waits_again_keeps_its_place() -> None:
     pool = FakePool(free=2)
     queue = make(pool)
-    tickets = queue.enter([need()] * 4)
-    first, second = [await queue.seat(ticket, later()) for ticket in tickets[:2]]
-    queue.again(tickets[1])
-    queue.again(tickets[0])
+    entries = queue.enter([need()] * 4)
+    first, second = [await queue.place(entry, later()) for entry in entries[:2]]
+    queue.again(entries[1])
+    queue.again(entries[0])
     assert queue.waiting == 4
     first.close()
-    assert tickets[0].granted is not None
-    assert tickets[0].granted.done()
-    assert seated(tickets) == [0]
+    assert entries[0].granted is not None
+    assert entries[0].granted.done()
+    assert placed(entries) == [0]
     second.close()
-    assert seated(tickets) == [0, 1]
+    assert placed(entries) == [0, 1]
 
 
 async def test_too_many_waiting_samples_are_refused_whole() -> None:
@@ -129,7 +132,7 @@ async def test_too_many_waiting_samples_are_refused_whole() -> None:
     with pytest.raises(OverloadedError) as caught:
         queue.enter([need()])
     assert 0.1 <= caught.value.retry_after_s <= 30
-    assert (queue.waiting, seated(kept)) == (2, [0])
+    assert (queue.waiting, placed(kept)) == (2, [0])
 
 
 async def test_a_refused_request_gives_back_the_seats_it_got() -> None:
@@ -150,9 +153,9 @@ async def test_waiting_prompt_tokens_are_bounded() -> None:
 
 async def test_a_wait_ends_at_its_deadline() -> None:
     queue = make(FakePool())
-    (ticket,) = queue.enter([need()])
+    (entry,) = queue.enter([need()])
     with pytest.raises(DeadlineError, match="no slot became free"):
-        await queue.seat(ticket, later(SOON))
+        await queue.place(entry, later(SOON))
     assert queue.waiting == 0
 
 
@@ -160,20 +163,20 @@ async def test_an_expired_head_makes_way() -> None:
     pool = FakePool(free=1, largest=100)
     queue = make(pool)
     large, small = queue.enter([need(max_tokens=80), need()])
-    seat = await queue.seat(large, later())
+    placement = await queue.place(large, later())
     large_again = queue.enter([need(max_tokens=80)])[0]
-    seat.close()
-    assert seated([small, large_again]) == [0]
+    placement.close()
+    assert placed([small, large_again]) == [0]
 
 
 async def test_missing_nodes_end_the_wait_after_a_while() -> None:
     pool = FakePool()
     pool.gap = "no decode node has joined"
     queue = make(pool)
-    tickets = queue.enter([need()] * 2)
-    for ticket in tickets:
+    entries = queue.enter([need()] * 2)
+    for entry in entries:
         with pytest.raises(UnavailableError, match="no decode node has joined"):
-            await queue.seat(ticket, later())
+            await queue.place(entry, later())
     assert queue.waiting == 0
 
 
@@ -181,25 +184,25 @@ async def test_nodes_that_come_back_in_time_end_nothing() -> None:
     pool = FakePool()
     pool.gap = "gone"
     queue = make(pool, node_wait_s=0.5)
-    (ticket,) = queue.enter([need()])
+    (entry,) = queue.enter([need()])
     await asyncio.sleep(SOON / 2)
     pool.gap = ""
     queue.pump()
     await asyncio.sleep(0.6)
-    assert not seated([ticket])
+    assert not placed([entry])
     pool.free = 1
     queue.pump()
-    assert seated([ticket])
+    assert placed([entry])
 
 
 async def test_missing_nodes_are_named_at_the_deadline_too() -> None:
     pool = FakePool()
     pool.gap = "no prefill node has joined"
     queue = make(pool, node_wait_s=60.0)
-    (ticket,) = queue.enter([need()])
+    (entry,) = queue.enter([need()])
     with pytest.raises(UnavailableError, match="no prefill node has joined"):
-        await queue.seat(ticket, later(SOON))
-    queue.leave(ticket)
+        await queue.place(entry, later(SOON))
+    queue.leave(entry)
 
 
 async def test_what_no_node_can_hold_does_not_block_the_queue() -> None:
@@ -207,71 +210,57 @@ async def test_what_no_node_can_hold_does_not_block_the_queue() -> None:
     queue = make(pool)
     large, small = queue.enter([need(max_tokens=50), need()])
     with pytest.raises(UnavailableError, match="51 tokens"):
-        await queue.seat(large, later())
-    assert seated([small])
+        await queue.place(large, later())
+    assert placed([small])
 
 
 async def test_who_only_an_unusable_node_could_hold_steps_aside_and_comes_back_first() -> None:
     pool = FakePool(free=1, largest=10, later=100)
     queue = make(pool, node_wait_s=60.0)
     large, larger, small, late = queue.enter([need(max_tokens=50), need(max_tokens=90), need(), need()])
-    assert seated([large, larger, small, late]) == [2]
-    assert (queue.waiting, queue.in_line, queue.next_need) == (3, 1, late.need)
+    assert placed([large, larger, small, late]) == [2]
+    assert (queue.waiting, queue.in_line, head_need(queue)) == (3, 1, late.need)
     pool.largest = 60
     queue.pump()
-    assert (queue.in_line, queue.next_need) == (2, large.need), "it is first again, and waits for room as ever"
+    assert (queue.in_line, head_need(queue)) == (2, large.need), "it is first again, and waits for room as ever"
     pool.largest, pool.free = 100, 1
     queue.pump()
-    assert seated([large, larger, small, late]) == [0, 2]
-    assert queue.next_need == larger.need
-    for ticket in (large, larger, small, late):
-        queue.leave(ticket)
+    assert placed([large, larger, small, late]) == [0, 2]
+    assert head_need(queue) == larger.need
+    for entry in (large, larger, small, late):
+        queue.leave(entry)
     assert (queue.waiting, queue.in_line) == (0, 0)
 
 
-async def test_what_had_a_seat_steps_aside_and_keeps_its_turn() -> None:
+async def test_what_had_a_seat_steps_aside_and_keeps_its_place() -> None:
     pool = FakePool(free=2, largest=100, later=100)
     queue = make(pool, node_wait_s=60.0)
     large, other = queue.enter([need(max_tokens=50), need(max_tokens=50)])
-    seats = [await queue.seat(ticket, later()) for ticket in (large, other)]
+    placements = [await queue.place(entry, later()) for entry in (large, other)]
     pool.largest = 10
     queue.again(other, ran=True)
     queue.again(large, ran=True)
     assert (queue.waiting, queue.in_line) == (2, 0)
     pool.largest = 100
-    for seat in seats:
-        seat.close()
-    assert seated([large, other]) == [0, 1]
-    assert queue._lanes.head() is None
+    for placement in placements:
+        placement.close()
+    assert placed([large, other]) == [0, 1]
+    assert queue._head() is None
 
 
 async def test_a_wait_aside_ends_after_a_while_and_says_for_which_node_it_was() -> None:
     queue = make(FakePool(free=1, largest=10, later=100))
-    (ticket,) = queue.enter([need(max_tokens=50)])
+    (entry,) = queue.enter([need(max_tokens=50)])
     with pytest.raises(UnavailableError, match="51 tokens: d2 is joining: it is stuck"):
-        await queue.seat(ticket, later())
-    (ticket,) = queue.enter([need(max_tokens=50)])
+        await queue.place(entry, later())
+    (entry,) = queue.enter([need(max_tokens=50)])
     with pytest.raises(UnavailableError, match="51 tokens: d2 is joining: it is stuck"):
-        await queue.seat(ticket, later(SOON / 2))
+        await queue.place(entry, later(SOON / 2))
     assert queue.waiting == 0
 
 
-async def test_a_full_queue_sheds_those_aside_first_and_they_shed_nobody_in_line() -> None:
-    pool = FakePool(largest=10, later=100)
-    queue = make(pool, max_samples=2, node_wait_s=60.0)
-    asides = [queue.enter([need(max_tokens=50)], caller=HOG)[0] for _ in range(2)]
-    waiting = [queue.enter([need()], caller=HOG)[0] for _ in range(2)]
-    for ticket in asides:
-        with pytest.raises(OverloadedError):
-            await queue.seat(ticket, later())
-    assert (queue.waiting, queue.in_line) == (2, 2)
-    with pytest.raises(OverloadedError):
-        queue.enter([need(max_tokens=50)], caller=SMALL, priority=Priority.HIGH)
-    assert all(ticket.is_waiting for ticket in waiting)
-
-
 async def test_who_waits_aside_makes_nobody_expect_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "interval_s", 100.0)
+    monkeypatch.setattr(Pace, "interval_s", lambda pace, now: 100.0)
     queue = make(FakePool(largest=10, later=100), max_wait_s=10.0, node_wait_s=60.0)
     queue.enter([need(max_tokens=50)])
     with queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
@@ -280,8 +269,8 @@ async def test_who_waits_aside_makes_nobody_expect_a_wait(monkeypatch: pytest.Mo
 
 async def test_a_waiter_that_is_cancelled_leaves() -> None:
     queue = make(FakePool())
-    (ticket,) = queue.enter([need()])
-    waiter = asyncio.ensure_future(queue.seat(ticket, later()))
+    (entry,) = queue.enter([need()])
+    waiter = asyncio.ensure_future(queue.place(entry, later()))
     await asyncio.sleep(0)
     waiter.cancel()
     await asyncio.wait((waiter,))
@@ -292,11 +281,11 @@ async def test_a_waiter_that_is_cancelled_leaves() -> None:
 async def test_a_seat_granted_to_a_cancelled_waiter_goes_back() -> None:
     pool = FakePool()
     queue = make(pool)
-    (ticket,) = queue.enter([need()])
-    waiter = asyncio.ensure_future(queue.seat(ticket, later()))
+    (entry,) = queue.enter([need()])
+    waiter = asyncio.ensure_future(queue.place(entry, later()))
     await asyncio.sleep(0)
     pool.free = 1
-    queue.pump()  # The seat is granted, and the waiter cancelled before it could take it.
+    queue.pump()  # The placement is granted, and the waiter cancelled before it could take it.
     assert pool.free == 0
     waiter.cancel()
     await asyncio.wait((waiter,))
@@ -307,12 +296,12 @@ async def test_a_seat_is_not_granted_to_a_waiter_cancelled_before() -> None:
     pool = FakePool()
     queue = make(pool)
     first, second = queue.enter([need()] * 2)
-    waiter = asyncio.ensure_future(queue.seat(first, later()))
+    waiter = asyncio.ensure_future(queue.place(first, later()))
     await asyncio.sleep(0)
     waiter.cancel()
     pool.free = 1
     queue.pump()
-    assert seated([second])
+    assert placed([second])
     await asyncio.wait((waiter,))
     assert pool.free == 0
 
@@ -321,8 +310,8 @@ async def test_leaving_twice_is_harmless() -> None:
     pool = FakePool(free=1)
     queue = make(pool)
     first, second = queue.enter([need()] * 2)
-    for ticket in (first, first, second, second):
-        queue.leave(ticket)
+    for entry in (first, first, second, second):
+        queue.leave(entry)
     assert (pool.free, queue.waiting, queue.waiting_tokens) == (1, 0, 0)
 
 
@@ -332,11 +321,11 @@ async def test_a_request_that_leaves_is_looked_behind_once() -> None:
     queue = make(pool, max_samples=1000)
     cancelled, late, _ = (queue.enter([need()] * samples) for samples in (256, 256, 1))
     deadline = later(0.0)
-    waits = [asyncio.ensure_future(queue.seat(ticket, deadline)) for ticket in late]
+    waits = [asyncio.ensure_future(queue.place(entry, deadline)) for entry in late]
     await asyncio.sleep(0)
     pool.looks = 0
-    for ticket in cancelled:
-        queue.leave(ticket)
+    for entry in cancelled:
+        queue.leave(entry)
     results = await asyncio.gather(*waits, return_exceptions=True)
     assert {type(result) for result in results} == {DeadlineError}
     await asyncio.sleep(0)
@@ -351,19 +340,19 @@ async def test_random_visitors_lose_no_seat() -> None:
 
     async def visit() -> None:
         nonlocal running, most
-        (ticket,) = queue.enter([need(num_prompt=rng.randint(1, 9))])
-        seat = await queue.seat(ticket, later())
+        (entry,) = queue.enter([need(num_prompt=rng.randint(1, 9))])
+        placement = await queue.place(entry, later())
         for _ in range(rng.randint(0, 2)):
-            seat.close()
-            queue.again(ticket)
-            seat = await queue.seat(ticket, later())
+            placement.close()
+            queue.again(entry)
+            placement = await queue.place(entry, later())
         running += 1
         most = max(most, running)
         try:
             await asyncio.sleep(rng.random() / 500)
         finally:
             running -= 1
-            seat.close()
+            placement.close()
 
     tasks = [asyncio.ensure_future(visit()) for _ in range(300)]
     for _ in range(100):
@@ -377,157 +366,51 @@ async def test_random_visitors_lose_no_seat() -> None:
 HOG, SMALL = Caller(name="hog"), Caller(name="small")
 
 
-async def give(pool: FakePool, queue: AdmissionQueue, tickets: dict[str, Ticket], number: int) -> str:
-    """The names of the next tickets that get seats, one after the other."""
+async def give(pool: FakePool, queue: SampleQueue, entries: dict[str, QueueEntry], number: int) -> str:
+    """The names of the next entries that get placements, one after the other."""
     found = []
     for _ in range(number):
-        before = {name for name, ticket in tickets.items() if ticket.is_waiting}
+        before = {name for name, entry in entries.items() if entry.is_waiting}
         pool.free += 1
         queue.pump()
-        found += [name for name in before if not tickets[name].is_waiting]
+        found += [name for name in before if not entries[name].is_waiting]
     return " ".join(found)
-
-
-async def refusal(ticket: Ticket, queue: AdmissionQueue) -> OverloadedError:
-    with pytest.raises(OverloadedError) as caught:
-        await queue.seat(ticket, later())
-    return caught.value
 
 
 async def test_higher_classes_come_first() -> None:
     pool = FakePool()
     queue = make(pool)
-    tickets = {}
+    entries = {}
     for name in ("low 1", "normal 1", "high 1", "low 2", "normal 2", "high 2"):
-        (tickets[name],) = queue.enter([need()], priority=Priority(name.split()[0]))
-    assert await give(pool, queue, tickets, 6) == "high 1 high 2 normal 1 normal 2 low 1 low 2"
+        (entries[name],) = queue.enter([need()], priority=Priority(name.split()[0]))
+    assert await give(pool, queue, entries, 6) == "high 1 high 2 normal 1 normal 2 low 1 low 2"
 
 
 async def test_clients_of_a_class_take_turns() -> None:
     pool = FakePool()
     queue = make(pool)
-    tickets = {}
+    entries = {}
     for index in range(4):
-        (tickets[f"h{index}"],) = queue.enter([need()], caller=HOG)
+        (entries[f"h{index}"],) = queue.enter([need()], caller=HOG)
     for index in range(2):
-        (tickets[f"s{index}"],) = queue.enter([need()], caller=SMALL)
-    assert await give(pool, queue, tickets, 6) == "h0 s0 h1 s1 h2 h3"
+        (entries[f"s{index}"],) = queue.enter([need()], caller=SMALL)
+    assert await give(pool, queue, entries, 6) == "h0 s0 h1 s1 h2 h3"
 
 
 async def test_what_ran_comes_before_every_class_and_what_only_had_a_seat_before_its_own() -> None:
     pool = FakePool(free=2)
     queue = make(pool)
-    tickets = {}
+    entries = {}
     for name in ("ran", "refused"):
-        (tickets[name],) = queue.enter([need()], priority=Priority.LOW)
-        seat = await queue.seat(tickets[name], later())
+        (entries[name],) = queue.enter([need()], priority=Priority.LOW)
+        placement = await queue.place(entries[name], later())
         pool.free = 0 if name == "refused" else pool.free
-    (tickets["low"],) = queue.enter([need()], priority=Priority.LOW)
-    (tickets["high"],) = queue.enter([need()], priority=Priority.HIGH)
-    queue.again(tickets["refused"])
-    queue.again(tickets["ran"], ran=True)
-    assert await give(pool, queue, tickets, 4) == "ran high refused low"
-    assert seat is not None
-
-
-async def test_a_full_queue_sheds_lower_classes_first_the_newest_of_the_largest_client() -> None:
-    queue = make(FakePool(), max_samples=6)
-    kept = queue.enter([need()], priority=Priority.NORMAL, caller=HOG)
-    low = [queue.enter([need()], priority=Priority.LOW, caller=client)[0] for client in (HOG, SMALL, HOG, HOG, SMALL)]
-    for expected in (low[3], low[2], low[4]):  # Of equals, either may go: here, the first by name.
-        kept += queue.enter([need()], priority=Priority.HIGH)
-        error = await refusal(expected, queue)
-        assert 0.1 <= error.retry_after_s <= 30
-    assert queue.waiting == 6
-    assert queue.refused == 3
-    assert all(ticket.is_waiting for ticket in [*kept, low[0], low[1]])
-    with pytest.raises(OverloadedError):
-        queue.enter([need()], priority=Priority.LOW)
-
-
-async def test_a_client_with_less_in_the_queue_takes_from_the_one_with_most() -> None:
-    queue = make(FakePool(), max_samples=5)
-    hog = [queue.enter([need()], caller=HOG)[0] for _ in range(5)]
-    small = [queue.enter([need()], caller=SMALL)[0] for _ in range(2)]
-    for ticket in hog[3:]:
-        await refusal(ticket, queue)
-    for client in (SMALL, HOG):  # Three against two: one more for either would only turn that around.
-        with pytest.raises(OverloadedError):
-            queue.enter([need()], caller=client)
-    assert all(ticket.is_waiting for ticket in [*hog[:3], *small])
-    assert queue.waiting == 5
-
-
-async def test_a_queue_without_shares_would_lock_small_clients_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
-    monkeypatch.setattr(Lanes, "victim", lambda lanes, newcomer: None)
-    queue = make(FakePool(), max_samples=5)
-    hog = [queue.enter([need()], caller=HOG)[0] for _ in range(5)]
-    with pytest.raises(OverloadedError):
-        queue.enter([need()], caller=SMALL)
-    assert all(ticket.is_waiting for ticket in hog)
-
-
-async def test_a_request_is_shed_whole_and_only_if_that_is_enough() -> None:
-    queue = make(FakePool(), max_samples=8)
-    first = queue.enter([need()] * 3, caller=HOG)
-    second = queue.enter([need()] * 4, caller=HOG)
-    with pytest.raises(OverloadedError):  # All of both would have to go.
-        queue.enter([need()] * 9, caller=SMALL)
-    assert all(ticket.is_waiting for ticket in [*first, *second])
-    small = queue.enter([need()] * 2, caller=SMALL)
-    for ticket in second:
-        await refusal(ticket, queue)
-    assert all(ticket.is_waiting for ticket in [*first, *small])
-    assert queue.waiting == 5
-
-
-async def test_after_shedding_in_vain_everybody_has_their_place() -> None:
-    pool = FakePool()
-    queue = make(pool, max_samples=4)
-    tickets = {}
-    for index in range(2):
-        tickets[f"h{index}a"], tickets[f"h{index}b"] = queue.enter([need()] * 2, caller=HOG)
-    with pytest.raises(OverloadedError):
-        queue.enter([need()] * 5, caller=SMALL, priority=Priority.HIGH)
-    assert (queue.waiting, queue.waiting_tokens) == (4, 4)
-    assert await give(pool, queue, tickets, 4) == "h0a h0b h1a h1b"
-
-
-async def test_a_request_that_has_begun_is_never_shed() -> None:
-    """Neither the rest of a request whose first sample has a seat, nor what waits again."""
-    pool = FakePool(free=2)
-    queue = make(pool, max_samples=3)
-    begun = queue.enter([need()] * 2, caller=HOG, priority=Priority.LOW)
-    for ticket in begun:
-        await queue.seat(ticket, later())
-    queue.again(begun[0], ran=True)
-    queue.again(begun[1])
-    pool.free = 1
-    part = queue.enter([need()] * 2, caller=HOG, priority=Priority.LOW)  # The seat goes to the one that ran.
-    assert [ticket.is_waiting for ticket in [*begun, *part]] == [False, True, True, True]
-    pool.free = 2
-    queue.pump()
-    assert [ticket.is_waiting for ticket in [*begun, *part]] == [False, False, False, True]
-    queue.enter([need()] * 2, caller=SMALL, priority=Priority.HIGH)
-    with pytest.raises(OverloadedError):
-        queue.enter([need()], caller=SMALL, priority=Priority.HIGH)
-    assert part[1].is_waiting
-
-
-async def test_who_would_be_refused_is_refused_before_any_work() -> None:
-    queue = make(FakePool(), max_samples=3)
-    arrive: Any = lambda caller, priority=Priority.NORMAL, n=1: queue.arriving(  # noqa: E731
-        n, 1, later(), caller=caller, priority=priority
-    )
-    queue.enter([need()] * 3, caller=HOG)
-    with pytest.raises(OverloadedError, match="3 of at most 3 wait"), arrive(HOG):
-        pass
-    with pytest.raises(OverloadedError), arrive(SMALL, Priority.LOW):
-        pass
-    with arrive(SMALL), arrive(HOG, Priority.HIGH):
-        pass
-    assert queue.refused == 2
+    (entries["low"],) = queue.enter([need()], priority=Priority.LOW)
+    (entries["high"],) = queue.enter([need()], priority=Priority.HIGH)
+    queue.again(entries["refused"])
+    queue.again(entries["ran"], ran=True)
+    assert await give(pool, queue, entries, 4) == "ran high refused low"
+    assert placement is not None
 
 
 async def test_requests_on_their_way_in_are_bounded_too() -> None:
@@ -543,7 +426,7 @@ async def test_requests_on_their_way_in_are_bounded_too() -> None:
 
 
 async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "interval_s", 1.0)
+    monkeypatch.setattr(Pace, "interval_s", lambda pace, now: 1.0)
     queue = make(FakePool(), max_samples=1000, max_wait_s=10.0)
     queue.enter([need()] * 10, caller=HOG)
 
@@ -573,13 +456,13 @@ async def test_an_outage_is_no_reason_to_refuse_what_comes_after_it() -> None:
     await asyncio.sleep(2 * SOON)
     pool.gap, pool.free = "", 2
     queue.pump()
-    assert queue._pace.interval_s == 0
+    assert queue._pace.interval_s(later(0.0)) == 0
     with queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
         pass
 
 
 async def test_refusals_do_not_come_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "interval_s", 1.0)
+    monkeypatch.setattr(Pace, "interval_s", lambda pace, now: 1.0)
     queue = make(FakePool(), max_samples=4)
     queue.enter([need()] * 4)
     delays = []
@@ -593,16 +476,16 @@ async def test_refusals_do_not_come_back_together(monkeypatch: pytest.MonkeyPatc
 
 async def test_tickets_that_left_need_no_garbage_collector() -> None:
     queue = make(FakePool(free=2), max_samples=3)
-    tickets = queue.enter([need()] * 4)
-    for ticket in tickets[:2]:
-        (await queue.seat(ticket, later())).close()
-    held = [weakref.ref(ticket.granted) for ticket in tickets if ticket.granted is not None]
+    entries = queue.enter([need()] * 4)
+    for entry in entries[:2]:
+        (await queue.place(entry, later())).close()
+    held = [weakref.ref(entry.granted) for entry in entries if entry.granted is not None]
     assert held
     gc.disable()
     try:
-        for ticket in tickets:
-            queue.leave(ticket)
-        del ticket, tickets
+        for entry in entries:
+            queue.leave(entry)
+        del entry, entries
         assert [each() for each in held] == [None] * len(held)
     finally:
         gc.enable()
@@ -611,34 +494,73 @@ async def test_tickets_that_left_need_no_garbage_collector() -> None:
 def test_the_pace_is_that_of_busy_times() -> None:
     pace = Pace()
     pace.granted(1.0)
-    assert pace.interval_s == 0.0  # It never had to wait.
+    assert pace.interval_s(2.0) == 0.0  # It never had to wait.
     pace.waits(10.0, anyone=True)
     for second in range(11, 22):
         pace.granted(second)
-    assert pace.interval_s == pytest.approx(1.0, rel=0.1)
+    assert pace.interval_s(21.0) == 1.0
     pace.waits(21.0, anyone=False)
     pace.waits(500.0, anyone=True)
     for second in range(501, 521):
         pace.granted(second)
         pace.granted(second)
-    assert 0.5 < pace.interval_s < 0.75
-    pace.waits(700.0, anyone=True)
-    assert pace.interval_s > 10
+    assert 0.5 < pace.interval_s(520.0) < 0.75
+    assert pace.interval_s(700.0) > 3, "the next one is late"
 
 
-def test_who_waits_for_an_instant_says_nothing_of_the_pace() -> None:
+def test_who_waits_for_an_instant_says_little_of_the_pace() -> None:
     pace = Pace()
     for second in range(100):  # Eight slots become free at once, and the last few clients come a moment too early.
         pace.waits(second, anyone=True)
         for slot in range(8):
             pace.granted(second + 0.001 * slot)
         pace.waits(second + 0.01, anyone=False)
-    assert pace.interval_s == 0.0
+    assert pace.interval_s(100.0) < 0.01
+
+
+async def test_no_client_can_keep_the_others_out() -> None:
+    queue = make(FakePool(), max_samples=6)
+    queue.enter([need()] * 6, caller=HOG)
+    with pytest.raises(OverloadedError, match="6 of at most 6 wait"):
+        queue.enter([need()], caller=HOG)
+    small = queue.enter([need()] * 3, caller=SMALL)
+    for client in (SMALL, HOG):
+        with pytest.raises(OverloadedError):
+            queue.enter([need()], caller=client)
+    third = queue.enter([need()], caller=Caller(name="third"))
+    assert all(entry.is_waiting for entry in [*small, *third])
+    assert (queue.waiting, queue.refused) == (10, 3)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 9)), max_size=60))
+def test_whoever_asks_there_is_room_for_another_and_less_than_twice_the_bound_waits(
+    asks: list[tuple[str, int]],
+) -> None:
+    async def run() -> None:
+        queue = make(FakePool(), max_samples=20)
+        for client, number in asks:
+            with contextlib.suppress(OverloadedError):
+                queue.enter([need()] * number, caller=Caller(name=client))
+            assert queue.waiting < 2 * 20
+        queue.enter([need()], caller=Caller(name="another"))
+
+    asyncio.run(run())
+
+
+async def test_who_would_be_refused_is_refused_before_any_work() -> None:
+    queue = make(FakePool(), max_samples=3)
+    queue.enter([need()] * 3, caller=HOG)
+    with pytest.raises(OverloadedError, match="3 of at most 3 wait"):  # noqa: SIM117
+        with queue.arriving(1, 1, later(), caller=HOG, priority=Priority.HIGH):
+            pass
+    with queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+        pass
+    assert queue.refused == 1
 
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["enter"] * 4 + ["seats", "leave", "expire", "again", "ran", "close", "close", "nodes"]),
+        st.sampled_from(["enter"] * 4 + ["placements", "leave", "expire", "again", "ran", "close", "close", "nodes"]),
         st.sampled_from("abc"),
         st.sampled_from(list(Priority)),
         st.integers(1, 4),
@@ -654,89 +576,78 @@ class Model:
     def __init__(self) -> None:
         self.pool = FakePool(free=2, largest=1000, later=1000)
         self.queue = make(self.pool, max_samples=8, max_tokens=50, node_wait_s=60.0)
-        self.tickets: list[Ticket] = []
-        self.seats: dict[int, Seat] = {}
-        self.had_seat: set[int] = set()
-        self.parties: dict[int, list[int]] = {}
-        self.shed = 0
+        self.entries: list[QueueEntry] = []
+        self.placements: dict[int, Placement] = {}
 
     async def step(self, kind: str, client: str, priority: Priority, number: int, tokens: int) -> None:
         if kind == "enter":
             with contextlib.suppress(OverloadedError):
                 needs = [need(num_prompt=tokens)] * number
-                party = self.queue.enter(needs, caller=Caller(name=client), priority=priority)
-                self.tickets += party
-                self.parties |= {ticket.order: [each.order for each in party] for ticket in party}
-        elif kind == "seats":
+                self.entries += self.queue.enter(needs, caller=Caller(name=client), priority=priority)
+        elif kind == "placements":
             self.pool.free += 1
             self.queue.pump()
         elif kind == "nodes":  # Larger ones come into use, or go out of it.
             self.pool.largest = 1000 if tokens > 6 else tokens
             self.queue.pump()
-        elif kind == "leave" and self.tickets:
-            gone = self.tickets.pop(number % len(self.tickets))
+        elif kind == "leave" and self.entries:
+            gone = self.entries.pop(number % len(self.entries))
             self.queue.leave(gone)
-            if gone.order in self.seats:
-                self.seats.pop(gone.order).close()
-        elif kind == "expire" and self.tickets:
-            self.queue._expire(self.tickets[tokens % len(self.tickets)])
-        elif self.seats:
-            order = sorted(self.seats)[tokens % len(self.seats)]
-            seat = self.seats.pop(order)
-            ticket = next(ticket for ticket in self.tickets if ticket.order == order)
+            if gone.number in self.placements:
+                self.placements.pop(gone.number).close()
+        elif kind == "expire" and self.entries:
+            self.queue._expire(self.entries[tokens % len(self.entries)])
+        elif self.placements:
+            order = sorted(self.placements)[tokens % len(self.placements)]
+            placement = self.placements.pop(order)
+            entry = next(entry for entry in self.entries if entry.number == order)
             if kind == "close":
-                self.tickets.remove(ticket)
-                seat.close()
+                self.entries.remove(entry)
+                placement.close()
             else:
                 self.pool.free += 1
-                self.queue.again(ticket, ran=kind == "ran")
+                self.queue.again(entry, ran=kind == "ran")
         await self.take()
 
     async def take(self) -> None:
         """Takes what was granted; drops what was refused."""
-        for ticket in list(self.tickets):
-            if ticket.granted is None or not ticket.granted.done():
+        for entry in list(self.entries):
+            if entry.granted is None or not entry.granted.done():
                 continue
             try:
-                self.seats[ticket.order] = await self.queue.seat(ticket, later())
-                self.had_seat.add(ticket.order)
-            except OverloadedError:
-                assert not self.had_seat.intersection(self.parties[ticket.order]), "shed what had begun"
-                self.tickets.remove(ticket)
-                self.shed += 1
+                self.placements[entry.number] = await self.queue.place(entry, later())
             except (DeadlineError, UnavailableError):
-                self.tickets.remove(ticket)
+                self.entries.remove(entry)
 
     def check(self) -> None:
-        waiting = [ticket for ticket in self.tickets if ticket.is_waiting]
-        fresh = [ticket for ticket in waiting if ticket.turn is None]
+        waiting = [entry for entry in self.entries if entry.is_waiting]
+        fresh = [entry for entry in waiting if entry.first_placement is None]
         assert self.queue.waiting == len(waiting)
-        assert self.queue.waiting_tokens == sum(ticket.need.num_prompt for ticket in waiting)
-        assert not fresh or len(fresh) <= 8
-        assert len(waiting) + len(self.seats) == len(self.tickets), "a ticket is lost"
-        in_line = [ticket for ticket in waiting if ticket.aside_at is None]
+        assert self.queue.waiting_tokens == sum(entry.need.num_prompt for entry in waiting)
+        assert len(fresh) < 2 * 8
+        assert len(waiting) + len(self.placements) == len(self.entries), "a entry is lost"
+        in_line = [entry for entry in waiting if entry.aside_at is None]
         assert self.queue.in_line == len(in_line)
-        assert all(ticket.need.total > self.pool.largest for ticket in waiting if ticket not in in_line)
-        assert not in_line or self.pool.free == 0, "a seat is left over"
-        head = self.queue._lanes.head()
+        assert all(entry.need.total > self.pool.largest for entry in waiting if entry not in in_line)
+        assert not in_line or self.pool.free == 0, "a placement is left over"
+        head = self.queue._head()
         assert (head is not None) == bool(in_line)
         if head is not None:
             assert head.need.total <= self.pool.largest, "it blocks those behind it"
             assert _rank(head) == min(map(_rank, in_line))
         for client in "abc":
-            line = [ticket for ticket in in_line if ticket.client == client and ticket.turn is None and not ticket.ran]
-            firsts = {p: min((t.order for t in line if t.priority is p), default=None) for p in Priority}
-            for priority, first in firsts.items():
-                found = self.queue._lanes._lanes[priority].fresh.line(client)
-                assert (next(iter(found.places)) if found else None) == first, "a client's samples go by arrival"
+            for priority in Priority:
+                own = [entry for entry in fresh if entry.caller.name == client and entry.priority is priority]
+                assert [entry.start for entry in own] == sorted(entry.start for entry in own), "it is not in order"
+                assert self.queue._shares[priority].waiting[client] == len(own)
 
 
-def _rank(ticket: Ticket) -> tuple[Any, ...]:
+def _rank(entry: QueueEntry) -> tuple[Any, ...]:
     """What no later one may come before; of fresh ones of a class, each client's first."""
-    if ticket.ran:
-        return (0, ticket.turn)
-    place = 1 + list(Priority).index(ticket.priority)
-    return (place, 0, ticket.turn) if ticket.turn is not None else (place, 1)
+    if entry.ran:
+        return (0, entry.first_placement)
+    place = 1 + list(Priority).index(entry.priority)
+    return (place, 0, entry.first_placement) if entry.first_placement is not None else (place, 1)
 
 
 @settings(max_examples=60)
@@ -747,11 +658,11 @@ def test_any_course_of_events_loses_nobody_and_keeps_the_order(course: list[Any]
         for step in course:
             await model.step(*step)
             model.check()
-        for ticket in model.tickets:
-            model.queue.leave(ticket)
-        for seat in model.seats.values():
-            seat.close()
+        for entry in model.entries:
+            model.queue.leave(entry)
+        for placement in model.placements.values():
+            placement.close()
         assert (model.queue.waiting, model.queue.waiting_tokens) == (0, 0)
-        assert model.queue._lanes.head() is None
+        assert model.queue._head() is None
 
     asyncio.run(run())

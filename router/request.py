@@ -33,12 +33,12 @@ from corun.receipt import Receipt, prompt_digest
 from corun.rpc.auth import ANYONE, Caller
 from corun.seeds import derive_seed, sample_seed
 from corun.types import Priority, ResumePoint
-from router.admission import AdmissionQueue
-from router.failover import Sample, SampleRunner
-from router.lanes import Ticket
+from router.attempt import SampleTask
 from router.nodes.registry import Registry
 from router.output import Outbox, Piece, SampleOutput
 from router.prompts import Model, PromptEncoder
+from router.queue import QueueEntry, SampleQueue
+from router.sample import SampleRunner
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +65,11 @@ class Request:
     """Whether the client wants the text of each token."""
 
 
-class Generation:
+class RunningRequest:
     """The running samples of one request. The caller must close it in every case."""
 
-    def __init__(self, tickets: Sequence[Ticket], tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
-        self.tickets = tickets
+    def __init__(self, entries: Sequence[QueueEntry], tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
+        self.entries = entries
         self._tasks = tasks
         self._outbox = outbox
 
@@ -109,13 +109,13 @@ class Generation:
         await asyncio.wait(self._tasks)  # This is short: a cancelled sample does not wait for anything.
 
 
-class Generator:
+class RequestRunner:
     """Expands requests into samples and runs them."""
 
     def __init__(
         self,
         registry: Registry,
-        queue: AdmissionQueue,
+        queue: SampleQueue,
         runner: SampleRunner,
         *,
         seed_key: bytes,
@@ -136,7 +136,7 @@ class Generator:
         """End the tokenizer threads. Call it when no request is accepted any more."""
         self._texts.close()
 
-    async def accept(self, request: Request, deadline: float) -> list[Sample]:
+    async def accept(self, request: Request, deadline: float) -> list[SampleTask]:
         """Check a request and return its samples that must run. Nothing is reserved for them yet.
 
         Raises:
@@ -151,7 +151,7 @@ class Generator:
         with self._queue.arriving(request.params.n, tokens, deadline, caller=request.caller, priority=request.priority):
             return await self._accept(request, deadline)
 
-    async def _accept(self, request: Request, deadline: float) -> list[Sample]:
+    async def _accept(self, request: Request, deadline: float) -> list[SampleTask]:
         arrived = asyncio.get_running_loop().time()
         if not request.prompt:
             raise InvalidArgumentError("prompt", Shown("nothing"), "must be text or token ids, at least one")
@@ -164,7 +164,7 @@ class Generator:
         self.check(prompt, request.params, model)
         digest = prompt_digest(prompt)
         return [
-            Sample(
+            SampleTask(
                 request_id=request_id,
                 index=index,
                 prompt_token_ids=prompt,
@@ -206,25 +206,25 @@ class Generator:
         """Return whether a request with this text would be computed from these token ids."""
         return await self._texts.encode(text, model, deadline, caller.name) == prompt
 
-    def start(self, samples: Sequence[Sample]) -> Generation:
+    def start(self, samples: Sequence[SampleTask]) -> RunningRequest:
         """Queue the samples of one request, in order, and run them. Raises OverloadedError if the queue is full."""
         assert self._registry.model is not None  # The samples were checked against it.
         first = samples[0]
         needs = [sample.need for sample in samples]
-        tickets = self._queue.enter(needs, caller=first.caller, priority=first.priority)
+        entries = self._queue.enter(needs, caller=first.caller, priority=first.priority)
         outbox = Outbox(self._max_unsent_tokens)
         tasks = [
-            asyncio.ensure_future(self._run(sample, ticket, outbox, self._registry.model))
-            for sample, ticket in zip(samples, tickets, strict=True)
+            asyncio.ensure_future(self._run(sample, entry, outbox, self._registry.model))
+            for sample, entry in zip(samples, entries, strict=True)
         ]
-        for task, ticket in zip(tasks, tickets, strict=True):
+        for task, entry in zip(tasks, entries, strict=True):
             # The callback runs even if the task is cancelled before its first step.
-            task.add_done_callback(lambda _, ticket=ticket: self._queue.leave(ticket))  # type: ignore[misc]
-        generation = Generation(tickets, tasks, outbox)
+            task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
+        generation = RunningRequest(entries, tasks, outbox)
         outbox.overflowed = generation.cancel  # The reader may be blocked where it cannot see the error yet.
         return generation
 
-    async def _run(self, sample: Sample, ticket: Ticket, outbox: Outbox, model: Model) -> None:
+    async def _run(self, sample: SampleTask, entry: QueueEntry, outbox: Outbox, model: Model) -> None:
         output = SampleOutput(
             sample_index=sample.index,
             seed=sample.seed,
@@ -235,7 +235,7 @@ class Generator:
             with_token_texts=sample.token_texts,
         )
         try:
-            await self._runner.run(sample, ticket, output)
+            await self._runner.run(sample, entry, output)
         except CorunError as error:
             outbox.fail(error)
         except Exception:

@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
+from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 from corun.types import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus, state_in_words
 from router.nodes.node_client import DecodeClient, NodeClient, PrefillClient
-from router.placement import PREFILLS_IN_FLIGHT, Need
-from router.slots import DecodeRoom, PrefillRoom
+from router.placement import PREFILLS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom
 
 C = TypeVar("C", bound=NodeClient)
 
 
-class Member(Generic[C]):
+class Out(IntEnum):
+    """Why a node takes no work. A later one outweighs an earlier one."""
+
+    SUSPENDED = 1
+    """It did not answer a call. It gets no new work before its next heartbeat."""
+    STUCK = 2
+    """It says that its engine does not work."""
+    DRAINING = 3
+    """It says that it is about to end."""
+    LOST = 4
+    """It was given up."""
+    QUARANTINED = 5
+    """It may have given wrong bits, so this generation is never used again."""
+
+
+_STATES = {Out.DRAINING: NodeState.DRAINING, Out.LOST: NodeState.LOST, Out.QUARANTINED: NodeState.REFUSED}
+_LEAVING = "takes no new work"
+
+
+class Node(Generic[C]):
     """One generation of one node, from its registration until it is lost."""
 
     def __init__(self, info: NodeInfo, client: C, now: float) -> None:
@@ -29,21 +48,14 @@ class Member(Generic[C]):
         self.heard_at = 0.0
         """The time of the last registration or heartbeat, on the clock that stands still with the router
         (`router.lag`)."""
-        self.draining = False
+        self.out: tuple[Out, str] | None = None
+        """Why the node takes no work, in words, although it may be prepared; None if it takes work."""
         self.is_open = False
         """Whether the node's own preparation is done. It may still need a connection to a node of the other role."""
         self.is_warm = False
         """Whether the node has a connection to a live node of the other role."""
-        self.lost = ""
-        """Why the node was given up; empty if it was not."""
-        self.quarantined = ""
-        """Why this generation is never used again; empty if it may be used."""
-        self.suspended = ""
-        """Why the node gets no new work before its next heartbeat; empty if it may get work."""
-        self.stuck = ""
-        """Why the node says that it takes no work at all now; empty if it takes work."""
-        self.trouble = "being prepared"
-        """The reason why the node is not ready yet, shown if there is no other reason."""
+        self.lacks = "being prepared"
+        """What the node still needs before it can be used, in words."""
         self.silence: asyncio.TimerHandle | None = None
 
     @property
@@ -52,37 +64,51 @@ class Member(Generic[C]):
 
     @property
     def takes_work(self) -> bool:
-        out = self.lost or self.quarantined or self.suspended or self.stuck or self.draining
-        return self.is_open and not out
+        return self.is_open and self.out is None
 
     @property
-    def was_to_end(self) -> bool:
+    def is_gone(self) -> bool:
+        """Whether the node was given up, for whatever reason."""
+        return self.out is not None and self.out[0] >= Out.LOST
+
+    @property
+    def is_leaving(self) -> bool:
         """Whether the node drains only because it was told to end."""
-        return self.draining and not (self.stuck or self.quarantined)
+        return self.out == (Out.DRAINING, _LEAVING)
+
+    @property
+    def no_source(self) -> str:
+        """Why nobody can read KV from the node any more; empty if its KV may be read."""
+        if self.out is None or self.out[0] is Out.SUSPENDED or self.is_leaving:
+            return ""
+        return self.out[1]
 
     @property
     def state(self) -> NodeState:
-        if self.quarantined:
-            return NodeState.REFUSED
-        if self.lost:
-            return NodeState.LOST
-        if self.draining:
-            return NodeState.DRAINING
+        if self.out is not None:
+            return _STATES.get(self.out[0], NodeState.JOINING)
         return NodeState.READY if self.takes_work and self.is_warm else NodeState.JOINING
 
     @property
     def detail(self) -> str:
-        if self.state is NodeState.READY:
-            return ""
-        out = self.quarantined or self.lost or self.stuck or ("takes no new work" if self.draining else "")
-        return out or self.suspended or self.trouble
+        """Why the node is not ready; empty if it is."""
+        if self.out is not None:
+            return self.out[1]
+        return "" if self.state is NodeState.READY else self.lacks
+
+    def put_out(self, why: Out, reason: str) -> None:
+        """Give the node no work from now on. It does nothing if a weightier reason holds."""
+        if self.out is None or why >= self.out[0]:
+            self.out = why, reason
 
     def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
+        """Take what a heartbeat says."""
         self.load = load
-        self.draining = draining
-        self.stuck = stuck
-        self.suspended = ""
         self.heartbeat_at = now
+        if draining:
+            self.out = Out.DRAINING, stuck or _LEAVING
+        else:
+            self.out = (Out.STUCK, stuck) if stuck else None
 
     def status(self, now: float) -> NodeStatus:
         return NodeStatus(
@@ -94,7 +120,7 @@ class Member(Generic[C]):
         )
 
 
-class DecodeMember(Member[DecodeClient]):
+class DecodeNode(Node[DecodeClient]):
     """A decode node and its room."""
 
     def __init__(self, info: NodeInfo, client: DecodeClient, now: float) -> None:
@@ -109,7 +135,7 @@ class DecodeMember(Member[DecodeClient]):
             self.room.report(load)
 
 
-class PrefillMember(Member[PrefillClient]):
+class PrefillNode(Node[PrefillClient]):
     """A prefill node and its backlog."""
 
     def __init__(self, info: NodeInfo, client: PrefillClient, now: float) -> None:
@@ -121,14 +147,14 @@ class PrefillMember(Member[PrefillClient]):
         self.room.report(load)
 
 
-class Seat:
+class Placement:
     """A sample's claim on a slot of one decode node and on a turn at one prefill node, until each is given back.
 
     The claim is only the router's own count; the decode node confirms it with a lease. Giving a part back twice does
     nothing.
     """
 
-    def __init__(self, decode: DecodeMember, prefill: PrefillMember, need: Need, changed: Callable[[], None]) -> None:
+    def __init__(self, decode: DecodeNode, prefill: PrefillNode, need: Need, changed: Callable[[], None]) -> None:
         self.decode = decode
         self.prefill = prefill
         self._need = need
@@ -186,17 +212,15 @@ class Seat:
         return held
 
 
-def gap(role: NodeRole, members: Collection[Member[Any]], *, why: bool) -> str:
+def gap(role: NodeRole, nodes: Collection[Node[Any]], *, why: bool) -> str:
     """Return why no node of a role can be used; empty if one can. why: include the nodes' details."""
-    if not members:
+    if not nodes:
         return f"no {role.value} node has joined"
-    if any(member.takes_work for member in members):
+    if any(node.takes_work for node in nodes):
         return ""
-    return f"no {role.value} node is in use ({explain(members, why=why)})"
+    return f"no {role.value} node is in use ({explain(nodes, why=why)})"
 
 
-def explain(members: Iterable[Member[Any]], *, why: bool) -> str:
+def explain(nodes: Iterable[Node[Any]], *, why: bool) -> str:
     """Return the states of nodes in words. why: include the nodes' details."""
-    return "; ".join(
-        f"{member.node_id} is {state_in_words(member.state, member.detail if why else '')}" for member in members
-    )
+    return "; ".join(f"{node.node_id} is {state_in_words(node.state, node.detail if why else '')}" for node in nodes)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from corun.errors import CorunError
-from router.nodes.members import DecodeMember, Member, PrefillMember
+from router.nodes.node import DecodeNode, Node, PrefillNode
 from router.nodes.node_client import NodeClient
 
 CONNECT_TIMEOUT_S = 30.0
@@ -61,27 +61,27 @@ class Pairs:
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
         self._tasks: dict[tuple[str, str], asyncio.Future[None]] = {}
-        self._warm: dict[tuple[str, str], tuple[DecodeMember, PrefillMember]] = {}  # (decode id, prefill id)
+        self._warm: dict[tuple[str, str], tuple[DecodeNode, PrefillNode]] = {}  # (decode id, prefill id)
 
     def is_warm(self, decode_id: str, prefill_id: str) -> bool:
         return (decode_id, prefill_id) in self._warm
 
-    def connect(self, decode: DecodeMember, prefill: PrefillMember) -> None:
+    def connect(self, decode: DecodeNode, prefill: PrefillNode) -> None:
         """Start to connect a pair, unless it is being connected or is connected already."""
         key = (decode.node_id, prefill.node_id)
         if key not in self._tasks:
             self._tasks[key] = spawn(self._connect(decode, prefill), f"connecting {key[0]} to {key[1]}")
 
-    def forget(self, member: Member[NodeClient]) -> None:
+    def forget(self, node: Node[NodeClient]) -> None:
         """Drop every pair of a lost node."""
-        for key in [key for key in self._tasks if member.node_id in key]:
+        for key in [key for key in self._tasks if node.node_id in key]:
             self._tasks.pop(key).cancel()
             if pair := self._warm.pop(key, None):
                 self._mark(pair)
 
-    async def _connect(self, decode: DecodeMember, prefill: PrefillMember) -> None:
+    async def _connect(self, decode: DecodeNode, prefill: PrefillNode) -> None:
         def failed(reason: str) -> None:
-            decode.trouble = prefill.trouble = reason
+            decode.lacks = prefill.lacks = reason
 
         async def attempt() -> None:
             assert prefill.info.nixl is not None  # Registration has checked this.
@@ -93,7 +93,7 @@ class Pairs:
         log.info("%s is connected to %s", decode.info.ref, prefill.info.ref)
         self._changed()
 
-    def _mark(self, pair: tuple[DecodeMember, PrefillMember]) -> None:
+    def _mark(self, pair: tuple[DecodeNode, PrefillNode]) -> None:
         decode, prefill = pair
         decode.is_warm = any(key[0] == decode.node_id for key in self._warm)
         prefill.is_warm = any(key[1] == prefill.node_id for key in self._warm)

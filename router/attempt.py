@@ -1,0 +1,281 @@
+"""One attempt to run a sample on one pair of nodes: the calls, and all that it holds there.
+
+Owns: what a sample is, the order of the calls to both nodes, their deadlines, and which errors are a node's fault. An
+attempt ends with its tokens, with an error, or with a node fault; `Attempt.close` gives back its slot, KV and claims in
+every case. This module must not know queues, or what follows from a fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from corun.config.fields import RouterConfig
+from corun.errors import (
+    CancelledByPeerError,
+    CorunError,
+    DeadlineError,
+    InvalidArgumentError,
+    OverloadedError,
+    StaleGenerationError,
+    UnavailableError,
+)
+from corun.observe.tracing import OFF, Span
+from corun.params import SamplingParams
+from corun.receipt import Receipt
+from corun.rpc.auth import ANYONE, Caller
+from corun.types import FinishReason, KvHandle, Priority, ResumePoint
+from router.nodes.node import Node, Placement, PrefillNode
+from router.nodes.node_client import ALONE, KvScope, RemoteLease, Start
+from router.placement import Need
+
+SOURCE_CHECK_S = 0.5
+"""The seconds between two checks whether the node that holds a sample's KV is still there. They end with the sample's
+first token."""
+_OF_CLIENTS = ("prompt.", "sampling_params", "seed")
+"""The prefixes of the fields that come from a client's request. All other fields of a call to a node come from the
+router."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleTask:
+    """One sample of a checked request: what is to be computed, and for whom."""
+
+    request_id: str
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    prompt_digest: str
+    """The digest of the prompt's token ids (`corun.receipt.prompt_digest`)."""
+    params: SamplingParams
+    seed: int
+    deadline: float
+    """The time by which the sample must have ended, on the loop's clock."""
+    received: ResumePoint | None = None
+    """The output of this sample that the client has from an earlier call."""
+    caller: Caller = ANYONE
+    priority: Priority = Priority.NORMAL
+    arrived: float | None = None
+    """When the sample's request came, on the loop's clock; None if no client's request came for it."""
+    share_scope: str = ""
+    """The scope in which equal prompts may share KV, such as one client; empty if the sample shares none."""
+    span: Span = field(default=OFF, repr=False, compare=False)
+    """The span of the sample's request."""
+    token_texts: bool = False
+    """Whether the client wants the text of each token."""
+
+    @property
+    def need(self) -> Need:
+        """The need of the sample's first attempt."""
+        kv_key = self.share_scope and f"{self.prompt_digest} {self.share_scope}"
+        return Need(num_prompt=len(self.prompt_token_ids), max_tokens=self.params.max_tokens, kv_key=kv_key)
+
+    def __str__(self) -> str:
+        return f"sample {self.index} of request {self.request_id!r}"
+
+
+class NodeFaultError(Exception):
+    """A node failed this attempt. Another attempt may succeed."""
+
+    def __init__(self, node: Node[Any], error: CorunError) -> None:
+        super().__init__(f"{node.info.ref}: {error}")
+        self.node = node
+        self.error = error
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the node went away in the attempt. Otherwise it answered with an error of its own."""
+        gone = isinstance(self.error, (UnavailableError, StaleGenerationError, CancelledByPeerError))
+        return gone or self.node.is_gone
+
+    def doubts_kv(self, num_tokens: int) -> bool:
+        """Return whether the KV may have been wrong. This is so if the decode node answered with an error, or not in
+        time, and drew no token from the KV. A node that went away tells nothing about its KV. num_tokens: the tokens of
+        the attempt."""
+        return not (isinstance(self.node, PrefillNode) or self.is_loss or num_tokens)
+
+
+class Output(Protocol):
+    """The receiver of an attempt's tokens."""
+
+    position: int
+    """The number of tokens that the current attempt has given so far."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the sample so far, over all its attempts."""
+
+    def take(self, token_id: int, logprob: float) -> bool:
+        """Take the attempt's next token. Return True if the sample ends with it."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of the sample's tokens (`corun.receipt.OutputDigest`)."""
+
+    def tokens_hexdigest(self) -> str:
+        """Return the digest of the sample's token ids alone."""
+
+
+AnyOutput = TypeVar("AnyOutput", bound=Output)
+
+
+class Attempt(Generic[AnyOutput]):
+    """One attempt of one sample on one pair of nodes, with the slot and the KV that it holds there."""
+
+    def __init__(
+        self,
+        task: SampleTask,
+        placement: Placement,
+        output: AnyOutput,
+        config: RouterConfig,
+        span: Span = OFF,
+        kv_scope: KvScope = ALONE,
+    ) -> None:
+        self.task = task
+        self.placement = placement
+        self.output = output
+        self.span = span
+        self._kv_scope = kv_scope
+        self._config = config
+        self._lease = RemoteLease(output.take)
+        self._prefill_id = ""  # It is set while the prefill node may hold KV for this attempt.
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the attempt's first token came, on the loop's clock; None if there was none."""
+        return self._lease.first_row_at
+
+    async def reserve(self) -> None:
+        """Lease the slot. Raises OverloadedError if the node has no room now."""
+        with _faults_of(self.placement.decode, passing=OverloadedError), self.span.child("reserve"):
+            await self.placement.decode.client.reserve(
+                self._lease,
+                num_prompt_tokens=len(self.task.prompt_token_ids),
+                max_tokens=self.task.params.max_tokens,
+                timeout_s=self._time(self._config.reserve_timeout_s),
+            )
+        self.span.note({"corun.slot": self._lease.slot or 0})
+
+    async def to_end(self) -> FinishReason:
+        """Compute the whole sample in the leased slot. Its tokens go to the output as they come."""
+        return await self.decode(await self.prefill())
+
+    async def decode(self, handle: KvHandle) -> FinishReason:
+        """Decode all tokens from the prompt's KV. They go to the output as they come."""
+        with self.span.child("decode") as span:
+            try:
+                await self.start(handle)
+                return await self.stream()
+            finally:
+                if self.first_token_at is not None:
+                    span.event("first_token", self.first_token_at)
+
+    async def prefill(self) -> KvHandle:
+        """Compute the prompt's KV and return its handle."""
+        self._prefill_id = secrets.token_hex(12)
+        with _faults_of(self.placement.prefill), self.span.child("prefill") as span:
+            handle = await self.placement.prefill.client.prefill(
+                self._prefill_id,
+                self.task.prompt_token_ids,
+                self.placement.decode.info.ref,
+                self._time(self._config.prefill_timeout_s),
+                span.metadata,
+                share=self._kv_scope,
+            )
+        self.placement.prefilled()
+        return handle
+
+    async def start(self, handle: KvHandle) -> None:
+        """Hand the KV over to the decode node and start to decode."""
+        task = self.task
+        start = Start(handle=handle, prompt_token_ids=task.prompt_token_ids, params=task.params, seed=task.seed)
+        with _faults_of(self.placement.decode):
+            timeout_s = self._time(self._config.step_timeout_s)
+            await self.placement.decode.client.start(self._lease, start, timeout_s, self.span.metadata)
+
+    async def stream(self) -> FinishReason:
+        """Wait for the last token. Tokens go to the output as they come."""
+        ended = self._lease.ended
+        with _faults_of(self.placement.decode):
+            while not ended.done():
+                left = self._config.step_timeout_s - self.placement.decode.client.silent_s(self._lease)
+                if left <= 0:
+                    raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
+                if not self.output.position:  # Before the first token, the KV may not have been read yet.
+                    self._check_source()
+                    left = min(left, SOURCE_CHECK_S)
+                await asyncio.wait((ended,), timeout=self._time(left))
+            return ended.result()
+
+    def _check_source(self) -> None:
+        """Raise NodeFaultError if the prefill node that holds the KV is lost or stuck."""
+        prefill = self.placement.prefill
+        if reason := prefill.no_source:
+            raise NodeFaultError(prefill, UnavailableError(f"{prefill.node_id}: {reason}"))
+
+    def close(self) -> None:
+        """Give back all that the attempt holds. This never waits: calls to nodes run in the background."""
+        self.placement.leave()
+        self.leave_kv()()
+        self.placement.decode.client.release(self._lease, self.placement.free)
+
+    def leave_kv(self) -> Callable[[], None]:
+        """Leave the KV on the prefill node for another attempt, and return a function that releases it. Call this
+        before `close`."""
+        name, self._prefill_id = self._prefill_id, ""
+        if not name or self.output.position:  # Once there is a token, the KV has been read.
+            return nothing
+        return partial(self.placement.prefill.client.release_kv, name)
+
+    def _time(self, longest_s: float) -> float:
+        """Return the seconds until the sample's deadline, at most `longest_s`. Raises DeadlineError if none is left."""
+        left = self.task.deadline - _now()
+        if left <= 0:
+            raise DeadlineError(f"the deadline passed in an attempt of {self.task}")
+        return min(left, longest_s)
+
+
+def receipt_of(
+    task: SampleTask, fingerprint: str, output: Output, placement: Placement, reason: FinishReason
+) -> Receipt:
+    """Return the receipt of an attempt that has ended."""
+    return Receipt(
+        fingerprint=fingerprint,
+        request_id=task.request_id,
+        sample_index=task.index,
+        seed=task.seed,
+        prompt_digest=task.prompt_digest,
+        params_digest=task.params.digest(),
+        output_digest=output.hexdigest(),
+        num_prompt_tokens=len(task.prompt_token_ids),
+        num_output_tokens=output.num_tokens,
+        finish_reason=reason,
+        prefill_node=placement.prefill.info.ref,
+        decode_node=placement.decode.info.ref,
+        tokens_digest=output.tokens_hexdigest(),
+    )
+
+
+def nothing() -> None:
+    pass
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@contextmanager
+def _faults_of(node: Node[Any], passing: type[CorunError] | tuple[()] = ()) -> Iterator[None]:
+    """Turn the errors of calls to a node into faults of that node, except `passing` and errors in the client's own
+    fields."""
+    try:
+        yield
+    except passing:
+        raise
+    except CorunError as error:
+        if isinstance(error, InvalidArgumentError) and error.field.startswith(_OF_CLIENTS):
+            raise  # The engine refuses the request, and another attempt would not change that.
+        raise NodeFaultError(node, error) from error
