@@ -76,7 +76,7 @@ class Router:
             health=self.observation.health,
         )
         self.runner = SampleRunner(self.registry, self.queue, config, self.auditor.note)
-        self.generator = RequestRunner(
+        self.requests = RequestRunner(
             self.registry,
             self.queue,
             self.runner,
@@ -86,7 +86,7 @@ class Router:
             share_kv=config.share_kv,
         )
         self.verifier = Verifier(
-            self.generator, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
+            self.requests, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
         self.registry.subscribe(self.verifier.pump)  # Verifications come after the audits.
         self._activity = Activity()
@@ -126,7 +126,7 @@ class Router:
         self._activity.draining = True
         await self.server.stop(0.0)
         await self._activity.drain(STOP_GRACE_S)  # Cancelled calls still have to give back what they hold.
-        self.generator.close()
+        self.requests.close()
         await self.auditor.close()
         await self.idle.close()
         await self.registry.close()
@@ -171,7 +171,7 @@ class Router:
             registry=self.registry,
             queue=self.queue,
             runner=self.runner,
-            generator=self.generator,
+            requests=self.requests,
             verifier=self.verifier,
             auditor=self.auditor,
             max_queued_samples=config.max_queued_samples,

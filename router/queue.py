@@ -19,6 +19,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from corun.errors import CorunError, DeadlineError, OverloadedError, UnavailableError
@@ -48,43 +49,40 @@ _GOLDEN = 0.6180339887498949
 _CLASSES = {priority: number for number, priority in enumerate(Priority, start=1)}
 _RAN = 0
 """The class of samples that have run, before all others: a client may already have output of theirs."""
+Key = tuple[int, bool, float, int]
 
 
+@dataclass(eq=False, slots=True)
 class QueueEntry:
     """One sample in the queue, from its arrival until it leaves."""
 
-    __slots__ = (
-        "aside_at", "caller", "first_placement", "granted", "is_waiting", "need", "number", "priority", "ran", "start",
-    )  # fmt: skip
-
-    def __init__(self, number: int, need: Need, caller: Caller, priority: Priority, start: float) -> None:
-        self.number = number
-        """The entry's number in the order of arrival."""
-        self.need = need
-        self.caller = caller
-        self.priority = priority
-        self.start = start
-        """The virtual time at which the sample starts among its class (`FairShare`)."""
-        self.first_placement: int | None = None
-        """The number of the entry's first placement among all placements; None before it."""
-        self.ran = False
-        """Whether an attempt has begun, so that the client may have output."""
-        self.is_waiting = False
-        self.aside_at: float | None = None
-        """The time since which the entry waits aside, on the loop's clock; None if it waits in line."""
-        self.granted: asyncio.Future[Placement] | None = None
-        """The future of the placement, from the start of a wait until the placement is taken."""
+    number: int
+    """The entry's number in the order of arrival."""
+    need: Need
+    caller: Caller
+    priority: Priority
+    start: float
+    """The virtual time at which the sample starts among its class (`FairShare`)."""
+    first_placement: int | None = None
+    """The number of the entry's first placement among all placements; None before it."""
+    ran: bool = False
+    """Whether an attempt has begun, so that the client may have output."""
+    is_waiting: bool = False
+    aside_at: float | None = None
+    """The time since which the entry waits aside, on the loop's clock; None if it waits in line."""
+    granted: asyncio.Future[Placement] | None = None
+    """The future of the placement, from the start of a wait until the placement is taken."""
 
     @property
-    def rank(self) -> int:
-        """The entry's class, lower first."""
-        return _RAN if self.ran else _CLASSES[self.priority]
+    def is_in_line(self) -> bool:
+        return self.is_waiting and self.aside_at is None
 
     @property
-    def key(self) -> tuple[int, bool, float, int]:
+    def key(self) -> Key:
         """The entry's place in the order: class, whether it never had a placement, place among such, and number."""
+        rank = _RAN if self.ran else _CLASSES[self.priority]
         is_fresh = self.first_placement is None
-        return self.rank, is_fresh, self.start if self.first_placement is None else self.first_placement, self.number
+        return rank, is_fresh, self.start if self.first_placement is None else self.first_placement, self.number
 
 
 class FairShare:
@@ -187,7 +185,7 @@ class SampleQueue:
         self._max_tokens = max_tokens
         self._max_wait_s = max_wait_s
         self._node_wait_s = node_wait_s
-        self._heap: list[tuple[tuple[int, bool, float, int], QueueEntry]] = []
+        self._heap: list[tuple[Key, QueueEntry]] = []
         """The entries in line, and some that have left: those are dropped when they are first."""
         self._aside: dict[QueueEntry, None] = {}
         """The entries aside, in the order in which they stepped aside."""
@@ -321,13 +319,9 @@ class SampleQueue:
         self.pump()
 
     def _head(self) -> QueueEntry | None:
-        while self._heap and not self._is_in_line(self._heap[0][1]):
+        while self._heap and not self._heap[0][1].is_in_line:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
-
-    @staticmethod
-    def _is_in_line(entry: QueueEntry) -> bool:
-        return entry.is_waiting and entry.aside_at is None
 
     def _add(self, entry: QueueEntry) -> None:
         """Let an entry wait in line."""
@@ -338,7 +332,7 @@ class SampleQueue:
 
     def _line_up(self, entry: QueueEntry) -> None:
         if len(self._heap) > 2 * self.waiting + 64:  # Entries that left far behind the head.
-            self._heap = [item for item in self._heap if self._is_in_line(item[1])]
+            self._heap = [item for item in self._heap if item[1].is_in_line]
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (entry.key, entry))
 
@@ -451,7 +445,7 @@ class SampleQueue:
     def _ahead(self, samples: int, caller: Caller, priority: Priority) -> float:
         """Return how many samples get placements up to and including the newcomer's last one, if no others arrive."""
         share = self._shares[priority]
-        ranks = Counter(key[0] for key, entry in self._heap if self._is_in_line(entry))
+        ranks = Counter(key[0] for key, entry in self._heap if entry.is_in_line)
         before = sum(number for rank, number in ranks.items() if rank < _CLASSES[priority])
         own = share.waiting[caller.name]
         weights = share.weights + (0 if own else caller.weight)

@@ -220,9 +220,9 @@ class RequestRunner:
         for task, entry in zip(tasks, entries, strict=True):
             # The callback runs even if the task is cancelled before its first step.
             task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
-        generation = RunningRequest(entries, tasks, outbox)
-        outbox.overflowed = generation.cancel  # The reader may be blocked where it cannot see the error yet.
-        return generation
+        running = RunningRequest(entries, tasks, outbox)
+        outbox.overflowed = running.cancel  # The reader may be blocked where it cannot see the error yet.
+        return running
 
     async def _run(self, sample: SampleTask, entry: QueueEntry, outbox: Outbox, model: Model) -> None:
         output = SampleOutput(

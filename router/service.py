@@ -90,7 +90,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         registry: Registry,
         queue: SampleQueue,
         runner: SampleRunner,
-        generator: RequestRunner,
+        requests: RequestRunner,
         verifier: Verifier,
         auditor: Auditor,
         max_queued_samples: int,
@@ -100,7 +100,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._registry = registry
         self._queue = queue
         self._runner = runner
-        self._generator = generator
+        self._requests = requests
         self._verifier = verifier
         self._auditor = auditor
         self._max_queued_samples = max_queued_samples
@@ -110,26 +110,26 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         with tally.request() as ending, of_call(context, "corun.request") as span, self._activity.call():
             tally.resumed += bool(request.resume)
             asked = _request(request, span)
-            samples = await self._generator.accept(asked, _deadline(context))
+            samples = await self._requests.accept(asked, _deadline(context))
             span.note({**_asked(asked, samples), "corun.router": self._router_id})
-            generation = self._generator.start(samples)
+            running = self._requests.start(samples)
             # A client that sent text gets the prompt's token ids, so it can check the receipt or run the request again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
             fingerprint = self._registry.contract.fingerprint
-            responses = Responses(generation, samples[0].request_id, with_logprobs=samples[0].params.logprobs)
+            responses = Responses(running, samples[0].request_id, with_logprobs=samples[0].params.logprobs)
             ending.has_finished = lambda: responses.has_ended
-            ending.error = lambda: generation.outbox.error
+            ending.error = lambda: running.outbox.error
             try:
-                for piece in await generation.take():
+                for piece in await running.take():
                     yield responses.encode(piece, prompt, fingerprint)
                     prompt, fingerprint = (), ""
                 if not responses.has_ended:
                     yield responses
             finally:
                 span.note(_given(responses.receipts))
-                if error := generation.outbox.error:  # The error may have been raised where the output was taken.
+                if error := running.outbox.error:  # The error may have been raised where the output was taken.
                     span.fail(error)
-                await generation.close()
+                await running.close()
 
     async def GetCluster(
         self, request: cluster_pb2.GetClusterRequest, context: Context
@@ -153,7 +153,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[cluster_pb2.VerifyResponse]:
         with self._activity.call():
             self._verifier.check_size(len(request.cases), len(request.conditions))
-            model = await self._generator.model(_deadline(context))
+            model = await self._requests.model(_deadline(context))
             cases = []
             for index, case in enumerate(request.cases):
                 cases.append(_case(index, case, model))
@@ -276,13 +276,13 @@ def _case(index: int, message: cluster_pb2.VerifyCase, model: Model) -> VerifyCa
 class Responses(Source):
     """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own."""
 
-    def __init__(self, generation: RunningRequest, request_id: str, *, with_logprobs: bool) -> None:
+    def __init__(self, running: RunningRequest, request_id: str, *, with_logprobs: bool) -> None:
         self.receipts: list[Receipt] = []
         """The receipts that have been sent."""
-        self._outbox = generation.outbox
+        self._outbox = running.outbox
         self._request_id = request_id
         self._with_logprobs = with_logprobs
-        self._running = generation.num_samples
+        self._running = running.num_samples
         self._encoders: dict[int, ResponseEncoder] = {}  # By sample index.
         self._pieces: deque[Piece] = deque()
 

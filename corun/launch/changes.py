@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from corun.launch.control import Outcome, Request
-from corun.launch.members import Member
+from corun.launch.members import ProcessSpec
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
@@ -20,7 +20,7 @@ class Change:
     request: Request
     pool: str
     text: str
-    touched: tuple[Member, ...]
+    touched: tuple[ProcessSpec, ...]
     """The nodes that this change adds or removes. Only these nodes decide its outcome."""
 
     def superseded(self, other: Change) -> bool:
@@ -29,10 +29,10 @@ class Change:
 
     def outcome(
         self,
-        wanted: Collection[Member],
-        running: Collection[Member],
-        stopping: Collection[Member],
-        statuses: Mapping[Member, ProcessStatus],
+        wanted: Collection[ProcessSpec],
+        running: Collection[ProcessSpec],
+        stopping: Collection[ProcessSpec],
+        statuses: Mapping[ProcessSpec, ProcessStatus],
         in_use: Sequence[Collection[str]],
     ) -> Outcome | None:
         """Return the outcome of this change, or None while it is not done.
@@ -58,7 +58,7 @@ class Changes:
         return iter(list(self._open))
 
     def add(
-        self, request: Request, pool: str, text: str, before: Sequence[Member], after: Sequence[Member]
+        self, request: Request, pool: str, text: str, before: Sequence[ProcessSpec], after: Sequence[ProcessSpec]
     ) -> list[tuple[Request, Outcome]]:
         """Add a request. Return the outcomes of the requests that it supersedes.
 

@@ -27,7 +27,7 @@ from corun.launch.members import (
     LOOPBACK,
     MODULES,
     ROUTER,
-    Member,
+    ProcessSpec,
     listens_anywhere,
     members,
     router_address,
@@ -77,8 +77,8 @@ class Cluster:
         self._is_spread = joined and not any(is_loopback(pool.config(ROUTER).host) for pool in spec.pools)
         self._fleet = Fleet()
         self._pools: dict[str, _Pool] = {}
-        self._places: dict[Member, int] = {}
-        self._deaths: dict[Member, int] = {}  # The number of deaths that the user was told about.
+        self._places: dict[ProcessSpec, int] = {}
+        self._deaths: dict[ProcessSpec, int] = {}  # The number of deaths that the user was told about.
         self._shares: Shares
         self._changes = Changes()
         self._starting = Starting(say)
@@ -163,7 +163,7 @@ class Cluster:
         for member in (member for member in hosts if member not in self._fleet.running):
             self._say.change(member.name, f"waiting: its machine, {hosts[member]}, is gone")
 
-    def _later(self, orders: Sequence[Order]) -> list[Member]:
+    def _later(self, orders: Sequence[Order]) -> list[ProcessSpec]:
         """Return the nodes that share a GPU and must wait for their turn to load."""
         sharing = [order.member for order in orders if order.share.is_part_of_gpu]
         known = set[str]().union(*(pool.known for pool in self._pools.values()))
@@ -175,7 +175,7 @@ class Cluster:
         now = in_turn(sharing, loading)
         return [member for member in sharing if member not in now]
 
-    def _order(self, member: Member) -> Order:
+    def _order(self, member: ProcessSpec) -> Order:
         if not member.is_router and member not in self._places:
             taken = set(self._places.values())
             self._places[member] = next(place for place in range(len(taken) + 1) if place not in taken)
@@ -190,7 +190,7 @@ class Cluster:
             modules=self._modules,
         )
 
-    def _tell_processes(self, statuses: Mapping[Member, ProcessStatus]) -> None:
+    def _tell_processes(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
         for member, status in statuses.items():
             if status.state is ProcessState.RUNNING:
                 if status.deaths > self._deaths.get(member, 0):  # It died and restarted between two checks.
@@ -205,7 +205,7 @@ class Cluster:
         if (failed := failure(members(self._spec), statuses, ready)) is not None:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
 
-    def _tell_start(self, statuses: Mapping[Member, ProcessStatus]) -> None:
+    def _tell_start(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
         """Report what each node that no router uses yet is doing, until all pools are ready."""
         if all(pool.ready for pool in self._pools.values()):
             return
@@ -275,7 +275,7 @@ class Cluster:
                 control.tell(earlier, outcome)
             self._spec = spec
 
-    def _conclude(self, control: Control, statuses: Mapping[Member, ProcessStatus]) -> None:
+    def _conclude(self, control: Control, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
         """Answer the requests that are done or have failed."""
         wanted, running, stopping = set(members(self._spec)), set(self._fleet.running), set(self._fleet.stopping)
         for change in self._changes:
@@ -293,7 +293,7 @@ class Cluster:
         for is_router in (True, False):
             self._stop([member for member in self._fleet.running if member.is_router is is_router], signals)
 
-    def _stop(self, ending: Sequence[Member], signals: StopSignals) -> None:
+    def _stop(self, ending: Sequence[ProcessSpec], signals: StopSignals) -> None:
         asked = 0
         deadline = time.monotonic() + self._fleet.grace_s(ending) + STATUS_TIMEOUT_S
         while running := [member for member, status in self._fleet.statuses(ending).items() if may_run(status)]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from corun.config.cluster_file import PoolSpec
 from corun.launch import runtime
-from corun.launch.members import MODULES, Member, command
+from corun.launch.members import MODULES, ProcessSpec, command
 from corun.launch.placement import Group, Share, groups, reuse
 from corun.launch.supervisor import ProcessState, ProcessStatus, Supervisor
 
@@ -32,7 +32,7 @@ class Order:
     """What an actor needs to start its process on any machine."""
 
     pool: PoolSpec
-    member: Member
+    member: ProcessSpec
     routers: tuple[str, ...]
     """The host:port of each router."""
     host: str = ""
@@ -105,28 +105,30 @@ class Fleet:
 
     def __init__(self, only_host: str = "") -> None:
         self._only_host = only_host
-        self._placed: dict[Member, _Placed] = {}
+        self._placed: dict[ProcessSpec, _Placed] = {}
         self._groups: list[Group] = []
 
     @property
-    def running(self) -> list[Member]:
+    def running(self) -> list[ProcessSpec]:
         """The processes in the order of their starts, including those that were asked to end."""
         return list(self._placed)
 
     @property
-    def last_statuses(self) -> dict[Member, ProcessStatus]:
+    def last_statuses(self) -> dict[ProcessSpec, ProcessStatus]:
         """The status of each process when it last answered."""
         return {member: placed.status for member, placed in self._placed.items()}
 
-    def grace_s(self, members: Iterable[Member]) -> float:
+    def grace_s(self, members: Iterable[ProcessSpec]) -> float:
         """Return the longest time in seconds that any member has between being asked to end and being killed."""
         return max((self._placed[member].grace_s for member in members), default=0.0)
 
     @property
-    def stopping(self) -> list[Member]:
+    def stopping(self) -> list[ProcessSpec]:
         return [member for member, placed in self._placed.items() if placed.gone_at is not None]
 
-    def start(self, orders: Sequence[Order], router_hosts: Mapping[Member, str], later: Sequence[Member] = ()) -> None:
+    def start(
+        self, orders: Sequence[Order], router_hosts: Mapping[ProcessSpec, str], later: Sequence[ProcessSpec] = ()
+    ) -> None:
         """Place processes. They start as soon as there is room, in no particular order.
 
         Nodes that start together are placed near each other where possible. router_hosts: the address of each router's
@@ -144,7 +146,7 @@ class Fleet:
             self._place(order, placement)
         self._place_on_gpus({order.member: order for order in nodes if order.share.gpus}, later)
 
-    def _place_on_gpus(self, orders: Mapping[Member, Order], later: Sequence[Member]) -> None:
+    def _place_on_gpus(self, orders: Mapping[ProcessSpec, Order], later: Sequence[ProcessSpec]) -> None:
         reuse(self._groups, {member: order.share.gpus for member, order in orders.items()}, {*self._placed, *later})
         kept = {member: group for group in self._groups for member in group.members}
         for near in groups([member for member in (*orders, *later) if member not in kept]):
@@ -167,7 +169,7 @@ class Fleet:
         actor = runtime.api().remote(_Actor).options(num_cpus=0, max_restarts=-1, **placement).remote(order)
         self._placed[order.member] = _Placed(actor, _waiting(order.member), order.grace_s, **facts)
 
-    def stop(self, members: Iterable[Member]) -> None:
+    def stop(self, members: Iterable[ProcessSpec]) -> None:
         """Ask processes to end; asking again kills them. `forget_ended` notices when they have ended."""
         for placed in (self._placed[member] for member in members):
             placed.actor.stop.remote()
@@ -175,7 +177,7 @@ class Fleet:
             placed.question = placed.actor.status.remote()
             placed.gone_at = placed.gone_at or time.monotonic() + placed.grace_s + _LATE_S
 
-    def forget_ended(self) -> list[Member]:
+    def forget_ended(self) -> list[ProcessSpec]:
         """Release the processes that ended after they were asked to, and the routers whose machine is gone. Return
         these processes."""
         ended = [member for member, placed in self._placed.items() if _has_ended(placed)]
@@ -186,7 +188,7 @@ class Fleet:
             self._groups.remove(group)
         return ended
 
-    def statuses(self, members: Iterable[Member] | None = None) -> dict[Member, ProcessStatus]:
+    def statuses(self, members: Iterable[ProcessSpec] | None = None) -> dict[ProcessSpec, ProcessStatus]:
         """Return what each process does now, or did when it last answered."""
         asked = {m: p for m, p in self._placed.items() if members is None or m in members}
         for placed in asked.values():
@@ -231,11 +233,11 @@ def _is_dead(status: ProcessStatus) -> bool:
     return status.state is ProcessState.FAILED and not status.deaths
 
 
-def _waiting(member: Member) -> ProcessStatus:
+def _waiting(member: ProcessSpec) -> ProcessStatus:
     return ProcessStatus(name=member.name, state=ProcessState.WAITING)
 
 
-def _answer(member: Member, question: Any) -> ProcessStatus:
+def _answer(member: ProcessSpec, question: Any) -> ProcessStatus:
     errors = runtime.api().exceptions
     try:
         status: ProcessStatus = runtime.api().get(question)

@@ -25,8 +25,8 @@ _TRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One process of a cluster. It stays the same member when it is started again."""
+class ProcessSpec:
+    """One process that a cluster should have. It is the same one when it is started again."""
 
     pool: str
     role: str
@@ -41,10 +41,10 @@ class Member:
         return self.role == ROUTER
 
 
-def members(spec: ClusterSpec) -> tuple[Member, ...]:
+def members(spec: ClusterSpec) -> tuple[ProcessSpec, ...]:
     """Return all processes of a cluster: for each pool its routers, then its prefill nodes, then its decode nodes."""
     return tuple(
-        Member(pool.name, role, index, _name(spec, pool, role, index))
+        ProcessSpec(pool.name, role, index, _name(spec, pool, role, index))
         for pool in spec.pools
         for role in ROLES
         for index in range(pool.count(role))
@@ -58,7 +58,7 @@ def _name(spec: ClusterSpec, pool: PoolSpec, role: str, index: int) -> str:
 
 def command(
     pool: PoolSpec,
-    member: Member,
+    member: ProcessSpec,
     *,
     host: str,
     routers: Sequence[str] = (),

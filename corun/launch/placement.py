@@ -12,7 +12,7 @@ from typing import Any
 
 from corun.config.cluster_file import PoolSpec
 from corun.errors import InvalidArgumentError
-from corun.launch.members import Member
+from corun.launch.members import ProcessSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Shares:
     """The cores of the only machine, which its nodes share; empty: cores are not shared."""
     cores_each: int = 0
 
-    def of(self, member: Member, place: int) -> Share:
+    def of(self, member: ProcessSpec, place: int) -> Share:
         """Return the share of one process. place: the lowest number that no other node has, from 0 on."""
         if member.is_router:
             return Share()
@@ -111,13 +111,13 @@ class Group:
 
     handle: Any
     """The handle of the bundles, for whoever keeps them."""
-    members: list[Member]
+    members: list[ProcessSpec]
     """The node that each bundle is for, or was for last."""
     gpus: float
     """The number of GPUs in each bundle."""
 
 
-def reuse(kept: Sequence[Group], starting: Mapping[Member, float], occupying: Collection[Member]) -> None:
+def reuse(kept: Sequence[Group], starting: Mapping[ProcessSpec, float], occupying: Collection[ProcessSpec]) -> None:
     """Give bundles that no node uses to nodes that have none, in place.
 
     starting: the nodes that start now, with the number of GPUs that each needs. occupying: all other nodes that have
@@ -132,10 +132,10 @@ def reuse(kept: Sequence[Group], starting: Mapping[Member, float], occupying: Co
                 break
 
 
-def groups(starting: Sequence[Member]) -> list[tuple[Member, ...]]:
+def groups(starting: Sequence[ProcessSpec]) -> list[tuple[ProcessSpec, ...]]:
     """Return the groups of nodes that should be near each other: the i-th prefill node and the i-th decode node of a
     pool, if they start together."""
-    found: dict[tuple[str, int], list[Member]] = {}
+    found: dict[tuple[str, int], list[ProcessSpec]] = {}
     for member in starting:
         found.setdefault((member.pool, member.index), []).append(member)
     return [tuple(group) for group in found.values()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from corun.launch.members import Member
+from corun.launch.members import ProcessSpec
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
@@ -16,14 +16,14 @@ from corun.launch.supervisor import ProcessState, ProcessStatus
 class Steps:
     """The processes to start and to stop next; both are empty when everything is as wanted."""
 
-    start: tuple[Member, ...] = ()
-    stop: tuple[Member, ...] = ()
+    start: tuple[ProcessSpec, ...] = ()
+    stop: tuple[ProcessSpec, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.start or self.stop)
 
 
-def steps(wanted: Sequence[Member], running: Collection[Member], stopping: Collection[Member]) -> Steps:
+def steps(wanted: Sequence[ProcessSpec], running: Collection[ProcessSpec], stopping: Collection[ProcessSpec]) -> Steps:
     """Return the missing processes to start and the surplus processes to stop.
 
     running: all processes that have not ended, including those in `stopping`. A stopping process that is wanted again
@@ -34,7 +34,7 @@ def steps(wanted: Sequence[Member], running: Collection[Member], stopping: Colle
     return Steps(start=start, stop=tuple(sorted(excess, key=lambda m: (m.pool, m.role, -m.index))))
 
 
-def in_turn(starting: Sequence[Member], loading: Collection[Member]) -> tuple[Member, ...]:
+def in_turn(starting: Sequence[ProcessSpec], loading: Collection[ProcessSpec]) -> tuple[ProcessSpec, ...]:
     """Return the nodes that share a GPU and may start now: one at a time, and only while no other node loads.
 
     An engine takes its part of the memory that it finds free. It fails, or takes another amount, if the free memory
@@ -45,8 +45,8 @@ def in_turn(starting: Sequence[Member], loading: Collection[Member]) -> tuple[Me
 
 
 def failure(
-    wanted: Sequence[Member], statuses: Mapping[Member, ProcessStatus], ready: Collection[str]
-) -> Member | None:
+    wanted: Sequence[ProcessSpec], statuses: Mapping[ProcessSpec, ProcessStatus], ready: Collection[str]
+) -> ProcessSpec | None:
     """Return the failed process without which the cluster cannot go on, or None.
 
     Before a pool is ready, this is any failed process of the pool. Later it is a failed process whose role has no other

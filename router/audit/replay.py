@@ -76,9 +76,9 @@ class Verifier:
     """Runs verifications, one at a time for each caller. `pump` has to be called when the registry changes."""
 
     def __init__(
-        self, generator: RequestRunner, registry: Registry, idle: IdleRuns, auditor: Auditor, *, max_cases: int
+        self, requests: RequestRunner, registry: Registry, idle: IdleRuns, auditor: Auditor, *, max_cases: int
     ) -> None:
-        self._generator = generator
+        self._requests = requests
         self._registry = registry
         self._idle = idle
         self._auditor = auditor
@@ -110,7 +110,7 @@ class Verifier:
         conditions = conditions or tuple(Condition)
         with self._only_one_of(caller):
             deadline = min(deadline, asyncio.get_running_loop().time() + LONGEST_S)
-            model = await self._generator.model(deadline)
+            model = await self._requests.model(deadline)
             self._check_conditions(conditions)
             changed = await self._check(cases, model, deadline, caller)
             judge, done = Judge(cases), 0
@@ -227,11 +227,11 @@ class Verifier:
                 return Outcome(case_index=index, error=str(error), is_late=isinstance(error, DeadlineError))
 
     async def _run_once(self, sample: SampleTask) -> tuple[str, Receipt]:
-        generation = self._generator.start([sample])
+        running = self._requests.start([sample])
         try:
-            return await generation.to_end()
+            return await running.to_end()
         finally:
-            await generation.close()
+            await running.close()
 
     def check_size(self, num_cases: int, num_conditions: int) -> None:
         """Raise InvalidArgumentError if a call has no cases, or too many cases or conditions."""
@@ -253,7 +253,7 @@ class Verifier:
             with naming_case(index):
                 self._check_case(case, model)
                 prompt = case.prompt_token_ids
-                if case.text and not await self._generator.is_text_of(case.text, prompt, model, deadline, caller):
+                if case.text and not await self._requests.is_text_of(case.text, prompt, model, deadline, caller):
                     changed.append(index)
             await asyncio.sleep(0)  # Let the streams of other requests go on.
         return changed
@@ -262,7 +262,7 @@ class Verifier:
         if case.sampling_params.n != 1:
             raise InvalidArgumentError("sampling_params.n", case.sampling_params.n, "must be 1")
         check_seed(case.seed)
-        self._generator.check(case.prompt_token_ids, case.sampling_params, model)
+        self._requests.check(case.prompt_token_ids, case.sampling_params, model)
 
 
 class Judge:

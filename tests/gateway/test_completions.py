@@ -260,13 +260,13 @@ async def test_a_request_without_a_seed_gets_one_that_gives_it_again(model: str)
 async def test_priorities_reach_the_router(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Priority] = []
     async with cluster(model) as fake, serving(fake) as http:
-        accept = fake.router.generator.accept
+        accept = fake.router.requests.accept
 
         async def noting(request: Any, deadline: float) -> Any:
             seen.append(request.priority)
             return await accept(request, deadline)
 
-        monkeypatch.setattr(fake.router.generator, "accept", noting)
+        monkeypatch.setattr(fake.router.requests, "accept", noting)
         for priority in (-3, 0, 3, "high", "low", None):
             await http.complete(priority=priority, max_tokens=1)
     high, normal, low = Priority.HIGH, Priority.NORMAL, Priority.LOW

@@ -74,7 +74,7 @@ async def test_a_prompt_is_counted_first(model: str) -> None:
     async with cluster(model) as fake:
         request = Request(prompt=Unread(9_999_999), params=SamplingParams())
         with pytest.raises(InvalidArgumentError, match=rf"9999999 tokens: must be at most {MAX_MODEL_LEN - 1} tokens"):
-            await fake.router.generator.accept(request, asyncio.get_running_loop().time() + WAIT_S)
+            await fake.router.requests.accept(request, asyncio.get_running_loop().time() + WAIT_S)
 
 
 async def test_a_prompt_of_a_message_is_not_copied_before() -> None:

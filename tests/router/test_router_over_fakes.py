@@ -180,7 +180,7 @@ class TestRequests:
             )
             request = Request(prompt=PROMPT, params=replace(PARAMS, n=2), request_id="r", seed=5, resume=(point,))
             deadline = asyncio.get_running_loop().time() + WAIT_S
-            samples = await fake.router.generator.accept(request, deadline)
+            samples = await fake.router.requests.accept(request, deadline)
             assert [bool(sample.need.kv_key) for sample in samples] == [False, True]
 
     async def test_stop_tokens_and_stop_strings(self, model: str) -> None:
@@ -679,7 +679,7 @@ class TestCancellation:
 
     async def test_cancelled_at_every_step(self, model: str) -> None:
         async with cluster(model, slots=2) as fake:
-            generator = fake.router.generator
+            generator = fake.router.requests
             for turns in range(60):
                 request = Request(prompt=PROMPT, params=SamplingParams(max_tokens=4), seed=turns)
                 samples = await generator.accept(request, asyncio.get_running_loop().time() + WAIT_S)

@@ -376,7 +376,7 @@ async def test_a_node_that_fails_fillers_is_not_asked_for_ever(model: str) -> No
 
 async def test_fillers_have_every_kind_of_filter(model: str) -> None:
     async with cluster(model) as fake:
-        known = await fake.router.generator.model(asyncio.get_running_loop().time())
+        known = await fake.router.requests.model(asyncio.get_running_loop().time())
         draw = crowd.Fillers(known, random.Random(1), 0.0, ANYONE)
         drawn = [draw.draw(64).params for _ in range(40)]
         assert {(p.top_p < 1, p.top_k > 0, p.min_p > 0) for p in drawn} == {

@@ -7,11 +7,11 @@ from collections.abc import Collection
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.changes import Changes
 from corun.launch.control import Outcome, Request
-from corun.launch.members import Member, members
+from corun.launch.members import ProcessSpec, members
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
-def cluster(prefill: int = 1, decode: int = 1) -> tuple[Member, ...]:
+def cluster(prefill: int = 1, decode: int = 1) -> tuple[ProcessSpec, ...]:
     pool = PoolSpec(common={"model": "m"}, replicas={"prefill": prefill, "decode": decode})
     return members(ClusterSpec(pools=(pool,)))
 
@@ -21,7 +21,11 @@ def request(number: int, **counts: int) -> Request:
 
 
 def outcomes(
-    changes: Changes, wanted: Collection[Member], running: Collection[Member], *failed: str, stopping: str = ""
+    changes: Changes,
+    wanted: Collection[ProcessSpec],
+    running: Collection[ProcessSpec],
+    *failed: str,
+    stopping: str = "",
 ) -> list[Outcome | None]:
     """All that run are used, but the failed ones."""
     statuses = {

@@ -11,7 +11,7 @@ import pytest
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch import fleet, runtime
 from corun.launch.fleet import Fleet, Order
-from corun.launch.members import Member, members
+from corun.launch.members import ProcessSpec, members
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
 POOL = PoolSpec(common={"model": "m", "drain_grace_s": 100.0}, router={"drain_grace_s": 5.0})
@@ -82,7 +82,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return made
 
 
-def order(member: Member) -> Order:
+def order(member: ProcessSpec) -> Order:
     return Order(pool=POOL, member=member, routers=(), logs=Path())
 
 

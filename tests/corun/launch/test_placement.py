@@ -8,7 +8,7 @@ import pytest
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError
-from corun.launch.members import Member, members
+from corun.launch.members import ProcessSpec, members
 from corun.launch.placement import Group, Share, Shares, groups, on_joined, on_own, reuse
 
 
@@ -111,7 +111,7 @@ def test_pairs_are_near_each_other() -> None:
 def test_a_bundle_that_nobody_has_is_used_again() -> None:
     """Two pairs, then `scale prefill=3 decode=1`: all GPUs are in bundles, and one of them is free."""
     pair = members(ClusterSpec(pools=(pool(4),)))  # A router, prefill-0, 1 and 2, decode-0.
-    prefill, decode = pair[1:4], [Member("main", "decode", index, f"decode-{index}") for index in range(2)]
+    prefill, decode = pair[1:4], [ProcessSpec("main", "decode", index, f"decode-{index}") for index in range(2)]
     kept = [Group(None, [prefill[index], decode[index]], 1.0) for index in range(2)]
     running = {prefill[0], prefill[1], decode[0]}
     reuse(kept, {prefill[2]: 0.5}, running)  # Not of that size.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec
-from corun.launch.members import Member, members
+from corun.launch.members import ProcessSpec, members
 from corun.launch.reconcile import Steps, failure, in_turn, steps
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
-def wanted(prefill: int = 1, decode: int = 1) -> tuple[Member, ...]:
+def wanted(prefill: int = 1, decode: int = 1) -> tuple[ProcessSpec, ...]:
     pool = PoolSpec(common={"model": "m"}, replicas={"prefill": prefill, "decode": decode})
     return members(ClusterSpec(pools=(pool,)))
 
