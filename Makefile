@@ -63,7 +63,7 @@ demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen prompts, verify eve
 	@$(PY) examples/demo.py $(ARGS)
 
 test: $(STAMP) ## Run the tests; ARGS='-m slow' those that are left out
-	@$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+	@$(PY) -m pytest -m "not gpu and not slow" --durations=30 $(ARGS)
 
 chaos: $(STAMP) ## Kill, stop and break nodes under load; ARGS='--engines real --seed 1 --faults 30', or fake ones
 	@$(PY) -m tests.chaos $(ARGS)
