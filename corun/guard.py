@@ -78,28 +78,18 @@ def stat_fields(pid: int, thread: str = "") -> list[str] | None:
 def end_children(pid: int, timeout_s: float = _KILL_TIMEOUT_S) -> None:
     """Kill and reap the children of this process, and the orphans that they leave to it."""
     deadline = time.monotonic() + timeout_s
-    while _has_children() and time.monotonic() < deadline:
+    while _reap({}) and time.monotonic() < deadline:
         for child in children(pid):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _has_children() -> bool:
-    """Reap the children that have ended, and return whether others are left. The list of `children` may miss one that
-    gets this process as its parent at that moment."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return False
-    return True
-
-
 def _wait(child: int, parent: int, grace_s: float) -> int:
     """Wait for the command and return its exit code; negative if a signal killed it."""
     kill_at: float | None = None
-    while (code := _reap().get(child)) is None:
+    ended: dict[int, int] = {}
+    while _reap(ended) and child not in ended:
         left = _WAKE_S if kill_at is None else min(_WAKE_S, max(0.0, kill_at - time.monotonic()))
         received = signal.sigtimedwait({*_STOP_SIGNALS, signal.SIGCHLD}, left)
         if received is not None and received.si_signo in _STOP_SIGNALS:
@@ -110,16 +100,18 @@ def _wait(child: int, parent: int, grace_s: float) -> int:
         if os.getppid() != parent or (kill_at is not None and time.monotonic() >= kill_at):
             os.kill(child, signal.SIGKILL)
             kill_at = time.monotonic() + _KILL_TIMEOUT_S
-    return code
+    return ended[child]
 
 
-def _reap() -> dict[int, int]:
-    """Reap the children that have ended and return their exit codes; a subreaper gets orphans, too."""
-    ended = {}
-    with suppress(ChildProcessError):
+def _reap(ended: dict[int, int]) -> bool:
+    """Reap the children that have ended, and note their exit codes by pid; a subreaper gets orphans, too. Return
+    whether others are left: the list of `children` may miss one that gets this process as its parent at that moment."""
+    try:
         while (result := os.waitpid(-1, os.WNOHANG))[0]:
             ended[result[0]] = os.waitstatus_to_exitcode(result[1])
-    return ended
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _die_with(guard: int) -> None:

@@ -73,7 +73,7 @@ class SlotTable:
         """Lease the lowest free slot.
 
         Raises NoRoomError if every slot is held, fewer KV blocks are free than the sample needs, or this router already
-        holds its part while another has waited longer.
+        holds its part while another one comes first (`_check_part`).
         """
         need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
         try:
@@ -105,6 +105,8 @@ class SlotTable:
         for, the others leave it that room, or it would wait for ever.
         """
         self._waiting = {name: wait for name, wait in self._waiting.items() if now - wait.last < WAIT_S}
+        if not self._waiting.keys() - {router_id}:
+            return
         held: dict[str, list[int]] = {name: [] for name in (*self._waiting, router_id)}
         for lease in self._leases.values():
             held.setdefault(lease.router_id, []).append(lease.kv_blocks)

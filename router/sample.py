@@ -213,7 +213,8 @@ class SampleRunner:
                 history.keep_kv(attempt.leave_kv())
             self._note_fault(fault, attempt, entry, history, self._registry.clock.still_s - still_before)
         finally:
-            history.note_attempt(output.num_tokens, placement)
+            if placement.holds_slot:  # A refused placement has led to no attempt.
+                history.note_attempt(output.num_tokens, placement)
             self.tally.output_tokens += _unreceived(task, output) - unreceived
             self._note_first_token(attempt, history)
             attempt.close()

@@ -1,4 +1,4 @@
-"""Attempt cases again under chosen conditions and compare every bit of their output.
+"""Run cases again under chosen conditions and compare every bit of their output.
 
 Each condition changes something that must not matter: which samples run beside a sample, which slot it gets, in which
 order samples arrive. Cases run in the same way as every other sample, at the lowest priority, and leave slots free for
@@ -214,7 +214,7 @@ class Verifier:
                 await asyncio.wait(tasks)
 
     async def _run(self, index: int, sample: SampleTask) -> Outcome:
-        """Attempt a case once. If the queue has no room for the lowest priority, try again until the time is over."""
+        """Run a case once. If the queue has no room for the lowest priority, try again until the time is over."""
         while True:
             try:
                 text, receipt = await self._run_once(sample)

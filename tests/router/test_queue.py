@@ -625,7 +625,7 @@ class Model:
         assert self.queue.waiting == len(waiting)
         assert self.queue.waiting_tokens == sum(entry.need.num_prompt for entry in waiting)
         assert len(fresh) < 2 * 8
-        assert len(waiting) + len(self.placements) == len(self.entries), "a entry is lost"
+        assert len(waiting) + len(self.placements) == len(self.entries), "an entry is lost"
         in_line = [entry for entry in waiting if entry.aside_at is None]
         assert self.queue.in_line == len(in_line)
         assert all(entry.need.total > self.pool.largest for entry in waiting if entry not in in_line)
