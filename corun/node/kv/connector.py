@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
     compute_nixl_compatibility_hash,
 )
-from vllm.platforms import current_platform
 
 from corun.node.kv.checks import Claim, Peer, ReadChecks, Verdict
 from corun.node.kv.digest import KvDigest, region_words
@@ -41,7 +39,6 @@ from corun.rpc.auth import read_token
 
 # A release of KV that was read at the same moment finds nothing to free; it is forgotten after this time.
 RELEASE_TTL_S = 60.0
-LOWEST_PRIORITY = 19
 WARM_TIMEOUT_S = 10.0
 HEARTBEAT = b"HB:"
 """The prefix of vLLM's messages that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
@@ -88,13 +85,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     """Pull mode: a decode node reads the KV that a prefill node holds."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        threads = _threads()
         _seal(vllm_config.kv_transfer_config.get_from_extra_config(TOKEN_FILE_KEY, ""))
         super().__init__(vllm_config, role, kv_cache_config)
-        if current_platform.is_cpu():
-            # NIXL's progress thread never sleeps, so it gets the lowest priority: the computing threads need the cores.
-            for thread in _threads() - threads:
-                os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
         self.handoffs = Handoffs()
         self.expired = 0
         """Prefill: the number of prompts since start whose KV was neither read nor released before its lease ended."""
@@ -405,11 +397,6 @@ def _seal(token_file: str) -> None:
         # A malformed request, or a request for a rank that does not exist, would end vLLM's listener. Sealed sockets
         # accept no request from a process without the token.
         base_scheduler.zmq_ctx = base_worker.zmq_ctx = sealed(read_token("cluster_token_file", token_file))
-
-
-def _threads() -> set[int]:
-    """Return the ids of this process's threads, native threads included."""
-    return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def _claim(owner: int, read: Any) -> Claim:

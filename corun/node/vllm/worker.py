@@ -51,6 +51,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         switches.set_switches(current_platform.device_type)
         if current_platform.is_cpu():
             busy_wait.nap_instead()
+            busy_wait.poll_with_timeout()
         if self.parallel_config.world_size == 1:
             # torch's TCPStore listens on every interface, whatever address it is given. A single rank needs no network.
             self.distributed_init_method = f"file:///proc/self/fd/{os.memfd_create('rendezvous')}"
