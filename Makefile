@@ -22,11 +22,11 @@ STAMP := $(VENV)/.corun-$(shell { echo $(CURDIR) $(UV_VERSION); cat $(LOCK) pypr
 OWNER := $(VENV)/.checkout
 export UV_HTTP_TIMEOUT ?= 300
 
-.PHONY: help setup demo test chaos fuzz check proto docs fmt lock clean distclean
+.PHONY: help setup demo test test-all chaos fuzz check proto docs fmt lock clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
-	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo, test, chaos and fuzz"
+	@echo "  VENV=$(VENV) PYTHON=$(PYTHON) TARGET=$(TARGET) (cpu or gpu) ARGS='…' for demo, tests, chaos and fuzz"
 
 setup: $(STAMP) ## Make the virtual environment from the lock file
 
@@ -62,8 +62,11 @@ $(STAMP): | $(TOOL)
 demo: $(STAMP) ## Start a cluster on the CPU, stream a dozen prompts, verify every bit, stop
 	@$(PY) examples/demo.py $(ARGS)
 
-test: $(STAMP) ## Run the tests; ARGS='-m slow' those that are left out
+test: $(STAMP) ## Run the unit tests, and one real cluster for bits, handoff, failover and what can be observed
 	@$(PY) -m pytest -m "not gpu and not slow" --durations=30 $(ARGS)
+
+test-all: $(STAMP) ## Run all tests: also Ray, pods, benchmarks and more engines; ARGS="-m 'slow and not gpu'" only those
+	@$(PY) -m pytest -m "not gpu" --durations=30 $(ARGS)
 
 chaos: $(STAMP) ## Kill, stop and break nodes under load; ARGS='--engines real --seed 1 --faults 30', or fake ones
 	@$(PY) -m tests.chaos $(ARGS)

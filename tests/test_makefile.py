@@ -47,7 +47,7 @@ def test_an_environment_of_another_checkout_is_refused_and_kept(tmp_path: Path, 
     mine, other = Checkout(tmp_path / "mine", venv), Checkout(tmp_path / "other", venv)
     assert mine.make("test")[0] == 0
     before = sorted(venv.iterdir())
-    for verb in ("test", "check", "demo", "chaos", "fuzz", "docs"):
+    for verb in ("test", "test-all", "check", "demo", "chaos", "fuzz", "docs"):
         code, said = other.make(verb)
         assert code != 0
         assert f"{venv} belongs to the checkout {mine.directory}" in said

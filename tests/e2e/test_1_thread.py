@@ -19,7 +19,7 @@ from tests.e2e.conftest import ALL_CHECKED, CHUNK, SLOTS, START_TIMEOUT_S, ready
 from tests.e2e.namespaces import HOSTS, PORTS, received, spread, why_not
 from tests.e2e.test_determinism import make_cases, verify_all
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

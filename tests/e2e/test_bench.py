@@ -21,7 +21,7 @@ from corun.processes import descendants, end_tree, living
 from tests.e2e.conftest import Cluster, wait_until
 from tests.machine import command_line, free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LONG, ROLLOUT, SHORTER = "in=1800,out=32", "rl=6x2,in=600,out=12", "in=600,out=24"
 RUN = (

@@ -17,6 +17,7 @@ from corun.models import tiny
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="attention on CPU splits KV over 2 or more threads"),
     pytest.mark.timeout(400),
 ]

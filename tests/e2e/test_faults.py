@@ -53,10 +53,12 @@ async def kill(cluster: Cluster, name: str) -> None:
     """SIGKILL for the node's own process. Its engine ends without it; then the node is started again."""
     process = cluster.processes.running[name]
     tree = descendants(process.pid)
-    process.kill()
-    process.wait()
-    await until(lambda: not living(tree))
-    cluster.processes.restart(name)
+    try:
+        process.kill()
+        process.wait()
+        await until(lambda: not living(tree))
+    finally:  # A failure here leaves the other tests their cluster.
+        cluster.processes.restart(name)
 
 
 async def stop_for(seconds: float, pids: list[int]) -> None:

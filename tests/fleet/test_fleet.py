@@ -16,7 +16,7 @@ from tests.fleet.hosts import Hosts, Up, hosts, up, wait_for
 from tests.fleet.nodes import WRONG
 from tests.fleet.streams import Streams, pack, streaming
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOML = """
 [security]

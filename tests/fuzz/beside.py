@@ -111,6 +111,8 @@ class Siege:
         self._tokens = tokens
         self._told: list[dict[str, Any]] = []
         self._most: dict[str, float] = {}
+        self._said = {name: len(self._processes.log(name)) for name in self._processes.commands}
+        """The characters of each log when the siege began: what an engine says while it loads is no finding."""
 
     async def run(self, *, at_once: int, calm_s: float) -> None:
         """Run the calm and then the assaults, and judge both."""
@@ -177,7 +179,7 @@ class Siege:
                 longest = max(told["longest_pause_s"] for told in slow)
                 report.find(f"{len(slow)} streams over {way} paused for up to {longest} s, more than {bound:.3f} s")
         for name in self._processes.commands:
-            for line in sorted(set(_BAD.findall(self._processes.log(name)))):
+            for line in sorted(set(_BAD.findall(self._processes.log(name)[self._said[name] :]))):
                 report.find(f"in the log of {name}: {line[:300]}")
 
     async def _settled(self) -> None:

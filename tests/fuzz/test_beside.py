@@ -73,7 +73,9 @@ def test_what_became_of_others_is_judged(tmp_path: Path, told: dict[str, Any], f
     ],
 )
 def test_words_of_the_log_are_found(tmp_path: Path, line: str) -> None:
-    siege = sieged(tmp_path, f"12:00 INFO fine\n{line}\n")
+    siege = sieged(tmp_path)
+    with siege._processes.logs.joinpath("router.log").open("a") as log:
+        log.write(f"12:00 INFO fine\n{line}\n")
     siege._judge([CALM], [CALM])
     assert siege.report.findings == [f"in the log of router: {line}"]
 
@@ -84,8 +86,9 @@ def test_nothing_compared_is_a_finding(tmp_path: Path) -> None:
     assert siege.report.findings == ["0 streams in calm and 1 beside the assaults: nothing was compared"]
 
 
-def sieged(logs: Path, router_log: str = "") -> Siege:
-    (logs / "router.log").write_text(router_log)
+def sieged(logs: Path) -> Siege:
+    """A siege of a router that said something bad before it began, which is no finding."""
+    (logs / "router.log").write_text("Traceback (most recent call last):\n")
     nothing: Any = None
     nodes = Nodes(Topology(model="tiny"), Processes(logs, commands={"router": ("router",)}))
     return Siege(nodes, nothing, nothing, Report(seed=1, minutes=0.0))

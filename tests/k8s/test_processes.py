@@ -132,6 +132,7 @@ def test_a_broken_secret_ends_the_router_with_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
     """Real engines. A router whose pod is deleted serves until SIGTERM; a stream that runs then gets all its tokens."""

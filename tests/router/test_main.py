@@ -16,7 +16,7 @@ from tests.machine import free_port
 from tests.probing import probe
 from tests.scraping import families, values
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:

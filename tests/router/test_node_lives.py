@@ -116,7 +116,7 @@ class TestStuckEngine:
             await nodes.fake.until(lambda: "its engine is stuck" in nodes.fake.router.registry.missing())
             d1.engine.go_on()
             assert right(await run, 8)
-            assert len(p1.engine.prefilled) == 2
+            assert len(p1.engine.prefilled) >= 2  # More if this machine stops longer than an engine may.
 
     async def test_a_prefill_engine(self, model: str) -> None:
         """The prompts that it has are computed elsewhere; what it ends up with is released."""

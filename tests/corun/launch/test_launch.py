@@ -15,7 +15,7 @@ import pytest
 
 from corun.processes import descendants, living
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NODE = """
 import os, sys, time
