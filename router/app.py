@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
 
 from corun import __version__
 from corun.config.fields import RouterConfig, is_loopback
 from corun.observe.endpoints import Observation
 from corun.observe.metrics import LoopCollector
 from corun.params import MAX_NAME_LENGTH
-from corun.rpc.auth import ClientToken, Gate
+from corun.rpc.auth import Gate
 from corun.rpc.certificates import Renewed
 from corun.rpc.channel import Access
 from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.audit.auditor import Auditor
 from router.audit.idle import IdleRuns
-from router.audit.replay import Verifier
+from router.audit.verifier import Verifier
 from router.metrics import Figures, families
 from router.nodes.pairs import spawn
 from router.nodes.registry import Registry
@@ -63,12 +62,14 @@ class Router:
         self.registry.watch(self.idle.give_way)
         self.registry.subscribe(self.idle.review)
         self.registry.subscribe(self.auditor.pump)  # Audits come after the queue and use the room that it leaves.
+        # If the file of client tokens cannot be used or has none, the previous ones stay.
+        client_tokens = Renewed((config.client_tokens_file,), config.client_tokens).current
         self.server = GrpcServer(
             config.host,
             config.port,
             tls=access.tls,
             mutual=config.tls_clients,
-            gate=Gate(cluster=access.token, clients=_client_tokens(config)),
+            gate=Gate(cluster=access.token, clients=client_tokens),
             max_message_bytes=config.max_message_bytes,
             request_limit=self.request_limit,
             client_timeout_s=config.client_timeout_s,
@@ -192,9 +193,3 @@ def _process_id(router_id: str) -> str:
     name."""
     suffix = f"-{secrets.token_hex(4)}"
     return router_id[: MAX_NAME_LENGTH - len(suffix)] + suffix
-
-
-def _client_tokens(config: RouterConfig) -> Callable[[], Sequence[ClientToken]]:
-    """Return a function that reads the client tokens from the file as it is now. If the file cannot be used or has no
-    tokens, the previous ones stay."""
-    return Renewed((config.client_tokens_file,), config.client_tokens).current

@@ -30,6 +30,7 @@ from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.rpc.auth import ANYONE, Caller
 from corun.types import FinishReason, KvHandle, Priority, ResumePoint
+from router.clock import loop_time
 from router.nodes.node import Node, Placement, PrefillNode
 from router.nodes.node_client import ALONE, KvScope, RemoteLease, Start
 from router.placement import Need
@@ -105,12 +106,16 @@ class Output(Protocol):
     position: int
     """The number of tokens that the current attempt has given so far."""
 
+    def take(self, token_id: int, logprob: float) -> bool:
+        """Take the attempt's next token. Return True if the sample ends with it."""
+
+
+class DigestedOutput(Output, Protocol):
+    """An output of which there may be a receipt."""
+
     @property
     def num_tokens(self) -> int:
         """The number of tokens of the sample so far, over all its attempts."""
-
-    def take(self, token_id: int, logprob: float) -> bool:
-        """Take the attempt's next token. Return True if the sample ends with it."""
 
     def hexdigest(self) -> str:
         """Return the digest of the sample's tokens (`corun.receipt.OutputDigest`)."""
@@ -159,10 +164,6 @@ class Attempt(Generic[AnyOutput]):
             )
         self.span.note({"corun.slot": self._lease.slot or 0})
 
-    async def to_end(self) -> FinishReason:
-        """Compute the whole sample in the leased slot. Its tokens go to the output as they come."""
-        return await self.decode(await self.prefill())
-
     async def decode(self, handle: KvHandle) -> FinishReason:
         """Decode all tokens from the prompt's KV. They go to the output as they come."""
         with self.span.child("decode") as span:
@@ -183,9 +184,9 @@ class Attempt(Generic[AnyOutput]):
                 self.placement.decode.info.ref,
                 self._time(self._config.prefill_timeout_s),
                 span.metadata,
-                share=self._kv_scope,
+                kv_scope=self._kv_scope,
             )
-        self.placement.prefilled()
+        self.placement.leave(is_computed=True)
         return handle
 
     async def start(self, handle: KvHandle) -> None:
@@ -232,14 +233,14 @@ class Attempt(Generic[AnyOutput]):
 
     def _time(self, longest_s: float) -> float:
         """Return the seconds until the sample's deadline, at most `longest_s`. Raises DeadlineError if none is left."""
-        left = self.task.deadline - _now()
+        left = self.task.deadline - loop_time()
         if left <= 0:
             raise DeadlineError(f"the deadline passed in an attempt of {self.task}")
         return min(left, longest_s)
 
 
 def receipt_of(
-    task: SampleTask, fingerprint: str, output: Output, placement: Placement, reason: FinishReason
+    task: SampleTask, fingerprint: str, output: DigestedOutput, placement: Placement, reason: FinishReason
 ) -> Receipt:
     """Return the receipt of an attempt that has ended."""
     return Receipt(
@@ -261,10 +262,6 @@ def receipt_of(
 
 def nothing() -> None:
     pass
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @contextmanager

@@ -50,19 +50,15 @@ class Outbox:
         """Called when the client reads so slowly that there is no room for more."""
         self.ready: Callable[[], None] | None = None
         """Called when there is output or an error. If it is None, the caller that waits in `take` is woken instead."""
+        self.error: CorunError | None = None
+        """The error that ended the request; None if there was none."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._pending: dict[int, Piece] = {}  # By sample index, oldest first.
-        self._error: CorunError | None = None
         self._taking: asyncio.Future[None] | None = None  # The future of the caller that waits in `take`.
 
-    @property
-    def error(self) -> CorunError | None:
-        """The error that ended the request; None if there was none."""
-        return self._error
-
     def piece(self, sample_index: int, seed: int) -> Piece:
-        """Return the piece to which new output of a sample is added. The caller must call `added` afterwards."""
+        """Return the piece to which new output of a sample is added. The caller must call `notify` afterwards."""
         found = self._pending.get(sample_index)
         if found is None:
             found = self._pending[sample_index] = Piece(sample_index, seed)
@@ -78,37 +74,37 @@ class Outbox:
         if text:
             piece.text += text
         self._num_tokens += 1
-        if self._num_tokens > self._max_tokens and self._error is None:
+        if self._num_tokens > self._max_tokens and self.error is None:
             waiting = f"{self._max_tokens} tokens wait for the client, as many as may"
             self.fail(OverloadedError(f"the client reads more slowly than its output is drawn: {waiting}"))
             self._pending.clear()
             self.overflowed()
         else:
-            self.added()
+            self.notify()
 
     def fail(self, error: CorunError) -> None:
         """End the request with an error. If it fails several times, the first error counts."""
-        self._error = self._error or error
-        self.added()
+        self.error = self.error or error
+        self.notify()
 
     async def take(self) -> Sequence[Piece]:
         """Wait for output and take all of it. Raises the error passed to `fail`. Only one caller at a time may wait."""
-        if not self._pending and self._error is None:
+        if not self._pending and self.error is None:
             self._taking = asyncio.get_running_loop().create_future()
             await self._taking  # This wait ends, because each sample ends by its own deadline at the latest.
         return self.take_now()
 
     def take_now(self) -> Sequence[Piece]:
         """Take all output that is there now, without waiting. Raises the error passed to `fail`."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if not self._pending:
             return ()
         self._num_tokens = 0
         pending, self._pending = self._pending, {}
         return tuple(pending.values())
 
-    def added(self) -> None:
+    def notify(self) -> None:
         """Tell the reader that there is output or an error."""
         if self.ready is not None:
             self.ready()
@@ -220,7 +216,7 @@ class SampleOutput:
     def deliver(self, receipt: Receipt) -> None:
         """End the sample's output with its receipt."""
         self._outbox.piece(self._sample_index, self._seed).receipt = receipt
-        self._outbox.added()
+        self._outbox.notify()
 
     def hexdigest(self) -> str:
         return records_digest(self.records)
@@ -258,7 +254,7 @@ class SampleOutput:
     def _send_text(self) -> None:
         if text := self._new_text():
             self._outbox.piece(self._sample_index, self._seed).text += text
-            self._outbox.added()
+            self._outbox.notify()
 
     def _new_text(self) -> str:
         """Take the unsent text, without the part that the client has already received."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from corun.errors import DeadlineError, InvalidArgumentError, OverloadedError, Shown
 from corun.types import ModelStatus
+from router.clock import loop_time
 from router.text import Tokenizer
 
 SHORT = 512
@@ -101,7 +102,7 @@ class _Line:
     """One client's texts in a lane, oldest first."""
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
+        self.lock = asyncio.Lock()
         """The lock that lets only one of the client's texts at a time wait for the lane."""
         self.waiting = 0
         """The bytes of the client's waiting texts."""
@@ -112,7 +113,7 @@ class _Lane:
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._lines: dict[str, _Line] = {}  # The lines of waiting clients, by client name.
         self._waiting = 0  # The bytes of all waiting texts.
 
@@ -122,9 +123,9 @@ class _Lane:
         self._lines[client] = line
         self._waiting += size
         line.waiting += size
-        encoding = asyncio.ensure_future(self._in_line(line, text, model))
+        encoding = asyncio.ensure_future(self._tokenize(line, text, model))
         try:
-            await asyncio.wait((encoding,), timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+            await asyncio.wait((encoding,), timeout=max(0.0, deadline - loop_time()))
         finally:
             encoding.cancel()  # This does nothing to a finished task.
             self._waiting -= size
@@ -140,19 +141,16 @@ class _Lane:
             if waiting + size > most:
                 raise OverloadedError(f"{waiting} bytes of text wait to be tokenized, of at most {most}")
 
-    async def _in_line(self, line: _Line, text: str, model: Model) -> tuple[int, ...]:
-        async with line.turn:
-            return await self._in_turn(text, model)
-
-    async def _in_turn(self, text: str, model: Model) -> tuple[int, ...]:
-        await self._turn.acquire()
-        encode, max_tokens = model.tokenizer.encode, model.max_model_len - 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, encode, text, max_tokens)
-        work.add_done_callback(self._done)
-        # A thread runs to its end even if its caller is gone, so the turn lasts until then.
-        return await asyncio.shield(work)
+    async def _tokenize(self, line: _Line, text: str, model: Model) -> tuple[int, ...]:
+        async with line.lock:
+            await self._lock.acquire()
+            encode, max_tokens = model.tokenizer.encode, model.max_model_len - 1
+            work = asyncio.get_running_loop().run_in_executor(self._threads, encode, text, max_tokens)
+            work.add_done_callback(self._done)
+            # A thread runs to its end even if its caller is gone, so the lane's lock is held until then.
+            return await asyncio.shield(work)
 
     def _done(self, work: asyncio.Future[tuple[int, ...]]) -> None:
-        self._turn.release()
+        self._lock.release()
         if not work.cancelled():
             work.exception()  # Mark the error as retrieved, because the caller may be gone.

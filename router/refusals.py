@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from corun.types import NodeInfo, NodeLoad, NodeState, NodeStatus
+from router.clock import loop_time
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Refusals:
             asyncio.get_running_loop().call_later(self._keep_s, self._forget_late, node_id)
         if known is None or known.detail != detail:
             log.warning("node %s is %s: %s", info.ref, state.value, detail)
-        self._known[node_id] = Refusal(info=info, state=state, detail=detail, at=_now())
+        self._known[node_id] = Refusal(info=info, state=state, detail=detail, at=loop_time())
 
     def drop(self, node_id: str) -> None:
         """Forget a node's refusal, because the node has joined."""
@@ -57,19 +58,15 @@ class Refusals:
                 load=NodeLoad(),
                 state=refusal.state,
                 detail=refusal.detail,
-                last_heartbeat_ms=round(1000 * (_now() - refusal.at)),
+                last_heartbeat_ms=round(1000 * (loop_time() - refusal.at)),
             )
 
     def _forget_late(self, node_id: str) -> None:
         refusal = self._known.get(node_id)
         if refusal is None:
             return
-        left = refusal.at + self._keep_s - _now()
+        left = refusal.at + self._keep_s - loop_time()
         if left > 0:  # The node has tried again since.
             asyncio.get_running_loop().call_later(left, self._forget_late, node_id)
         else:
             del self._known[node_id]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -34,6 +34,7 @@ from corun.rpc.auth import ANYONE, Caller
 from corun.seeds import derive_seed, sample_seed
 from corun.types import Priority, ResumePoint
 from router.attempt import SampleTask
+from router.clock import loop_time
 from router.nodes.registry import Registry
 from router.output import Outbox, Piece, SampleOutput
 from router.prompts import Model, PromptEncoder
@@ -68,10 +69,9 @@ class Request:
 class RunningRequest:
     """The running samples of one request. The caller must close it in every case."""
 
-    def __init__(self, entries: Sequence[QueueEntry], tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
-        self.entries = entries
+    def __init__(self, tasks: Sequence[asyncio.Task[None]], outbox: Outbox) -> None:
         self._tasks = tasks
-        self._outbox = outbox
+        self.outbox = outbox
 
     @property
     def num_samples(self) -> int:
@@ -82,21 +82,19 @@ class RunningRequest:
 
         Raises the error that ended the request.
         """
-        return self._outbox.take()
-
-    @property
-    def outbox(self) -> Outbox:
-        """The outbox where the request's output waits."""
-        return self._outbox
+        return self.outbox.take()
 
     async def to_end(self) -> tuple[str, Receipt]:
-        """Wait for the end of a request with one sample. Return its text and its receipt."""
+        """Wait for the end of a request with one sample, and close it. Return its text and its receipt."""
         texts: list[str] = []
-        while True:
-            for piece in await self._outbox.take():
-                texts.append(piece.text)
-                if piece.receipt is not None:
-                    return "".join(texts), piece.receipt
+        try:
+            while True:
+                for piece in await self.outbox.take():
+                    texts.append(piece.text)
+                    if piece.receipt is not None:
+                        return "".join(texts), piece.receipt
+        finally:
+            await self.close()
 
     def cancel(self) -> None:
         """Cancel the samples that still run, without waiting for their end."""
@@ -152,7 +150,7 @@ class RequestRunner:
             return await self._accept(request, deadline)
 
     async def _accept(self, request: Request, deadline: float) -> list[SampleTask]:
-        arrived = asyncio.get_running_loop().time()
+        arrived = loop_time()
         if not request.prompt:
             raise InvalidArgumentError("prompt", Shown("nothing"), "must be text or token ids, at least one")
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
@@ -188,7 +186,7 @@ class RequestRunner:
 
     async def model(self, deadline: float) -> Model:
         """Wait until nodes are ready, and return the cluster's model."""
-        return await self._registry.wait_ready(min(deadline, asyncio.get_running_loop().time() + self._node_wait_s))
+        return await self._registry.wait_ready(min(deadline, loop_time() + self._node_wait_s))
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams, model: Model) -> None:
         """Raise InvalidArgumentError if this model cannot run the request, or if no node has KV room for it."""
@@ -220,7 +218,7 @@ class RequestRunner:
         for task, entry in zip(tasks, entries, strict=True):
             # The callback runs even if the task is cancelled before its first step.
             task.add_done_callback(lambda _, entry=entry: self._queue.leave(entry))  # type: ignore[misc]
-        running = RunningRequest(entries, tasks, outbox)
+        running = RunningRequest(tasks, outbox)
         outbox.overflowed = running.cancel  # The reader may be blocked where it cannot see the error yet.
         return running
 

@@ -8,7 +8,6 @@ KV and its claims are given back. This module must not know gRPC messages or how
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from corun.observe.tracing import Span, Value
 from corun.receipt import Receipt
 from corun.types import FinishReason, NodeRef
 from router.attempt import Attempt, NodeFaultError, SampleTask, nothing, receipt_of
+from router.clock import loop_time
 from router.nodes.node import Placement
 from router.nodes.node_client import ALONE, KvScope, is_not_finite
 from router.nodes.registry import Registry
@@ -111,7 +111,7 @@ class History:
         """Return the placement of the attempt that first drew the token at `position`."""
         return next((placement for num_tokens, placement in self._reached if num_tokens > position), None)
 
-    def given_up(self, task: SampleTask, max_attempts: int) -> CorunError | None:
+    def final_error(self, task: SampleTask, max_attempts: int) -> CorunError | None:
         """Return the error that ends the sample after its newest fault; None if it runs again.
 
         The error names the nodes. It also blames the request, if nodes are lost wherever it runs, or if two attempts
@@ -164,13 +164,13 @@ class SampleRunner:
                 with task.span.child("attempt", _attempt_facts(task, history)) as span:
                     placement = await self._place(task, entry, span)
                     attempt = Attempt(task, placement, output, self._config, span, self._kv_scope(task, entry))
-                    with self._accounted(attempt, entry, history):
+                    with self._account_for(attempt, entry, history):
                         await attempt.reserve()  # Decode node: a slot, and KV room for prompt and output.
                         handle = await attempt.prefill()  # Prefill node: the prompt's KV.
                         history.give_back_kv()
                         reason = output.end(await attempt.decode(handle))  # Decode node: the tokens.
                         span.note(_output_facts(output, reason))
-                if reason is None:  # mypy does not know that `_accounted` ends some errors.
+                if reason is None:  # mypy does not know that `_account_for` ends some errors.
                     output.restart()  # type: ignore[unreachable]
                     self._queue.again(entry, ran=history.num_failed > 0)
             return self._finish(task, output, history, reason)
@@ -179,10 +179,10 @@ class SampleRunner:
 
     async def _place(self, task: SampleTask, entry: QueueEntry, span: Span) -> Placement:
         """Wait for the sample's place on a pair of nodes."""
-        began = _now()
+        began = loop_time()
         with span.child("queue"):
             placement = await self._queue.place(entry, task.deadline)
-        self.tally.queue_s.observe(_now() - began)
+        self.tally.queue_s.observe(loop_time() - began)
         prefill, decode = placement.refs
         span.note({"corun.prefill_node": str(prefill), "corun.decode_node": str(decode)})
         return placement
@@ -192,7 +192,7 @@ class SampleRunner:
         return KvScope(task.share_scope, self._queue.more_follow(kv_key)) if kv_key else ALONE
 
     @contextmanager
-    def _accounted(self, attempt: Attempt[SampleOutput], entry: QueueEntry, history: History) -> Iterator[None]:
+    def _account_for(self, attempt: Attempt[SampleOutput], entry: QueueEntry, history: History) -> Iterator[None]:
         """Give back what an attempt holds, and draw the consequences of its end.
 
         A refused reservation and a node fault end the attempt without an error, so that the sample can be placed again.
@@ -236,7 +236,7 @@ class SampleRunner:
         self.tally.retries["lost" if fault.is_loss else "fault"] += 1
         history.note_failed(fault, attempt, is_excused=self._is_excused(still_s))
         self._registry.note_fault(fault.node, fault.error)
-        if error := history.given_up(task, self._config.max_attempts):
+        if error := history.final_error(task, self._config.max_attempts):
             log.error("%s: %s", task, error)
             raise error from fault
         entry.need = entry.need.again(fault.node.node_id, shares=not fault.doubts_kv(attempt.output.position))
@@ -284,10 +284,6 @@ class SampleRunner:
         return receipt
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def _not_finite(task: SampleTask, position: int, nodes: str) -> InvalidArgumentError:
     """Return the error for a request whose logits overflow. It tells clients not to send the request again as it is."""
     limit = f"has logits that are not finite at output token {position} with these parameters ({nodes})"
@@ -319,4 +315,4 @@ def _is_over(task: SampleTask, fault: NodeFaultError) -> bool:
     """Return whether an attempt ended because the sample's deadline passed. That must not count as a fault of the node,
     because short deadlines could then keep the node from work. gRPC's clock may be a little ahead of the loop's."""
     slack_s = CLOCK_SLACK_S if isinstance(fault.error, DeadlineError) else 0.0
-    return _now() >= task.deadline - slack_s
+    return loop_time() >= task.deadline - slack_s

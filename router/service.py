@@ -15,7 +15,6 @@ from corun.errors import DataLossError, InvalidArgumentError, Shown, Unavailable
 from corun.observe.tracing import Span, Value, of_call
 from corun.params import MAX_SAMPLES, check_lengths
 from corun.receipt import Receipt
-from corun.records.verification import VerifyCase
 from corun.rpc import codec
 from corun.rpc.encode import ResponseEncoder
 from corun.rpc.pump import Source
@@ -26,10 +25,10 @@ from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
 from router.attempt import SampleTask
 from router.audit.auditor import Auditor
-from router.audit.replay import Verifier, naming_case
+from router.audit.verifier import Verifier, naming_case
+from router.clock import loop_time
 from router.nodes.registry import Registry
 from router.output import Piece
-from router.prompts import Model
 from router.queue import SampleQueue
 from router.request import Request, RequestRunner, RunningRequest
 from router.sample import SampleRunner
@@ -111,7 +110,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             tally.resumed += bool(request.resume)
             asked = _request(request, span)
             samples = await self._requests.accept(asked, _deadline(context))
-            span.note({**_asked(asked, samples), "corun.router": self._router_id})
+            span.note({**_request_attributes(asked, samples), "corun.router": self._router_id})
             running = self._requests.start(samples)
             # A client that sent text gets the prompt's token ids, so it can check the receipt or run the request again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
@@ -126,7 +125,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                 if not responses.has_ended:
                     yield responses
             finally:
-                span.note(_given(responses.receipts))
+                span.note(_output_attributes(responses.receipts))
                 if error := running.outbox.error:  # The error may have been raised where the output was taken.
                     span.fail(error)
                 await running.close()
@@ -156,7 +155,9 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             model = await self._requests.model(_deadline(context))
             cases = []
             for index, case in enumerate(request.cases):
-                cases.append(_case(index, case, model))
+                with naming_case(index):
+                    check_lengths(len(case.prompt_token_ids), 1, model.max_model_len)
+                    cases.append(codec.verify_case_from_proto(case))
                 await asyncio.sleep(0)  # Let other tasks run: the prompts of all cases may take 16 MiB.
             conditions = [codec.condition_from_proto(condition) for condition in request.conditions]
             results = self._verifier.verify(
@@ -189,7 +190,7 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
         response = registry_pb2.RegisterResponse(
             router_id=self._router_id, heartbeat_interval_ms=self._heartbeat_interval_ms
         )
-        with _told_in(response):
+        with _report_quarantine(response):
             self._registry.register(codec.node_info_from_proto(request.node))
         return response
 
@@ -198,13 +199,13 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
     ) -> registry_pb2.HeartbeatResponse:
         ref, load = codec.node_ref_from_proto(request.ref), codec.node_load_from_proto(request.load)
         response = registry_pb2.HeartbeatResponse()
-        with _told_in(response):
+        with _report_quarantine(response):
             self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
         return response
 
 
 @contextmanager
-def _told_in(response: registry_pb2.RegisterResponse | registry_pb2.HeartbeatResponse) -> Iterator[None]:
+def _report_quarantine(response: registry_pb2.RegisterResponse | registry_pb2.HeartbeatResponse) -> Iterator[None]:
     """Put a quarantine into the response instead of failing the call. The node reads it there, and goes on to tell
     other routers."""
     try:
@@ -217,10 +218,10 @@ def _deadline(context: Context) -> float:
     """Return when to give the call up, on the loop's clock."""
     left = context.time_remaining()
     left = LONGEST_CALL_S if left is None else min(left, LONGEST_CALL_S)
-    return asyncio.get_running_loop().time() + max(left - ANSWER_S, left / 2)
+    return loop_time() + max(left - ANSWER_S, left / 2)
 
 
-def _asked(request: Request, samples: Sequence[SampleTask]) -> dict[str, Value]:
+def _request_attributes(request: Request, samples: Sequence[SampleTask]) -> dict[str, Value]:
     """Return the attributes of a request's span. They contain nothing of its text."""
     params = request.params
     return {
@@ -236,7 +237,7 @@ def _asked(request: Request, samples: Sequence[SampleTask]) -> dict[str, Value]:
     }
 
 
-def _given(receipts: Sequence[Receipt]) -> dict[str, Value]:
+def _output_attributes(receipts: Sequence[Receipt]) -> dict[str, Value]:
     return {
         "gen_ai.usage.output_tokens": sum(receipt.num_output_tokens for receipt in receipts),
         "gen_ai.response.finish_reasons": [receipt.finish_reason.value for receipt in receipts],
@@ -248,7 +249,8 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         found = Shown(f"{len(message.resume)} entries")
         raise InvalidArgumentError("resume", found, f"must be 0 to {MAX_SAMPLES}")
     return Request(
-        prompt=_prompt(message),
+        # Token ids are copied only later, when the model is known to accept so many.
+        prompt=message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids,
         params=codec.sampling_params_from_proto(message.sampling_params),
         request_id=message.request_id,
         seed=message.seed if message.HasField("seed") else None,
@@ -259,18 +261,6 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         span=span,
         token_texts=message.token_texts,
     )
-
-
-def _prompt(message: cluster_pb2.GenerateRequest) -> str | Sequence[int]:
-    """Return the prompt as it is in the message. Token ids are copied only later, when the model is known to accept so
-    many."""
-    return message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
-
-
-def _case(index: int, message: cluster_pb2.VerifyCase, model: Model) -> VerifyCase:
-    with naming_case(index):
-        check_lengths(len(message.prompt_token_ids), 1, model.max_model_len)
-        return codec.verify_case_from_proto(message)
 
 
 class Responses(Source):

@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from corun.cli.options import OptionalInt, OptionalPath, RouterOptions
-from corun.cli.verification import TIMEOUT_S, Report, Verification, built_in_cases
+from corun.cli.verify_report import TIMEOUT_S, Report, Verification, built_in_cases
 from corun.client.client import Client
 from corun.client.progress import ProgressBar
 from corun.errors import CorunError, InvalidArgumentError
-from corun.records.claims import NamedCase, case_from_reproduction, cases_from_row
 from corun.records.reproduction import read_reproduction
 from corun.records.rows import read_results, to_line
-from corun.records.verification import Condition
+from corun.records.verification import Condition, NamedCase, case_from_reproduction, cases_from_row
 
 MAX_SHOWN_DIFFERENCES = 20
 

@@ -1,21 +1,27 @@
 """Reproduction files: two runs of one sample that differ and should be equal, with all that is needed to run it again.
 
 The file is one line of JSON: a result row of `corun batch` together with what the audit found. So `corun verify` can
-read it. It holds the sample's prompt. This module must not know how samples are run or where files are kept.
+read it. It holds the sample's prompt. This module must not know how samples are run.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import struct
+import tempfile
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
-from corun.records.rows import params_to_dict, read_results
+from corun.records.rows import params_to_dict, read_results, to_line
 
+MAX_FILES = 100
+"""The most reproduction files in a directory. If there are more, the oldest are deleted."""
 _FP32 = struct.Struct(">f")
 
 
@@ -71,6 +77,25 @@ class Reproduction:
                 "time": self.time,
             },
         }
+
+
+def write_reproduction(directory: Path, reproduction: Reproduction) -> Path:
+    """Write a reproduction file, whole or not at all, and return its path. Names sort by time. Only the files' owner
+    may read them, because they hold prompts. Raises OSError if the file cannot be written."""
+    path = directory / f"audit-{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(4)}.json"
+    handle, new = tempfile.mkstemp(prefix=".audit-", dir=directory)  # The file gets mode 0600.
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(to_line(reproduction.to_row()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(new).replace(path)
+    except BaseException:
+        Path(new).unlink(missing_ok=True)
+        raise
+    for old in sorted(directory.glob("audit-*.json"))[:-MAX_FILES]:
+        old.unlink(missing_ok=True)
+    return path
 
 
 def read_reproduction(path: Path) -> tuple[str, dict[str, Any]]:

@@ -1,12 +1,23 @@
-"""What a verification runs, under which conditions, and what it finds: a case, its conditions, a result."""
+"""What a verification runs, under which conditions, and what it finds: cases, conditions, results.
+
+A case may come from a row of `corun batch`. What the row says about itself is first checked against its receipts. A
+receipt is part of the row. If a row and its receipt were changed alike, only the new run finds it. Neither can prove
+the row's request id and its nodes, since nobody can compute these again. This module must not know how cases are run.
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from corun.params import SamplingParams
-from corun.receipt import Receipt
+from corun.errors import DataLossError, InvalidArgumentError
+from corun.params import SamplingParams, check_token_ids
+from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
+from corun.records.rows import SAMPLE_FIELDS, located, params_from_dict
+from corun.seeds import sample_seed
 
 
 class Condition(enum.Enum):
@@ -20,6 +31,15 @@ class Condition(enum.Enum):
     """Each case runs in another slot, because other samples hold the first slots."""
     SHUFFLED = "shuffled"
     """Many cases run at once, in another order."""
+
+
+def all_if_none(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    """Return the conditions to run under: those given, or all if none are. Raises InvalidArgumentError if one is given
+    twice."""
+    for index, condition in enumerate(conditions):
+        if condition in conditions[:index]:
+            raise InvalidArgumentError(f"conditions[{index}]", condition.value, "must be given once")
+    return tuple(conditions) or tuple(Condition)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,3 +70,128 @@ class VerifyResult:
     """Why the run itself failed; then `match` is False. Empty if it did not."""
     text_digest: str = ""
     """The digest of the text of the run that was compared; 64 hex digits (`corun.receipt.text_digest`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedCase:
+    """A case, its name, and what is known about its output."""
+
+    name: str
+    case: VerifyCase
+    receipt: Receipt | None = None
+    """The receipt of the run that the case was made from; None: there was no such run."""
+    text_digest: str = ""
+    """The digest of the row's output text; empty: the row has no output."""
+    audit: Receipt | None = None
+    """The receipt of the run that was found to differ, for a case from a reproduction file."""
+
+
+def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
+    """Return the samples of one row of `corun batch` as cases.
+
+    Raises DataLossError if the row differs from its own receipts, and InvalidArgumentError if a part is missing or bad.
+    """
+    try:
+        prompt, params = _prompt(row), params_from_dict(row["params"])
+        samples = _samples(row, params)
+        names = [str(row["id"])] if len(samples) == 1 else [f"{row['id']}[{i}]" for i in range(len(samples))]
+        return [
+            _case_of_sample(name, row, index, sample, prompt, replace(params, n=1))
+            for index, (name, sample) in enumerate(zip(names, samples, strict=True))
+        ]
+    except InvalidArgumentError as error:
+        raise located(where, error) from None
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, struct.error):
+        raise InvalidArgumentError(where, row, "is not a result of corun batch") from None
+
+
+def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
+    """Return the sample of a file that an audit wrote as a case. It expects the output that the client got.
+
+    The file has no output itself, only its digest. Raises the same errors as `cases_from_row`.
+    """
+    try:
+        prompt, params = _prompt(row), replace(params_from_dict(row["params"]), n=1)
+        receipt, audit = Receipt.from_dict(row["receipt"]), Receipt.from_dict(row["audit"]["receipt"])
+        name = str(row["id"])
+        _compare(name, {"seed": (row["seed"], receipt.seed)} | _shared_facts(prompt, params, receipt))
+        return replace(_case_of(name, prompt, params, receipt), audit=audit)
+    except InvalidArgumentError as error:
+        raise located(where, error) from None
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, struct.error):
+        raise InvalidArgumentError(where, row, "is not a file that an audit wrote") from None
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[int, ...]:
+    name = "prompt_token_ids" if isinstance(row["prompt"], str) else "prompt"
+    return check_token_ids(row[name], 2**32, name)
+
+
+def _samples(row: Mapping[str, Any], params: SamplingParams) -> Sequence[Mapping[str, Any]]:
+    """Return all samples of a row, each with all its parts. If there are several, the row itself repeats the first."""
+    samples = row.get("samples", [row])
+    if len(samples) != params.n:
+        raise DataLossError(f"row {row['id']}: it has {len(samples)} samples of {params.n}: the row was changed")
+    for sample in (row, *samples):
+        missing = [name for name in SAMPLE_FIELDS if name not in sample]
+        if missing:
+            raise InvalidArgumentError(missing[0], None, "must be set: is this the output of corun batch?")
+    _compare(str(row["id"]), {name: (row[name], samples[0][name]) for name in SAMPLE_FIELDS}, "sample 0")
+    return samples  # type: ignore[no-any-return]
+
+
+def _case_of_sample(
+    name: str,
+    row: Mapping[str, Any],
+    index: int,
+    sample: Mapping[str, Any],
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+) -> NamedCase:
+    receipt = Receipt.from_dict(sample["receipt"])
+    of_tokens = tokens_digest(check_token_ids(sample["token_ids"], 2**32, "token_ids"))
+    receipt = replace(receipt, tokens_digest=receipt.tokens_digest or of_tokens)  # So the new run is compared with it.
+    facts: dict[str, tuple[object, object]] = {
+        "seed": (sample["seed"], receipt.seed),
+        "request's seed": (sample_seed(row["seed"], index), receipt.seed),
+        "sample index": (sample.get("sample_index", 0), receipt.sample_index),
+        "place among its samples": (index, receipt.sample_index),
+        "request id": (row.get("request_id", receipt.request_id), receipt.request_id),
+        "finish reason": (sample["finish_reason"], receipt.finish_reason.value),
+        "number of tokens": (len(sample["token_ids"]), receipt.num_output_tokens),
+        "tokens": (of_tokens, receipt.tokens_digest),
+    }
+    if params.logprobs or sample["logprobs"]:
+        digest = output_digest(sample["token_ids"], sample["logprobs"])
+        facts["tokens and log probabilities"] = (digest, receipt.output_digest)
+    _compare(name, _shared_facts(prompt, params, receipt) | facts)
+    text = row["prompt"] if isinstance(row["prompt"], str) else ""
+    return replace(_case_of(name, prompt, params, receipt, text), text_digest=text_digest(sample["text"]))
+
+
+def _shared_facts(
+    prompt: tuple[int, ...], params: SamplingParams, receipt: Receipt
+) -> dict[str, tuple[object, object]]:
+    return {
+        "prompt": (prompt_digest(prompt), receipt.prompt_digest),
+        "number of prompt tokens": (len(prompt), receipt.num_prompt_tokens),
+        "parameters": (params.digest(), receipt.params_digest),
+    }
+
+
+def _case_of(name: str, prompt: tuple[int, ...], params: SamplingParams, receipt: Receipt, text: str = "") -> NamedCase:
+    case = VerifyCase(
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        seed=receipt.seed,
+        output_digest=receipt.output_digest,
+        text=text,
+    )
+    return NamedCase(name=name, case=case, receipt=receipt)
+
+
+def _compare(name: str, facts: Mapping[str, tuple[object, object]], what: str = "its receipt") -> None:
+    """Raise DataLossError for the first fact that differs between the row and `what` it is compared with."""
+    for fact, (found, stated) in facts.items():
+        if found != stated or type(found) is not type(stated):  # True is not 1 here.
+            raise DataLossError(f"row {name}: its {fact} is not that of {what}: the row was changed")

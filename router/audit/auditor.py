@@ -1,6 +1,6 @@
 """Audits: a random share of the finished samples runs again on other nodes and is compared bit by bit.
 
-Owns: which samples are audited, when, and what follows from a difference. Audits use only idle nodes
+Owns: which samples are audited, when, the comparison, and what follows from a difference. Audits use only idle nodes
 (`router.audit.idle`), and start only while spare slots are left. This module must not know gRPC messages or how a
 sample is run.
 """
@@ -13,15 +13,16 @@ import random
 from collections import deque
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from pathlib import Path
 
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError
-from corun.records.reproduction import Reproduction
+from corun.receipt import OutputDigest
+from corun.records.reproduction import Drawn, Reproduction, write_reproduction
 from corun.types import AuditStatus, FinishReason
-from router.attempt import NodeFaultError, SampleTask, receipt_of
-from router.audit.comparison import Comparison
+from router.attempt import NodeFaultError, receipt_of
 from router.audit.idle import SPARE_SLOTS, IdleRun, IdleRuns
-from router.audit.reproductions import Reproductions
+from router.clock import loop_time
 from router.nodes.node_client import is_not_finite
 from router.nodes.registry import Registry
 from router.output import RECORD
@@ -38,8 +39,66 @@ MAX_TRIES = 8
 """The most starts of one audit that gives way again and again."""
 AUDIT_TIMEOUT_S = 3600.0
 """The longest time of an audit, as long as the longest call of a client."""
+CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
+
+
+class Comparison:
+    """Takes the tokens of one audit, and compares them with the output that the client got. It goes on after a
+    difference, for the digest.
+
+    Only token ids and the bits of log probabilities are compared, because text is a function of the tokens. If a stop
+    string ended the sample, the node did not know that, so the audit ends at the same token, whatever the node would do
+    next.
+    """
+
+    def __init__(self, finished: Finished) -> None:
+        self.position = 0
+        """The number of tokens that the audit has given so far."""
+        self.differs_at: int | None = None
+        """The index of the first token, from 0, that differs. If all tokens of the shorter run are equal, it is the
+        index after them, where only one run ended or both ended for different reasons. None while nothing differs."""
+        self._finished = finished
+        self._found = b""  # The record of the audit's token at the difference; empty if the audit had ended.
+        self._digest = OutputDigest()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.position
+
+    def take(self, token_id: int, logprob: float) -> bool:
+        """Take the audit's next token. Return True if a stop string ended the first run at this token."""
+        record = RECORD.pack(token_id, logprob)
+        if self._expected(self.position) != record:
+            self._differ(self.position, record)
+        self.position += 1
+        self._digest.update(token_id, logprob)
+        return self._finished.node_reason is None and self.position * RECORD.size >= len(self._finished.records)
+
+    def end(self, reason: FinishReason) -> None:
+        """End the audit, and compare its end with that of the first run."""
+        if self._expected(self.position) or self._finished.node_reason not in (None, reason):
+            self._differ(self.position, b"")
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+    def tokens_hexdigest(self) -> str:
+        return self._digest.tokens_hexdigest()
+
+    def tokens(self) -> tuple[Drawn | None, Drawn | None]:
+        """Return the client's token and the audit's token at the difference. A token is None if its run had ended."""
+        assert self.differs_at is not None
+        return _drawn(self._expected(self.differs_at)), _drawn(self._found)
+
+    def _expected(self, position: int) -> bytes | bytearray:
+        """Return the record of the first run's token at `position`; empty after the last token."""
+        return self._finished.records[position * RECORD.size : (position + 1) * RECORD.size]
+
+    def _differ(self, position: int, record: bytes) -> None:
+        if self.differs_at is None:
+            self.differs_at, self._found = position, record
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,26 +108,16 @@ class Audit:
     finished: Finished
     need: Need
     """The need of the audit's run. It avoids the nodes of the first run."""
+    comparison: Comparison
+    """The comparison of the newest start."""
     tries: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.need.num_prompt + len(self.finished.records) // RECORD.size
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
-    """An audit that holds a placement."""
-
-    audit: Audit
-    run: IdleRun
-    comparison: Comparison
-
-    @property
-    def same_nodes(self) -> tuple[str, ...]:
-        """The ids of the nodes that the first run used as well, because there were no others."""
-        ids = (ref.node_id for ref in self.run.placement.refs)
-        return tuple(node_id for node_id in ids if node_id in self.audit.need.avoid)
+    def __str__(self) -> str:
+        return f"the audit of {self.finished.task}"
 
 
 class Auditor:
@@ -81,10 +130,10 @@ class Auditor:
         self._idle = idle
         self._config = config
         self._rng = rng or random.Random()
-        self._files = Reproductions(config.audit_dir)
         self._waiting: deque[Audit] = deque()
         self._tokens = 0  # The tokens of all audits, waiting and running.
-        self._running: dict[IdleRun, Running] = {}
+        self._running: dict[IdleRun, Audit] = {}
+        self._writing: set[asyncio.Task[None]] = set()  # The tasks that write reproduction files.
         self._closed = False
         self._matched = self._mismatched = self._failed = self._skipped = self._same_node = 0
         self._last_mismatch = ""
@@ -106,7 +155,7 @@ class Auditor:
         if self._rng.random() >= self._config.audit_fraction:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
-        audit = Audit(finished=finished, need=finished.task.need.again(*nodes))
+        audit = Audit(finished=finished, need=finished.task.need.again(*nodes), comparison=Comparison(finished))
         full = self.waiting >= MAX_WAITING
         if self._closed or full or self._tokens + audit.num_tokens > MAX_WAITING_TOKENS:
             self._skipped += 1
@@ -136,12 +185,13 @@ class Auditor:
         self._idle.end(self._running)
 
     async def close(self) -> None:
-        """Stop, and wait until the reproduction files are written."""
+        """Stop, and wait until the reproduction files are written, at most `CLOSE_TIMEOUT_S` seconds."""
         self.stop()
-        await self._files.close()
+        if self._writing:
+            await asyncio.wait(set(self._writing), timeout=CLOSE_TIMEOUT_S)
 
     def _start(self, audit: Audit) -> bool:
-        deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
+        deadline = loop_time() + AUDIT_TIMEOUT_S
         sample = replace(audit.finished.task, deadline=deadline, received=None)
         comparison = Comparison(audit.finished)
         run = self._idle.start(
@@ -149,73 +199,88 @@ class Auditor:
         )
         if run is None:
             return False
+        audit.comparison = comparison
         audit.tries += 1
-        self._running[run] = Running(audit=audit, run=run, comparison=comparison)
+        self._running[run] = audit
         return True
 
     def _ended(self, run: IdleRun) -> None:
-        running = self._running.pop(run)
-        if run.gave_way:
-            self._again(running.audit)
-        elif isinstance(run.error, NodeFaultError) and is_not_finite(run.error.error):
-            # This is a difference, because the first run had finite logits and drew tokens.
-            self._judge(running, running.comparison.end(FinishReason.ERROR))
-        elif run.reason is None:
-            self._fail(running, run.error)
-        else:
-            self._judge(running, running.comparison.end(run.reason))
-
-    def _again(self, audit: Audit) -> None:
-        if self._closed or audit.tries >= MAX_TRIES:
-            self._skip(audit)
-        else:
+        audit, reason = self._running.pop(run), run.reason
+        if run.gave_way and not self._closed and audit.tries < MAX_TRIES:
             self._waiting.appendleft(audit)
+            return
+        if run.gave_way:
+            self._skip(audit)
+            return
+        self._tokens -= audit.num_tokens
+        if isinstance(run.error, NodeFaultError) and is_not_finite(run.error.error):
+            reason = FinishReason.ERROR  # This is a difference: the first run had finite logits and drew tokens.
+        if reason is None:
+            self._failed += 1
+            known = isinstance(run.error, (NodeFaultError, CorunError))
+            log.warning("%s failed: %s", audit, run.error, exc_info=None if known else run.error)
+        else:
+            self._judge(audit, run, reason)
 
     def _skip(self, audit: Audit) -> None:
         self._skipped += 1
         self._tokens -= audit.num_tokens
 
-    def _fail(self, running: Running, error: BaseException | None) -> None:
-        self._failed += 1
-        self._tokens -= running.audit.num_tokens
-        known = isinstance(error, (NodeFaultError, CorunError))
-        log.warning("the audit of %s failed: %s", running.run.task, error, exc_info=None if known else error)
-
-    def _judge(self, running: Running, reason: FinishReason) -> None:
-        self._tokens -= running.audit.num_tokens
-        self._same_node += bool(running.same_nodes)
-        if running.comparison.differs_at is None:
+    def _judge(self, audit: Audit, run: IdleRun, reason: FinishReason) -> None:
+        audit.comparison.end(reason)
+        nodes = (ref.node_id for ref in run.placement.refs)
+        same_nodes = tuple(node_id for node_id in nodes if node_id in audit.need.avoid)  # There were no others.
+        self._same_node += bool(same_nodes)
+        if audit.comparison.differs_at is None:
             self._matched += 1
-            log.debug("the audit of %s gave the same bits; nodes used again: %s", running.run.task, running.same_nodes)
+            log.debug("%s gave the same bits; nodes used again: %s", audit, same_nodes)
         else:
             self._mismatched += 1
-            self._accuse(_reproduction(running, running.comparison.differs_at, reason), running.run.task)
+            self._accuse(audit, _reproduction(audit, run, audit.comparison.differs_at, reason, same_nodes))
 
-    def _accuse(self, found: Reproduction, sample: SampleTask) -> None:
+    def _accuse(self, audit: Audit, found: Reproduction) -> None:
         """Quarantine the nodes of both runs until they have restarted, because one run was wrong and nothing shows
         which. Keep a reproduction file."""
-        first, audit = found.first, found.audit
+        first, second = found.first, found.audit
         self._last_mismatch = (
-            f"{found.time}: {sample} differs at token {found.differs_at}: {first.prefill_node} and "
-            f"{first.decode_node} first, {audit.prefill_node} and {audit.decode_node} then"
+            f"{found.time}: {audit.finished.task} differs at token {found.differs_at}: {first.prefill_node} and "
+            f"{first.decode_node} first, {second.prefill_node} and {second.decode_node} then"
         )
         log.error("audit: %s", self._last_mismatch)
-        nodes = first.prefill_node, first.decode_node, audit.prefill_node, audit.decode_node
-        self._registry.quarantine(nodes, f"the audit of {sample}")
-        self._files.keep(found)
+        nodes = first.prefill_node, first.decode_node, second.prefill_node, second.decode_node
+        self._registry.quarantine(nodes, str(audit))
+        if self._config.audit_dir:
+            task = asyncio.ensure_future(self._write(found))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _write(self, found: Reproduction) -> None:
+        """Write a reproduction file in a thread. Errors of the file system are logged."""
+        try:
+            path = await asyncio.to_thread(write_reproduction, Path(self._config.audit_dir), found)
+        except OSError as error:
+            log.error("no reproduction of %s could be written: %s", found.first.request_id, error)
+        else:
+            log.error("run it again: corun verify --reproduction %s", path)
 
 
-def _reproduction(running: Running, differs_at: int, reason: FinishReason) -> Reproduction:
-    first = running.audit.finished.receipt
-    first_token, audit_token = running.comparison.tokens()
+def _reproduction(
+    audit: Audit, run: IdleRun, differs_at: int, reason: FinishReason, same_nodes: tuple[str, ...]
+) -> Reproduction:
+    first = audit.finished.receipt
+    first_token, audit_token = audit.comparison.tokens()
     return Reproduction(
-        prompt_token_ids=running.run.task.prompt_token_ids,
-        params=running.run.task.params,
+        prompt_token_ids=run.task.prompt_token_ids,
+        params=run.task.params,
         first=first,
-        audit=receipt_of(running.run.task, first.fingerprint, running.comparison, running.run.placement, reason),
+        audit=receipt_of(run.task, first.fingerprint, audit.comparison, run.placement, reason),
         differs_at=differs_at,
         first_token=first_token,
         audit_token=audit_token,
-        same_nodes=running.same_nodes,
+        same_nodes=same_nodes,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def _drawn(record: bytes | bytearray) -> Drawn | None:
+    return Drawn.of(*RECORD.unpack(record)) if record else None

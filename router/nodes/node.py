@@ -47,7 +47,7 @@ class Node(Generic[C]):
         self.heartbeat_at = now
         self.heard_at = 0.0
         """The time of the last registration or heartbeat, on the clock that stands still with the router
-        (`router.lag`)."""
+        (`router.clock`)."""
         self.out: tuple[Out, str] | None = None
         """Why the node takes no work, in words, although it may be prepared; None if it takes work."""
         self.is_open = False
@@ -148,7 +148,8 @@ class PrefillNode(Node[PrefillClient]):
 
 
 class Placement:
-    """A sample's claim on a slot of one decode node and on a turn at one prefill node, until each is given back.
+    """A sample's claim on a slot of one decode node and on room in the backlog of one prefill node, until each is given
+    back.
 
     The claim is only the router's own count; the decode node confirms it with a lease. Giving a part back twice does
     nothing.
@@ -157,10 +158,11 @@ class Placement:
     def __init__(self, decode: DecodeNode, prefill: PrefillNode, need: Need, changed: Callable[[], None]) -> None:
         self.decode = decode
         self.prefill = prefill
+        self.holds_slot = True
+        self.is_prefilling = True
+        """Whether the sample still counts in the prefill node's backlog."""
         self._need = need
         self._changed = changed
-        self._holds_slot = True
-        self._holds_turn = True
         self._raised = decode.room.take(need.total)
         prefill.room.take(need.num_prompt, need.kv_key)
 
@@ -168,35 +170,23 @@ class Placement:
     def refs(self) -> tuple[NodeRef, NodeRef]:
         return self.prefill.info.ref, self.decode.info.ref
 
-    @property
-    def holds_slot(self) -> bool:
-        return self._holds_slot
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self._holds_turn
-
-    def prefilled(self) -> None:
-        """Give the prefill turn back, because the prefill node has computed the KV."""
-        self.leave(is_computed=True)
-
     def leave(self, *, is_computed: bool = False) -> None:
-        """Give the prefill turn back, whatever the result of the prefill."""
-        if self._end_turn(is_computed=is_computed):
+        """Leave the prefill node's backlog. is_computed: the node has computed the KV."""
+        if self._end_prefill(is_computed=is_computed):
             self._changed()
 
     def refuse(self) -> None:
         """Give the claim back after the decode node had no room, and close the node's room estimate. This notifies no
         listener, because the sample must queue again first."""
-        self._end_turn()
-        if self._holds_slot:
-            self._holds_slot = False
+        self._end_prefill()
+        if self.holds_slot:
+            self.holds_slot = False
             self.decode.room.refuse(self._need.total, self._raised)
 
     def free(self) -> None:
         """Give the slot back, because it is free again."""
-        if self._holds_slot:
-            self._holds_slot = False
+        if self.holds_slot:
+            self.holds_slot = False
             self.decode.room.give(self._need.total)
             self._changed()
 
@@ -205,11 +195,11 @@ class Placement:
         self.leave()
         self.free()
 
-    def _end_turn(self, *, is_computed: bool = False) -> bool:
-        held, self._holds_turn = self._holds_turn, False
-        if held:
+    def _end_prefill(self, *, is_computed: bool = False) -> bool:
+        was_prefilling, self.is_prefilling = self.is_prefilling, False
+        if was_prefilling:
             self.prefill.room.give(self._need.num_prompt, self._need.kv_key, is_computed=is_computed)
-        return held
+        return was_prefilling
 
 
 def gap(role: NodeRole, nodes: Collection[Node[Any]], *, why: bool) -> str:

@@ -34,7 +34,7 @@ from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeInfo, NodeRef
 from corun.v1 import decode_service_pb2 as decode_pb2
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 from corun.v1 import prefill_service_pb2 as prefill_pb2
-from router.lag import AwakeClock
+from router.clock import AwakeClock, loop_time
 
 CLEANUP_TIMEOUT_S = 5.0
 """The longest time of a call that only gives something back. If the call fails, the node frees it later by itself."""
@@ -144,7 +144,7 @@ class PrefillClient(NodeClient):
         reader: NodeRef,
         timeout_s: float,
         metadata: Metadata = (),
-        share: KvScope = ALONE,
+        kv_scope: KvScope = ALONE,
     ) -> KvHandle:
         """Compute a prompt's KV for one decode node, `reader`. `request_id` must be unique to this attempt. Cancelling
         this call drops the work.
@@ -154,8 +154,8 @@ class PrefillClient(NodeClient):
             generation=self.ref.generation,
             prompt_token_ids=prompt_token_ids,
             reader=codec.node_ref_to_proto(reader),
-            share_scope=share.scope,
-            more_follow=share.more_follow,
+            share_scope=kv_scope.scope,
+            more_follow=kv_scope.more_follow,
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
         return codec.kv_handle_from_proto(response.handle)
@@ -197,7 +197,7 @@ class RemoteLease:
     """The router's side of a lease of one slot on a decode node: reserving, held, then ended. Its rows go to
     `take_token`."""
 
-    __slots__ = ("_take_later", "_take_token", "ended", "first_row_at", "heard_at", "lease_id", "reserving", "slot")
+    __slots__ = ("_take_token", "ended", "first_row_at", "heard_at", "lease_id", "reserving", "slot")
 
     def __init__(self, take_token: TakeToken) -> None:
         loop = asyncio.get_running_loop()
@@ -208,28 +208,23 @@ class RemoteLease:
         self.ended.add_done_callback(_retrieve)
         self.heard_at = 0.0
         """When the lease was started or its last row came, on the clock that stands still with the router
-        (`router.lag`)."""
+        (`router.clock`)."""
         self.first_row_at: float | None = None
         """When the first row came, on the loop's clock; None before it."""
-        self._take_token: TakeToken = self._take_first
-        self._take_later = take_token
+        self._take_token = take_token
 
     def row(self, token_id: int, logprob: float, now: float) -> None:
         if self.ended.done():
             return
         self.heard_at = now
+        if self.first_row_at is None:
+            self.first_row_at = loop_time()
         try:
             if self._take_token(token_id, logprob):
                 self.ended.set_result(FinishReason.STOP)
         except Exception:  # One sample's bug must not break the stream of all.
             log.exception("lease %s: a token could not be taken", self.lease_id)
             self.ended.set_exception(InternalError("a token could not be taken"))
-
-    def _take_first(self, token_id: int, logprob: float) -> bool:
-        """Take the first token and note its time. Later tokens do not go through this method, so they cost no more."""
-        self.first_row_at = asyncio.get_running_loop().time()
-        self._take_token = self._take_later
-        return self._take_token(token_id, logprob)
 
     def end(self, reason: FinishReason, detail: str, *, not_finite: bool = False) -> None:
         if self.ended.done():

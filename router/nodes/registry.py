@@ -37,7 +37,7 @@ from corun.types import (
     NodeState,
     NodeStatus,
 )
-from router.lag import AwakeClock
+from router.clock import AwakeClock, loop_time
 from router.nodes.contract_gate import ClusterContract, check_info
 from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode, explain, gap
 from router.nodes.node_client import DecodeClient, PrefillClient
@@ -118,8 +118,10 @@ class Registry:
         if info.ref in self._quarantined and self._node(info.ref.node_id) is None:
             self._refused.note(info, self._quarantined[info.ref])  # With a node, the node's status says so.
         self._check_trusted(info.ref)
-        self._check_alive(info.ref)
         known = self._node(info.ref.node_id)
+        if info.ref.generation in self._dead.get(info.ref.node_id, ()):
+            now = known.info.ref.generation if known else "gone"
+            raise StaleGenerationError(info.ref.node_id, info.ref.generation, now)
         if known is not None and known.info.ref == info.ref and not known.is_gone:
             known.heard_at = self.clock.time()
             return
@@ -141,7 +143,7 @@ class Registry:
             raise NotFoundError(f"node {ref} is not registered here")
         if stuck and stuck != node.detail:
             log.warning("node %s takes no work: %s", ref, stuck)
-        node.report(load, draining=draining, stuck=stuck, now=_now())
+        node.report(load, draining=draining, stuck=stuck, now=loop_time())
         node.heard_at = self.clock.time()
         self.changed()
 
@@ -243,14 +245,14 @@ class Registry:
         """Wait until a pair of nodes is ready, and return the model. Raises UnavailableError at `deadline`, on the
         loop's clock."""
         while (missing := self.missing()) or self.model is None:
-            if _now() >= deadline:
+            if loop_time() >= deadline:
                 raise UnavailableError(missing or "no tokenizer could be loaded")
             await self._next_change(deadline)
         return self.model
 
     def statuses(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
-        now = _now()
+        now = loop_time()
         nodes: list[Node[Any]] = [*_by_id(self._prefills), *_by_id(self._decodes)]
         return (*(node.status(now) for node in nodes), *self._refused.statuses())
 
@@ -288,7 +290,7 @@ class Registry:
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(change)
         try:
-            await asyncio.wait((change,), timeout=max(0.0, deadline - _now()))
+            await asyncio.wait((change,), timeout=max(0.0, deadline - loop_time()))
         finally:
             self._waiting.discard(change)
 
@@ -313,11 +315,6 @@ class Registry:
         known = self._decodes.keys() | self._prefills.keys() | set(self._refused)
         if node_id not in known and len(known) >= MAX_NODES:
             raise OverloadedError(f"{len(known)} nodes are known here, as many as may be", FORGET_AFTER_S)
-
-    def _check_alive(self, ref: NodeRef) -> None:
-        if ref.generation in self._dead.get(ref.node_id, ()):
-            known = self._node(ref.node_id)
-            raise StaleGenerationError(ref.node_id, ref.generation, known.info.ref.generation if known else "gone")
 
     def _check_trusted(self, ref: NodeRef) -> None:
         if reason := self._quarantined.get(ref):
@@ -354,10 +351,10 @@ class Registry:
             decode = DecodeClient(
                 info, self._router_id, lambda reason: self.lose(node, reason), self.clock, self._access
             )
-            node = self._decodes[info.ref.node_id] = DecodeNode(info, decode, _now())
+            node = self._decodes[info.ref.node_id] = DecodeNode(info, decode, loop_time())
         else:
             prefill = PrefillClient(info, self.clock, self._access)
-            node = self._prefills[info.ref.node_id] = PrefillNode(info, prefill, _now())
+            node = self._prefills[info.ref.node_id] = PrefillNode(info, prefill, loop_time())
         log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
         node.heard_at = self.clock.time()
         self._expect_heartbeat(node)
@@ -424,10 +421,6 @@ class Registry:
             del self._decodes[node.node_id]
         if self._prefills.get(node.node_id) is node:
             del self._prefills[node.node_id]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _by_id(nodes: Mapping[str, M]) -> list[M]:

@@ -694,7 +694,7 @@ def test_verify_shows_its_results_at_ctrl_c(corun: Any, monkeypatch: pytest.Monk
 
 def test_verify_takes_each_condition_once(corun: Any, fake: FakeCluster) -> None:
     done = corun("verify", "--conditions", "alone", "alone")
-    assert (done.code, done.err) == (2, "corun: conditions = 'alone alone': must each be given once\n")
+    assert (done.code, done.err) == (2, "corun: conditions[1] = 'alone': must be given once\n")
     assert not fake.verified
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from corun.cli import verification
+from corun.cli import verify_report
 from corun.params import SamplingParams
-from corun.records.claims import NamedCase
-from corun.records.verification import VerifyCase
+from corun.records.verification import NamedCase, VerifyCase
 from corun.rpc import codec
 
 
@@ -23,10 +22,10 @@ def named(number: int, prompt_tokens: int = 3) -> NamedCase:
 )
 def test_a_call_carries_so_many_cases_and_bytes(prompts: list[int], sizes: list[int]) -> None:
     cases = [named(number, tokens) for number, tokens in enumerate(prompts)]
-    parts = list(verification._calls(cases))
+    parts = list(verify_report._calls(cases))
     assert [len(part) for _, part in parts] == sizes
     assert [case for _, part in parts for case in part] == cases
     assert [start for start, _ in parts] == [sum(sizes[:number]) for number in range(len(sizes))]
     for _, part in parts:
         size = codec.verify_request([each.case for each in part], ()).ByteSize()
-        assert len(part) == 1 or size <= verification.BYTES_PER_CALL
+        assert len(part) == 1 or size <= verify_report.BYTES_PER_CALL

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from corun import Client, ClusterStatus, Generation, SamplingParams
-from corun.cli import verification
+from corun.cli import verify_report
 from corun.records.verification import Condition
 from corun.types import NodeRole
 from corun_bench.nodes import Nodes
@@ -148,8 +148,8 @@ def paper(bench: Bench) -> Iterator[Found]:
 
 def verify_conditions(bench: Bench) -> Iterator[Found]:
     """Do what `corun verify` does."""
-    cases = verification.built_in_cases(bench.client.get_cluster(), bench.count(verification.BUILT_IN_CASES))
-    found = verification.run(bench.client, cases, timeout_s=bench.remaining_s)
+    cases = verify_report.built_in_cases(bench.client.get_cluster(), bench.count(verify_report.BUILT_IN_CASES))
+    found = verify_report.run(bench.client, cases, timeout_s=bench.remaining_s)
     for condition in Condition:
         reasons = [str(one.to_dict()) for one in found.differences if one.condition is condition]
         detail = {"differences": reasons[:4]} if reasons else {}

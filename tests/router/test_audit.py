@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 
 from corun import Client
-from corun.cli.verification import Report, run
+from corun.cli.verify_report import Report, run
 from corun.config.fields import RouterConfig
 from corun.params import SamplingParams
 from corun.receipt import output_digest
-from corun.records.claims import NamedCase, case_from_reproduction
-from corun.records.reproduction import Drawn, read_reproduction
+from corun.records import reproduction
+from corun.records.reproduction import Drawn, read_reproduction, write_reproduction
+from corun.records.verification import NamedCase, case_from_reproduction
 from corun.types import AuditStatus, FinishReason, NodeRole, NodeState
 from router.audit import auditor as audit
-from router.audit import reproductions
-from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor
-from router.audit.comparison import Comparison
+from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor, Comparison
 from router.audit.idle import IdleRuns
 from router.output import RECORD
 from router.sample import Finished
@@ -314,7 +313,7 @@ async def test_an_audit_that_never_gets_to_its_end_is_skipped(model: str) -> Non
         await generate(fake, PROMPT, LONG, seed=8)
         auditor = fake.router.auditor
         for number in range(1, MAX_TRIES + 1):
-            await fake.until(lambda number=number: [r.audit.tries for r in auditor._running.values()] == [number])
+            await fake.until(lambda number=number: [each.tries for each in auditor._running.values()] == [number])
             fake.router.idle.give_way(None)
         await fake.until(lambda: not auditor.status().waiting)
         assert auditor.status() == AuditStatus(skipped=1)
@@ -479,24 +478,27 @@ async def test_a_node_that_has_restarted_stays_and_explains_what_it_said(
         assert {fake.state(name) for name in ("p1", "p2", "d1", "d2")} == {NodeState.READY}
 
 
-async def test_files_are_whole_few_and_none_without_a_directory(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reproductions, "MAX_FILES", 3)
+async def test_files_are_whole_and_few(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduction, "MAX_FILES", 3)
+    kept: list[Any] = []
+    monkeypatch.setattr(audit, "write_reproduction", lambda directory, found: kept.append(found))
     async with cluster(model, prefills=2, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
-        kept: list[Any] = []
-        monkeypatch.setattr(fake.router.auditor._files, "keep", kept.append)
         await lie(fake)
         await audited(fake, 1)
-    (found,) = kept
+        await fake.until(lambda: kept)
     (tmp_path / "other").touch()
-    some, none = reproductions.Reproductions(str(tmp_path)), reproductions.Reproductions("")
     for _ in range(5):
-        none.keep(found)
-        some.keep(found)
-        await some.close()
-    await none.close()
+        write_reproduction(tmp_path, kept[0])
     assert [path.name[:6] for path in files(tmp_path)] == ["audit-"] * 3 + ["other"]
+
+
+async def test_without_a_directory_there_are_no_files(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(audit, "write_reproduction", lambda directory, found: kept.append(found))
+    async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
+        await lie(fake)
+        assert (await audited(fake, 1)).mismatched == 1
+    assert not kept
 
 
 async def test_a_file_that_cannot_be_written_is_an_entry_in_the_log(

@@ -21,9 +21,8 @@ from corun.rpc.auth import ANYONE
 from corun.rpc.channel import Access
 from corun.types import FinishReason, NodeState, Priority
 from router import attempt, sample
-from router.audit import crowd
-from router.audit import replay as router_verify
-from router.audit.idle import IdleRuns
+from router.audit import verifier
+from router.audit.idle import Fillers, IdleRuns
 from router.queue import SampleQueue
 from tests.fakes import WAIT_S, FakeCluster, cluster, expected, expected_digest, generate
 
@@ -232,7 +231,7 @@ async def keep(found: list[VerifyResult], fake: FakeCluster, cases: list[VerifyC
 
 
 async def test_its_time_ends(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_verify, "LONGEST_S", 0.2)
+    monkeypatch.setattr(verifier, "LONGEST_S", 0.2)
     async with cluster(model) as fake:
         fake.nodes[1].engine.step_ms = 50
         found: list[VerifyResult] = []
@@ -377,7 +376,7 @@ async def test_a_node_that_fails_fillers_is_not_asked_for_ever(model: str) -> No
 async def test_fillers_have_every_kind_of_filter(model: str) -> None:
     async with cluster(model) as fake:
         known = await fake.router.requests.model(asyncio.get_running_loop().time())
-        draw = crowd.Fillers(known, random.Random(1), 0.0, ANYONE)
+        draw = Fillers(known, random.Random(1), 0.0, ANYONE)
         drawn = [draw.draw(64).params for _ in range(40)]
         assert {(p.top_p < 1, p.top_k > 0, p.min_p > 0) for p in drawn} == {
             (False, False, False),

@@ -2,7 +2,7 @@
 
 Each condition changes something that must not matter: which samples run beside a sample, which slot it gets, in which
 order samples arrive. Cases run in the same way as every other sample, at the lowest priority, and leave slots free for
-others. Their crowd takes only idle slots (`router.audit.crowd`). This module must not know gRPC messages.
+others. Their crowd takes only idle slots (`router.audit.idle`). This module must not know gRPC messages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from functools import partial
 from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
 from corun.params import check_seed
 from corun.receipt import Receipt, prompt_digest, text_digest
-from corun.records.verification import Condition, VerifyCase, VerifyResult
+from corun.records.verification import Condition, VerifyCase, VerifyResult, all_if_none
 from corun.rpc.auth import Caller
 from corun.types import NodeInfo, Priority
 from router.attempt import SampleTask
 from router.audit.auditor import Auditor
-from router.audit.crowd import Crowd, Fillers
-from router.audit.idle import SPARE_SLOTS, IdleRuns
+from router.audit.idle import SPARE_SLOTS, Crowd, Fillers, IdleRuns
+from router.clock import loop_time
 from router.nodes.registry import Registry
 from router.prompts import Model
 from router.queue import MIN_RETRY_S
@@ -46,26 +46,41 @@ MAX_HELD_SLOTS = 16
 """The most slots per node that are held ahead of a case. More would test nothing new and take longer."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The outcome of one run of one case."""
+class Judge:
+    """Compares each run with the expected one. The expected digest is the one given with the case, otherwise that of
+    its first run. The expected text and finish reason are those of the case's first run."""
 
-    case_index: int
-    receipt: Receipt | None = None
-    text_digest: str = ""
-    error: str = ""
-    is_late: bool = False
-    """Whether the run failed because the time of the verification was over."""
+    def __init__(self, cases: Sequence[VerifyCase]) -> None:
+        self._expected = [case.output_digest for case in cases]
+        self._endings: dict[int, tuple[object, str]] = {}  # Finish reasons and text digests of first runs, by case.
+
+    def result(self, condition: Condition, index: int, receipt: Receipt, text: str) -> VerifyResult:
+        """Return the result of a run of the case with this index."""
+        expected = self._expected[index] = self._expected[index] or receipt.output_digest
+        ending = receipt.finish_reason, text_digest(text)
+        return VerifyResult(
+            case_index=index,
+            condition=condition,
+            match=receipt.output_digest == expected and self._endings.setdefault(index, ending) == ending,
+            expected_digest=expected,
+            receipt=receipt,
+            text_digest=ending[1],
+        )
+
+    def failure(self, condition: Condition, index: int, error: str) -> VerifyResult:
+        """Return the result of a case that gave no output."""
+        expected = self._expected[index]
+        return VerifyResult(case_index=index, condition=condition, match=False, expected_digest=expected, error=error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """The runs of one checked verification under one condition."""
 
+    condition: Condition
     samples: Sequence[tuple[int, SampleTask]]
     """The samples to run, each with the index of its case."""
-    changed: Sequence[int]
-    """The indices of the cases that are not run, because their text gives other token ids than their own."""
+    judge: Judge
     fillers: Fillers
     rng: random.Random
     limit: int
@@ -85,11 +100,24 @@ class Verifier:
         self._max_cases = max_cases
         self._callers: set[str] = set()
         self._crowds: set[Crowd] = set()
+        self._runs: dict[Condition, Callable[[Job], AsyncGenerator[VerifyResult, None]]] = {
+            Condition.ALONE: self._alone,
+            Condition.CROWDED: self._crowded,
+            Condition.OTHER_SLOTS: self._in_other_slots,
+            Condition.SHUFFLED: self._shuffled,
+        }
 
     def pump(self) -> None:
         """Start the fillers that may start now."""
         for crowd in tuple(self._crowds):
             crowd.pump()
+
+    def check_size(self, num_cases: int, num_conditions: int) -> None:
+        """Raise InvalidArgumentError if a call has no cases, or too many cases or conditions."""
+        if not 1 <= num_cases <= self._max_cases:
+            raise InvalidArgumentError("cases", num_cases, f"must be 1 to {self._max_cases} cases")
+        if num_conditions > len(Condition):
+            raise InvalidArgumentError("conditions", num_conditions, f"must be at most {len(Condition)} conditions")
 
     async def verify(
         self,
@@ -107,30 +135,34 @@ class Verifier:
             OverloadedError: another verification of this caller is running.
             DeadlineError: the time of the call, or LONGEST_S, was over before all cases were run.
         """
-        conditions = conditions or tuple(Condition)
         with self._only_one_of(caller):
-            deadline = min(deadline, asyncio.get_running_loop().time() + LONGEST_S)
+            deadline = min(deadline, loop_time() + LONGEST_S)
             model = await self._requests.model(deadline)
-            self._check_conditions(conditions)
+            conditions = all_if_none(conditions)
             changed = await self._check(cases, model, deadline, caller)
             judge, done = Judge(cases), 0
             for condition in conditions:
+                for index in changed:
+                    yield judge.failure(condition, index, "its prompt's text gives other token ids than its own")
+                done += len(changed)
                 rng = random.Random(f"{order_seed} {condition.value}")  # A seed of text is stable across processes.
                 samples = [(index, _sample(case, index, deadline, caller)) for index, case in enumerate(cases)]
                 job = Job(
+                    condition=condition,
                     samples=[(index, sample) for index, sample in samples if index not in changed],
-                    changed=changed,
+                    judge=judge,
                     fillers=Fillers(model, rng, deadline, caller),
                     rng=rng,
                     limit=caller.max_requests or self._num_slots,
                 )
-                async with aclosing(self._under(condition, job)) as outcomes:
-                    async for outcome in outcomes:
-                        if outcome.is_late:
-                            runs = f"{done} of {len(cases) * len(conditions)} runs"
-                            raise DeadlineError(f"the time of the verification is over, with {runs} done")
-                        done += 1
-                        yield judge.result(condition, outcome)
+                try:
+                    async with aclosing(self._runs[condition](job)) as results:
+                        async for result in results:
+                            done += 1
+                            yield result
+                except DeadlineError as error:
+                    runs = f"{done} of {len(cases) * len(conditions)} runs"
+                    raise DeadlineError(f"the time of the verification is over, with {runs} done") from error
 
     @contextmanager
     def _only_one_of(self, caller: Caller) -> Iterator[None]:
@@ -143,28 +175,31 @@ class Verifier:
         finally:
             self._callers.discard(caller.name)
 
+    async def _check(self, cases: Sequence[VerifyCase], model: Model, deadline: float, caller: Caller) -> list[int]:
+        """Return the indices of the cases whose text gives other token ids than their prompt. Raises
+        InvalidArgumentError for a case that cannot be run."""
+        changed = []
+        for index, case in enumerate(cases):
+            with naming_case(index):
+                if case.sampling_params.n != 1:
+                    raise InvalidArgumentError("sampling_params.n", case.sampling_params.n, "must be 1")
+                check_seed(case.seed)
+                prompt = case.prompt_token_ids
+                self._requests.check(prompt, case.sampling_params, model)
+                if case.text and not await self._requests.is_text_of(case.text, prompt, model, deadline, caller):
+                    changed.append(index)
+            await asyncio.sleep(0)  # Let the streams of other requests go on.
+        return changed
+
     @property
     def _num_slots(self) -> int:
         return sum(node.slots for node in self._registry.decode_nodes())
 
-    async def _under(self, condition: Condition, job: Job) -> AsyncGenerator[Outcome, None]:
-        for index in job.changed:
-            yield Outcome(case_index=index, error="its prompt's text gives other token ids than its own")
-        runs: dict[Condition, Callable[[Job], AsyncGenerator[Outcome, None]]] = {
-            Condition.ALONE: self._alone,
-            Condition.CROWDED: self._crowded,
-            Condition.OTHER_SLOTS: self._in_other_slots,
-            Condition.SHUFFLED: self._shuffled,
-        }
-        async with aclosing(runs[condition](job)) as outcomes:
-            async for outcome in outcomes:
-                yield outcome
-
-    async def _alone(self, job: Job) -> AsyncGenerator[Outcome, None]:
+    async def _alone(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
         for index, sample in job.samples:
-            yield await self._run(index, sample)
+            yield await self._run(job, index, sample)
 
-    async def _crowded(self, job: Job) -> AsyncGenerator[Outcome, None]:
+    async def _crowded(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
         num_tokens = _crowd_tokens(self._registry.decode_nodes(), [sample for _, sample in job.samples])
         async with self._crowd(job, self._num_slots - 1, partial(job.fillers.draw, num_tokens)) as crowd:
             await crowd.stand(CROWD_WAIT_S)
@@ -172,16 +207,35 @@ class Verifier:
                 crowd.spare_slots = 1
                 await crowd.until(partial(self._registry.has_place, sample.need), ROOM_WAIT_S)
                 crowd.spare_slots = 0  # From now on the case waits in the queue or has the slot that was left to it.
-                yield await self._run(index, sample)
+                yield await self._run(job, index, sample)
 
-    async def _in_other_slots(self, job: Job) -> AsyncGenerator[Outcome, None]:
+    async def _in_other_slots(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
         for index, sample in job.samples:
             held = job.rng.randint(1, MAX_HELD_SLOTS)
             count, num_tokens = _holding(self._registry.decode_nodes(), sample, held)
             async with self._crowd(job, count, partial(job.fillers.draw, num_tokens, endless=True)) as crowd:
                 await crowd.stand(CROWD_WAIT_S)
-                outcome = await self._run(index, sample)
-            yield outcome
+                result = await self._run(job, index, sample)
+            yield result
+
+    async def _shuffled(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
+        order = list(job.samples)
+        job.rng.shuffle(order)
+        left_free = sum(min(SPARE_SLOTS, node.slots - 1) for node in self._registry.decode_nodes())
+        gate = asyncio.Semaphore(max(1, min(job.limit, self._num_slots - left_free)))
+
+        async def run(index: int, sample: SampleTask) -> VerifyResult:
+            async with gate:
+                return await self._run(job, index, sample)
+
+        tasks = [asyncio.ensure_future(run(index, sample)) for index, sample in order]
+        try:
+            for done in asyncio.as_completed(tasks):
+                yield await done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @asynccontextmanager
     async def _crowd(self, job: Job, size: int, draw: Callable[[], SampleTask]) -> AsyncIterator[Crowd]:
@@ -193,105 +247,21 @@ class Verifier:
             await crowd.close()
             self._crowds.discard(crowd)
 
-    async def _shuffled(self, job: Job) -> AsyncGenerator[Outcome, None]:
-        order = list(job.samples)
-        job.rng.shuffle(order)
-        left_free = sum(min(SPARE_SLOTS, node.slots - 1) for node in self._registry.decode_nodes())
-        gate = asyncio.Semaphore(max(1, min(job.limit, self._num_slots - left_free)))
-
-        async def run(index: int, sample: SampleTask) -> Outcome:
-            async with gate:
-                return await self._run(index, sample)
-
-        tasks = [asyncio.ensure_future(run(index, sample)) for index, sample in order]
-        try:
-            for done in asyncio.as_completed(tasks):
-                yield await done
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
-
-    async def _run(self, index: int, sample: SampleTask) -> Outcome:
-        """Run a case once. If the queue has no room for the lowest priority, try again until the time is over."""
+    async def _run(self, job: Job, index: int, sample: SampleTask) -> VerifyResult:
+        """Run a case once. If the queue has no room for the lowest priority, try again until the time is over. Raises
+        DeadlineError when it is over."""
         while True:
             try:
-                text, receipt = await self._run_once(sample)
-                return Outcome(case_index=index, receipt=receipt, text_digest=text_digest(text))
+                text, receipt = await self._requests.start([sample]).to_end()
+                return job.judge.result(job.condition, index, receipt, text)
             except OverloadedError as error:
-                if asyncio.get_running_loop().time() + error.retry_after_s >= sample.deadline:
-                    return Outcome(case_index=index, error=str(error), is_late=True)
+                if loop_time() + error.retry_after_s >= sample.deadline:
+                    raise DeadlineError(str(error)) from error
                 await asyncio.sleep(max(MIN_RETRY_S, error.retry_after_s))
+            except DeadlineError:
+                raise
             except CorunError as error:
-                return Outcome(case_index=index, error=str(error), is_late=isinstance(error, DeadlineError))
-
-    async def _run_once(self, sample: SampleTask) -> tuple[str, Receipt]:
-        running = self._requests.start([sample])
-        try:
-            return await running.to_end()
-        finally:
-            await running.close()
-
-    def check_size(self, num_cases: int, num_conditions: int) -> None:
-        """Raise InvalidArgumentError if a call has no cases, or too many cases or conditions."""
-        if not 1 <= num_cases <= self._max_cases:
-            raise InvalidArgumentError("cases", num_cases, f"must be 1 to {self._max_cases} cases")
-        if num_conditions > len(Condition):
-            raise InvalidArgumentError("conditions", num_conditions, f"must be at most {len(Condition)} conditions")
-
-    def _check_conditions(self, conditions: Sequence[Condition]) -> None:
-        for index, condition in enumerate(conditions):
-            if condition in conditions[:index]:
-                raise InvalidArgumentError(f"conditions[{index}]", condition.value, "must be given once")
-
-    async def _check(self, cases: Sequence[VerifyCase], model: Model, deadline: float, caller: Caller) -> list[int]:
-        """Return the indices of the cases whose text gives other token ids than their prompt. Raises
-        InvalidArgumentError for a case that cannot be run."""
-        changed = []
-        for index, case in enumerate(cases):
-            with naming_case(index):
-                self._check_case(case, model)
-                prompt = case.prompt_token_ids
-                if case.text and not await self._requests.is_text_of(case.text, prompt, model, deadline, caller):
-                    changed.append(index)
-            await asyncio.sleep(0)  # Let the streams of other requests go on.
-        return changed
-
-    def _check_case(self, case: VerifyCase, model: Model) -> None:
-        if case.sampling_params.n != 1:
-            raise InvalidArgumentError("sampling_params.n", case.sampling_params.n, "must be 1")
-        check_seed(case.seed)
-        self._requests.check(case.prompt_token_ids, case.sampling_params, model)
-
-
-class Judge:
-    """Compares each outcome with the expected one. The expected digest is the one given with the case, otherwise that
-    of its first run. The expected text and finish reason are those of the case's first run."""
-
-    def __init__(self, cases: Sequence[VerifyCase]) -> None:
-        self._expected = [case.output_digest for case in cases]
-        self._endings: dict[int, tuple[object, str]] = {}  # Finish reasons and text digests of first runs, by case.
-
-    def result(self, condition: Condition, outcome: Outcome) -> VerifyResult:
-        index, receipt = outcome.case_index, outcome.receipt
-        if receipt is not None and not self._expected[index]:
-            self._expected[index] = receipt.output_digest
-        expected = self._expected[index]
-        return VerifyResult(
-            case_index=index,
-            condition=condition,
-            match=receipt is not None and receipt.output_digest == expected and self._ends_as_before(outcome),
-            expected_digest=expected,
-            receipt=receipt,
-            error=outcome.error,
-            text_digest=outcome.text_digest,
-        )
-
-    def _ends_as_before(self, outcome: Outcome) -> bool:
-        assert outcome.receipt is not None
-        ending = outcome.receipt.finish_reason, outcome.text_digest
-        return self._endings.setdefault(outcome.case_index, ending) == ending
+                return job.judge.failure(job.condition, index, str(error))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A clock that stands still whenever this router's own event loop stands still.
+"""The router's two clocks: the loop's own, and one that stands still whenever this router's event loop stands still.
 
 While the loop stands still, messages from its peers wait to be read. When the loop goes on, its timers run before those
 messages are read. So the silence of a peer is measured on this clock, never on the loop's clock: a delay of the router
@@ -17,6 +17,11 @@ LONGEST_TICK_S = 0.5
 """The most seconds that one tick counts. If a tick takes longer, the loop stood still; a busy loop is less late."""
 
 log = logging.getLogger(__name__)
+
+
+def loop_time() -> float:
+    """Return the time of the running loop's clock, in seconds. Deadlines are on this clock."""
+    return asyncio.get_running_loop().time()
 
 
 class AwakeClock:

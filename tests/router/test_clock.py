@@ -11,8 +11,8 @@ import pytest
 from corun.errors import DeadlineError, UnavailableError
 from corun.params import SamplingParams
 from corun.types import NodeState
-from router import lag
-from router.lag import AwakeClock
+from router import clock as clocks
+from router.clock import AwakeClock
 from tests.fakes import FakeCluster, cluster, expected, generate
 
 TIMEOUT_S = 0.2
@@ -26,8 +26,8 @@ PATIENT: dict[str, Any] = {"heartbeat_timeout_ms": 30_000}
 @pytest.fixture(autouse=True)
 def fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that standing still for a short time is enough."""
-    monkeypatch.setattr(lag, "TICK_S", 0.01)
-    monkeypatch.setattr(lag, "LONGEST_TICK_S", 0.05)
+    monkeypatch.setattr(clocks, "TICK_S", 0.01)
+    monkeypatch.setattr(clocks, "LONGEST_TICK_S", 0.05)
 
 
 def stand_still() -> None:
@@ -37,13 +37,13 @@ def stand_still() -> None:
 
 async def test_the_clock_stands_still_with_its_loop(caplog: pytest.LogCaptureFixture) -> None:
     clock = AwakeClock()
-    await asyncio.sleep(3 * lag.TICK_S)
+    await asyncio.sleep(3 * clocks.TICK_S)
     before = clock.time()
-    assert before >= 3 * lag.TICK_S
+    assert before >= 3 * clocks.TICK_S
     stand_still()
     for _ in range(2):  # Before the clock's own timer has run, and after that.
-        assert clock.time() - before <= 2 * lag.LONGEST_TICK_S < STILL_S
-        assert clock.still_s >= STILL_S - 2 * lag.LONGEST_TICK_S
+        assert clock.time() - before <= 2 * clocks.LONGEST_TICK_S < STILL_S
+        assert clock.still_s >= STILL_S - 2 * clocks.LONGEST_TICK_S
         await asyncio.sleep(0)
     assert "the event loop stood still for 0." in caplog.text
     clock.stop()
@@ -55,7 +55,7 @@ async def test_a_wait_lasts_as_long_as_the_loop_runs() -> None:
     waiting = asyncio.ensure_future(clock.wait((never, answer), TIMEOUT_S))
     await asyncio.sleep(0)
     stand_still()
-    await asyncio.sleep(lag.TICK_S)
+    await asyncio.sleep(clocks.TICK_S)
     assert not waiting.done()
     answer.set_result(None)
     await waiting
@@ -72,7 +72,7 @@ async def test_a_router_that_stood_still_loses_no_node(model: str) -> None:
         await fake.until(lambda: fake.nodes[1].drawn_tokens > 3)
         for _ in range(3):
             stand_still()
-            await asyncio.sleep(lag.TICK_S)
+            await asyncio.sleep(clocks.TICK_S)
             assert {fake.state(name) for name in ("p1", "d1")} == {NodeState.READY}
         (output,) = await run
         assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
@@ -84,7 +84,7 @@ async def test_a_node_that_is_silent_is_lost_all_the_same(model: str) -> None:
         await fake.nodes[1].fall_silent()
         for _ in range(3):
             stand_still()
-            await asyncio.sleep(lag.TICK_S)
+            await asyncio.sleep(clocks.TICK_S)
         await fake.until(lambda: fake.state("d1") is NodeState.LOST)
         assert fake.state("p1") is not NodeState.LOST
         assert fake.detail("d1") == f"no heartbeat for {TIMEOUT_S:g} s"
@@ -107,7 +107,7 @@ async def test_an_answer_that_was_not_read_came_in_time(model: str) -> None:
         async def slowly(*args: Any) -> None:
             await reserve(*args)
             stand_still()
-            await asyncio.sleep(lag.TICK_S)  # As an answer that is still to be read.
+            await asyncio.sleep(clocks.TICK_S)  # As an answer that is still to be read.
 
         client._reserve = slowly  # type: ignore[method-assign]
         (output,) = await generate(fake, PROMPT, PARAMS, seed=1)

@@ -1,7 +1,7 @@
 """Check a cluster against itself: run results or built-in prompts again and compare every bit.
 
-This module owns the choice of the cases and the report on the answers. The router's `Verify` does the runs, and
-`corun.records.claims` checks what a row says about itself. This module must not know how a report is shown.
+This module owns the built-in cases, the calls, and the report on the answers. The router's `Verify` does the runs, and
+`corun.records.verification` makes cases of rows. This module must not know how a report is shown.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 from corun.client.client import Client
 from corun.client.routers import Deadline
-from corun.errors import DataLossError, DeadlineError, InvalidArgumentError, UnavailableError
+from corun.errors import DataLossError, DeadlineError, UnavailableError
 from corun.params import SamplingParams
 from corun.receipt import Receipt
-from corun.records.claims import NamedCase
-from corun.records.verification import Condition, VerifyCase, VerifyResult
+from corun.records.verification import Condition, NamedCase, VerifyCase, VerifyResult, all_if_none
 from corun.rpc import codec
 from corun.types import ClusterStatus, NodeState
 
@@ -123,11 +122,9 @@ class Verification:
         self, cases: Sequence[NamedCase], conditions: Sequence[Condition] = (), *, order_seed: int = 0
     ) -> None:
         self._cases = cases
-        self._conditions = tuple(conditions) or tuple(Condition)
-        if len(set(self._conditions)) != len(self._conditions):
-            raise InvalidArgumentError("conditions", " ".join(c.value for c in conditions), "must each be given once")
+        self.conditions = all_if_none(conditions)
         self._order_seed = order_seed
-        self.report = Report(num_cases=len(cases), num_runs=len(cases) * len(self._conditions))
+        self.report = Report(num_cases=len(cases), num_runs=len(cases) * len(self.conditions))
 
     def run(
         self, client: Client, *, timeout_s: float = TIMEOUT_S, on_result: Callable[[], None] = lambda: None
@@ -142,10 +139,6 @@ class Verification:
             while part.owed:
                 part.call(client, deadline)
         return self.report
-
-    @property
-    def conditions(self) -> tuple[Condition, ...]:
-        return self._conditions
 
 
 def run(
