@@ -180,6 +180,20 @@ async def test_missing_nodes_end_the_wait_after_a_while() -> None:
     assert queue.waiting == 0
 
 
+async def test_who_waited_through_an_outage_keeps_the_order() -> None:
+    pool = FakePool()
+    queue = make(pool, node_wait_s=60.0)
+    first = queue.enter([need(), need()])
+    pool.gap = "gone"
+    queue.pump()
+    late, high = queue.enter([need()]) + queue.enter([need()], priority=Priority.HIGH)
+    assert (queue.waiting, queue.in_line) == (4, 0)
+    pool.gap, pool.free = "", 3
+    queue.pump()
+    assert placed([high, *first, late]) == [0, 1, 2]
+    assert queue.in_line == 1
+
+
 async def test_nodes_that_come_back_in_time_end_nothing() -> None:
     pool = FakePool()
     pool.gap = "gone"
@@ -560,7 +574,9 @@ async def test_who_would_be_refused_is_refused_before_any_work() -> None:
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["enter"] * 4 + ["placements", "leave", "expire", "again", "ran", "close", "close", "nodes"]),
+        st.sampled_from(
+            ["enter"] * 4 + ["placements", "leave", "expire", "again", "ran", "close", "close", "nodes", "outage"]
+        ),
         st.sampled_from("abc"),
         st.sampled_from(list(Priority)),
         st.integers(1, 4),
@@ -589,6 +605,9 @@ class Model:
             self.queue.pump()
         elif kind == "nodes":  # Larger ones come into use, or go out of it.
             self.pool.largest = 1000 if tokens > 6 else tokens
+            self.queue.pump()
+        elif kind == "outage":  # It begins, or it ends.
+            self.pool.gap = "" if self.pool.gap else "no decode node has joined"
             self.queue.pump()
         elif kind == "leave" and self.entries:
             gone = self.entries.pop(number % len(self.entries))
@@ -626,9 +645,9 @@ class Model:
         assert self.queue.waiting_tokens == sum(entry.need.num_prompt for entry in waiting)
         assert len(fresh) < 2 * 8
         assert len(waiting) + len(self.placements) == len(self.entries), "an entry is lost"
-        in_line = [entry for entry in waiting if entry.aside_at is None]
+        in_line = [entry for entry in waiting if entry not in self.queue._aside]
         assert self.queue.in_line == len(in_line)
-        assert all(entry.need.total > self.pool.largest for entry in waiting if entry not in in_line)
+        assert all(entry.need.total > self.pool.most_tokens() for entry in waiting if entry not in in_line)
         assert not in_line or self.pool.free == 0, "a placement is left over"
         head = self.queue._head()
         assert (head is not None) == bool(in_line)
