@@ -1,14 +1,22 @@
 """Conversion between plain values and protobuf messages. Only this module builds messages or reads values from them.
 
-`x_to_proto` and `x_from_proto` are each other's inverse. Log probabilities travel as fp32, with their exact bits. The
-values check their own ranges. This module must not know what a value is for.
+A value and its message have the same fields: names, order and types. `_mirror` compares them when this module is
+imported, and returns `x_to_proto` and `x_from_proto`, which are each other's inverse. Only what has no such mirror is
+converted by hand. Log probabilities travel as fp32, with their exact bits. The values check their own ranges. This
+module must not know what a value is for.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from types import GenericAlias
+from typing import Any, TypeVar, get_type_hints
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from corun.errors import InvalidArgumentError
 from corun.params import SamplingParams, check_request_id, check_seed, check_text, check_token_ids
@@ -36,56 +44,115 @@ from corun.v1 import prefill_service_pb2 as prefill_pb2
 from corun.v1 import registry_service_pb2 as registry_pb2
 from corun.v1 import types_pb2
 
+V = TypeVar("V")
+M = TypeVar("M", bound=Message)
 E = TypeVar("E", bound=enum.Enum)
+Convert = Callable[[Any], Any]
 
-_SCALAR_PARAMS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "n",
-)
-_FINISH_REASONS: dict[types_pb2.FinishReason, FinishReason] = {
-    types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    types_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
-_NODE_ROLES: dict[registry_pb2.NodeRole, NodeRole] = {
-    registry_pb2.NODE_ROLE_PREFILL: NodeRole.PREFILL,
-    registry_pb2.NODE_ROLE_DECODE: NodeRole.DECODE,
-}
-_NODE_STATES: dict[cluster_pb2.NodeState, NodeState] = {
-    cluster_pb2.NODE_STATE_READY: NodeState.READY,
-    cluster_pb2.NODE_STATE_JOINING: NodeState.JOINING,
-    cluster_pb2.NODE_STATE_LOST: NodeState.LOST,
-    cluster_pb2.NODE_STATE_REFUSED: NodeState.REFUSED,
-    cluster_pb2.NODE_STATE_DRAINING: NodeState.DRAINING,
-}
-_CONDITIONS: dict[cluster_pb2.Condition, Condition] = {
-    cluster_pb2.CONDITION_ALONE: Condition.ALONE,
-    cluster_pb2.CONDITION_CROWDED: Condition.CROWDED,
-    cluster_pb2.CONDITION_OTHER_SLOTS: Condition.OTHER_SLOTS,
-    cluster_pb2.CONDITION_SHUFFLED: Condition.SHUFFLED,
-}
 
-_PRIORITIES: dict[cluster_pb2.Priority, Priority] = {
-    cluster_pb2.PRIORITY_HIGH: Priority.HIGH,
-    cluster_pb2.PRIORITY_NORMAL: Priority.NORMAL,
-    cluster_pb2.PRIORITY_LOW: Priority.LOW,
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The Python type of a field, and how its values travel. None: as they are."""
+
+    python: Any
+    to_proto: Convert | None = None
+    from_proto: Convert | None = None
+
+
+_SCALARS = {
+    FieldDescriptor.TYPE_BOOL: _Kind(bool),
+    FieldDescriptor.TYPE_DOUBLE: _Kind(float),
+    FieldDescriptor.TYPE_STRING: _Kind(str),
+    FieldDescriptor.TYPE_UINT32: _Kind(int),
+    FieldDescriptor.TYPE_UINT64: _Kind(int),
 }
+_kinds: dict[str, _Kind] = {}
+"""The enums and messages that a message may hold, by their full protobuf names."""
+
+
+def _enum(python: type[E], proto: Any, field: str) -> tuple[Callable[[E], Any], Callable[[int], E]]:
+    """Return the functions that convert an enum's members to their numbers and back.
+
+    The second function raises InvalidArgumentError for an unknown number; the error names `field`.
+
+    Raises TypeError if the two enums do not have the same members.
+    """
+    prefix = proto.Name(0).removesuffix("UNSPECIFIED")
+    _check_names(python, [member.name for member in python], [name.removeprefix(prefix) for name in proto.keys()[1:]])
+    numbers = {member: proto.Value(prefix + member.name) for member in python}
+    members = {number: member for member, number in numbers.items()}
+
+    def from_proto(number: int) -> E:
+        if number not in members:
+            raise InvalidArgumentError(field, number, "must be one of " + ", ".join(e.value for e in python))
+        return members[number]
+
+    _kinds[proto.DESCRIPTOR.full_name] = _Kind(python, numbers.__getitem__, from_proto)
+    return numbers.__getitem__, from_proto
+
+
+def _mirror(python: type[V], proto: type[M]) -> tuple[Callable[[V], M], Callable[[M], V]]:
+    """Return the functions that convert a dataclass to its message and back.
+
+    Raises TypeError if the two do not have the same fields, and KeyError for a field of a kind that is not known yet.
+    """
+    _check_names(python, [f.name for f in fields(python)], [f.name for f in proto.DESCRIPTOR.fields])  # type: ignore[arg-type]
+    hints = get_type_hints(python)
+    converters = [(field.name, *_converters(field, hints[field.name])) for field in proto.DESCRIPTOR.fields]
+
+    def to_proto(value: V) -> M:
+        return proto(**{name: write(value) for name, write, _ in converters})
+
+    def from_proto(message: M) -> V:
+        return python(**{name: read(message) for name, _, read in converters})
+
+    _kinds[proto.DESCRIPTOR.full_name] = _Kind(python, to_proto, from_proto)
+    return to_proto, from_proto
+
+
+def _converters(field: Any, hint: Any) -> tuple[Convert, Convert]:
+    """Return how a field (a FieldDescriptor) is read from a value for its message, and how from the message.
+
+    Raises TypeError if the field's type in the value (`hint`) does not fit the message.
+    """
+    named = field.message_type or field.enum_type
+    kind = _SCALARS[field.type] if named is None else _kinds[named.full_name]
+    if field.is_repeated:
+        kind = _Kind(GenericAlias(tuple, (kind.python, ...)), _each(kind.to_proto), _each(kind.from_proto))
+    get = attrgetter(field.name)
+    write, read = _then(get, kind.to_proto), _then(get, kind.from_proto)
+    if hint == kind.python:
+        return write, read
+    if field.has_presence and hint == kind.python | None:
+        return (
+            lambda value: None if get(value) is None else write(value),
+            lambda message: read(message) if message.HasField(field.name) else None,
+        )
+    raise TypeError(f"{field.full_name} must be {kind.python}, not {hint}")
+
+
+def _each(convert: Convert | None) -> Convert:
+    return tuple if convert is None else lambda values: tuple(map(convert, values))
+
+
+def _then(get: Convert, convert: Convert | None) -> Convert:
+    return get if convert is None else lambda owner: convert(get(owner))
+
+
+def _check_names(python: type, names: list[str], proto_names: list[str]) -> None:
+    if names != proto_names:
+        raise TypeError(f"{python.__name__} has {names}, but its protobuf type has {proto_names}")
+
+
+_PARAMS = types_pb2.SamplingParams.DESCRIPTOR.fields
+_check_names(SamplingParams, [f.name for f in fields(SamplingParams)], [f.name for f in _PARAMS])
+_SCALAR_PARAMS = [(f.name, f.has_presence) for f in _PARAMS if not f.is_repeated]
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Convert sampling parameters. Every field is set, so that the reader's defaults do not matter."""
     return types_pb2.SamplingParams(
-        **{name: getattr(params, name) for name in _SCALAR_PARAMS},
+        **{name: getattr(params, name) for name, _ in _SCALAR_PARAMS},
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         logit_bias=params.logit_bias_map,
@@ -99,7 +166,11 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
     """
     # Lists are passed on as they are. They may be long, so SamplingParams counts them before it copies them.
     # Only some scalars have presence on the wire. Any other field that is unset reads as its default: zero or empty.
-    values = {name: getattr(message, name) for name in _SCALAR_PARAMS if not _unset(message, name)}
+    values = {
+        name: getattr(message, name)
+        for name, has_presence in _SCALAR_PARAMS
+        if not has_presence or message.HasField(name)
+    }
     return SamplingParams(
         **values,
         stop=message.stop,
@@ -108,353 +179,48 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
     )
 
 
+_kinds[types_pb2.SamplingParams.DESCRIPTOR.full_name] = _Kind(
+    SamplingParams, sampling_params_to_proto, sampling_params_from_proto
+)
+_kinds[prefill_pb2.BlockIds.DESCRIPTOR.full_name] = _Kind(
+    tuple[int, ...], lambda ids: prefill_pb2.BlockIds(ids=ids), lambda message: tuple(message.ids)
+)
+_enum(NodeRole, registry_pb2.NodeRole, "node.role")
+_enum(NodeState, cluster_pb2.NodeState, "node.state")
+priority_to_proto, _known_priority = _enum(Priority, cluster_pb2.Priority, "priority")
+condition_to_proto, condition_from_proto = _enum(Condition, cluster_pb2.Condition, "condition")
+_number_of_reason, _known_reason = _enum(FinishReason, types_pb2.FinishReason, "finish_reason")
+_enum(FinishReason, types_pb2.FinishReason, "receipt.finish_reason")  # The only message below that has one.
+
+node_ref_to_proto, node_ref_from_proto = _mirror(NodeRef, types_pb2.NodeRef)
+nixl_endpoint_to_proto, nixl_endpoint_from_proto = _mirror(NixlEndpoint, registry_pb2.NixlEndpoint)
+kv_handle_to_proto, kv_handle_from_proto = _mirror(KvHandle, prefill_pb2.KvHandle)
+node_info_to_proto, node_info_from_proto = _mirror(NodeInfo, registry_pb2.NodeInfo)
+_mirror(KvReads, registry_pb2.KvReads)
+node_load_to_proto, node_load_from_proto = _mirror(NodeLoad, registry_pb2.NodeLoad)
+_mirror(NodeStatus, cluster_pb2.NodeStatus)
+_mirror(AuditStatus, cluster_pb2.AuditStatus)
+_mirror(ModelStatus, cluster_pb2.ModelStatus)
+cluster_status_to_proto, cluster_status_from_proto = _mirror(ClusterStatus, cluster_pb2.GetClusterResponse)
+receipt_to_proto, receipt_from_proto = _mirror(Receipt, types_pb2.Receipt)
+resume_point_to_proto, resume_point_from_proto = _mirror(ResumePoint, cluster_pb2.ResumePoint)
+verify_case_to_proto, verify_case_from_proto = _mirror(VerifyCase, cluster_pb2.VerifyCase)
+verify_result_to_proto, verify_result_from_proto = _mirror(VerifyResult, cluster_pb2.VerifyResponse)
+
+
 def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
     """Convert a finish reason. None, for a sample that has not ended, becomes UNSPECIFIED."""
-    return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _number(_FINISH_REASONS, reason)
+    return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _number_of_reason(reason)
 
 
 def finish_reason_from_proto(number: types_pb2.FinishReason) -> FinishReason | None:
     """Read a finish reason. UNSPECIFIED, for a sample that has not ended, becomes None."""
-    if number == types_pb2.FINISH_REASON_UNSPECIFIED:
-        return None
-    return _member(_FINISH_REASONS, "finish_reason", number)
-
-
-def condition_to_proto(condition: Condition) -> cluster_pb2.Condition:
-    number: cluster_pb2.Condition = _number(_CONDITIONS, condition)
-    return number
-
-
-def condition_from_proto(number: cluster_pb2.Condition) -> Condition:
-    return _member(_CONDITIONS, "condition", number)
-
-
-def priority_to_proto(priority: Priority) -> cluster_pb2.Priority:
-    number: cluster_pb2.Priority = _number(_PRIORITIES, priority)
-    return number
+    return None if number == types_pb2.FINISH_REASON_UNSPECIFIED else _known_reason(number)
 
 
 def priority_from_proto(number: cluster_pb2.Priority) -> Priority:
     """Read a priority. UNSPECIFIED becomes NORMAL."""
-    if number == cluster_pb2.PRIORITY_UNSPECIFIED:
-        return Priority.NORMAL
-    return _member(_PRIORITIES, "priority", number)
-
-
-def node_ref_to_proto(ref: NodeRef) -> types_pb2.NodeRef:
-    return types_pb2.NodeRef(node_id=ref.node_id, generation=ref.generation)
-
-
-def node_ref_from_proto(message: types_pb2.NodeRef) -> NodeRef:
-    return NodeRef(node_id=message.node_id, generation=message.generation)
-
-
-def nixl_endpoint_to_proto(endpoint: NixlEndpoint) -> registry_pb2.NixlEndpoint:
-    return registry_pb2.NixlEndpoint(
-        engine_id=endpoint.engine_id,
-        host=endpoint.host,
-        port=endpoint.port,
-        tp_size=endpoint.tp_size,
-        stamp_addresses=endpoint.stamp_addresses,
-    )
-
-
-def nixl_endpoint_from_proto(message: registry_pb2.NixlEndpoint) -> NixlEndpoint:
-    return NixlEndpoint(
-        engine_id=message.engine_id,
-        host=message.host,
-        port=message.port,
-        tp_size=message.tp_size,
-        stamp_addresses=tuple(message.stamp_addresses),
-    )
-
-
-def kv_handle_to_proto(handle: KvHandle) -> prefill_pb2.KvHandle:
-    return prefill_pb2.KvHandle(
-        prefill_node=node_ref_to_proto(handle.prefill_node),
-        engine_id=handle.engine_id,
-        request_id=handle.request_id,
-        block_ids=[prefill_pb2.BlockIds(ids=ids) for ids in handle.block_ids],
-        host=handle.host,
-        port=handle.port,
-        tp_size=handle.tp_size,
-        num_tokens=handle.num_tokens,
-        prompt_digest=handle.prompt_digest,
-        reader=node_ref_to_proto(handle.reader),
-        binding=handle.binding,
-        claim=handle.claim,
-    )
-
-
-def kv_handle_from_proto(message: prefill_pb2.KvHandle) -> KvHandle:
-    return KvHandle(
-        prefill_node=node_ref_from_proto(message.prefill_node),
-        engine_id=message.engine_id,
-        request_id=message.request_id,
-        block_ids=tuple(tuple(group.ids) for group in message.block_ids),
-        host=message.host,
-        port=message.port,
-        tp_size=message.tp_size,
-        num_tokens=message.num_tokens,
-        prompt_digest=message.prompt_digest,
-        reader=node_ref_from_proto(message.reader),
-        binding=message.binding,
-        claim=message.claim,
-    )
-
-
-def node_info_to_proto(info: NodeInfo) -> registry_pb2.NodeInfo:
-    return registry_pb2.NodeInfo(
-        ref=node_ref_to_proto(info.ref),
-        role=_number(_NODE_ROLES, info.role),
-        address=info.address,
-        contract_json=info.contract_json,
-        slots=info.slots,
-        kv_blocks=info.kv_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        nixl=None if info.nixl is None else nixl_endpoint_to_proto(info.nixl),
-        model=info.model,
-        finding=info.finding,
-    )
-
-
-def node_info_from_proto(message: registry_pb2.NodeInfo) -> NodeInfo:
-    return NodeInfo(
-        ref=node_ref_from_proto(message.ref),
-        role=_member(_NODE_ROLES, "node.role", message.role),
-        address=message.address,
-        contract_json=message.contract_json,
-        slots=message.slots,
-        kv_blocks=message.kv_blocks,
-        block_size=message.block_size,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        nixl=nixl_endpoint_from_proto(message.nixl) if message.HasField("nixl") else None,
-        model=message.model,
-        finding=message.finding,
-    )
-
-
-def kv_reads_to_proto(reads: KvReads) -> registry_pb2.KvReads:
-    return registry_pb2.KvReads(count=reads.count, bytes=reads.bytes, seconds=reads.seconds, failed=reads.failed)
-
-
-def kv_reads_from_proto(message: registry_pb2.KvReads) -> KvReads:
-    return KvReads(count=message.count, bytes=message.bytes, seconds=message.seconds, failed=message.failed)
-
-
-def node_load_to_proto(load: NodeLoad) -> registry_pb2.NodeLoad:
-    return registry_pb2.NodeLoad(
-        used_slots=load.used_slots,
-        used_kv_blocks=load.used_kv_blocks,
-        queued_prompt_tokens=load.queued_prompt_tokens,
-        steps=load.steps,
-        tokens=load.tokens,
-        slots_in_use=load.slots_in_use,
-        kv_reads=kv_reads_to_proto(load.kv_reads),
-    )
-
-
-def node_load_from_proto(message: registry_pb2.NodeLoad) -> NodeLoad:
-    return NodeLoad(
-        used_slots=message.used_slots,
-        used_kv_blocks=message.used_kv_blocks,
-        queued_prompt_tokens=message.queued_prompt_tokens,
-        steps=message.steps,
-        tokens=message.tokens,
-        slots_in_use=tuple(message.slots_in_use),
-        kv_reads=kv_reads_from_proto(message.kv_reads),
-    )
-
-
-def node_status_to_proto(status: NodeStatus) -> cluster_pb2.NodeStatus:
-    return cluster_pb2.NodeStatus(
-        node=node_info_to_proto(status.node),
-        load=node_load_to_proto(status.load),
-        state=_number(_NODE_STATES, status.state),
-        detail=status.detail,
-        last_heartbeat_ms=status.last_heartbeat_ms,
-    )
-
-
-def node_status_from_proto(message: cluster_pb2.NodeStatus) -> NodeStatus:
-    return NodeStatus(
-        node=node_info_from_proto(message.node),
-        load=node_load_from_proto(message.load),
-        state=_member(_NODE_STATES, "node.state", message.state),
-        detail=message.detail,
-        last_heartbeat_ms=message.last_heartbeat_ms,
-    )
-
-
-def audit_status_to_proto(status: AuditStatus) -> cluster_pb2.AuditStatus:
-    return cluster_pb2.AuditStatus(
-        matched=status.matched,
-        mismatched=status.mismatched,
-        failed=status.failed,
-        skipped=status.skipped,
-        same_node=status.same_node,
-        waiting=status.waiting,
-        last_mismatch=status.last_mismatch,
-    )
-
-
-def audit_status_from_proto(message: cluster_pb2.AuditStatus) -> AuditStatus:
-    return AuditStatus(
-        matched=message.matched,
-        mismatched=message.mismatched,
-        failed=message.failed,
-        skipped=message.skipped,
-        same_node=message.same_node,
-        waiting=message.waiting,
-        last_mismatch=message.last_mismatch,
-    )
-
-
-def model_status_to_proto(model: ModelStatus) -> cluster_pb2.ModelStatus:
-    return cluster_pb2.ModelStatus(
-        name=model.name, max_model_len=model.max_model_len, max_prompt_bytes=model.max_prompt_bytes
-    )
-
-
-def model_status_from_proto(message: cluster_pb2.ModelStatus) -> ModelStatus:
-    return ModelStatus(
-        name=message.name, max_model_len=message.max_model_len, max_prompt_bytes=message.max_prompt_bytes
-    )
-
-
-def cluster_status_to_proto(status: ClusterStatus) -> cluster_pb2.GetClusterResponse:
-    return cluster_pb2.GetClusterResponse(
-        router_id=status.router_id,
-        fingerprint=status.fingerprint,
-        nodes=[node_status_to_proto(node) for node in status.nodes],
-        queued_samples=status.queued_samples,
-        max_queued_samples=status.max_queued_samples,
-        finished_samples=status.finished_samples,
-        mismatches=status.mismatches,
-        refused_requests=status.refused_requests,
-        audit=audit_status_to_proto(status.audit),
-        model=None if status.model is None else model_status_to_proto(status.model),
-    )
-
-
-def cluster_status_from_proto(message: cluster_pb2.GetClusterResponse) -> ClusterStatus:
-    return ClusterStatus(
-        router_id=message.router_id,
-        fingerprint=message.fingerprint,
-        nodes=tuple(node_status_from_proto(node) for node in message.nodes),
-        queued_samples=message.queued_samples,
-        max_queued_samples=message.max_queued_samples,
-        finished_samples=message.finished_samples,
-        mismatches=message.mismatches,
-        refused_requests=message.refused_requests,
-        audit=audit_status_from_proto(message.audit),
-        model=model_status_from_proto(message.model) if message.HasField("model") else None,
-    )
-
-
-def receipt_to_proto(receipt: Receipt) -> types_pb2.Receipt:
-    return types_pb2.Receipt(
-        fingerprint=receipt.fingerprint,
-        request_id=receipt.request_id,
-        sample_index=receipt.sample_index,
-        seed=receipt.seed,
-        prompt_digest=receipt.prompt_digest,
-        params_digest=receipt.params_digest,
-        output_digest=receipt.output_digest,
-        num_prompt_tokens=receipt.num_prompt_tokens,
-        num_output_tokens=receipt.num_output_tokens,
-        finish_reason=finish_reason_to_proto(receipt.finish_reason),
-        prefill_node=node_ref_to_proto(receipt.prefill_node),
-        decode_node=node_ref_to_proto(receipt.decode_node),
-        tokens_digest=receipt.tokens_digest,
-    )
-
-
-def receipt_from_proto(message: types_pb2.Receipt) -> Receipt:
-    return Receipt(
-        fingerprint=message.fingerprint,
-        request_id=message.request_id,
-        sample_index=message.sample_index,
-        seed=message.seed,
-        prompt_digest=message.prompt_digest,
-        params_digest=message.params_digest,
-        output_digest=message.output_digest,
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_output_tokens=message.num_output_tokens,
-        finish_reason=_member(_FINISH_REASONS, "receipt.finish_reason", message.finish_reason),
-        prefill_node=node_ref_from_proto(message.prefill_node),
-        decode_node=node_ref_from_proto(message.decode_node),
-        tokens_digest=message.tokens_digest,
-    )
-
-
-def resume_point_to_proto(point: ResumePoint) -> cluster_pb2.ResumePoint:
-    return cluster_pb2.ResumePoint(
-        sample_index=point.sample_index,
-        seed=point.seed,
-        num_tokens=point.num_tokens,
-        output_digest=point.output_digest,
-        text_bytes=point.text_bytes,
-        done=point.done,
-    )
-
-
-def resume_point_from_proto(message: cluster_pb2.ResumePoint) -> ResumePoint:
-    return ResumePoint(
-        sample_index=message.sample_index,
-        seed=message.seed,
-        num_tokens=message.num_tokens,
-        output_digest=message.output_digest,
-        text_bytes=message.text_bytes,
-        done=message.done,
-    )
-
-
-def verify_case_to_proto(case: VerifyCase) -> cluster_pb2.VerifyCase:
-    return cluster_pb2.VerifyCase(
-        prompt_token_ids=case.prompt_token_ids,
-        sampling_params=sampling_params_to_proto(case.sampling_params),
-        seed=case.seed,
-        output_digest=case.output_digest,
-        text=case.text,
-    )
-
-
-def verify_case_from_proto(message: cluster_pb2.VerifyCase) -> VerifyCase:
-    return VerifyCase(
-        prompt_token_ids=tuple(message.prompt_token_ids),
-        sampling_params=sampling_params_from_proto(message.sampling_params),
-        seed=message.seed,
-        output_digest=message.output_digest,
-        text=message.text,
-    )
-
-
-def verify_result_to_proto(result: VerifyResult) -> cluster_pb2.VerifyResponse:
-    return cluster_pb2.VerifyResponse(
-        case_index=result.case_index,
-        condition=_number(_CONDITIONS, result.condition),
-        match=result.match,
-        expected_digest=result.expected_digest,
-        receipt=None if result.receipt is None else receipt_to_proto(result.receipt),
-        error=result.error,
-        text_digest=result.text_digest,
-    )
-
-
-def verify_result_from_proto(message: cluster_pb2.VerifyResponse) -> VerifyResult:
-    return VerifyResult(
-        case_index=message.case_index,
-        condition=_member(_CONDITIONS, "condition", message.condition),
-        match=message.match,
-        expected_digest=message.expected_digest,
-        receipt=receipt_from_proto(message.receipt) if message.HasField("receipt") else None,
-        error=message.error,
-        text_digest=message.text_digest,
-    )
+    return Priority.NORMAL if number == cluster_pb2.PRIORITY_UNSPECIFIED else _known_priority(number)
 
 
 def generate_request(
@@ -510,18 +276,3 @@ def verify_request(
         conditions=[condition_to_proto(condition) for condition in conditions],
         order_seed=order_seed,
     )
-
-
-def _unset(message: types_pb2.SamplingParams, name: str) -> bool:
-    field = message.DESCRIPTOR.fields_by_name[name]
-    return field.has_presence and not message.HasField(field.name)
-
-
-def _number(table: Mapping[Any, E], member: E) -> Any:
-    return next(number for number, value in table.items() if value is member)
-
-
-def _member(table: Mapping[Any, E], field: str, number: int) -> E:
-    if number not in table:
-        raise InvalidArgumentError(field, number, "must be one of " + ", ".join(e.value for e in table.values()))
-    return table[number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import typing
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from enum import Enum
 from typing import Any
 
@@ -30,6 +30,8 @@ from corun.types import (
     NodeInfo,
     NodeLoad,
     NodeRef,
+    NodeRole,
+    NodeState,
     NodeStatus,
     ResumePoint,
 )
@@ -95,11 +97,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         ("nixl_endpoint", NixlEndpoint),
         ("kv_handle", KvHandle),
         ("node_info", NodeInfo),
-        ("kv_reads", KvReads),
         ("node_load", NodeLoad),
-        ("node_status", NodeStatus),
-        ("audit_status", AuditStatus),
-        ("model_status", ModelStatus),
         ("cluster_status", ClusterStatus),
         ("receipt", Receipt),
         ("resume_point", ResumePoint),
@@ -115,25 +113,165 @@ def test_round_trip(name: str, kind: type[Any], data: st.DataObject) -> None:
     assert getattr(codec, f"{name}_from_proto")(back) == value
 
 
-def test_the_values_have_the_fields_of_the_messages() -> None:
-    pairs: list[tuple[type[Any], Any]] = [
-        (SamplingParams, types_pb2.SamplingParams),
-        (Receipt, types_pb2.Receipt),
-        (NodeRef, types_pb2.NodeRef),
-        (NixlEndpoint, registry_service_pb2.NixlEndpoint),
-        (KvHandle, prefill_service_pb2.KvHandle),
-        (NodeInfo, registry_service_pb2.NodeInfo),
-        (NodeLoad, registry_service_pb2.NodeLoad),
-        (NodeStatus, cluster_service_pb2.NodeStatus),
-        (AuditStatus, cluster_service_pb2.AuditStatus),
-        (ModelStatus, cluster_service_pb2.ModelStatus),
-        (ClusterStatus, cluster_service_pb2.GetClusterResponse),
-        (ResumePoint, cluster_service_pb2.ResumePoint),
-        (VerifyCase, cluster_service_pb2.VerifyCase),
-        (VerifyResult, cluster_service_pb2.VerifyResponse),
-    ]
-    for value, message in pairs:
-        assert [f.name for f in fields(value)] == [f.name for f in message.DESCRIPTOR.fields]
+REF = NodeRef(node_id="d1", generation="g2")
+VALUES = {
+    "cluster_status": ClusterStatus(
+        router_id="r1",
+        fingerprint="f2",
+        nodes=(
+            NodeStatus(
+                node=NodeInfo(
+                    ref=REF,
+                    role=NodeRole.PREFILL,
+                    address="a3",
+                    contract_json="c4",
+                    slots=5,
+                    kv_blocks=6,
+                    block_size=7,
+                    max_model_len=8,
+                    vocab_size=9,
+                    nixl=NixlEndpoint(engine_id="e1", host="h2", port=3, tp_size=4, stamp_addresses=(2**63, 5)),
+                    model="m11",
+                    finding="f12",
+                ),
+                load=NodeLoad(
+                    used_slots=1,
+                    used_kv_blocks=2,
+                    queued_prompt_tokens=3,
+                    steps=2**40,
+                    tokens=5,
+                    slots_in_use=(0, 6),
+                    kv_reads=KvReads(count=1, bytes=2, seconds=0.25, failed=4),
+                ),
+                state=NodeState.DRAINING,
+                detail="d4",
+                last_heartbeat_ms=300,
+            ),
+        ),
+        queued_samples=4,
+        max_queued_samples=5,
+        finished_samples=6,
+        mismatches=7,
+        refused_requests=8,
+        audit=AuditStatus(matched=1, mismatched=2, failed=3, skipped=4, same_node=5, waiting=6, last_mismatch="l7"),
+        model=ModelStatus(name="n1", max_model_len=2, max_prompt_bytes=3),
+    ),
+    "kv_handle": KvHandle(
+        prefill_node=NodeRef(node_id="p1", generation="g1"),
+        engine_id="e2",
+        request_id="r3",
+        block_ids=((1, 300), ()),
+        host="h5",
+        port=6,
+        tp_size=7,
+        num_tokens=8,
+        prompt_digest="d9",
+        reader=REF,
+        binding="b11",
+        claim="c12",
+    ),
+    "verify_case": VerifyCase(
+        prompt_token_ids=(1, 300),
+        sampling_params=SamplingParams(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=3,
+            min_p=0.125,
+            max_tokens=16,
+            min_tokens=6,
+            stop=("a", "ü"),
+            stop_token_ids=(0, 8),
+            ignore_eos=True,
+            presence_penalty=-1.0,
+            frequency_penalty=1.5,
+            repetition_penalty=2.0,
+            logit_bias={13: -0.5, 5: 2.0},
+            logprobs=True,
+            n=1,
+        ),
+        seed=2**63 - 1,
+        output_digest="o4",
+        text="t5",
+    ),
+    "verify_result": VerifyResult(
+        case_index=1,
+        condition=Condition.SHUFFLED,
+        match=True,
+        expected_digest="e4",
+        receipt=Receipt(
+            fingerprint="f1",
+            request_id="r2",
+            sample_index=3,
+            seed=4,
+            prompt_digest="p5",
+            params_digest="p6",
+            output_digest="o7",
+            num_prompt_tokens=8,
+            num_output_tokens=9,
+            finish_reason=FinishReason.LENGTH,
+            prefill_node=NodeRef(node_id="p1", generation="g1"),
+            decode_node=REF,
+            tokens_digest="t13",
+        ),
+        error="e6",
+        text_digest="t7",
+    ),
+    "resume_point": ResumePoint(sample_index=1, seed=2, num_tokens=3, output_digest="o4", text_bytes=5, done=True),
+}
+BYTES = {
+    "cluster_status": (
+        "0a027231120266321a740a430a080a0264311202673210011a026133220263342805300638074008480952190a02653112026832"
+        "180320042a0b80808080808080808001055a036d313162036631321224080110021803208080808080202805320200063a0f0801"
+        "100219000000000000d03f200418052202643428ac02200428053006380740084a100801100218032004280530063a026c375208"
+        "0a026e3110021803"
+    ),
+    "kv_handle": (
+        "0a080a02703112026731120265321a02723322050a0301ac0222002a0268353006380740084a02643952080a026431120267325a"
+        "036231316203633132"
+    ),
+    "verify_case": (
+        "0a0301ac02125f09000000000000e03f11000000000000d03f180321000000000000c03f281030063a01613a02c3bc4202000848"
+        "0151000000000000f0bf59000000000000f83f6100000000000000406a07080d15000000bf6a07080515000000407001780118ff"
+        "ffffffffffffff7f22026f342a027435"
+    ),
+    "verify_result": (
+        "080110041801220265342a370a02663112027232180320042a027035320270363a026f374008480950025a080a02703112026731"
+        "62080a026431120267326a03743133320265363a027437"
+    ),
+    "resume_point": "08011002180322026f3428053001",
+}
+"""The messages of VALUES in hex, as every version on the wire has written them."""
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_bytes_stay_the_same(name: str) -> None:
+    message = getattr(codec, f"{name}_to_proto")(VALUES[name])
+    assert message.SerializeToString(deterministic=True).hex() == BYTES[name]
+    assert getattr(codec, f"{name}_from_proto")(type(message).FromString(bytes.fromhex(BYTES[name]))) == VALUES[name]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"node_id": str},
+        {"node_id": str, "generation": str, "address": str},
+        {"generation": str, "node_id": str},
+        {"node_id": str, "generation": int},
+        {"node_id": str, "generation": str | None},
+        {"node_id": str, "generation": tuple[str, ...]},
+    ],
+    ids=str,
+)
+def test_a_value_that_is_not_its_message_is_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"NodeRef has \['|corun\.v1\.NodeRef\.generation must be <class 'str'>, not "):
+        codec._mirror(make_dataclass("NodeRef", changed.items()), types_pb2.NodeRef)
+
+
+def test_a_list_that_may_be_unset_is_refused() -> None:
+    """An empty list and none at all are the same on the wire."""
+    kind = make_dataclass("BlockIds", {"ids": tuple[int, ...] | None}.items())
+    with pytest.raises(TypeError, match=r"BlockIds\.ids must be tuple\[int, \.\.\.\], not "):
+        codec._mirror(kind, prefill_service_pb2.BlockIds)
 
 
 @given(SEED, UINT64)
@@ -171,16 +309,11 @@ def test_a_set_zero_is_no_default() -> None:
             codec.sampling_params_from_proto(types_pb2.SamplingParams(**zero))
 
 
-def test_enums_mirror_the_protos() -> None:
-    for table, enum, proto in (
-        (codec._FINISH_REASONS, FinishReason, types_pb2.FinishReason),
-        (codec._NODE_ROLES, types.NodeRole, registry_service_pb2.NodeRole),
-        (codec._NODE_STATES, types.NodeState, cluster_service_pb2.NodeState),
-        (codec._CONDITIONS, Condition, cluster_service_pb2.Condition),
-    ):
-        prefix = proto.Name(0).removesuffix("UNSPECIFIED")
-        assert set(table) == set(proto.values()) - {0}
-        assert {proto.Name(number): member for number, member in table.items()} == {prefix + m.name: m for m in enum}
+def test_an_enum_that_is_not_its_protobuf_enum_is_refused() -> None:
+    names = [member.name for member in NodeState]
+    for changed in (names[:-1], [*names, "BUSY"], names[::-1]):
+        with pytest.raises(TypeError, match=r"NodeState has .* but its protobuf type has "):
+            codec._enum(Enum("NodeState", changed), cluster_service_pb2.NodeState, "node.state")
 
 
 def test_finish_reason_and_condition() -> None:
