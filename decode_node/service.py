@@ -21,7 +21,7 @@ from corun.observe.tracing import OFF, Span, caller_of
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.rpc import codec
-from corun.rpc.server import Context
+from corun.rpc.interceptor import Context
 from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc

@@ -15,7 +15,7 @@ from corun.node.kv.owners import SEPARATORS
 from corun.observe.figures import LATENCIES_S, Histogram, Rate
 from corun.observe.tracing import Lap, Value, caller_of
 from corun.rpc import codec
-from corun.rpc.server import Context
+from corun.rpc.interceptor import Context
 from corun.types import KvHandle, NodeLoad, NodeRef
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from prefill_node.sharing import Engine, Sharing

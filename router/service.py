@@ -17,8 +17,8 @@ from corun.params import MAX_SAMPLES, check_lengths
 from corun.receipt import Receipt
 from corun.rpc import codec
 from corun.rpc.encode import ResponseEncoder
+from corun.rpc.interceptor import Context, caller
 from corun.rpc.pump import Source
-from corun.rpc.server import Context, caller
 from corun.types import ClusterStatus
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc

@@ -29,7 +29,8 @@ from corun.errors import (
 from corun.rpc import server
 from corun.rpc.auth import Gate, bearer, read_client_tokens
 from corun.rpc.channel import channel, sync_channel
-from corun.rpc.server import GrpcServer, caller, join_address, peer_host, run
+from corun.rpc.interceptor import caller, peer_host
+from corun.rpc.server import GrpcServer, join_address, run
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
 

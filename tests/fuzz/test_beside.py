@@ -69,7 +69,7 @@ def test_what_became_of_others_is_judged(tmp_path: Path, told: dict[str, Any], f
     [
         "12:00 WARNING router.nodes.registry: node d0@1 is lost: no heartbeat for 5 s",
         "12:00 WARNING router.sample: an attempt of sample 0 of request 'x' failed: d0: ...",
-        "12:00 ERROR corun.rpc.server: internal error 1234 in Generate",
+        "12:00 ERROR corun.rpc.interceptor: internal error 1234 in Generate",
     ],
 )
 def test_words_of_the_log_are_found(tmp_path: Path, line: str) -> None:
