@@ -6,11 +6,12 @@ not know where tokens come from.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from corun.errors import InvalidArgumentError
 from corun.types import FinishReason, NodeRef
@@ -57,11 +58,8 @@ class Receipt:
 
         Fields that receipts of earlier versions did not have may be missing.
         """
-        _check_fields("receipt", cls, values)
-        read: dict[str, Any] = {
-            name: _READERS.get(name, _read_scalar)(f"receipt.{name}", value) for name, value in values.items()
-        }
-        return cls(**read)
+        receipt: Receipt = _read("receipt", cls, values)
+        return receipt
 
 
 class OutputDigest:
@@ -139,7 +137,23 @@ def _ids_digest(tag: bytes, token_ids: Iterable[int]) -> str:
     return hashlib.sha256(tag + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
-def _check_fields(name: str, cls: type[Any], values: object) -> None:
+def _read(name: str, kind: Any, value: Any) -> Any:
+    """Read a value of JSON as a `kind`: a dataclass, FinishReason, int or str.
+
+    Raises InvalidArgumentError for a value of another type, and for a field that is unknown or missing.
+    """
+    if kind is FinishReason:
+        return _read_finish_reason(name, value)
+    if kind in (int, str):
+        if type(value) is not kind:
+            raise InvalidArgumentError(name, value, f"must be {'an integer' if kind is int else 'text'}")
+        return value
+    _check_fields(name, kind, value)
+    hints = _hints(kind)
+    return kind(**{key: _read(f"{name}.{key}", hints[key], value[key]) for key in value})
+
+
+def _check_fields(name: str, cls: Any, values: object) -> None:
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(name, values, "must be an object")
     known = {field.name for field in fields(cls)}
@@ -150,13 +164,6 @@ def _check_fields(name: str, cls: type[Any], values: object) -> None:
         raise InvalidArgumentError(f"{name}.{missing[0]}", None, "must be set")
 
 
-def _read_scalar(name: str, value: object) -> object:
-    expected = int if name.removeprefix("receipt.") in _INTEGERS else str
-    if type(value) is not expected:
-        raise InvalidArgumentError(name, value, f"must be {'an integer' if expected is int else 'text'}")
-    return value
-
-
 def _read_finish_reason(name: str, value: object) -> FinishReason:
     try:
         return FinishReason(value)
@@ -165,15 +172,4 @@ def _read_finish_reason(name: str, value: object) -> FinishReason:
         raise InvalidArgumentError(name, value, f"must be one of {known}") from None
 
 
-def _read_node(name: str, value: object) -> NodeRef:
-    _check_fields(name, NodeRef, value)
-    assert isinstance(value, Mapping)
-    return NodeRef(**{key: str(_read_scalar(f"{name}.{key}", value[key])) for key in value})
-
-
-_INTEGERS = frozenset({"sample_index", "seed", "num_prompt_tokens", "num_output_tokens"})
-_READERS: dict[str, Callable[[str, object], object]] = {
-    "finish_reason": _read_finish_reason,
-    "prefill_node": _read_node,
-    "decode_node": _read_node,
-}
+_hints = functools.cache(get_type_hints)

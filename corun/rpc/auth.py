@@ -50,29 +50,15 @@ class Caller:
 
 
 ANYONE = Caller()
+_CLUSTER = Caller(name="cluster", is_operator=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientToken:
     """One line of a file of client tokens, without its secret."""
 
-    name: str
+    caller: Caller
     digest: bytes
-    max_requests: int = 0
-    """The most requests in progress at once; 0: any number."""
-    weight: int = 1
-    max_priority: Priority = Priority.HIGH
-    is_operator: bool = False
-
-    @property
-    def caller(self) -> Caller:
-        return Caller(
-            name=self.name,
-            weight=self.weight,
-            max_priority=self.max_priority,
-            max_requests=self.max_requests,
-            is_operator=self.is_operator,
-        )
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
@@ -114,8 +100,8 @@ def read_client_tokens(field: str, path: str) -> tuple[ClientToken, ...]:
     found = [_client_token(field, path, number, line) for number, line in _lines(field, path)]
     if not found:
         raise InvalidArgumentError(field, path, "must hold at least one token")
-    for what, values in (("tokens", [token.digest for token in found]), ("names", [token.name for token in found])):
-        if len(set(values)) != len(found):
+    for what, values in (("tokens", {t.digest for t in found}), ("names", {t.caller.name for t in found})):
+        if len(values) != len(found):
             raise InvalidArgumentError(field, path, f"must not hold two equal {what}")
     return tuple(found)
 
@@ -131,7 +117,7 @@ class Gate:
     def __init__(
         self, *, cluster: str = "", clients: Sequence[ClientToken] | Callable[[], Sequence[ClientToken]] = ()
     ) -> None:
-        self._cluster = (ClientToken(name="cluster", digest=_digest(cluster), is_operator=True),) if cluster else ()
+        self._cluster = (ClientToken(caller=_CLUSTER, digest=_digest(cluster)),) if cluster else ()
         self._clients = clients if callable(clients) else lambda: clients
         self._running: Counter[str] = Counter()
 
@@ -153,20 +139,20 @@ class Gate:
         if token is None:
             kind = "a client's token" if public else "the cluster's token"
             raise UnauthenticatedError(f"{service} needs {kind} as metadata 'authorization: Bearer …'")
-        return self._hold(token) if token.max_requests else nullcontext(token.caller)
+        return self._hold(token.caller) if token.caller.max_requests else nullcontext(token.caller)
 
     @contextmanager
-    def _hold(self, token: ClientToken) -> Iterator[Caller]:
-        running = self._running[token.name]
-        if running >= token.max_requests:
-            raise OverloadedError(f"client {token.name} has {running} requests in progress, as many as it may", RETRY_S)
-        self._running[token.name] = running + 1
+    def _hold(self, caller: Caller) -> Iterator[Caller]:
+        name, running = caller.name, self._running[caller.name]
+        if running >= caller.max_requests:
+            raise OverloadedError(f"client {name} has {running} requests in progress, as many as it may", RETRY_S)
+        self._running[name] = running + 1
         try:
-            yield token.caller
+            yield caller
         finally:
-            self._running[token.name] -= 1
-            if not self._running[token.name]:
-                del self._running[token.name]
+            self._running[name] -= 1
+            if not self._running[name]:
+                del self._running[name]
 
 
 def _given(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -201,14 +187,14 @@ def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
     if len(words) != 1 + len(settings) or not all(map(_can_set, words[1:])):
         raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '{_LINE}' ({path})")
     token = check_token(field, words[0], f"{path}, line {number}")
-    return ClientToken(
+    caller = Caller(
         name=name or _name_of(token),
-        digest=_digest(token),
-        max_requests=int(settings.get("max_requests", 0)),
         weight=int(settings.get("weight", 1)),
         max_priority=Priority(settings.get("max_priority", Priority.HIGH.value)),
+        max_requests=int(settings.get("max_requests", 0)),
         is_operator="operator" in settings,
     )
+    return ClientToken(caller=caller, digest=_digest(token))
 
 
 def _name_of(token: str) -> str:

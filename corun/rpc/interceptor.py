@@ -155,7 +155,7 @@ class _Calls:
     def unary(self, handler: Any) -> Any:
         async def answer(_: Any, context: Context) -> Any:
             async with _translated(context, self._method):
-                with Patience(self._timeout_s) as patience:
+                with contextlib.closing(Patience(self._timeout_s)) as patience:
                     request = await _read(context, patience)
                 with self._permit as known:
                     _call.set((known, context.peer()))
@@ -168,7 +168,7 @@ class _Calls:
         # away, and closes the handler's generator, with all that it holds, before the call ends.
         async def respond(_: Any, context: Context) -> None:
             async with _translated(context, self._method):
-                with Patience(self._timeout_s) as patience:
+                with contextlib.closing(Patience(self._timeout_s)) as patience:
                     request = await _read(context, patience)
                     with self._permit as known:
                         _call.set((known, context.peer()))

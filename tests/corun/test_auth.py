@@ -107,14 +107,15 @@ def test_every_token_is_compared_whole(gate: Gate, monkeypatch: pytest.MonkeyPat
 
 def test_a_file_of_client_tokens(path: Path) -> None:
     found = tokens(path, f"alice: {ALICE} max_requests=3\n{BOB}\n")
-    assert [(token.name, token.max_requests) for token in found] == [("alice", 3), (found[1].name, 0)]
+    assert [token.caller.max_requests for token in found] == [3, 0]
+    assert found[0].caller.name == "alice"
     assert ALICE not in repr(found)
 
 
 def test_an_unnamed_token_keeps_its_name_wherever_it_stands(path: Path) -> None:
     """Its requests in progress, its share and its KV go by it: none of them may pass to another token."""
-    (before,) = tokens(path, f"{BOB}\n")
-    other, after = tokens(path, f"# New.\n{ALICE}\n{BOB} max_requests=1\n")
+    (before,) = (token.caller for token in tokens(path, f"{BOB}\n"))
+    other, after = (token.caller for token in tokens(path, f"# New.\n{ALICE}\n{BOB} max_requests=1\n"))
     assert after.name == before.name
     assert other.name != before.name
     assert before.name.startswith("token-")
