@@ -4,8 +4,8 @@ packages."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,15 +13,24 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from corun.config.cluster_file import PATHS, ROLES, ClusterSpec, PoolSpec, Security, read
+from corun.config.cluster_file import CONFIGS, ROLES, ClusterSpec, PoolSpec, Security, absolute, read
+from corun.config.docs import describe
 from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
 from corun.models import TINY
 
-_Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-_Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
-_Text = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
-_Path = Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+SETTINGS = {
+    "common": ("model", "dtype", "threads"),
+    "router": ("host", "port", "audit_fraction", "audit_dir", "metrics_port"),
+    "prefill": ("chunk_size",),
+    "decode": ("slots",),
+}
+"""The settings that are flags here, by the part of a pool that they belong to."""
+
+
+def _setting(role: str, name: str, metavar: str) -> Any:
+    """Return the flag of a setting, with the meaning and the default that the config class of its role gives it."""
+    return tyro.conf.arg(metavar=metavar, help=describe(CONFIGS[role], name), help_behavior_hint="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,53 +51,29 @@ class Up:
     """A cluster.toml; only --check, --ray-address and --log-dir may be given with it."""
     check: bool = False
     """Say what would run, and whether this machine has GPUs, memory, packages and ports for it, but start nothing."""
-    model: _Text = None
+    model: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
     """Path of a checkpoint or its id on the hub; "tiny", the default, is built in and needs no download."""
-    prefill: _Int = None
+    prefill: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Prefill nodes; 1 by default."""
-    decode: _Int = None
+    decode: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Decode nodes; 1 by default."""
-    slots: _Int = None
-    """Decode slots of each decode node: the fixed number of rows of a step; by default 256 on GPUs, 8 on a CPU."""
-    port: _Int = None
-    """Port of the router; 0 picks a free one; 50051 by default."""
-    host: _Text = None
-    """Address the router listens on; 127.0.0.1 by default."""
-    threads: _Int = None
-    """CPU threads of each engine; 0, the default: its share of the machine."""
-    chunk_size: _Int = None
-    """Prompt tokens of one prefill step; 2048 by default."""
-    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"] | None, tyro.conf.arg(help_behavior_hint="")] = (
-        None
-    )
-    """Type of the weights and the computation; auto, the default, is the checkpoint's."""
+    slots: Annotated[int | None, _setting("decode", "slots", "INT")] = None
+    port: Annotated[int | None, _setting("router", "port", "INT")] = None
+    host: Annotated[str | None, _setting("router", "host", "STR")] = None
+    threads: Annotated[int | None, _setting("decode", "threads", "INT")] = None
+    chunk_size: Annotated[int | None, _setting("prefill", "chunk_size", "INT")] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"] | None,
+        _setting("decode", "dtype", "{auto,bfloat16,float16,float32}"),
+    ] = None
     ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Running Ray cluster to place the processes on; by default one is started here and ends with the command."""
     log_dir: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """Directory for one log per process; by default a new one, whose path is printed."""
-    tls_cert: _Path = None
-    """PEM file of the certificate of every process; see corun certs."""
-    tls_key: _Path = None
-    """PEM file of its private key."""
-    tls_ca: _Path = None
-    """PEM file of the authorities that sign the certificates of processes, and of clients with --tls-clients."""
-    tls_name: _Text = None
-    """Name that the processes' certificate carries, where it is not the address that is called."""
-    tls_clients: bool = False
-    """Clients must show a certificate, too."""
-    cluster_token_file: _Path = None
-    """File of the token that processes of this cluster, and nobody else, have."""
-    client_tokens_file: _Path = None
-    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N]."""
-    insecure: bool = False
-    """Serve on a public address without TLS and tokens."""
-    audit_fraction: _Float = None
-    """Share of the finished samples that run again on other nodes, when nothing else is to do, and are compared; 0.001
-    by default."""
-    audit_dir: _Path = None
-    """Directory for a file per difference that an audit finds, with the prompt; else differences are only logged."""
-    metrics_port: _Int = None
-    """Port of the router's metrics for Prometheus, on loopback; by default there are none."""
+    security: tyro.conf.OmitArgPrefixes[Security] = field(default_factory=Security)
+    audit_fraction: Annotated[float | None, _setting("router", "audit_fraction", "FLOAT")] = None
+    audit_dir: Annotated[str | None, _setting("router", "audit_dir", "PATH")] = None
+    metrics_port: Annotated[int | None, _setting("router", "metrics_port", "INT")] = None
 
     def run(self) -> int:
         spec = self.spec()
@@ -117,38 +102,29 @@ class Up:
 
     def spec(self) -> ClusterSpec:
         """Return the spec of the cluster. Raises InvalidArgumentError for an invalid file, or flags beside a file."""
-        values = {name: getattr(self, name) for name in _OF_SPEC}
-        given = {name: value for name, value in values.items() if value is not None and value is not False}
+        names = ("prefill", "decode", *(name for part in SETTINGS.values() for name in part))
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        security = {known.name: value for known in fields(Security) if (value := getattr(self.security, known.name))}
         if self.file is None:
-            return _of_flags(**given)
-        if given:
-            name, value = next(iter(given.items()))
+            return ClusterSpec(pools=(_pool(_absolute(given), Security(**_absolute(security))),))
+        for name, value in {**given, **security}.items():
             raise InvalidArgumentError(name, value, f"must be left out: {self.file} says it")
         return read(self.file)
 
 
-_OF_SPEC = tuple(known.name for known in fields(Up) if known.name not in ("file", "check", "ray_address", "log_dir"))
-"""The options that a cluster.toml replaces."""
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: absolute(name, value, Path.cwd()) for name, value in values.items()}
 
 
-def _of_flags(**given: Any) -> ClusterSpec:
-    """Return the spec of a cluster with one pool."""
-    for name in PATHS:
-        if given.get(name):
-            given[name] = str(Path(given[name]).resolve())
-
-    def of(*names: str) -> dict[str, Any]:
-        return {name: given[name] for name in names if name in given}
-
-    pool = PoolSpec(
-        common={"model": TINY, **of("model", "dtype", "threads")},
-        router=of("host", "port", "audit_fraction", "audit_dir", "metrics_port"),
-        prefill=of("chunk_size"),
-        decode=of("slots"),
-        replicas=of("prefill", "decode"),
-        security=Security(**of(*(known.name for known in fields(Security)))),
+def _pool(given: Mapping[str, Any], security: Security) -> PoolSpec:
+    """Return the only pool of a cluster that has no file."""
+    tables = {part: {name: given[name] for name in names if name in given} for part, names in SETTINGS.items()}
+    return PoolSpec(
+        common={"model": TINY, **tables.pop("common")},
+        **tables,
+        replicas={role: given[role] for role in ("prefill", "decode") if role in given},
+        security=security,
     )
-    return ClusterSpec(pools=(pool,))
 
 
 def picture(spec: ClusterSpec) -> Table:

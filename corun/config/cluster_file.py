@@ -28,16 +28,27 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
+import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from corun.config.fields import DecodeConfig, MemberConfig, NodeConfig, PrefillConfig, RouterConfig, is_loopback
+from corun.config.fields import (
+    DecodeConfig,
+    LinkConfig,
+    NodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    Scope,
+    is_loopback,
+)
 from corun.errors import InvalidArgumentError, Shown
-from corun.models import resolve_model
+from corun.models import TINY, resolve_model
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,14 +64,8 @@ ROLES = tuple(CONFIGS)
 MAX_REPLICAS = 1024
 MAX_NODES_PER_GPU = 32
 
-_OF_MEMBERS = ("tls_cert", "tls_key", "tls_ca", "tls_name", "cluster_token_file")
-_OF_ROUTERS = ("client_tokens_file", "tls_clients")
-_OF_CONTRACT = ("model", "dtype", "max_model_len", "tensor_parallel_size")
-_OF_POOL = ("nodes_per_gpu", *_OF_CONTRACT)
-_OF_LAUNCHER = ("node_id", "router_id", "advertise", "nixl_host")
-_OF_LAUNCHER_FOR_NODES = (*_OF_LAUNCHER, "host", "router")
-PATHS = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file", "seed_key_file", "audit_dir")
-"""The settings that are always paths. `model` may be a path, too."""
+_COMMON = (Scope.POOL, None)
+"""The scopes of settings that the table of a pool has for both of its node roles."""
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "must be text"),
     bool: ((bool,), "must be true or false"),
@@ -71,18 +76,15 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Security:
+class Security(LinkConfig):
     """How the links of a cluster are protected. The paths are the same for all processes."""
 
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
-    tls_name: str = ""
-    cluster_token_file: str = ""
     tls_clients: bool = False
+    """Clients must show a certificate, too."""
     client_tokens_file: str = ""
+    """File of the clients' tokens, a line each: [NAME:] TOKEN [max_requests=N]."""
     insecure: bool = False
-    """Whether to serve on a public address without protection."""
+    """Serve on a public address without TLS and tokens."""
 
     def missing(self, host: str) -> list[str]:
         """Return the names of the settings that a router needs to listen on `host` and does not have."""
@@ -93,12 +95,7 @@ class Security:
 
     def settings(self, role: str) -> dict[str, Any]:
         """Return the settings of a process of `role`, without empty ones."""
-        names = (*_OF_MEMBERS, *_OF_ROUTERS) if role == "router" else _OF_MEMBERS
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
-
-    @property
-    def member(self) -> MemberConfig:
-        return MemberConfig(**self.settings("member"))
+        return {name: getattr(self, name) for name in _names(role, Scope.SECURITY) if getattr(self, name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,11 +135,21 @@ class PoolSpec:
     def config(self, role: str, **own: Any) -> Any:
         """Return the configuration of a process of a role. own: the settings of that process alone.
 
-        Raises:
-            InvalidArgumentError: a value is outside its limit, or a file cannot be used. It names where it was given.
+        Raises InvalidArgumentError, which names where a value was given, if the value is outside its limit.
         """
-        try:
+        with self._saying_where(role):
             return CONFIGS[role](**{**self.settings(role), **own})
+
+    def check_files(self, role: str) -> None:
+        """Raise InvalidArgumentError, which names where a file was given, unless a role's files can be used."""
+        config = self.config(role)
+        with self._saying_where(role):
+            config.check_files()
+
+    @contextmanager
+    def _saying_where(self, role: str) -> Iterator[None]:
+        try:
+            yield
         except InvalidArgumentError as error:
             raise InvalidArgumentError(self.where(role, error.field), error.value, error.limit) from None
 
@@ -168,14 +175,17 @@ class PoolSpec:
         if not self.source:
             return role if name == "replicas" else name
         table = f"pools.{self.name}.{role}"
-        if name in (*_OF_MEMBERS, *_OF_ROUTERS):
+        if name in _names(role, Scope.SECURITY):
             table = "security"
-        elif role != "router" and (name in _OF_POOL or (name in self.common and name not in getattr(self, role))):
+        elif role != "router" and (
+            name in ("nodes_per_gpu", *_names(role, Scope.POOL))
+            or (name in self.common and name not in getattr(self, role))
+        ):
             table = f"pools.{self.name}"
         return f"{self.source}: [{table}] {name}"
 
     def check(self) -> None:
-        """Raise InvalidArgumentError unless the configuration of every process of the pool is valid.
+        """Raise InvalidArgumentError unless the configuration of every process of the pool is valid. Read no file.
 
         This includes that a router on a public address is protected.
         """
@@ -242,6 +252,12 @@ class ClusterSpec:
                         raise InvalidArgumentError(where, first[name], f"must leave {port} to {taken[port]}, or be 0")
                     taken[port] = where
 
+    def check_files(self) -> None:
+        """Raise InvalidArgumentError unless the files of all processes can be used on this machine."""
+        for pool in self.pools:
+            for role in ROLES:
+                pool.check_files(role)
+
 
 def read(path: str | Path) -> ClusterSpec:
     """Read the cluster of a file, in which every key is known and has the right type. `check` checks that it can run.
@@ -260,12 +276,12 @@ def read(path: str | Path) -> ClusterSpec:
 def process_settings(path: str | Path, pool: str, config: type[Any]) -> dict[str, Any]:
     """Return the settings that a file gives for one process, by the class of its configuration.
 
-    Raises InvalidArgumentError as `read` does, and for values of this role that are outside their limits. What only
-    other roles need, such as their secrets, need not exist.
+    Raises InvalidArgumentError as `read` does, and for values of this role that are outside their limits, or files that
+    cannot be used. What only other roles need, such as their secrets, need not exist.
     """
     found = read(path).pool(pool)
     role = next(name for name, cls in CONFIGS.items() if cls is config)
-    found.config(role)
+    found.check_files(role)
     settings = found.settings(role)
     return settings if role == "router" else {**settings, "model": resolve_model(found.model)}
 
@@ -294,7 +310,7 @@ class _Reader:
 
     def cluster(self, content: Mapping[str, Any]) -> ClusterSpec:
         self._check_keys("", content, ("security", "pools"))
-        security = Security(**self._values("security", self._table("security", content), _hints(Security), {}))
+        security = Security(**self._values("security", self._table("security", content), _security_types(), {}))
         pools = self._table("pools", content)
         if not pools:
             raise InvalidArgumentError(f"{self._path}: [pools]", Shown("empty"), "must have a pool, as in [pools.main]")
@@ -344,7 +360,7 @@ class _Reader:
             kinds, limit = _TYPES[types[key]]
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise InvalidArgumentError(f"{self._path}: [{path}] {key}", value, limit)
-        return {key: self._absolute(key, value) for key, value in table.items()}
+        return {key: absolute(key, value, self._base) for key, value in table.items()}
 
     def _check_keys(
         self, path: str, table: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
@@ -359,48 +375,90 @@ class _Reader:
             where = f"{self._path}: [{path}] {key}" if path else f"{self._path}: {key}"
             raise InvalidArgumentError(where, Shown("a table") if isinstance(value, dict) else value, limit)
 
-    def _absolute(self, key: str, value: Any) -> Any:
-        """Return a path as absolute, relative to the file's directory; other values stay as they are.
 
-        A model is a path if it begins like one, or if it exists.
-        """
-        if key == "model":
-            is_path = value.startswith((".", "~")) or (self._base / value / "config.json").is_file()
-        else:
-            is_path = key in PATHS and value != ""
-        return str((self._base / Path(value).expanduser()).resolve()) if is_path else value
+def absolute(key: str, value: Any, base: Path) -> Any:
+    """Return a path as absolute, relative to the directory `base`. Other values, and links, stay as they are.
+
+    A mounted secret is a link that its renewal changes, so the path of the link must be kept. A model is a path if it
+    begins like one, or if it exists.
+    """
+    if key == "model":
+        is_path = value != TINY and (value.startswith((".", "~")) or (base / value / "config.json").is_file())
+    else:
+        is_path = key in path_settings() and value != ""
+    return os.path.abspath(base / Path(value).expanduser()) if is_path else value
+
+
+@functools.cache
+def path_settings() -> frozenset[str]:
+    """Return the settings that are always paths. `model` may be a path, too."""
+    return frozenset(
+        known.name for config in CONFIGS.values() for known in fields(config) if known.metadata.get("path")
+    )
+
+
+def toml(pool: PoolSpec) -> str:
+    """Return the content of a `cluster.toml` that has one pool, with the values that were given and no others."""
+    security = {known.name: value for known in fields(Security) if (value := getattr(pool.security, known.name))}
+    tables: dict[str, dict[str, Any]] = {"security": security}
+    own = {} if pool.nodes_per_gpu is None else {"nodes_per_gpu": pool.nodes_per_gpu}
+    tables[f"pools.{pool.name}"] = {**pool.common, **own}
+    for role in ROLES:
+        count = {"replicas": pool.replicas[role]} if role in pool.replicas else {}
+        tables[f"pools.{pool.name}.{role}"] = {**getattr(pool, role), **count}
+    return "\n".join(
+        "\n".join([f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items()), ""])
+        for name, table in tables.items()
+    )
+
+
+def _toml_value(value: str | float) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is.
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _elsewhere(pool: str, role: str = "") -> dict[str, str]:
     """Return what an error says about known keys that do not belong in the table of a pool or of one of its roles."""
-    found = dict.fromkeys((*_OF_MEMBERS, *_OF_ROUTERS), "belongs in [security]")
-    found |= dict.fromkeys(_OF_LAUNCHER_FOR_NODES, "is for whoever starts the process, and not for a file")
+    found = {name: scope.value for scope in Scope for other in ROLES for name in _names(other, scope)}
     found["seed_key"] = "must not be in this file, which is no secret: use seed_key_file"
-    if role:
-        return found | dict.fromkeys(_OF_POOL, f"belongs in [pools.{pool}]")
-    for other in ROLES:
-        own = (name for name in _types(other) if name not in _common_types())
-        found |= dict.fromkeys(own, f"belongs in [pools.{pool}.{other}]")
-    return found
+    found["nodes_per_gpu"] = Scope.POOL.value
+    if not role:
+        own = {name: other for other in ROLES for name in _types(other) if name not in _common_types()}
+        found |= {name: f"belongs in [pools.NAME.{other}]" for name, other in own.items()}
+    return {name: text.replace("pools.NAME", f"pools.{pool}") for name, text in found.items()}
+
+
+@functools.cache
+def _names(role: str, scope: Scope | None) -> tuple[str, ...]:
+    """Return the settings of a role that have the given scope, without secrets."""
+    return tuple(
+        known.name
+        for known in fields(CONFIGS[role])
+        if known.metadata.get("scope") is scope and not known.metadata.get("secret")
+    )
 
 
 @functools.cache
 def _types(role: str) -> dict[str, Any]:
     """Return the keys of a role's table with their types, without `replicas`."""
-    foreign = (*_OF_MEMBERS, *_OF_ROUTERS, *_OF_CONTRACT, "seed_key")
-    foreign = (*foreign, *(_OF_LAUNCHER if role == "router" else _OF_LAUNCHER_FOR_NODES))
-    return _hints(CONFIGS[role], foreign)
+    return _hints(CONFIGS[role], _names(role, None))
+
+
+@functools.cache
+def _security_types() -> dict[str, Any]:
+    return _hints(Security, [known.name for known in fields(Security)])
 
 
 @functools.cache
 def _common_types() -> dict[str, Any]:
     """Return the keys of a pool's table with their types, without those of its roles."""
-    return _hints(NodeConfig, (*_OF_MEMBERS, *_OF_LAUNCHER_FOR_NODES))
+    return _hints(NodeConfig, [known.name for known in fields(NodeConfig) if known.metadata.get("scope") in _COMMON])
 
 
-def _hints(cls: type[Any], without: Iterable[str] = ()) -> dict[str, Any]:
+def _hints(cls: type[Any], names: Iterable[str]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
-    return {known.name: hints[known.name] for known in fields(cls) if known.name not in without}
+    return {name: hints[name] for name in names}
 
 
 def _unprotected(missing: Sequence[str], *, is_file: bool) -> str:

@@ -1,12 +1,13 @@
 """`python -m corun.config.docs` writes docs/settings.md: tables of all settings of the processes.
 
-This module owns how a field is shown. It must not know any field. A field's meaning is its docstring. Its metadata says
-whether it is part of the contract, and which unit it has if its name does not end with one.
+This module owns how a field is shown. It must not know any field. A field's meaning is its docstring. What else is
+known about it is its metadata (`corun.config.fields`).
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 import textwrap
@@ -125,6 +126,7 @@ def unit(known: Field[Any]) -> str:
     return str(known.metadata.get("unit", "")) or next(named, "")
 
 
+@functools.cache
 def effects(cls: type[Any]) -> dict[str, str]:
     """Return the docstrings, each as one line, of the fields that a class itself declares.
 
@@ -141,27 +143,30 @@ def effects(cls: type[Any]) -> dict[str, str]:
     return found
 
 
-def owners() -> dict[type[Any], tuple[str, ...]]:
-    """Return the classes that declare settings, the most general first, each with the processes that have them."""
-    found: dict[type[Any], tuple[str, ...]] = {}
-    for cls in PROCESSES.values():
-        for owner in reversed(cls.__mro__):
-            if inspect.get_annotations(owner):
-                found[owner] = tuple(name for name, each in PROCESSES.items() if issubclass(each, owner))
-    return found
+def effect(cls: type[Any], name: str) -> str:
+    """Return the docstring of a field that a class has or inherits, as one line."""
+    return effects(_owner(cls, name))[name]
+
+
+def describe(cls: type[Any], name: str) -> str:
+    """Return the meaning and the default of a setting as one line, for the help of a command."""
+    (known,) = (each for each in fields(cls) if each.name == name)
+    return f"{effects(_owner(cls, name))[name]} (default: {_default(known).strip('`')})"
 
 
 def _sections() -> Iterator[str]:
-    for owner, processes in owners().items():
-        leaves = [PROCESSES[name] for name in processes]
-        texts, kinds = effects(owner), typing.get_type_hints(owner)
-        rows = [
-            _row(known, kinds[known.name], texts[known.name])
-            for known in fields(leaves[0])
-            if _owner(leaves[0], known.name) is owner
-        ]
+    """Yield a title and a table for each set of processes that have the same settings, the most general first."""
+    found: dict[tuple[str, ...], dict[str, Sequence[str]]] = {}
+    for cls in PROCESSES.values():
+        kinds = typing.get_type_hints(cls)
+        for known in fields(cls):
+            owner = _owner(cls, known.name)
+            processes = tuple(name for name, each in PROCESSES.items() if issubclass(each, owner))
+            row = _row(known, kinds[known.name], effects(owner)[known.name])
+            found.setdefault(processes, {})[known.name] = row
+    for processes, rows in found.items():
         yield f"## {_TITLES[processes]}\n"
-        yield _table(("flag", "key", "type", "unit", "default", "contract", "effect"), rows)
+        yield _table(("flag", "key", "type", "unit", "default", "contract", "effect"), rows.values())
 
 
 def _owner(cls: type[Any], name: str) -> type[Any]:

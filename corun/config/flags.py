@@ -13,13 +13,16 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from corun.config.cluster_file import process_settings
+from corun.config.fields import MemberConfig
 from corun.errors import CorunError, InvalidArgumentError, Shown
 
-C = TypeVar("C")
+C = TypeVar("C", bound=MemberConfig)
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None = None) -> C:
-    """Read a config from a command line (`sys.argv[1:]` if None). A bad one exits with 2 and a usage error.
+    """Read a config from a command line (`sys.argv[1:]` if None), and check that its files can be used.
+
+    A bad one exits with 2 and a usage error.
 
     `--config cluster.toml` and `--pool NAME` make that file's values for this kind of process the defaults.
     """
@@ -35,6 +38,7 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None =
         if file.config or file.pool:
             words["default"] = _defaults(cls, file.config, file.pool)
         found: C = tyro.cli(cls, **words)
+        found.check_files()
         return found
     except CorunError as error:
         print(f"{prog or cls.__name__}: {error}", file=sys.stderr)

@@ -190,6 +190,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
 
 def main(config: GatewayConfig) -> None:
     """Run a gateway in the main thread until SIGTERM or SIGINT. Raise the error that keeps it from starting."""
+    config.check_files()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())

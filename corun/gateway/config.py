@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from corun.client.request import DEFAULT_ADDRESS, DEFAULT_CONNECT_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from corun.client.routers import check_timeout, read_addresses
-from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig, is_loopback
+from corun.config.fields import (
+    CLIENT_TIMEOUT_S,
+    MAX_MESSAGE_BYTES,
+    NOT_EMPTY,
+    PORT,
+    Settings,
+    TlsConfig,
+    checked,
+    integer,
+    is_loopback,
+)
 from corun.errors import InvalidArgumentError
 from corun.rpc.auth import read_token
 
-_COUNTS = {
-    "max_requests": 2**20,
-    "max_prompts": 2**16,
-    "max_tokens_kept": 2**16,
-    "max_body_bytes": 2**29,
-    "max_bodies_bytes": 2**40,
-}
+_TIMEOUT = checked(check_timeout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayConfig:
+class GatewayConfig(Settings):
     """A gateway: where it listens, which cluster it calls, and how much it takes."""
 
-    host: str = "127.0.0.1"
+    host: str = field(default="127.0.0.1", metadata=NOT_EMPTY)
     """Address to listen on."""
-    port: int = 8000
+    port: int = field(default=8000, metadata=PORT)
     """Port to listen on; 0 picks a free one."""
     reuse_port: bool = False
     """Share the port with other gateways on this machine: each process takes some of the connections."""
@@ -37,9 +41,9 @@ class GatewayConfig:
     """Serve on a public address without TLS."""
     router: str = DEFAULT_ADDRESS
     """host:port of the router; several routers of one cluster, with commas in between, are tried in turn."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = field(default=DEFAULT_TIMEOUT_S, metadata=_TIMEOUT)
     """Longest time for one request, in seconds."""
-    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S
+    connect_timeout_s: float = field(default=DEFAULT_CONNECT_TIMEOUT_S, metadata=_TIMEOUT)
     """Longest wait for a router to be reachable, in seconds."""
     tls_ca: str = ""
     """PEM file of the authorities that sign the router's certificate; turns TLS on for the router."""
@@ -54,33 +58,30 @@ class GatewayConfig:
     this one."""
     served_name: str = ""
     """Name of the model that clients see and ask for; empty: its id on the hub, or the name of its directory."""
-    max_requests: int = 4096
+    max_requests: int = field(default=4096, metadata=integer(1, 2**20))
     """Prompts in progress at once; more are refused with a retry delay."""
-    max_prompts: int = 128
+    max_prompts: int = field(default=128, metadata=integer(1, 2**16))
     """Prompts of one request."""
-    max_tokens_kept: int = 256
+    max_tokens_kept: int = field(default=256, metadata=integer(1, 2**16))
     """Different tokens of clients whose connections to the router are kept."""
-    max_body_bytes: int = MAX_MESSAGE_BYTES
+    max_body_bytes: int = field(default=MAX_MESSAGE_BYTES, metadata=integer(1, 2**29))
     """Largest request, in bytes, however long the model: see docs/security.md."""
-    max_bodies_bytes: int = 256 * 1024 * 1024
+    max_bodies_bytes: int = field(default=256 * 1024 * 1024, metadata=integer(1, 2**40))
     """Bytes of all requests in progress together; more are refused with a retry delay."""
-    client_timeout_s: float = CLIENT_TIMEOUT_S
+    client_timeout_s: float = field(default=CLIENT_TIMEOUT_S, metadata=_TIMEOUT)
     """Longest that a client may take to send its request, or to take a part of the answer, in seconds."""
-    drain_grace_s: float = 30.0
+    drain_grace_s: float = field(default=30.0, metadata=_TIMEOUT)
     """Time for running requests to end when the gateway is told to stop, in seconds."""
 
-    def __post_init__(self) -> None:
-        if not self.host:
-            raise InvalidArgumentError("host", self.host, "must not be empty")
-        _check_integer("port", self.port, 0, 65535)
-        for name, most in _COUNTS.items():
-            _check_integer(name, getattr(self, name), 1, most)
-        for name in ("timeout_s", "connect_timeout_s", "client_timeout_s", "drain_grace_s"):
-            check_timeout(name, getattr(self, name))
-        _ = self.addresses, self.https, self.tls, self.own_token()  # Unusable files raise their errors here.
-        if not (is_loopback(self.host) or self.https or self.insecure):
+    def check_together(self) -> None:
+        _ = self.addresses  # Raises now if they are none.
+        if not (is_loopback(self.host) or self.https_cert or self.insecure):
             limit = "is a public address, so it needs --https-cert, --https-key as well; or say --insecure"
             raise InvalidArgumentError("host", self.host, limit)
+
+    def check_files(self) -> None:
+        """Raise InvalidArgumentError unless every file that this config names can be used."""
+        _ = self.https, self.tls, self.own_token()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -104,8 +105,3 @@ class GatewayConfig:
     def own_token(self) -> str:
         """Read the gateway's own token; empty if there is none."""
         return read_token("token_file", self.token_file) if self.token_file else ""
-
-
-def _check_integer(field: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidArgumentError(field, value, f"must be an integer in [{low}, {high}]")

@@ -2,8 +2,8 @@
 
 This package owns the life of a cluster from its first process to its last. `run` starts the processes that a spec
 describes, keeps them running, changes their number when asked, and ends all of them. Each process is a plain
-`python -m router|prefill_node|decode_node`. Only this package imports ray (`runtime`). It must not know what the
-processes do.
+`python -m router|prefill_node|decode_node --config FILE --pool NAME`. Only this package imports ray (`runtime`). It
+must not know what the processes do.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def _until_stopped(
 def check(spec: ClusterSpec) -> None:
     """Raise InvalidArgumentError unless every process of the cluster can be started. Start nothing."""
     spec.check()
+    spec.check_files()
     for pool in spec.pools:
         try:
             _ = pool.model == TINY or resolve_model(pool.model)  # The built-in model is made where it is needed.

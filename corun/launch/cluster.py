@@ -140,9 +140,9 @@ class Cluster:
                 time.sleep(_POLL_S)
 
     def _connect(self, stack: ExitStack) -> None:
-        member = self._spec.security.member
+        security = self._spec.security
         for pool in self._pools.values():
-            clients = (Client(address, tls=member.tls, token=member.cluster_token()) for address in pool.addresses)
+            clients = (Client(address, tls=security.tls, token=security.cluster_token()) for address in pool.addresses)
             pool.clients = tuple(stack.enter_context(client) for client in clients)
 
     def _reconcile(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corun.config.cluster_file import PoolSpec
+from corun.config.cluster_file import PoolSpec, toml
 from corun.launch import runtime
 from corun.launch.members import MODULES, ProcessSpec, command
 from corun.launch.placement import Group, Share, groups, reuse
@@ -53,16 +53,20 @@ class _Actor:
     """The Ray actor of one supervisor."""
 
     def __init__(self, order: Order) -> None:
-        host, name = order.host or runtime.own_host(), order.member.name
+        name = order.member.name
+        order.logs.mkdir(parents=True, exist_ok=True)
+        # The process reads a copy: this machine may not have the user's file, and restarts must find what was started.
+        file = order.logs / f"{name}.toml"
+        file.write_text(toml(order.pool), encoding="utf-8")
         argv = command(
             order.pool,
             order.member,
-            host=host,
-            routers=order.routers,
+            file=file,
+            host=order.host or runtime.own_host(),
+            routers=() if order.member.is_router else order.routers,
             gpu_share=order.share.gpus,
             modules=order.modules,
         )
-        order.logs.mkdir(parents=True, exist_ok=True)
         if order.share.cores:
             os.sched_setaffinity(0, order.share.cores)
         env = runtime.environment() | dict(order.environment)

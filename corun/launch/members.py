@@ -9,11 +9,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError
-from corun.models import resolve_model
 
 LOOPBACK = "127.0.0.1"
 ROUTER = "router"
@@ -60,38 +59,25 @@ def command(
     pool: PoolSpec,
     member: ProcessSpec,
     *,
+    file: Path,
     host: str,
     routers: Sequence[str] = (),
     gpu_share: float = 0.0,
     modules: Mapping[str, str] = MODULES,
 ) -> list[str]:
-    """Return the command line of one process.
+    """Return the command line of one process: what the pool gives is in `file`, and what it alone has is in flags.
 
     host: the address at which a node is reached. routers: the host:port of each router, for nodes only. gpu_share: the
     part of a GPU that a node gets.
     """
-    settings = {**pool.settings(member.role), **pool.ports(member.role, member.index)}
+    flags: dict[str, object] = {"config": file, "pool": pool.name, **pool.ports(member.role, member.index)}
     if not member.is_router:
-        settings |= {"model": resolve_model(pool.model), "router": tuple(routers)}
-        settings |= {"node_id": member.name, "host": host, "nixl_host": host}
+        flags |= {"node_id": member.name, "host": host, "nixl_host": host}
         if 0 < gpu_share < 1:
             share = gpu_share * pool.config(member.role).gpu_memory_utilization
-            settings["gpu_memory_utilization"] = round(share, 3)
-    return [sys.executable, "-m", modules[member.role], *_words(settings)]
-
-
-def _words(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as the flags of a command line."""
-    words: list[str] = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, tuple):
-            words += [f"--{flag}", *map(str, value)]
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
+            flags["gpu_memory_utilization"] = round(share, 3)
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", modules[member.role], *words, *(["--router", *routers] if routers else [])]
 
 
 def listens_anywhere(pool: PoolSpec) -> bool:

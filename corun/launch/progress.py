@@ -28,7 +28,3 @@ class Progress:
         if self._said.get(subject) != text:
             self._said[subject] = text
             self(f"{subject}: {text}")
-
-    def forget(self, subject: str) -> None:
-        """Forget the last text about a subject, so that it may be printed again."""
-        self._said.pop(subject, None)

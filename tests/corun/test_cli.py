@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from corun.cli.generate import for_terminal
 from corun.cli.status import picture
 from corun.cli.up import Up
 from corun.client.progress import ProgressBar
-from corun.config.cluster_file import read
+from corun.config.cluster_file import Security, read
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -910,17 +910,23 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_flag_of_up_reaches_a_process() -> None:
-    values: dict[str, Any] = {
-        name: object() for name in up._OF_SPEC if not name.startswith(("tls_", "client", "audit_"))
-    }
-    values |= dict.fromkeys(("cluster_token_file", "audit_dir", "client_tokens_file"), "/x")
-    pool = Up(**values).spec().pool()
-    given = [*pool.settings("router").values(), *pool.settings("prefill").values(), *pool.settings("decode").values()]
-    for name, value in values.items():
-        if name == "insecure":
-            assert pool.security.insecure is value
-        else:
-            assert value in (given if name not in {"prefill", "decode"} else [*pool.replicas.values()]), name
+    for part, names in up.SETTINGS.items():
+        for name in names:
+            value: Any = "/x" if name in {"model", "audit_dir"} else object()
+            pool = Up(**{name: value}).spec().pool()
+            assert getattr(pool, part) == ({} if part != "common" else {"model": "tiny"}) | {name: value}
+    assert Up(prefill=2, decode=3).spec().pool().replicas == {"prefill": 2, "decode": 3}
+    values: dict[str, Any] = {known.name: True if known.type == "bool" else "/x" for known in fields(Security)}
+    security = Security(**values)
+    assert Up(security=security).spec().security == security
+
+
+def test_help_of_up_has_meaning_and_default_of_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    shown = " ".join(re.sub(r"[\u2500-\u257f]", "", capsys.readouterr().out).split())
+    assert "--chunk-size INT Prompt tokens of one step; part of the contract. (default: 2048)" in shown
+    assert "--tls-key STR PEM file of its private key." in shown
 
 
 class TestUpWithAFile:

@@ -78,7 +78,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check(directory: Path, text: str) -> None:
     file = directory / "example.toml"
     file.write_text(text)
-    cluster_file.read(file).check()
+    found = cluster_file.read(file)
+    found.check()
+    found.check_files()
 
 
 @pytest.mark.parametrize("page", [DEPLOY, README])

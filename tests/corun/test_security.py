@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.cli import issue_certs, main
 from corun.client.client import AsyncClient, Client
-from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
-from corun.config.fields import RouterConfig, TlsConfig, is_loopback
+from corun.config.cluster_file import ClusterSpec, PoolSpec, Security, toml
+from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig, is_loopback
 from corun.config.flags import parse
 from corun.errors import (
     CorunError,
@@ -277,19 +277,21 @@ class TestSettings:
         assert parse(RouterConfig, ["--seed-key-file", str(path)]).seed_key_bytes == b"\x00\xff" * 8
         path.write_text("not hexadecimal at all".replace(" ", "-"))
         with pytest.raises(InvalidArgumentError, match="hexadecimal") as caught:
-            RouterConfig(seed_key_file=str(path))
+            RouterConfig(seed_key_file=str(path)).check_files()
         assert "not-hex" not in str(caught.value)
 
-    def test_what_up_starts_gets_paths_only(self, secrets: Secrets) -> None:
+    def test_what_up_starts_gets_paths_only(self, secrets: Secrets, tmp_path: Path) -> None:
         security = Security(**secrets.settings, tls_clients=True)
         pool = PoolSpec(common={"model": "m"}, router={"host": "0.0.0.0"}, security=security)
         first, *nodes = members(ClusterSpec(pools=(pool,)))
-        router = command(pool, first, host="")
+        file = tmp_path / "cluster.toml"
+        file.write_text(toml(pool))
+        assert not [text for text in secrets.texts if text in file.read_text()]
+        router = command(pool, first, file=file, host="")
         assert parse(RouterConfig, router[3:]) == RouterConfig(host="0.0.0.0", tls_clients=True, **secrets.settings)
-        for node in nodes:
-            argv = command(pool, node, routers=("10.0.0.1:1",), host="10.0.0.2")
-            assert argv[argv.index("--cluster-token-file") + 1] == secrets.path("cluster.token")
-            assert "--client-tokens-file" not in argv
+        for node, config in zip(nodes, (PrefillConfig, DecodeConfig), strict=True):
+            argv = command(pool, node, file=file, routers=("10.0.0.1:1",), host="10.0.0.2")
+            assert parse(config, argv[3:]).cluster_token_file == secrets.path("cluster.token")
             assert not [text for text in secrets.texts if text in " ".join(argv)]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corun.config.cluster_file import CONFIGS, PATHS, ClusterSpec, PoolSpec, Security, read
-from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from corun.config.cluster_file import CONFIGS, ClusterSpec, PoolSpec, Security, path_settings, read, toml
+from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
 from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
 from tests.secrets import Secrets
@@ -137,21 +137,68 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, file: Path, monkeypatch:
     assert router.seed_key_bytes == b"\0" * 8
     decode = found.pool().config("decode")
     assert (decode.model, decode.tls_ca) == (str(tmp_path / "weights"), str(tmp_path / "secrets/ca.pem"))
-    assert found.security.member.cluster_token() == decode.cluster_token()
+    assert found.security.cluster_token() == decode.cluster_token()
 
 
 def test_every_path_is_known() -> None:
     names = {known.name for cls in CONFIGS.values() for known in fields(cls)}
     like_a_path = {name for name in names if name.endswith(("_file", "_dir", "_cert", "_key", "_ca"))}
-    assert like_a_path - {"seed_key"} == set(PATHS)
+    assert like_a_path - {"seed_key"} == path_settings()
 
 
 def test_every_setting_has_a_type_that_a_file_can_give() -> None:
-    from corun.config.cluster_file import _TYPES, _common_types, _types
+    from corun.config.cluster_file import _TYPES, _common_types, _security_types, _types
 
-    for types in (_common_types(), *(_types(role) for role in CONFIGS)):
+    for types in (_security_types(), _common_types(), *(_types(role) for role in CONFIGS)):
         assert {name for name, hint in types.items() if hint not in _TYPES} == set()
-    assert set(_common_types()) <= {known.name for known in fields(NodeConfig)}
+
+
+def test_every_setting_is_checked_or_may_be_anything() -> None:
+    unchecked = {known.name for cls in CONFIGS.values() for known in fields(cls) if "check" not in known.metadata}
+    unchecked -= {"health_port", "health_host"}
+    assert unchecked - path_settings() == {"tls_name", "tls_clients", "share_kv", "smaller_steps"}
+
+
+def test_a_link_stays_a_link(tmp_path: Path, file: Path) -> None:
+    """A mounted secret is one: its renewal changes where it leads."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "now").symlink_to("old")
+    (tmp_path / "old" / "seed.key").write_text("00" * 8)
+    (tmp_path / "seed.key").symlink_to("now/seed.key")
+    found = spec(file, '[pools.main]\nmodel = "m"\n[pools.main.router]\nseed_key_file = "seed.key"')
+    assert found.pool().config("router").seed_key_file == str(tmp_path / "seed.key")
+
+
+def test_making_a_config_reads_no_file(file: Path) -> None:
+    names = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file")
+    pool = spec(file, "[security]\n" + "\n".join(f"{name} = '/none/{name}'" for name in names) + WHOLE).pool()
+    for role in CONFIGS:
+        with pytest.raises(InvalidArgumentError, match=r"cluster\.toml: \[security\] tls_cert = .*readable file"):
+            pool.check_files(role)
+    for name, value, limit in (
+        ("audit_dir", "/none", "must be a directory"),
+        ("audit_dir", "/dev/null", "must be a directory"),
+        ("seed_key_file", "/none", "No such file"),
+    ):
+        values: dict[str, Any] = {name: value}
+        config = RouterConfig(**values)
+        with pytest.raises(InvalidArgumentError, match=f"{name} = '{value}': .*{limit}"):
+            config.check_files()
+
+
+def test_a_pool_survives_its_way_through_a_file(file: Path) -> None:
+    pool = PoolSpec(
+        name="a-b_1",
+        common={"model": 'o\\"rg/m\u00f6\n\x7fdel', "threads": 2, "nixl_port": 7, "drain_grace_s": 1e-05},
+        router={"audit_fraction": 1, "share_kv": False, "metrics_port": 0, "audit_dir": "/x"},
+        decode={"slots": 8},
+        replicas={"decode": 3},
+        nodes_per_gpu=2,
+        security=Security(tls_ca="/ca.pem", insecure=True),
+    )
+    for each in (pool, PoolSpec(common={"model": "m"})):
+        file.write_text(toml(each), encoding="utf-8")
+        assert replace(read(file).pool(), source="") == each
 
 
 def test_two_pools_share_no_port(file: Path) -> None:

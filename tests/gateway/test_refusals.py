@@ -330,7 +330,7 @@ def test_the_text_of_a_prompt_is_not_shown_whole() -> None:
 )
 def test_a_configuration_is_checked(field: str, values: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        GatewayConfig(**values)
+        GatewayConfig(**values).check_files()
     assert raised.value.field == field
 
 

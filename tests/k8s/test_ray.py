@@ -59,6 +59,7 @@ def test_every_machine_of_ray_has_the_files_and_the_room(tmp_path: Path) -> None
     for name, pod in pods(found).items():
         spec = read(below(tmp_path / name, pod))
         spec.check()
+        spec.check_files()
         assert {"/tmp", "/dev/shm", pod.environment()["HOME"]} <= pod.mounts().keys()
         assert pod.container["image"] == pods(found)["head"].container["image"]
     nodes = sum(pool.count(role) for pool in spec.pools for role in ("prefill", "decode"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.cluster_file import ClusterSpec, PoolSpec, toml
 from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
 from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
@@ -26,10 +26,18 @@ POOL = PoolSpec(
 SPEC = ClusterSpec(pools=(POOL,))
 
 
-def flags(name: str, spec: ClusterSpec = SPEC, **options: Any) -> list[str]:
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "cluster.toml"
+
+
+def flags(file: Path, name: str, spec: ClusterSpec = SPEC, **options: Any) -> list[str]:
+    """Return the module and the flags of a process, whose file is there."""
     member = next(member for member in members(spec) if member.name == name)
-    routers = ("10.0.0.1:7001", "10.0.0.3:7002")
-    argv = command(spec.pool(member.pool), member, routers=routers, host="10.0.0.2", **options)
+    routers = () if member.is_router else ("10.0.0.1:7001", "10.0.0.3:7002")
+    pool = spec.pool(member.pool)
+    file.write_text(toml(pool))
+    argv = command(pool, member, file=file, routers=routers, host="10.0.0.2", **options)
     assert argv[:2] == [sys.executable, "-m"]
     return argv[2:]
 
@@ -48,21 +56,21 @@ def test_names() -> None:
     assert names(pools=("a", "b")) == of_two
 
 
-def test_router_understands_its_command() -> None:
-    module, *argv = flags("router")
+def test_router_understands_its_command(file: Path) -> None:
+    module, *argv = flags(file, "router")
     assert module == "router"
     assert parse(RouterConfig, argv) == RouterConfig(host="127.0.0.1", port=7001)
 
 
-def test_routers_of_one_pool_count_their_ports_up(tmp_path: Path) -> None:
+def test_routers_of_one_pool_count_their_ports_up(tmp_path: Path, file: Path) -> None:
     router = {"port": 7001, "audit_fraction": 0.5, "audit_dir": str(tmp_path), "metrics_port": 9100}
     spec = ClusterSpec(pools=(PoolSpec(common={"model": "m"}, router=router, replicas={"router": 2}),))
-    _, *argv = flags("router-1", spec)
+    _, *argv = flags(file, "router-1", spec)
     assert parse(RouterConfig, argv) == RouterConfig(**{**router, "port": 7002, "metrics_port": 9101})
 
 
-def test_prefill_node_understands_its_command() -> None:
-    module, *argv = flags("prefill-1")
+def test_prefill_node_understands_its_command(file: Path) -> None:
+    module, *argv = flags(file, "prefill-1")
     assert module == "prefill_node"
     assert parse(PrefillConfig, argv) == PrefillConfig(
         model="org/model",
@@ -76,8 +84,8 @@ def test_prefill_node_understands_its_command() -> None:
     )
 
 
-def test_decode_node_understands_its_command() -> None:
-    module, *argv = flags("decode-0", gpu_share=0.5)
+def test_decode_node_understands_its_command(file: Path) -> None:
+    module, *argv = flags(file, "decode-0", gpu_share=0.5)
     assert module == "decode_node"
     assert parse(DecodeConfig, argv) == DecodeConfig(
         model="org/model",
@@ -93,8 +101,8 @@ def test_decode_node_understands_its_command() -> None:
     )
 
 
-def test_another_module_may_stand_in_for_a_role() -> None:
-    assert flags("decode-0", modules={"decode": "tests.other"})[0] == "tests.other"
+def test_another_module_may_stand_in_for_a_role(file: Path) -> None:
+    assert flags(file, "decode-0", modules={"decode": "tests.other"})[0] == "tests.other"
 
 
 def test_router_that_listens_anywhere_is_reached_at_its_machine() -> None:
