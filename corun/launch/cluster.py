@@ -11,17 +11,16 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from corun.client.client import Client
-from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
 from corun.config.extras import installed_engine
 from corun.config.fields import SEED_KEY_VARIABLE, is_loopback
-from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError, shown
+from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
-from corun.launch.changes import Changes
-from corun.launch.control import Control, Outcome, noted
+from corun.launch.control import Control, ScaleStatus, in_words, noted
 from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order, may_run
 from corun.launch.members import (
     LOOPBACK,
@@ -34,7 +33,7 @@ from corun.launch.members import (
 )
 from corun.launch.placement import Shares, on_joined, on_own
 from corun.launch.progress import Progress
-from corun.launch.reconcile import failure, in_turn, steps
+from corun.launch.reconcile import failure, in_turn, steps, unsettled
 from corun.launch.signals import StopSignals
 from corun.launch.starting import Starting, next_steps
 from corun.launch.supervisor import ProcessState, ProcessStatus
@@ -80,7 +79,8 @@ class Cluster:
         self._places: dict[ProcessSpec, int] = {}
         self._deaths: dict[ProcessSpec, int] = {}  # The number of deaths that the user was told about.
         self._shares: Shares
-        self._changes = Changes()
+        self._nodes_ever: set[ProcessSpec] = set()
+        self._scaling = ""  # The change that the user was told about and that is not done yet.
         self._starting = Starting(say)
         # A restarted router must derive the same seeds, so that clients can continue their requests.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
@@ -123,12 +123,11 @@ class Cluster:
         deadline = time.monotonic() + _START_TIMEOUT_S
         with ExitStack() as stack:
             self._connect(stack)
-            control = Control()
+            control = Control(self._spec)
             stack.enter_context(noted(control.name))
             while not signals.count:
                 if time.monotonic() > deadline and not all(pool.ready for pool in self._pools.values()):
                     raise DeadlineError(f"the cluster was not ready in {_START_TIMEOUT_S:.0f} s")
-                self._accept(control)
                 self._reconcile()
                 answers = [(pool, self._ask(pool)) for pool in self._spec.pools]
                 statuses = self._fleet.statuses()  # Asked after the routers, so a node that they know shows as running.
@@ -136,7 +135,7 @@ class Cluster:
                 for pool, heard in answers:
                     self._hear(pool, heard)
                 self._tell_start(statuses)
-                self._conclude(control, statuses)
+                self._scale(control.report(self._scale_status(statuses)))
                 time.sleep(_POLL_S)
 
     def _connect(self, stack: ExitStack) -> None:
@@ -254,39 +253,37 @@ class Cluster:
         """Return the names of the wanted nodes of a pool."""
         return {m.name for m in members(self._spec) if m.pool == pool.name and not m.is_router}
 
-    def _accept(self, control: Control) -> None:
-        """Accept new requests of `corun scale`. Invalid requests are answered at once."""
-        for request in control.take():
-            try:
-                pool = self._spec.pool(request.pool)
-                if ROUTER in request.counts:
-                    limit = "cannot change while it serves: nodes and clients know the routers by their addresses"
-                    raise InvalidArgumentError(ROUTER, request.counts[ROUTER], limit)
-                spec = self._spec.scaled(pool.name, request.counts)
-            except InvalidArgumentError as error:
-                refused = (error.field, shown(error.value), error.limit)
-                control.tell(request, Outcome(text=str(error), refused=refused))
-                continue
-            changes = ", ".join(f"{role} {pool.count(role)} → {count}" for role, count in request.counts.items())
-            text = changes if len(self._pools) == 1 else f"pool {pool.name}: {changes}"
-            self._say(f"scaling {text}")
-            superseded = self._changes.add(request, pool.name, text, members(self._spec), members(spec))
-            for earlier, outcome in superseded:
-                control.tell(earlier, outcome)
-            self._spec = spec
+    def _scale_status(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> ScaleStatus:
+        """Return how far the nodes are from what is wanted. Tell the user when a change is done."""
+        wanted = {member for member in members(self._spec) if not member.is_router}
+        self._nodes_ever |= wanted
+        stopping = self._fleet.stopping
+        failed = {
+            member: f"{status.detail}\nlogs in {self._logs}"
+            for member, status in statuses.items()
+            if status.state is ProcessState.FAILED and member in wanted and member not in stopping
+        }
+        in_use = {name: pool.in_use for name, pool in self._pools.items()}
+        left = unsettled(self._nodes_ever - failed.keys(), wanted, self._fleet.running, stopping, in_use)
+        if self._scaling and not left:
+            without = f", without {', '.join(member.name for member in failed)}" if failed else ""
+            self._say(f"scaled {self._scaling}{without}")
+            self._scaling = ""
+        return ScaleStatus(spec=self._spec, unsettled=left, failed=failed)
 
-    def _conclude(self, control: Control, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
-        """Answer the requests that are done or have failed."""
-        wanted, running, stopping = set(members(self._spec)), set(self._fleet.running), set(self._fleet.stopping)
-        for change in self._changes:
-            outcome = change.outcome(wanted, running, stopping, statuses, self._pools[change.pool].in_use)
-            if outcome is None:
-                continue
-            if outcome.failed:
-                outcome = replace(outcome, text=f"{outcome.text}\nlogs in {self._logs}")
-            self._say(f"{'could not scale' if outcome.failed else 'scaled'} {change.text}")
-            control.tell(change.request, outcome)
-            self._changes.remove(change)
+    def _scale(self, wanted: ClusterSpec | None) -> None:
+        """Take over what `corun scale` wants. wanted: None if it is not known yet."""
+        if wanted is None or wanted == self._spec:
+            return
+        changes = []
+        for pool in self._spec.pools:
+            now = wanted.pool(pool.name)
+            counts = {role: now.count(role) for role in ROLES if now.count(role) != pool.count(role)}
+            if counts:
+                changes.append(in_words(self._spec, pool.name, counts))
+        self._scaling = "; ".join(changes)
+        self._say(f"scaling {self._scaling}")
+        self._spec = wanted
 
     def stop(self, signals: StopSignals) -> None:
         """Stop the routers, which drain, and then the nodes. A second stop signal kills what is still running."""

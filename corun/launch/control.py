@@ -1,4 +1,4 @@
-"""How `corun scale` reaches a running `corun up`: requests and outcomes go through a named Ray actor.
+"""How `corun scale` reaches a running `corun up`: a named Ray actor has the wanted cluster and how far it is reached.
 
 This module owns that actor, the note that says where it is, and the wait of the caller. It must not know how a cluster
 is scaled.
@@ -13,14 +13,16 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corun.errors import DeadlineError, InvalidArgumentError, Shown, UnavailableError
+from corun.config.cluster_file import ClusterSpec
+from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
+from corun.launch.members import ROUTER, ProcessSpec
 
 _POLL_S = 0.2
 _CALL_TIMEOUT_S = 10.0
@@ -28,72 +30,67 @@ _PREFIX = "corun-up-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A request for other numbers of processes in one pool."""
+class ScaleStatus:
+    """How far the nodes of a cluster are from what is wanted, as `corun up` saw it last."""
 
-    number: int
-    pool: str
-    """The name of the pool; empty: the only pool."""
-    counts: Mapping[str, int]
-    """The wanted number of processes, by role."""
+    spec: ClusterSpec
+    """What was wanted then."""
+    unsettled: frozenset[ProcessSpec] = frozenset()
+    """The nodes that are not yet as wanted. A node that failed is none of them."""
+    failed: Mapping[ProcessSpec, str] = field(default_factory=dict)
+    """The wanted nodes that cannot start, each with the reason."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The outcome of a request."""
-
-    text: str
-    refused: tuple[str, str, str] | None = None
-    """The field, value and limit of an invalid request; nothing was changed."""
-    failed: bool = False
-    """True if the change was tried but a process cannot start, or if a later request superseded it."""
+    def of(self, pool: str, roles: Collection[str]) -> ScaleStatus:
+        """Return the same without the nodes of other pools and roles."""
+        return replace(
+            self,
+            unsettled=frozenset(node for node in self.unsettled if node.pool == pool and node.role in roles),
+            failed={node: why for node, why in self.failed.items() if node.pool == pool and node.role in roles},
+        )
 
 
-class _Mailbox:
-    """The actor that holds requests and their outcomes. It lives as long as the `corun up` that made it."""
+class _Board:
+    """The actor with the wanted cluster. It lives as long as the `corun up` that made it."""
 
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-        self._outcomes: dict[int, Outcome] = {}
-        self._number = 0
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._wanted = spec
+        self._status = ScaleStatus(spec=spec)
 
-    def ask(self, pool: str, counts: dict[str, int]) -> int:
-        self._number += 1
-        self._requests.append(Request(number=self._number, pool=pool, counts=counts))
-        return self._number
+    def read(self) -> tuple[ClusterSpec, ScaleStatus]:
+        return self._wanted, self._status
 
-    def take(self) -> list[Request]:
-        taken, self._requests = self._requests, []
-        return taken
+    def want(self, before: ClusterSpec, after: ClusterSpec) -> bool:
+        """Replace the wanted cluster, unless it is not `before` any more. Return whether it was replaced."""
+        if self._wanted != before:
+            return False
+        self._wanted = after
+        return True
 
-    def tell(self, number: int, outcome: Outcome) -> None:
-        self._outcomes[number] = outcome
-
-    def outcome(self, number: int) -> Outcome | None:
-        return self._outcomes.pop(number, None)
+    def report(self, status: ScaleStatus) -> ClusterSpec:
+        """Take what `corun up` saw. Return what is wanted now."""
+        self._status = status
+        return self._wanted
 
 
 class Control:
-    """The `corun up` side of the mailbox."""
+    """The `corun up` side of the actor. spec: the cluster that is wanted at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: ClusterSpec) -> None:
         self.name = _PREFIX + secrets.token_hex(4)
-        self._mailbox = runtime.api().remote(_Mailbox).options(name=self.name, num_cpus=0, **runtime.here()).remote()
+        self._board = runtime.api().remote(_Board).options(name=self.name, num_cpus=0, **runtime.here()).remote(spec)
         self._question: Any = None
 
-    def take(self) -> list[Request]:
-        """Return the new requests. Never wait: if the actor has not answered yet, a later call returns the answer."""
-        self._question = self._question or self._mailbox.take.remote()
+    def report(self, status: ScaleStatus) -> ClusterSpec | None:
+        """Report what was seen. Return what is wanted now, or None if the actor has not answered yet: never wait."""
+        self._question = self._question or self._board.report.remote(status)
         answered, _ = runtime.api().wait([self._question], timeout=0)
         if not answered:
-            return []
+            return None
         question, self._question = self._question, None
         with contextlib.suppress(runtime.api().exceptions.RayActorError):
-            return list(runtime.api().get(question))
-        return []
-
-    def tell(self, request: Request, outcome: Outcome) -> None:
-        self._mailbox.tell.remote(request.number, outcome)
+            wanted: ClusterSpec = runtime.api().get(question)
+            return wanted
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +99,7 @@ class Note:
 
     pid: int
     name: str
-    """The name of its mailbox actor."""
+    """The name of its actor."""
     address: str
     """The address of the Ray that it runs on."""
     host: str
@@ -162,13 +159,13 @@ def _read(path: Path) -> tuple[float, Note] | None:
 
 
 def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, timeout_s: float) -> str:
-    """Ask a running `corun up` for other numbers of processes. Return what happened once the change is done.
+    """Tell a running `corun up` other numbers of processes. Return what happened once its nodes are as wanted.
 
     ray_address: the Ray that `corun up` runs on; None: that of the `corun up` started last on this machine.
 
     Raises:
         InvalidArgumentError: these numbers are not allowed; nothing was changed.
-        UnavailableError: there is no `corun up`, a wanted process cannot start, or a later request superseded this one.
+        UnavailableError: there is no `corun up`, a wanted process cannot start, or somebody wants other numbers now.
         DeadlineError: the change was not done in time; `corun up` continues with it.
     """
     deadline = time.monotonic() + timeout_s
@@ -178,22 +175,63 @@ def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, time
     if note is not None and note.auth_mode:
         os.environ.setdefault(runtime.AUTH_MODE_VARIABLE, note.auth_mode)
     with runtime.joined(note.address if note else str(ray_address), note.host if note else ""):
-        mailbox = _mailbox(note.name if note else "")
-        number = _get(mailbox.ask.remote(pool, dict(counts)))
-        while (outcome := _get(mailbox.outcome.remote(number))) is None:
+        board = _find_board(note.name if note else "")
+        change = _write(board, pool, counts)
+        while not change.is_done(*_get(board.read.remote())):
             if time.monotonic() > deadline:
                 raise DeadlineError(f"not done within {timeout_s:g} s; corun up goes on with it, and says how")
             time.sleep(_POLL_S)
-    if outcome.refused is not None:
-        field, value, limit = outcome.refused
-        raise InvalidArgumentError(field, Shown(value), limit)
-    if outcome.failed:
-        raise UnavailableError(outcome.text)
-    return str(outcome.text)
+    return change.text
 
 
-def _mailbox(name: str) -> Any:
-    """Return the mailbox actor with this name; if the name is empty, the actor of the only `corun up` on this Ray."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """The numbers of processes that one `corun scale` has written."""
+
+    pool: str
+    counts: Mapping[str, int]
+    text: str
+    had_failed: Collection[ProcessSpec]
+    """The nodes that had failed before the change. They do not decide whether it is done."""
+
+    def is_done(self, wanted: ClusterSpec, status: ScaleStatus) -> bool:
+        """Return whether the nodes are as wanted. wanted: what is wanted now. status: what `corun up` saw last.
+
+        Raises UnavailableError if a wanted node cannot start, or if other numbers are wanted now.
+        """
+        now = {role: wanted.pool(self.pool).count(role) for role in self.counts}
+        if now != self.counts:
+            numbers = ", ".join(f"{role}={count}" for role, count in now.items())
+            raise UnavailableError(f"{self.text}: superseded by a later request, {numbers}")
+        if status.spec != wanted:
+            return False  # `corun up` has not read these numbers yet.
+        seen = status.of(self.pool, self.counts)
+        for node in sorted(seen.failed.keys() - set(self.had_failed), key=lambda node: node.name):
+            raise UnavailableError(f"{self.text}: {node.name} {seen.failed[node]}")
+        return not seen.unsettled
+
+
+def _write(board: Any, pool: str, counts: Mapping[str, int]) -> Change:
+    """Write other numbers of processes. Raises InvalidArgumentError if they are not allowed."""
+    while True:
+        before, status = _get(board.read.remote())
+        name = before.pool(pool).name
+        if ROUTER in counts:
+            limit = "cannot change while it serves: nodes and clients know the routers by their addresses"
+            raise InvalidArgumentError(ROUTER, counts[ROUTER], limit)
+        if _get(board.want.remote(before, before.scaled(name, counts))):
+            text = in_words(before, name, counts)
+            return Change(pool=name, counts=counts, text=text, had_failed=[*status.of(name, counts).failed])
+
+
+def in_words(before: ClusterSpec, pool: str, counts: Mapping[str, int]) -> str:
+    """Return a change of the numbers of processes of a pool as text. before: the cluster before the change."""
+    changes = ", ".join(f"{role} {before.pool(pool).count(role)} → {count}" for role, count in counts.items())
+    return changes if len(before.pools) == 1 else f"pool {pool}: {changes}"
+
+
+def _find_board(name: str) -> Any:
+    """Return the actor with this name; if the name is empty, the actor of the only `corun up` on this Ray."""
     listed = runtime.api().util.list_named_actors(all_namespaces=True)
     names = [found["name"] for found in listed if found["namespace"] == runtime.NAMESPACE]
     names = [found for found in names if (found == name if name else found.startswith(_PREFIX))]

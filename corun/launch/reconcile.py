@@ -34,6 +34,26 @@ def steps(wanted: Sequence[ProcessSpec], running: Collection[ProcessSpec], stopp
     return Steps(start=start, stop=tuple(sorted(excess, key=lambda m: (m.pool, m.role, -m.index))))
 
 
+def unsettled(
+    nodes: Collection[ProcessSpec],
+    wanted: Collection[ProcessSpec],
+    running: Collection[ProcessSpec],
+    stopping: Collection[ProcessSpec],
+    in_use: Mapping[str, Sequence[Collection[str]]],
+) -> frozenset[ProcessSpec]:
+    """Return the nodes that are not yet as wanted: running and in use by every router, or ended and in use by none.
+
+    in_use: for each pool, and for each of its routers that answers, the names of the nodes that it uses.
+    """
+
+    def is_settled(node: ProcessSpec) -> bool:
+        used, is_wanted = in_use[node.pool], node in wanted
+        runs_as_wanted = node not in stopping and (node in running) == is_wanted
+        return runs_as_wanted and bool(used) and all((node.name in names) == is_wanted for names in used)
+
+    return frozenset(node for node in nodes if not is_settled(node))
+
+
 def in_turn(starting: Sequence[ProcessSpec], loading: Collection[ProcessSpec]) -> tuple[ProcessSpec, ...]:
     """Return the nodes that share a GPU and may start now: one at a time, and only while no other node loads.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,36 @@ def test_what_a_node_does_is_told_until_it_is_in_use(capsys: pytest.CaptureFixtu
     cluster._pools["main"] = _Pool(("a:1",), ("a",), ready=True)
     cluster._tell_start({PREFILL: replace(RUNS, doing="something else")})
     assert capsys.readouterr().err == ""
+
+
+def test_a_change_of_numbers_is_told_when_it_begins_and_when_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(SPEC, Path("logs"), Progress())
+    pool = cluster._pools["main"] = _Pool(("a:1",), ("a",), in_use=({"prefill-0", "decode-0"},))
+    more = SPEC.scaled("", {"decode": 2})
+    for wanted in (None, SPEC, more, more):
+        cluster._scale(wanted)
+    fleet: Any = SimpleNamespace(running=members(SPEC), stopping=[])
+    cluster._fleet = fleet
+    assert {node.name for node in cluster._scale_status({}).unsettled} == {"decode-1"}
+    fleet.running = members(more)
+    assert {node.name for node in cluster._scale_status({}).unsettled} == {"decode-1"}
+    pool.in_use = ({"prefill-0", "decode-0", "decode-1"},)
+    status = cluster._scale_status({})
+    assert (status.spec, status.unsettled, status.failed) == (more, frozenset(), {})
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["scaling decode 1 → 2", "scaled decode 1 → 2"]
+
+
+def test_a_node_that_cannot_start_ends_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(SPEC, Path("logs"), Progress())
+    cluster._pools["main"] = _Pool(("a:1",), ("a",), in_use=({"prefill-0", "decode-0"},))
+    cluster._scale(SPEC.scaled("", {"decode": 2}))
+    *_, new = members(cluster._spec)
+    fleet: Any = SimpleNamespace(running=members(cluster._spec), stopping=[])
+    cluster._fleet = fleet
+    failed = ProcessStatus(name=new.name, state=ProcessState.FAILED, detail="exit code 2")
+    assert cluster._scale_status({new: failed}).failed == {new: "exit code 2\nlogs in logs"}
+    assert capsys.readouterr().err.endswith("scaled decode 1 → 2, without decode-1\n")
 
 
 def test_a_death_is_told(capsys: pytest.CaptureFixture[str]) -> None:

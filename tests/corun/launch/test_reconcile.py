@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch.members import ProcessSpec, members
-from corun.launch.reconcile import Steps, failure, in_turn, steps
+from corun.launch.reconcile import Steps, failure, in_turn, steps, unsettled
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
 
@@ -34,6 +34,23 @@ def test_what_ends_is_not_asked_again_and_starts_again_only_once_it_has_ended() 
     assert not steps(wanted(1, 1), wanted(1, 2), ending)
     assert not steps(wanted(1, 2), wanted(1, 2), ending)
     assert names(steps(wanted(1, 2), wanted(1, 1), [])) == (["decode-1"], [])
+
+
+def test_a_node_is_settled_once_every_router_uses_it_or_none_does() -> None:
+    def left(want: tuple[ProcessSpec, ...], run: tuple[ProcessSpec, ...], *used: str, stopping: str = "") -> list[str]:
+        nodes = [member for member in wanted(2, 2) if not member.is_router]
+        ending = [member for member in run if member.name == stopping]
+        found = unsettled(nodes, want, run, ending, {"main": [set(names.split()) for names in used]})
+        return sorted(member.name for member in found)
+
+    want, before = wanted(2, 1), wanted(1, 2)
+    assert left(want, before, "prefill-0 decode-0 decode-1") == ["decode-1", "prefill-1"]
+    all_used = "prefill-0 prefill-1 decode-0"
+    assert left(want, wanted(2, 2), all_used, stopping="decode-1") == ["decode-1"]
+    assert left(want, want, f"{all_used} decode-1") == ["decode-1"]
+    assert left(want, want, all_used, "prefill-0 decode-0") == ["prefill-1"]
+    assert left(want, want, all_used, all_used) == []
+    assert len(left(want, want)) == 4  # No router answers.
 
 
 def test_what_a_cluster_does_not_survive() -> None:
