@@ -16,7 +16,6 @@ from corun.rpc.server import run as serve
 from corun.types import NodeRole
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.engine import VllmDecodeEngine
-from decode_node.metrics import families
 from decode_node.service import SERVICE_NAME, DecodeService
 from decode_node.slots import SlotTable
 
@@ -41,7 +40,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observatio
             service_name=SERVICE_NAME,
             register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
             info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
-            metrics=lambda: families(service, table),
+            metrics=service.metrics,
         ),
         stop,
         observation,

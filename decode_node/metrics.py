@@ -1,43 +1,65 @@
-"""A decode node's metrics: their names, types and help texts in Prometheus. Must not know: vLLM, gRPC."""
+"""A decode node's metrics: what it counts of its steps, and what it shows of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from prometheus_client import Metric
-
-from corun.observe.metrics import counter, counters, gauge, histogram
+from corun.observe.metrics import STEPS_S, Metrics
 from corun.types import KvReads
-from decode_node.service import DecodeService
 from decode_node.slots import SlotTable
 
-P = "corun_decode_"
 
+class DecodeMetrics(Metrics):
+    """A decode node's metrics since its start. Each is counted once per step, with the sum over the step's rows."""
 
-def families(service: DecodeService, table: SlotTable) -> Iterator[Metric]:
-    """Return all metrics of a decode node except those that both roles have."""
-    figures = service.figures
-    steps = {(str(rows),): steps for rows, steps in sorted(figures.steps_by_rows.items())}
-    yield counters(f"{P}steps", "Steps, by the number of rows that they computed", ("rows",), steps)
-    yield counter(f"{P}rows", "Rows that steps computed, padding included", figures.rows)
-    yield counter(f"{P}used_rows", "Rows of steps that drew a token", figures.used_rows)
-    yield counter(f"{P}tokens", "Tokens drawn for samples that held their lease", figures.tokens)
-    text = "From one step's tokens to the next one's, while samples run"
-    yield histogram(f"{P}step_seconds", text, figures.step_s)
-    yield gauge(f"{P}slots", "Slots", table.slots)
-    yield gauge(f"{P}leased_slots", "Slots that routers hold", len(table))
-    yield gauge(f"{P}running_samples", "Samples that were started and have not ended", service.running_samples)
-    yield gauge(f"{P}kv_blocks", "KV blocks that samples can use", table.kv_blocks)
-    text = "KV blocks that are reserved for the whole of the leased samples"
-    yield gauge(f"{P}reserved_kv_blocks", text, table.used_kv_blocks)
-    text = "Leases that ended since their router's step stream broke and did not come back in time"
-    yield counter(f"{P}expired_leases", text, figures.expired_leases)
-    yield from _reads(service.kv_reads)
+    def __init__(self, table: SlotTable) -> None:
+        super().__init__("corun_decode_")
+        self.num_steps = 0
+        """The number of steps, including those without a row that drew a token. It is told in heartbeats only."""
+        self.steps = self.counter("steps", "Steps, by the number of rows that they computed", ("rows",))
+        self.rows = self.counter("rows", "Rows that steps computed, padding included")
+        self.used_rows = self.counter("used_rows", "Rows of steps that drew a token")
+        """On a GPU, a sample's row runs once more after a stop has ended it."""
+        self.tokens = self.counter("tokens", "Tokens drawn for samples that held their lease")
+        text = "From one step's tokens to the next one's, while samples run"
+        self.step_seconds = self.histogram("step_seconds", text, STEPS_S)
+        text = "Samples that were started and have not ended"
+        self.running_samples = self.gauge("running_samples", text)
+        text = "Leases that ended since their router's step stream broke and did not come back in time"
+        self.expired_leases = self.counter("expired_leases", text)
+        self._show_table(table)
+        self._last_step_at: float | None = None  # None if no sample has run since the last step.
 
+    def note_step(self, rows: int, used: int, tokens: int, now: float, *, goes_on: bool) -> None:
+        """Count a step; `now` is on the loop's clock.
 
-def _reads(reads: KvReads) -> Iterator[Metric]:
-    yield counter(f"{P}kv_reads", "KV reads from prefill nodes, of the first rank; some seconds old", reads.count)
-    yield counter(f"{P}kv_read_bytes", "Bytes of KV that were read, of the first rank", reads.bytes)
-    text = "Time of the KV reads, each its own: those of parallel ones overlap"
-    yield counter(f"{P}kv_read_seconds", text, reads.seconds)
-    yield counter(f"{P}failed_kv_reads", "KV reads that failed, or whose KV was refused", reads.failed)
+        rows, used: the numbers of rows that were computed and that drew a token. tokens: the number of tokens for
+        samples that still held their lease. goes_on: whether any of the step's samples continues.
+        """
+        self.num_steps += 1
+        self.tokens.inc(tokens)
+        if used:
+            self.steps.labels(rows).inc()
+            self.rows.inc(rows)
+            self.used_rows.inc(used)
+        if self._last_step_at is not None:
+            self.step_seconds.observe(now - self._last_step_at)
+        self._last_step_at = now if goes_on else None
+
+    def show_kv_reads(self, reads: Callable[[], KvReads]) -> None:
+        """Show the engine's KV reads, which it counts itself."""
+        text = "KV reads from prefill nodes, of the first rank; some seconds old"
+        self.counters_of("kv_reads", text, (), lambda: {(): reads().count})
+        text = "Bytes of KV that were read, of the first rank"
+        self.counters_of("kv_read_bytes", text, (), lambda: {(): reads().bytes})
+        text = "Time of the KV reads, each its own: those of parallel ones overlap"
+        self.counters_of("kv_read_seconds", text, (), lambda: {(): reads().seconds})
+        text = "KV reads that failed, or whose KV was refused"
+        self.counters_of("failed_kv_reads", text, (), lambda: {(): reads().failed})
+
+    def _show_table(self, table: SlotTable) -> None:
+        self.gauge("slots", "Slots").set(table.slots)
+        self.gauge("leased_slots", "Slots that routers hold").set_function(lambda: len(table))
+        self.gauge("kv_blocks", "KV blocks that samples can use").set(table.kv_blocks)
+        text = "KV blocks that are reserved for the whole of the leased samples"
+        self.gauge("reserved_kv_blocks", text).set_function(lambda: table.used_kv_blocks)

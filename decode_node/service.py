@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import binding
-from corun.observe.figures import STEPS_S, Histogram
 from corun.observe.tracing import OFF, Span, caller_of
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
@@ -26,6 +24,7 @@ from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad,
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.ladder import Ladder
+from decode_node.metrics import DecodeMetrics
 from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
 
 SERVICE_NAME = "corun.v1.DecodeService"
@@ -116,37 +115,6 @@ class StepStream:
                 yield message
 
 
-class Figures:
-    """The counters of a decode node since its start."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.tokens = 0
-        """The number of tokens drawn for samples that still held their lease."""
-        self.steps_by_rows: Counter[int] = Counter()
-        self.used_rows = 0
-        """The number of rows that drew a token. On a GPU, a sample's row runs once more after a stop has ended it."""
-        self.expired_leases = 0
-        self.step_s = Histogram(STEPS_S)
-        """The time from one step's tokens to the next step's tokens, while samples run."""
-        self._last_step_at: float | None = None  # None if no sample has run since the last step.
-
-    @property
-    def rows(self) -> int:
-        """The number of rows that steps computed."""
-        return sum(rows * steps for rows, steps in self.steps_by_rows.items())
-
-    def note_step(self, rows: int, used: int, now: float, *, goes_on: bool) -> None:
-        """Count a step; `now` is on the loop's clock. goes_on: whether any of its samples continues."""
-        self.steps += 1
-        if used:
-            self.steps_by_rows[rows] += 1
-            self.used_rows += used
-        if self._last_step_at is not None:
-            self.step_s.observe(now - self._last_step_at)
-        self._last_step_at = now if goes_on else None
-
-
 class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     """Serves `corun.v1.DecodeService` for one generation of one node."""
 
@@ -165,9 +133,11 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._aborts: set[asyncio.Task[None]] = set()
         self.ladder = Ladder(table.slots)
         """The numbers of rows that the engine's steps have."""
-        self.figures = Figures()
         self.kv_reads = KvReads()
-        """The engine's KV reads so far; the figures are a few seconds old."""
+        """The engine's KV reads so far, as of a few seconds ago."""
+        self.metrics = DecodeMetrics(table)
+        self.metrics.running_samples.set_function(lambda: self.running_samples)
+        self.metrics.show_kv_reads(lambda: self.kv_reads)
 
     @property
     def running_samples(self) -> int:
@@ -178,14 +148,14 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         return NodeLoad(
             used_slots=len(self._table),
             used_kv_blocks=self._table.used_kv_blocks,
-            steps=self.figures.steps,
-            tokens=self.figures.tokens,
+            steps=self.metrics.num_steps,
+            tokens=int(self.metrics.tokens.value),
             slots_in_use=tuple(self._table.slots_in_use()),
             kv_reads=self.kv_reads,
         )
 
     def on_kv_reads(self, reads: KvReads) -> None:
-        """Store the figures of the KV that the engine has read so far."""
+        """Note the KV that the engine has read so far."""
         self.kv_reads = reads
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
@@ -210,9 +180,8 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             if (stream := self._stream_of(lease)) is not None:
                 stream.add(lease.lease_id, row)
                 touched[id(stream)] = stream
-        figures = self.figures
-        figures.tokens += tokens
-        figures.note_step(self.ladder.rows(used), used, asyncio.get_running_loop().time(), goes_on=goes_on)
+        now = asyncio.get_running_loop().time()
+        self.metrics.note_step(self.ladder.rows(used), used, tokens, now, goes_on=goes_on)
         for stream in touched.values():
             stream.flush()
 
@@ -360,7 +329,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def _expire(self, lease: Lease) -> None:
         since = f"{self._ttl_s:g} s without its step stream"
         log.warning("lease %d of router %s ended after %s", lease.lease_id, lease.router_id, since)
-        self.figures.expired_leases += 1
+        self.metrics.expired_leases.inc()
         self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:

@@ -15,7 +15,6 @@ from corun.rpc.server import run as serve
 from corun.types import NodeRole
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.engine import VllmPrefillEngine
-from prefill_node.metrics import families
 from prefill_node.service import SERVICE_NAME, PrefillService
 
 
@@ -27,6 +26,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observati
     engine = await VllmPrefillEngine.launch(config, ref, endpoint)
     kv_tokens = engine.facts.kv_blocks * engine.facts.block_size
     service = PrefillService(ref, engine, kv_tokens=kv_tokens)
+    service.metrics.show_engine(engine, engine.facts.kv_blocks)
 
     await live_and_leave(
         config,
@@ -36,7 +36,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observati
             service_name=SERVICE_NAME,
             register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
             info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
-            metrics=lambda: families(service, engine, kv_blocks=engine.facts.kv_blocks),
+            metrics=service.metrics,
         ),
         stop,
         observation,

@@ -1,20 +1,14 @@
-"""A prefill node's metrics: their names, types and help texts in Prometheus. Must not know: vLLM, gRPC."""
+"""A prefill node's metrics: what it counts of its prompts, and what it shows of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
-from prometheus_client import Metric
-
-from corun.observe.metrics import counter, gauge, histogram
-from prefill_node.service import PrefillService
-
-P = "corun_prefill_"
+from corun.observe.metrics import Metrics
 
 
 class Engine(Protocol):
-    """The figures about an engine's KV that are known without asking the engine."""
+    """The state of an engine's KV that is known without asking the engine."""
 
     expired_claims: int
 
@@ -22,24 +16,67 @@ class Engine(Protocol):
     def known_kv_blocks(self) -> int: ...
 
 
-def families(service: PrefillService, engine: Engine, *, kv_blocks: int) -> Iterator[Metric]:
-    """Return all metrics of a prefill node except those that both roles have."""
-    figures = service.figures
-    yield counter(f"{P}prompts", "Prompts computed", figures.prompts)
-    yield counter(f"{P}prompt_tokens", "Tokens of the prompts that were computed", figures.prompt_tokens)
-    text = "Prompts that got the KV of an equal one of the same client"
-    yield counter(f"{P}shared_prompts", text, service.sharing.shared)
-    text = "Prompts that left without KV: cancelled, given up, or refused by the engine"
-    yield counter(f"{P}failed_prompts", text, figures.failed_prompts)
-    text = "Prompts in the node, the one that is being computed included"
-    yield gauge(f"{P}queued_prompts", text, service.queued_prompts)
-    yield gauge(f"{P}queued_prompt_tokens", "Tokens of the prompts in the node", service.queued_tokens)
-    text = "How long the prompts in the node will take, at the rate of the last ones"
-    yield gauge(f"{P}expected_wait_seconds", text, figures.rate.seconds_for(service.queued_tokens))
-    yield histogram(f"{P}queue_seconds", "Wait of a prompt until it was computed", figures.queue_s)
-    text = "Computation of a prompt, with its wait for KV room"
-    yield histogram(f"{P}compute_seconds", text, figures.compute_s)
-    yield gauge(f"{P}kv_blocks", "KV blocks that prompts can use", kv_blocks)
-    yield gauge(f"{P}held_kv_blocks", "KV blocks that wait for their reader", engine.known_kv_blocks)
-    text = "Prompts whose KV was neither read nor released before its lease ended"
-    yield counter(f"{P}expired_claims", text, engine.expired_claims)
+class PrefillMetrics(Metrics):
+    """A prefill node's metrics since its start.
+
+    Prompts are computed one at a time, in the order of their arrival. The computation of a prompt begins when the
+    previous prompt is done, or when the prompt arrives if that is later. Its time includes the wait for KV room.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("corun_prefill_")
+        self.prompts = self.counter("prompts", "Prompts computed")
+        self.prompt_tokens = self.counter("prompt_tokens", "Tokens of the prompts that were computed")
+        text = "Prompts that got the KV of an equal one of the same client"
+        self.shared_prompts = self.counter("shared_prompts", text)
+        text = "Prompts that left without KV: cancelled, given up, or refused by the engine"
+        self.failed_prompts = self.counter("failed_prompts", text)
+        text = "Prompts in the node, the one that is being computed included"
+        self.queued_prompts = self.gauge("queued_prompts", text)
+        self.queued_prompt_tokens = self.gauge("queued_prompt_tokens", "Tokens of the prompts in the node")
+        text = "How long the prompts in the node will take, at the rate of the last ones"
+        self.expected_wait_seconds = self.gauge("expected_wait_seconds", text)
+        self.queue_seconds = self.histogram("queue_seconds", "Wait of a prompt until it was computed")
+        text = "Computation of a prompt, with its wait for KV room"
+        self.compute_seconds = self.histogram("compute_seconds", text)
+        self.rate = Rate()
+        """The rate at which prompt tokens are computed."""
+        self._done_at = 0.0
+
+    def note_prompt(self, num_tokens: int, arrived: float, now: float) -> tuple[float, float]:
+        """Count a finished prompt; times are on the loop's clock. Return its waiting and computing time in seconds."""
+        began = max(arrived, self._done_at)
+        self._done_at = now
+        self.prompts.inc()
+        self.prompt_tokens.inc(num_tokens)
+        self.queue_seconds.observe(began - arrived)
+        self.compute_seconds.observe(now - began)
+        self.rate.note(num_tokens, now - began)
+        return began - arrived, now - began
+
+    def show_engine(self, engine: Engine, kv_blocks: int) -> None:
+        """Show the state of the engine's KV. kv_blocks: the number of blocks that prompts can use."""
+        self.gauge("kv_blocks", "KV blocks that prompts can use").set(kv_blocks)
+        text = "KV blocks that wait for their reader"
+        self.gauge("held_kv_blocks", text).set_function(lambda: engine.known_kv_blocks)
+        text = "Prompts whose KV was neither read nor released before its lease ended"
+        self.counters_of("expired_claims", text, (), lambda: {(): engine.expired_claims})
+
+
+class Rate:
+    """The rate of work in units per second. Older pieces of work count less and less."""
+
+    _KEPT = 0.8
+    """The share of the sums so far that is kept with every new piece of work."""
+
+    def __init__(self) -> None:
+        self._units = 0.0
+        self._seconds = 0.0
+
+    def note(self, units: float, seconds: float) -> None:
+        self._units = self._KEPT * self._units + units
+        self._seconds = self._KEPT * self._seconds + seconds
+
+    def seconds_for(self, units: float) -> float:
+        """Return how many seconds so many units take; 0 while nothing is known."""
+        return units * self._seconds / self._units if self._units else 0.0

@@ -1,6 +1,6 @@
 """The gRPC service of a prefill node.
 
-Owns: which calls are accepted, which KV is released when a caller goes away, the node's load figures.
+Owns: which calls are accepted, which KV is released when a caller goes away, the node's load.
 Must not know: vLLM. The engine is any object with the methods of `PrefillEngine`.
 """
 
@@ -12,12 +12,12 @@ from typing import Protocol
 
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.node.kv.owners import SEPARATORS
-from corun.observe.figures import LATENCIES_S, Histogram, Rate
 from corun.observe.tracing import Lap, Value, caller_of
 from corun.rpc import codec
 from corun.rpc.interceptor import Context
 from corun.types import KvHandle, NodeLoad, NodeRef
 from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+from prefill_node.metrics import PrefillMetrics
 from prefill_node.sharing import Engine, Sharing
 
 SERVICE_NAME = "corun.v1.PrefillService"
@@ -30,45 +30,15 @@ class PrefillEngine(Engine, Protocol):
         """Return the number of KV blocks of finished prefills that are not yet read, released or expired."""
 
 
-class Figures:
-    """The counters of a prefill node since its start.
-
-    Prompts are computed one at a time, in the order of their arrival. The computation of a prompt begins when the
-    previous prompt is done, or when the prompt arrives if that is later. Its time includes the wait for KV room.
-    """
-
-    def __init__(self) -> None:
-        self.prompts = 0
-        self.prompt_tokens = 0
-        self.failed_prompts = 0
-        """The number of prompts that ended without KV: they were cancelled, given up, or refused by the engine."""
-        self.queue_s = Histogram(LATENCIES_S)
-        self.compute_s = Histogram(LATENCIES_S)
-        self.rate = Rate()
-        """The rate at which prompt tokens are computed."""
-        self._done_at = 0.0
-
-    def note_prompt(self, num_tokens: int, arrived: float, now: float) -> tuple[float, float]:
-        """Count a finished prompt; times are on the loop's clock. Return its waiting and computing time in seconds."""
-        began = max(arrived, self._done_at)
-        self._done_at = now
-        self.prompts += 1
-        self.prompt_tokens += num_tokens
-        self.queue_s.observe(began - arrived)
-        self.compute_s.observe(now - began)
-        self.rate.note(num_tokens, now - began)
-        return began - arrived, now - began
-
-
 class _Metered:
     """An engine whose prefills are counted; a prefill that several requests share is counted once."""
 
-    def __init__(self, engine: PrefillEngine, figures: Figures) -> None:
+    def __init__(self, engine: PrefillEngine, metrics: PrefillMetrics) -> None:
         self.computing: dict[str, int] = {}  # request id -> prompt tokens
         self.laps: dict[str, list[Lap]] = {}  # request id -> the request's laps, for the requests that record them
         self.share, self.release, self.holds = engine.share, engine.release, engine.holds
         self._engine = engine
-        self._figures = figures
+        self._metrics = metrics
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
         now = asyncio.get_running_loop().time
@@ -78,7 +48,7 @@ class _Metered:
             handle = await self._engine.prefill(request_id, prompt_token_ids, reader)
         finally:
             del self.computing[request_id]
-        waited, computed = self._figures.note_prompt(len(prompt_token_ids), arrived, now())
+        waited, computed = self._metrics.note_prompt(len(prompt_token_ids), arrived, now())
         began = arrived + waited
         if request_id in self.laps:
             self.laps[request_id] += [("queue", arrived, began), ("compute", began, began + computed)]
@@ -95,11 +65,14 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.closed = ""
         """The reason why the node accepts no new work now; empty if it accepts work."""
         self._engine = engine
-        self.figures = Figures()
-        self._metered = _Metered(engine, self.figures)
-        self.sharing = Sharing(self._metered, kv_tokens)
+        self.metrics = metrics = PrefillMetrics()
+        self._metered = _Metered(engine, metrics)
+        self.sharing = Sharing(self._metered, kv_tokens, metrics)
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
+        metrics.queued_prompts.set_function(lambda: self.queued_prompts)
+        metrics.queued_prompt_tokens.set_function(lambda: self.queued_tokens)
+        metrics.expected_wait_seconds.set_function(lambda: metrics.rate.seconds_for(self.queued_tokens))
 
     @property
     def queued_prompts(self) -> int:
@@ -121,7 +94,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         return NodeLoad(
             used_kv_blocks=await self._engine.held_kv_blocks(),
             queued_prompt_tokens=self.queued_tokens,
-            tokens=self.figures.prompt_tokens,
+            tokens=int(self.metrics.prompt_tokens.value),
         )
 
     def give_up(self, reason: str) -> None:
@@ -140,7 +113,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         try:
             handle = await self._run(request, prompt, reader)
         except BaseException as error:
-            self.figures.failed_prompts += 1
+            self.metrics.failed_prompts.inc()
             if not isinstance(error, asyncio.CancelledError):
                 raise
             # The prefill may have finished already. The caller gets no handle, so only this node can free the KV.

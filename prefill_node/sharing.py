@@ -18,6 +18,7 @@ from corun.errors import CorunError
 from corun.node.kv.handle import bound
 from corun.receipt import prompt_digest
 from corun.types import KvHandle, NodeRef
+from prefill_node.metrics import PrefillMetrics
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
@@ -153,9 +154,8 @@ class Sharing:
     kv_tokens: the number of tokens that there is KV room for.
     """
 
-    def __init__(self, engine: Engine, kv_tokens: int) -> None:
-        self.shared = 0
-        """The number of prompts that got KV which another request's prefill has computed."""
+    def __init__(self, engine: Engine, kv_tokens: int, metrics: PrefillMetrics) -> None:
+        self.metrics = metrics
         self._engine = engine
         self._max_kept = int(KEPT_PART * kv_tokens)
         self._room_beside = kv_tokens - self._max_kept
@@ -193,7 +193,7 @@ class Sharing:
             found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
             try:
                 if (handle := await found.wait(request_id)) is not None:
-                    self.shared += request_id != found.name
+                    self.metrics.shared_prompts.inc(request_id != found.name)
                     return bound(replace(handle, reader=reader, claim=request_id))
             finally:
                 if found.is_gone and self._computations.get(key) is found:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 
-from corun import __version__
 from corun.config.fields import RouterConfig, is_loopback
 from corun.observe.endpoints import Observation
-from corun.observe.metrics import LoopCollector
 from corun.params import MAX_NAME_LENGTH
 from corun.rpc.auth import Gate
 from corun.rpc.certificates import Renewed
@@ -21,7 +19,7 @@ from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.audit.auditor import Auditor
 from router.audit.idle import IdleRuns
 from router.audit.verifier import Verifier
-from router.metrics import Figures, families
+from router.metrics import RouterMetrics
 from router.nodes.pairs import spawn
 from router.nodes.registry import Registry
 from router.queue import SampleQueue
@@ -46,7 +44,6 @@ class Router:
         self._config = config
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
         self.observation = Observation(config)
-        self.observation.metrics.add(LoopCollector(lambda: families(self._figures())))
         access = Access.of_member(config)
         self.registry = Registry(config, _process_id(self.router_id), access)
         self.queue = SampleQueue(
@@ -62,6 +59,8 @@ class Router:
         self.registry.watch(self.idle.give_way)
         self.registry.subscribe(self.idle.review)
         self.registry.subscribe(self.auditor.pump)  # Audits come after the queue and use the room that it leaves.
+        metrics = RouterMetrics(self.router_id, self.registry, self.queue, self.auditor.status)
+        self.observation.metrics.show(metrics)
         # If the file of client tokens cannot be used or has none, the previous ones stay.
         client_tokens = Renewed((config.client_tokens_file,), config.client_tokens).current
         self.server = GrpcServer(
@@ -76,7 +75,7 @@ class Router:
             longest_call_s=LONGEST_CALL_S,
             health=self.observation.health,
         )
-        self.runner = SampleRunner(self.registry, self.queue, config, self.auditor.note)
+        self.runner = SampleRunner(self.registry, self.queue, config, metrics, self.auditor.note)
         self.requests = RequestRunner(
             self.registry,
             self.queue,
@@ -139,22 +138,6 @@ class Router:
         most, model = self._config.max_message_bytes, self.registry.model
         beside = {GENERATE: 0, VERIFY: BYTES_OF_CASES}.get(method)
         return most if beside is None or model is None else min(most, model.max_request_bytes + beside)
-
-    def _figures(self) -> Figures:
-        return Figures(
-            router_id=self.router_id,
-            version=__version__,
-            fingerprint=self.registry.contract.fingerprint,
-            tally=self.runner.tally,
-            queued_samples=self.queue.waiting,
-            queued_tokens=self.queue.waiting_tokens,
-            finished_samples=self.runner.finished,
-            mismatches=self.registry.mismatches,
-            audit=self.auditor.status(),
-            nodes=self.registry.statuses(),
-            has_pair=not self.registry.missing(),
-            still_s=self.registry.clock.still_s,
-        )
 
     def _tell_health(self) -> None:
         """Update the health of the client service, which serves while a certified pair of nodes is warm. The health of

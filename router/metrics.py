@@ -1,117 +1,144 @@
-"""The router's metrics: their names, types and help texts for Prometheus. This module must not know where the figures
-come from."""
+"""The router's metrics: what it counts of its requests and samples, and what it shows of its state."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from prometheus_client import Metric
-
-from corun.observe.metrics import counter, counters, gauge, gauges, histogram, info
+from corun import __version__
+from corun.errors import CorunError, kind_of
+from corun.observe.metrics import STEPS_S, Metrics, Values
 from corun.types import AuditStatus, NodeRole, NodeState, NodeStatus
-from router.tally import Tally
+from router.nodes.registry import Registry
+from router.queue import SampleQueue
 
-P = "corun_router_"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
-    """The figures that the metrics show. Counts start when the router starts."""
-
-    router_id: str
-    version: str
-    fingerprint: str
-    """The cluster contract's fingerprint; empty while it is not known."""
-    tally: Tally
-    queued_samples: int
-    """The number of samples that wait now."""
-    queued_tokens: int
-    """The prompt tokens of the samples that wait now."""
-    finished_samples: int
-    mismatches: int
-    audit: AuditStatus
-    nodes: Sequence[NodeStatus]
-    has_pair: bool
-    """Whether a certified pair of nodes takes work."""
-    still_s: float
-    """For how many seconds the event loop has stood still (`router.lag`)."""
+REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_denied", "unauthenticated")
+"""The kinds of errors that refuse a request, in this form or at this time. All other errors count as failures."""
 
 
-def families(now: Figures) -> Iterator[Metric]:
-    """Yield all metrics of a router."""
-    facts = {"router": now.router_id, "version": now.version, "fingerprint": now.fingerprint}
-    yield info(f"{P}info", "What this router is; always 1", facts)
-    text = "Seconds in which the event loop stood still, so that nothing was read or sent"
-    yield counter(f"{P}still_seconds", text, now.still_s)
-    yield from _requests(now)
-    yield from _samples(now)
-    yield from _audits(now)
-    yield from _nodes(now)
+class Ending:
+    """How one request ends."""
+
+    def __init__(self) -> None:
+        self.has_finished: Callable[[], bool] = lambda: False
+        """A function that returns whether the client was sent everything."""
+        self.error: Callable[[], CorunError | None] = lambda: None
+        """A function that returns the error that ended the request's output early; None if there was none."""
 
 
-def _requests(now: Figures) -> Iterator[Metric]:
-    tally = now.tally
-    ended = {("finished", ""): 0, ("cancelled", ""): 0, ("refused", "overloaded"): 0, ("failed", "unavailable"): 0}
-    yield counters(
-        f"{P}requests",
-        "Requests that have ended: finished; cancelled by their client; refused, or failed, for a reason",
-        ("outcome", "reason"),
-        {**ended, **tally.requests},
-    )
-    yield counter(f"{P}resumed_requests", "Requests that came back for the rest of their output", tally.resumed)
+class RouterMetrics(Metrics):
+    """A router's metrics since its start."""
+
+    def __init__(
+        self, router_id: str, registry: Registry, queue: SampleQueue, audit: Callable[[], AuditStatus]
+    ) -> None:
+        super().__init__("corun_router_")
+        self.requests = self.counter(
+            "requests",
+            "Requests that have ended: finished; cancelled by their client; refused, or failed, for a reason",
+            ("outcome", "reason"),
+        )
+        for ended in (("finished", ""), ("cancelled", ""), ("refused", "overloaded"), ("failed", "unavailable")):
+            self.requests.labels(*ended)
+        self.resumed_requests = self.counter("resumed_requests", "Requests that came back for the rest of their output")
+        self._add_samples()
+        self._show_parts(router_id, registry, queue)
+        self._show_audits(registry, audit)
+        self._show_nodes(registry)
+
+    @contextmanager
+    def request(self) -> Iterator[Ending]:
+        """Count one request when it ends, whatever its outcome."""
+        ending = Ending()
+        raised: CorunError | None = None
+        try:
+            yield ending
+        except CorunError as error:
+            raised = error
+            raise
+        finally:
+            self.requests.labels(*_outcome(ending, raised or ending.error())).inc()
+
+    def note_sample(self, arrived: float, first_token: float | None, num_prompt: int, num_tokens: int) -> None:
+        """Count the tokens and times of a sample that has finished. Times are on the loop's clock."""
+        now = asyncio.get_running_loop().time()
+        self.prompt_tokens.inc(num_prompt)
+        self.sample_seconds.observe(now - arrived)
+        if first_token is not None and num_tokens > 1:
+            self.time_per_output_token_seconds.observe((now - first_token) / (num_tokens - 1))
+
+    def _add_samples(self) -> None:
+        self.finished_samples = self.counter("finished_samples", "Samples that ended well")
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of the samples that ended well")
+        text = "Tokens delivered to clients, counted when a run ends"
+        self.output_tokens = self.counter("output_tokens", text)
+        text = "Runs of samples that a node failed: it was lost in them, or answered with a fault"
+        self.sample_retries = self.counter("sample_retries", text, ("reason",))
+        for reason in ("lost", "fault"):
+            self.sample_retries.labels(reason)
+        self.queue_seconds = self.histogram("queue_seconds", "Wait of a sample for a slot, once for every run")
+        text = "From a request's arrival to a sample's first token"
+        self.time_to_first_token_seconds = self.histogram("time_to_first_token_seconds", text)
+        text = "Mean over a sample's tokens after the first, of finished samples"
+        self.time_per_output_token_seconds = self.histogram("time_per_output_token_seconds", text, STEPS_S)
+        text = "From a request's arrival to a sample's end, if it ended well"
+        self.sample_seconds = self.histogram("sample_seconds", text)
+
+    def _show_parts(self, router_id: str, registry: Registry, queue: SampleQueue) -> None:
+        self.gauges_of(
+            "info",
+            "What this router is; always 1",
+            ("router", "version", "fingerprint"),
+            lambda: {(router_id, __version__, registry.contract.fingerprint): 1},
+        )
+        text = "Seconds in which the event loop stood still, so that nothing was read or sent"
+        self.counters_of("still_seconds", text, (), lambda: {(): registry.clock.still_s})
+        self.gauge("queued_samples", "Samples waiting for a slot").set_function(lambda: queue.waiting)
+        text = "Prompt tokens of the samples that wait for a slot"
+        self.gauge("queued_prompt_tokens", text).set_function(lambda: queue.waiting_tokens)
+
+    def _show_audits(self, registry: Registry, audit: Callable[[], AuditStatus]) -> None:
+        text = "Samples whose repeated run gave other bits, audits included"
+        self.counters_of("mismatches", text, (), lambda: {(): registry.mismatches})
+        text = "Samples that were run again, by what came of it"
+        self.counters_of("audited_samples", text, ("result",), lambda: _results(audit()))
+        text = "Samples chosen for an audit that found no time or room"
+        self.counters_of("audit_skipped", text, (), lambda: {(): audit().skipped})
+
+    def _show_nodes(self, registry: Registry) -> None:
+        text = "Nodes that the router knows, by role and state"
+        self.gauges_of("nodes", text, ("role", "state"), lambda: _nodes(registry))
+        text = "Whether a certified prefill and decode node, connected to each other, take work"
+        self.gauge("certified_pair", text).set_function(lambda: not registry.missing())
+        text = "Slots of a decode node"
+        self.gauges_of("slots", text, ("node",), lambda: _slots(registry, lambda status: status.node.slots))
+        text = "Slots of a decode node that are leased, by whatever router"
+        self.gauges_of("used_slots", text, ("node",), lambda: _slots(registry, lambda status: status.load.used_slots))
 
 
-def _samples(now: Figures) -> Iterator[Metric]:
-    tally = now.tally
-    yield gauge(f"{P}queued_samples", "Samples waiting for a slot", now.queued_samples)
-    yield gauge(f"{P}queued_prompt_tokens", "Prompt tokens of the samples that wait for a slot", now.queued_tokens)
-    yield counter(f"{P}finished_samples", "Samples that ended well", now.finished_samples)
-    yield counter(f"{P}prompt_tokens", "Prompt tokens of the samples that ended well", tally.prompt_tokens)
-    yield counter(f"{P}output_tokens", "Tokens delivered to clients, counted when a run ends", tally.output_tokens)
-    yield counters(
-        f"{P}sample_retries",
-        "Runs of samples that a node failed: it was lost in them, or answered with a fault",
-        ("reason",),
-        {("lost",): tally.retries["lost"], ("fault",): tally.retries["fault"]},
-    )
-    yield histogram(f"{P}queue_seconds", "Wait of a sample for a slot, once for every run", tally.queue_s)
-    yield histogram(
-        f"{P}time_to_first_token_seconds", "From a request's arrival to a sample's first token", tally.first_token_s
-    )
-    yield histogram(
-        f"{P}time_per_output_token_seconds",
-        "Mean over a sample's tokens after the first, of finished samples",
-        tally.token_s,
-    )
-    yield histogram(
-        f"{P}sample_seconds", "From a request's arrival to a sample's end, if it ended well", tally.finished_s
-    )
+def _outcome(ending: Ending, error: CorunError | None) -> tuple[str, str]:
+    if error is not None:
+        kind = kind_of(error)
+        return ("refused" if kind in REFUSALS else "failed", kind)
+    return ("finished" if ending.has_finished() else "cancelled", "")
 
 
-def _audits(now: Figures) -> Iterator[Metric]:
-    audit = now.audit
-    yield counter(f"{P}mismatches", "Samples whose repeated run gave other bits, audits included", now.mismatches)
-    results = {("match",): audit.matched, ("mismatch",): audit.mismatched, ("error",): audit.failed}
-    text = "Samples that were run again, by what came of it"
-    yield counters(f"{P}audited_samples", text, ("result",), results)
-    text = "Samples chosen for an audit that found no time or room"
-    yield counter(f"{P}audit_skipped", text, audit.skipped)
+def _results(audit: AuditStatus) -> Values:
+    return {("match",): audit.matched, ("mismatch",): audit.mismatched, ("error",): audit.failed}
 
 
-def _nodes(now: Figures) -> Iterator[Metric]:
-    found = Counter((status.node.role.value, status.state.value) for status in now.nodes)
-    states = {(role.value, state.value): 0 for role in NodeRole for state in NodeState}
-    yield gauges(f"{P}nodes", "Nodes that the router knows, by role and state", ("role", "state"), {**states, **found})
-    text = "Whether a certified prefill and decode node, connected to each other, take work"
-    yield gauge(f"{P}certified_pair", text, now.has_pair)
-    decodes = [
-        status
-        for status in now.nodes
+def _nodes(registry: Registry) -> Values:
+    """Return the number of nodes by role and state, with a 0 for every state in which there are none."""
+    found = Counter((status.node.role.value, status.state.value) for status in registry.statuses())
+    return {(role.value, state.value): found[role.value, state.value] for role in NodeRole for state in NodeState}
+
+
+def _slots(registry: Registry, slots: Callable[[NodeStatus], int]) -> Values:
+    """Return a number of slots for each decode node in use, by its id."""
+    return {
+        (status.node.ref.node_id,): slots(status)
+        for status in registry.statuses()
         if status.node.role is NodeRole.DECODE and status.state not in (NodeState.LOST, NodeState.REFUSED)
-    ]
-    total = {(status.node.ref.node_id,): status.node.slots for status in decodes}
-    used = {(status.node.ref.node_id,): status.load.used_slots for status in decodes}
-    yield gauges(f"{P}slots", "Slots of a decode node", ("node",), total)
-    yield gauges(f"{P}used_slots", "Slots of a decode node that are leased, by whatever router", ("node",), used)
+    }

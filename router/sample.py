@@ -28,12 +28,12 @@ from corun.receipt import Receipt
 from corun.types import FinishReason, NodeRef
 from router.attempt import Attempt, NodeFaultError, SampleTask, nothing, receipt_of
 from router.clock import loop_time
+from router.metrics import RouterMetrics
 from router.nodes.node import Placement
 from router.nodes.node_client import ALONE, KvScope, is_not_finite
 from router.nodes.registry import Registry
 from router.output import SampleOutput
 from router.queue import QueueEntry, SampleQueue
-from router.tally import Tally
 
 CLOCK_SLACK_S = 0.1
 NOT_FINITE_ATTEMPTS = 2
@@ -138,11 +138,10 @@ class SampleRunner:
         registry: Registry,
         queue: SampleQueue,
         config: RouterConfig,
+        metrics: RouterMetrics,
         on_finished: Callable[[Finished], None] = lambda _: None,
     ) -> None:
-        self.finished = 0
-        """The number of samples that ended well, since the router started."""
-        self.tally = Tally()
+        self.metrics = metrics
         self._registry = registry
         self._queue = queue
         self._config = config
@@ -182,7 +181,7 @@ class SampleRunner:
         began = loop_time()
         with span.child("queue"):
             placement = await self._queue.place(entry, task.deadline)
-        self.tally.queue_s.observe(loop_time() - began)
+        self.metrics.queue_seconds.observe(loop_time() - began)
         prefill, decode = placement.refs
         span.note({"corun.prefill_node": str(prefill), "corun.decode_node": str(decode)})
         return placement
@@ -215,7 +214,7 @@ class SampleRunner:
         finally:
             if placement.holds_slot:  # A refused placement has led to no attempt.
                 history.note_attempt(output.num_tokens, placement)
-            self.tally.output_tokens += _unreceived(task, output) - unreceived
+            self.metrics.output_tokens.inc(_unreceived(task, output) - unreceived)
             self._note_first_token(attempt, history)
             attempt.close()
 
@@ -233,7 +232,7 @@ class SampleRunner:
             raise DeadlineError(f"the deadline passed in an attempt of {task}") from fault
         log.warning("an attempt of %s failed: %s", task, fault)
         attempt.span.fail(fault)
-        self.tally.retries["lost" if fault.is_loss else "fault"] += 1
+        self.metrics.sample_retries.labels("lost" if fault.is_loss else "fault").inc()
         history.note_failed(fault, attempt, is_excused=self._is_excused(still_s))
         self._registry.note_fault(fault.node, fault.error)
         if error := history.final_error(task, self._config.max_attempts):
@@ -256,7 +255,7 @@ class SampleRunner:
         if history.first_token_at is None and attempt.first_token_at is not None:
             history.first_token_at = attempt.first_token_at
             if attempt.task.arrived is not None:
-                self.tally.first_token_s.observe(attempt.first_token_at - attempt.task.arrived)
+                self.metrics.time_to_first_token_seconds.observe(attempt.first_token_at - attempt.task.arrived)
 
     def _note_mismatch(self, error: DataLossError, attempt: Attempt[SampleOutput], history: History) -> None:
         """Log that bits differ. If two attempts in this router differ, quarantine the nodes of both, because one of
@@ -271,10 +270,10 @@ class SampleRunner:
 
     def _finish(self, task: SampleTask, output: SampleOutput, history: History, reason: FinishReason) -> Receipt:
         """Count and deliver a sample that ended well, and return its receipt."""
-        self.finished += 1
+        self.metrics.finished_samples.inc()
         receipt = receipt_of(task, self._registry.contract.fingerprint, output, history.newest, reason)
         if task.arrived is not None:
-            self.tally.note_sample(
+            self.metrics.note_sample(
                 task.arrived, history.first_token_at, receipt.num_prompt_tokens, receipt.num_output_tokens
             )
         output.deliver(receipt)

@@ -105,9 +105,9 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         self._max_queued_samples = max_queued_samples
 
     async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[bytes | Source]:
-        tally = self._runner.tally
-        with tally.request() as ending, of_call(context, "corun.request") as span, self._activity.call():
-            tally.resumed += bool(request.resume)
+        metrics = self._runner.metrics
+        with metrics.request() as ending, of_call(context, "corun.request") as span, self._activity.call():
+            metrics.resumed_requests.inc(bool(request.resume))
             asked = _request(request, span)
             samples = await self._requests.accept(asked, _deadline(context))
             span.note({**_request_attributes(asked, samples), "corun.router": self._router_id})
@@ -139,7 +139,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             nodes=self._registry.statuses(),
             queued_samples=self._queue.waiting,
             max_queued_samples=self._max_queued_samples,
-            finished_samples=self._runner.finished,
+            finished_samples=int(self._runner.metrics.finished_samples.value),
             mismatches=self._registry.mismatches,
             refused_requests=self._queue.refused,
             audit=self._auditor.status(),

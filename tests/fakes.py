@@ -336,7 +336,7 @@ class FakeNode:
     @property
     def drawn_tokens(self) -> int:
         """The number of tokens that a decode node has drawn since its start."""
-        return int(self.service.figures.tokens)
+        return int(self.service.metrics.tokens.value)
 
     @property
     def queued_tokens(self) -> int:
@@ -586,6 +586,12 @@ async def send(
     if any(output.receipt is None for output in outputs):
         raise UnavailableError("the stream ended before every sample had its receipt")
     return outputs
+
+
+def retries(fake: FakeCluster) -> dict[str, float]:
+    """The runs of samples that a node failed, by reason."""
+    counter = fake.router.runner.metrics.sample_retries
+    return {reason: found for reason in ("lost", "fault") if (found := counter.labels(reason).value)}
 
 
 def take(output: Output, message: cluster_service_pb2.GenerateResponse) -> None:

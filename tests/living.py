@@ -19,11 +19,9 @@ from corun.observe.endpoints import Observation
 from corun.rpc.channel import OPEN, Access
 from corun.types import KvHandle, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
-from decode_node.metrics import families as decode_families
 from decode_node.service import SERVICE_NAME as DECODE_SERVICE
 from decode_node.service import DecodeService
 from decode_node.slots import SlotTable
-from prefill_node.metrics import families as prefill_families
 from prefill_node.service import SERVICE_NAME as PREFILL_SERVICE
 from prefill_node.service import PrefillService
 from tests.fakes import (
@@ -155,20 +153,21 @@ def decode_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
         service_name=DECODE_SERVICE,
         register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
         info=_info(config, ref, NodeRole.DECODE, slots=config.slots),
-        metrics=lambda: decode_families(service, table),
+        metrics=service.metrics,
     )
 
 
 def prefill_role(config: Any, ref: NodeRef, kv: FakeKv) -> Role:
     engine = PrefillEngine(ref, kv)
     service = PrefillService(ref, engine, kv_tokens=KV_BLOCKS * BLOCK_SIZE)
+    service.metrics.show_engine(engine, KV_BLOCKS)
     return Role(
         engine=engine,
         service=service,
         service_name=PREFILL_SERVICE,
         register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
         info=_info(config, ref, NodeRole.PREFILL, nixl=engine.endpoint),
-        metrics=lambda: prefill_families(service, engine, kv_blocks=KV_BLOCKS),
+        metrics=service.metrics,
     )
 
 

@@ -10,20 +10,18 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
-
-from prometheus_client import Metric
 
 from corun.config.fields import NodeConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node.membership import NodeAgent
-from corun.node.metrics import EngineCollector, node_metrics
+from corun.node.metrics import EngineCollector, NodeMetrics
 from corun.node.watchdog import Pulse
 from corun.observe import stages, tracing
 from corun.observe.endpoints import Observation
-from corun.observe.metrics import LoopCollector
+from corun.observe.metrics import Metrics
 from corun.rpc.auth import Gate
 from corun.rpc.channel import Access
 from corun.rpc.server import GrpcServer
@@ -63,7 +61,7 @@ class Role:
     service_name: str
     register: Callable[[Any, Any], None]  # the generated add_XServicer_to_server
     info: Callable[[str], NodeInfo]  # takes the server's address
-    metrics: Callable[[], Iterable[Metric]]  # the metrics of this role only
+    metrics: Metrics  # the metrics of this role only
 
 
 def log_to_stderr() -> None:
@@ -144,7 +142,8 @@ class Life:
             watch.add_done_callback(self._note_end)
             self._watches.append(watch)
         await self._tell_health()
-        self._observation.metrics.add(LoopCollector(lambda: self._metrics(info)))
+        self._observation.metrics.show(NodeMetrics(info, lambda: self._is_serving))
+        self._observation.metrics.show(role.metrics)
         self._observation.metrics.add(EngineCollector(info.role))
         self._observation.note_started()
         if finding := role.engine.facts.finding:
@@ -152,10 +151,6 @@ class Life:
             log.error("not serving on %s: the self-test failed: %s", self._server.address, finding)
         else:
             log.info("serving on %s", self._server.address)
-
-    def _metrics(self, info: NodeInfo) -> Iterable[Metric]:
-        yield from node_metrics(info, certified=not self._role.engine.facts.finding, serving=self._is_serving)
-        yield from self._role.metrics()
 
     async def until_over(self, stop: asyncio.Event) -> CorunError | None:
         """Wait until the process has to end. Return the error that forces it, or None if it was asked to stop."""

@@ -7,14 +7,14 @@ our nodes feed. Must not know: vLLM, roles, gRPC.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
 from corun import __version__
 from corun.contract import Contract
-from corun.observe.metrics import gauge, info
+from corun.observe.metrics import Metrics
 from corun.types import NodeInfo, NodeRole
 
 BOTH = (
@@ -50,21 +50,17 @@ not run the output loop that feeds the metrics of single requests, a prefill nod
 counts released KV as expired."""
 
 
-def node_metrics(node: NodeInfo, *, certified: bool, serving: bool) -> Iterator[Metric]:
-    """Return the metrics that tell which node it is and whether it works."""
-    facts = {
-        "node": node.ref.node_id,
-        "generation": node.ref.generation,
-        "role": node.role.value,
-        "model": node.model,
-        "version": __version__,
-        "fingerprint": Contract.from_json(node.contract_json).fingerprint(),
-    }
-    yield info(
-        "corun_node_info", "What this node is; always 1. The fingerprint is of its own part of the contract", facts
-    )
-    yield gauge("corun_node_certified", "Whether the node's self-test found that no company changes a bit", certified)
-    yield gauge("corun_node_serving", "Whether the node takes work", serving)
+class NodeMetrics(Metrics):
+    """The metrics that tell which node it is and whether it works."""
+
+    def __init__(self, node: NodeInfo, is_serving: Callable[[], bool]) -> None:
+        super().__init__("corun_node_")
+        text = "What this node is; always 1. The fingerprint is of its own part of the contract"
+        labels = ("node", "generation", "role", "model", "version", "fingerprint")
+        self.gauges_of("info", text, labels, lambda: {_facts(node): 1})
+        text = "Whether the node's self-test found that no company changes a bit"
+        self.gauge("certified", text).set(not node.finding)
+        self.gauge("serving", "Whether the node takes work").set_function(is_serving)
 
 
 class EngineCollector(Collector):
@@ -76,3 +72,9 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return [metric for metric in self._registry.collect() if metric.name in self._names]
+
+
+def _facts(node: NodeInfo) -> tuple[str, ...]:
+    """Return what a node is, as the values of the labels of its info."""
+    fingerprint = Contract.from_json(node.contract_json).fingerprint()
+    return node.ref.node_id, node.ref.generation, node.role.value, node.model, __version__, fingerprint

@@ -1,33 +1,95 @@
-"""A process's metrics for Prometheus, over HTTP.
+"""A process's metrics for Prometheus: the objects that count, and the HTTP endpoint that shows them.
 
-This module owns the endpoint, which has threads of its own, and the way from there to the numbers that the event loop
-writes. The loop itself reads them when they are asked for, so that all of them are from the same moment. This module
-must not know what the numbers are.
+This module owns what the `Metrics` of all components have in common. The endpoint has threads of its own, but the event
+loop itself reads the metrics when they are asked for, so that all of them are from the same moment. This module must
+not know what the metrics are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
-from typing import TypeVar
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Gauge, Metric, ProcessCollector, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from corun.errors import UnavailableError
-from corun.observe.figures import Histogram
 
-K = TypeVar("K", bound=tuple[str, ...])
+LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""The bounds, in seconds, for work that takes from milliseconds to minutes."""
+STEPS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+"""The bounds, in seconds, for the time of a step, or of a token."""
 LOOP_TIMEOUT_S = 5.0
 """The number of seconds that an event loop has to give its numbers. A scrape that has to wait longer fails."""
 
+Values = Mapping[tuple[str, ...], float]
+"""The values of a metric, by the values of its labels."""
+
+
+class Counter(prometheus_client.Counter):
+    """A counter that its owner can read, too, because nodes and routers tell some counts over gRPC."""
+
+    @property
+    def value(self) -> float:
+        return float(self._value.get())
+
+
+class Metrics:
+    """The metrics of one component, in a registry of their own, since several components may share a process.
+
+    The component counts where the event happens. Every count takes a lock and about a microsecond, so code that runs
+    for every token adds up first and counts once per step.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Create the registry. prefix: the beginning of all names."""
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        """Return a new counter. `_total` is added to its name when it is shown."""
+        return Counter(self._prefix + name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """Return a new gauge. Give it a function with `set_function` if it shows a state."""
+        return Gauge(self._prefix + name, text, registry=self.registry)
+
+    def histogram(self, name: str, text: str, bounds: Sequence[float] = LATENCIES_S) -> Histogram:
+        """Return a new histogram. bounds: the upper ends of its intervals, inclusive, ascending."""
+        return Histogram(self._prefix + name, text, buckets=bounds, registry=self.registry)
+
+    def counters_of(self, name: str, text: str, labels: Sequence[str], read: Callable[[], Values]) -> None:
+        """Show the counts that another object keeps. `read` returns them whenever they are asked for."""
+        self.registry.register(_View(lambda: CounterMetricFamily(self._prefix + name, text, labels=labels), read))
+
+    def gauges_of(self, name: str, text: str, labels: Sequence[str], read: Callable[[], Values]) -> None:
+        """Show a state whose labels change. `read` returns it whenever it is asked for."""
+        self.registry.register(_View(lambda: GaugeMetricFamily(self._prefix + name, text, labels=labels), read))
+
+
+class _View(Collector):
+    """Shows values that are read when they are asked for."""
+
+    def __init__(
+        self, family: Callable[[], CounterMetricFamily | GaugeMetricFamily], read: Callable[[], Values]
+    ) -> None:
+        self._family = family
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        family = self._family()
+        for labels, value in self._read().items():
+            family.add_metric(labels, value)
+        return [family]
+
 
 class MetricsServer:
-    """Answers GET /metrics with figures of the process (CPU seconds, memory, files, tasks) and of added collectors."""
+    """Answers GET /metrics with figures of the process (CPU seconds, memory, files, tasks) and of its components."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -38,6 +100,10 @@ class MetricsServer:
     def port(self) -> int:
         """The port that the server listens on; 0 if it does not listen."""
         return self._running[0].server_port if self._running else 0
+
+    def show(self, metrics: Metrics) -> None:
+        """Show a component's metrics from now on. The running event loop reads them."""
+        self.add(_LoopCollector(metrics.registry))
 
     def add(self, collector: Collector) -> None:
         """Show a collector's metrics from now on. The collector is called from another thread."""
@@ -62,11 +128,11 @@ class MetricsServer:
             await asyncio.to_thread(thread.join)
 
 
-class LoopCollector(Collector):
-    """A collector whose metrics the running event loop makes whenever they are asked for."""
+class _LoopCollector(Collector):
+    """Lets the running event loop read a registry, because gauges look at objects that only the loop may touch."""
 
-    def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
-        self._make = make
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterable[Metric]:
@@ -77,41 +143,12 @@ class LoopCollector(Collector):
 
     def _collect(self, made: Future[list[Metric]]) -> None:
         try:
-            made.set_result(list(self._make()))
+            made.set_result([_without_times(metric) for metric in self._registry.collect()])
         except Exception as error:
             made.set_exception(error)
 
 
-def counter(name: str, text: str, value: float) -> Metric:
-    """Return a counter without labels. `_total` is added to its name."""
-    return CounterMetricFamily(name, text, value)
-
-
-def gauge(name: str, text: str, value: float) -> Metric:
-    """Return a gauge without labels."""
-    return GaugeMetricFamily(name, text, value)
-
-
-def histogram(name: str, text: str, values: Histogram) -> Metric:
-    return HistogramMetricFamily(name, text, buckets=values.buckets(), sum_value=values.sum)
-
-
-def counters(name: str, text: str, labels: tuple[str, ...], values: Mapping[K, float]) -> Metric:
-    """Return a counter with labels. `values` maps the values of the labels to the counter's value."""
-    made = CounterMetricFamily(name, text, labels=labels)
-    for given, value in values.items():
-        made.add_metric(given, value)
-    return made
-
-
-def gauges(name: str, text: str, labels: tuple[str, ...], values: Mapping[K, float]) -> Metric:
-    """Return a gauge with labels. `values` maps the values of the labels to the gauge's value."""
-    made = GaugeMetricFamily(name, text, labels=labels)
-    for given, value in values.items():
-        made.add_metric(given, value)
-    return made
-
-
-def info(name: str, text: str, facts: Mapping[str, str]) -> Metric:
-    """Return a gauge that is always 1 and whose labels are `facts`."""
-    return gauges(name, text, tuple(facts), {tuple(facts.values()): 1})
+def _without_times(metric: Metric) -> Metric:
+    """Remove when the metric was made, which prometheus_client adds as a series of its own beside each series."""
+    metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+    return metric

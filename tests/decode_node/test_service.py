@@ -587,7 +587,7 @@ async def test_leases_that_wait_for_their_start_end_without_the_stream(node: Nod
     await until(lambda: bool(node.service._expiry))
     second = (await node.reserve()).lease_id
     await node.until_free()
-    assert node.service.figures.expired_leases == 2
+    assert node.service.metrics.expired_leases.value == 2
     for lease in (first, second):
         assert isinstance(await refusal(node.start(lease)), NotFoundError)
 
@@ -600,7 +600,7 @@ async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) ->
     lost = node.engine.ids()[:2]
     steps.call.cancel()
     await until(lambda: sorted(node.engine.aborted) == sorted(lost))
-    assert node.service.figures.expired_leases == 2
+    assert node.service.metrics.expired_leases.value == 2
     assert await node.slots_in_use() == (2,)
     assert await other.nothing_follows()
 
@@ -639,7 +639,7 @@ async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: N
     assert await node.slots_in_use() == (2,)
     assert await first.read() == grpc.aio.EOF
     await until(lambda: node.engine.aborted == [name])
-    assert node.service.figures.expired_leases == 0
+    assert node.service.metrics.expired_leases.value == 0
     for lease in (running, waiting):
         assert isinstance(await refusal(node.start(lease)), NotFoundError)
     node.service.on_step([StepRow(name, 1, -1.0), StepRow(node.engine.ids()[0], 2, -1.0)])
@@ -696,8 +696,9 @@ async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:
     node.service.on_step([StepRow(first, 1, -1.0, FinishReason.LENGTH), StepRow(second, None, 0.0, FinishReason.ERROR)])
     node.service.on_step([StepRow(first, 1, -1.0), StepRow(third, 1, -1.0, FinishReason.STOP)])
     node.service.on_step([StepRow("gone", None, 0.0, FinishReason.ERROR)])
-    figures = node.service.figures
-    assert (figures.steps, dict(figures.steps_by_rows)) == (4, {SLOTS: 1, 2: 2})
-    assert (figures.rows, figures.used_rows, figures.tokens) == (SLOTS + 4, 6, 5)
-    assert figures.step_s.count == 1  # Nothing went on from the second step to the third.
+    found = node.service.metrics
+    assert (found.num_steps, found.steps.labels(SLOTS).value, found.steps.labels(2).value) == (4, 1, 2)
+    assert (found.rows.value, found.used_rows.value, found.tokens.value) == (SLOTS + 4, 6, 5)
+    # Nothing went on from the second step to the third.
+    assert found.registry.get_sample_value("corun_decode_step_seconds_count") == 1
     steps.call.cancel()

@@ -20,6 +20,7 @@ from corun.node import life as main_module
 from corun.node import membership as agent_module
 from corun.node.life import Role, live, live_and_leave, node_info, node_ref, start_tracing
 from corun.observe.endpoints import observed
+from corun.observe.metrics import Metrics
 from corun.rpc.channel import channel
 from corun.types import NodeLoad, NodeRole
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
@@ -82,7 +83,7 @@ class Life:
             service_name=SERVICE,
             register=lambda *_: None,
             info=lambda address: replace(INFO, address=address, finding=finding),
-            metrics=tuple,
+            metrics=Metrics("corun_test_"),
         )
         self.task = asyncio.create_task(self._live(config, role))
 

@@ -169,7 +169,7 @@ async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> Non
     answered = codec.kv_handle_from_proto((await second).handle)
     assert (answered.request_id, answered.claim) == ("a", "b")
     assert (await node.service.load()).tokens == 10
-    assert node.service.figures.prompts == 1
+    assert node.service.metrics.prompts.value == 1
     await until(lambda: node.engine.released == ["a"])
 
 

@@ -12,6 +12,7 @@ from corun.node.kv.handle import binding, owner_of
 from corun.receipt import prompt_digest
 from corun.types import KvHandle, NodeRef
 from prefill_node import sharing as module
+from prefill_node.metrics import PrefillMetrics
 from prefill_node.sharing import KEEPER, Sharing
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -86,7 +87,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def sharing(engine: Engine) -> Sharing:
-    return Sharing(engine, kv_tokens=0)
+    return Sharing(engine, 0, PrefillMetrics())
 
 
 def ask(sharing: Sharing, name: str, **changes: object) -> asyncio.Task[KvHandle]:
@@ -107,7 +108,7 @@ async def test_prompts_that_come_together_are_computed_once_and_all_read(engine:
     handles = await asyncio.gather(*asked)
     assert [handle.request_id for handle in handles] == ["r", "r", "r"]
     assert [handle.claim for handle in handles] == ["r", "s", "t"]
-    assert (engine.computed, engine.readers, sharing.shared) == (["r"], {"r": {*"rst"}}, 2)
+    assert (engine.computed, engine.readers, sharing.metrics.shared_prompts.value) == (["r"], {"r": {*"rst"}}, 2)
 
 
 async def test_one_that_comes_later_reads_what_is_still_there(engine: Engine, sharing: Sharing) -> None:
@@ -155,7 +156,7 @@ FOLLOWED = {"more_follow": True}
 
 @pytest.fixture
 def keeping(engine: Engine) -> Sharing:
-    return Sharing(engine, kv_tokens=20)
+    return Sharing(engine, 20, PrefillMetrics())
 
 
 async def test_kv_is_kept_for_those_who_wait_for_slots(engine: Engine, keeping: Sharing) -> None:
@@ -163,7 +164,7 @@ async def test_kv_is_kept_for_those_who_wait_for_slots(engine: Engine, keeping: 
         assert (await ask(keeping, name, **changes)).request_id == "r"
         engine.read("r", name)
         await settle()
-    assert (engine.computed, engine.readers, keeping.shared) == (["r"], {"r": {KEEPER}}, 3)
+    assert (engine.computed, engine.readers, keeping.metrics.shared_prompts.value) == (["r"], {"r": {KEEPER}}, 3)
 
 
 async def test_it_is_kept_if_one_of_those_who_come_together_says_so(engine: Engine, keeping: Sharing) -> None:

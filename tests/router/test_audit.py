@@ -182,7 +182,9 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
         assert status == AuditStatus(matched=15)
         assert len(outputs) == 15
         assert (await fake.status()).finished_samples == 15  # Audits are not among them.
-        assert sum(len(node.engine.prefilled) + node.service.sharing.shared for node in fake.nodes[:2]) == 30
+        assert (
+            sum(len(node.engine.prefilled) + node.service.metrics.shared_prompts.value for node in fake.nodes[:2]) == 30
+        )
         assert sum(node.drawn_tokens for node in fake.nodes[2:]) == 2 * sum(len(o.token_ids) for o in outputs)
         await fake.idle()
 

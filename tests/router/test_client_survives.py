@@ -282,4 +282,4 @@ class TestTwoRouters:
             await fake.until(lambda: not any(node.used_slots for node in fake.nodes) and not fake.kv.held)
             assert not any(node.engine._running for node in fake.nodes if node.info.slots)
             assert not other.held()
-            assert other.router.runner.finished >= 30
+            assert other.router.runner.metrics.finished_samples.value >= 30

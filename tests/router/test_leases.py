@@ -60,7 +60,7 @@ class TestSlowPrompts:
             prefill.engine.delay_s = 0.3
             (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
             assert right(output, PROMPT, PARAMS, 1)
-            assert (prefill.engine.prefilled, decode.service.figures.expired_leases) == ([PROMPT], 0)
+            assert (prefill.engine.prefilled, decode.service.metrics.expired_leases.value) == ([PROMPT], 0)
 
     async def test_a_backlog_of_prompts_fails_nobody_and_does_not_grow(self, model: str) -> None:
         """Each prompt is quick; all that are ahead of it are not."""
@@ -71,7 +71,7 @@ class TestSlowPrompts:
             for i, (output,) in enumerate(await asyncio.gather(*runs)):
                 assert right(output, (i, 1), PARAMS, i)
             assert len(prefill.engine.prefilled) == 8
-            assert decode.service.figures.expired_leases == 0
+            assert decode.service.metrics.expired_leases.value == 0
 
     async def test_a_router_that_is_cut_off_loses_its_leases(self, model: str) -> None:
         """The control, and what is left of the time to live: its stream broke, and it does not come back."""
@@ -81,7 +81,7 @@ class TestSlowPrompts:
             await decode.fall_silent()
             fake.router.registry.lose(member_of(fake, decode), "a test cut it off")
             await fake.until(lambda: decode.used_slots == 0)
-            assert decode.service.figures.expired_leases == 2
+            assert decode.service.metrics.expired_leases.value == 2
             decode.engine.hanging = False
             decode.join()
             assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
@@ -100,7 +100,7 @@ class TestSessions:
             await fake.until(lambda: decode.used_slots == 2 and not leases & set(decode.service._table._leases))
             decode.engine.hanging = False
             assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
-            assert decode.service.figures.expired_leases == 0
+            assert decode.service.metrics.expired_leases.value == 0
             assert member_of(fake, decode).client.session > old.client.session
 
     @pytest.mark.parametrize("router_id", ["router", "r" * 128])

@@ -278,6 +278,7 @@ async def test_all_names_follow_the_rules_of_prometheus(live: Live) -> None:
     shown = [metric for port in live.ports() for metric in await asyncio.to_thread(families, port)]
     assert len({metric.name for metric in shown if metric.name.startswith("corun_")}) > 45
     ours = [metric for metric in shown if not metric.name.startswith("process_")]
+    assert [metric.name for metric in ours if metric.name.endswith("_created")] == []
     assert [fault for metric in ours for fault in lint(metric)] == []
 
 

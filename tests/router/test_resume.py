@@ -246,7 +246,7 @@ class TestOverTheWire:
                     rest.token_ids.extend(message.token_ids)
             assert rest.token_ids == wholes[1].token_ids[7:]
             prefill = fake.nodes[0].service
-            assert prefill.figures.prompts + prefill.sharing.shared == 4
+            assert prefill.metrics.prompts.value + prefill.metrics.shared_prompts.value == 4
 
     async def test_other_tokens_are_data_loss_and_no_nodes_fault(self, model: str) -> None:
         async with cluster(model) as fake:

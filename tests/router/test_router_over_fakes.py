@@ -48,6 +48,7 @@ from tests.fakes import (
     cluster,
     expected,
     generate,
+    retries,
     send,
     take,
 )
@@ -297,7 +298,7 @@ class TestRefusals:
             with pytest.raises(InvalidArgumentError, match=r"^prompt\.token_ids = 7: must not be$"):
                 await generate(fake, PROMPT, PARAMS)
             assert len(fake.nodes[0].engine.errors) == 2
-            assert fake.router.runner.tally.retries.total() == 0
+            assert not retries(fake)
             assert [record for record in caplog.records if record.exc_info] == []
 
     async def test_a_request_that_no_node_has_kv_for_is_refused(self, model: str) -> None:

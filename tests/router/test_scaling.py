@@ -167,7 +167,7 @@ async def test_a_router_that_vanished_leaves_nothing_behind(model: str) -> None:
         await kill_router(one.router)
         assert decode.used_slots == SLOTS
         await one.until(lambda: decode.used_slots == 0)
-        assert decode.service.figures.expired_leases == SLOTS
+        assert decode.service.metrics.expired_leases.value == SLOTS
         decode.engine.hanging = False
         await asyncio.gather(*runs, return_exceptions=True)
         names.at["routers"] = [two.address]
