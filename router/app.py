@@ -43,7 +43,7 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self.router_id = config.router_id or f"router-{secrets.token_hex(4)}"
-        self.observation = Observation(config)
+        self.observation = Observation(config, CLUSTER_SERVICE)
         access = Access.of_member(config)
         self.registry = Registry(config, _process_id(self.router_id), access)
         self.queue = SampleQueue(

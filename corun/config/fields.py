@@ -226,17 +226,11 @@ class MemberConfig(Settings, LinkConfig):
     """What every process of a cluster has: what protects its links, and the ports on which it is watched."""
 
     metrics_port: int | None = field(default=None, metadata=PORT)
-    """Port of the metrics for Prometheus, over plain HTTP; 0 picks a free one, None has no metrics."""
+    """Port of the metrics for Prometheus and of the probes, over plain HTTP; 0 picks a free one, None has neither."""
     metrics_host: str = field(default="127.0.0.1", metadata=NOT_EMPTY)
-    """Address of the metrics. Whoever reaches it may read them."""
-    health_port: int | None = None
-    """Port of gRPC health checks in plain text, for probes that know no TLS; it answers while the process starts, too.
-    0 picks a free one, None has no such port. The main port answers health checks in any case."""
-    health_host: str = "127.0.0.1"
-    """Address of the port of health checks. Whoever reaches it may ask."""
+    """Address of the metrics and probes. Whoever reaches it may read them."""
 
     def check_together(self) -> None:
-        _check_listen(self.health_host, self.health_port or 0, "health_")
         files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         if any(files.values()) and not all(files.values()):
             missing = next(name for name, path in files.items() if not path)
@@ -430,8 +424,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _check_listen(host: str, port: int, prefix: str = "") -> None:
-    _check_not_empty(f"{prefix}host", host)
-    PORT["check"](f"{prefix}port", port)

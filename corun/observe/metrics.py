@@ -1,20 +1,23 @@
-"""A process's metrics for Prometheus: the objects that count, and the HTTP endpoint that shows them.
+"""A process's metrics for Prometheus: the objects that count, and the HTTP server that shows them and answers probes.
 
-This module owns what the `Metrics` of all components have in common. The endpoint has threads of its own, but the event
+This module owns what the `Metrics` of all components have in common. The server has threads of its own, but the event
 loop itself reads the metrics when they are asked for, so that all of them are from the same moment. This module must
-not know what the metrics are.
+not know what the metrics are, or what the probes say.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from socketserver import ThreadingMixIn
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -89,10 +92,16 @@ class _View(Collector):
 
 
 class MetricsServer:
-    """Answers GET /metrics with figures of the process (CPU seconds, memory, files, tasks) and of its components."""
+    """Answers GET /metrics with figures of the process (CPU seconds, memory, files, tasks) and of its components.
 
-    def __init__(self) -> None:
+    Probes are answered, too, with 200 or 503. Every request has a thread, so a scrape never keeps a probe waiting.
+    """
+
+    def __init__(self, probes: Mapping[str, Callable[[], bool]] | None = None) -> None:
+        """Create the server. probes: by path, a function that another thread calls, and that says whether it is 200."""
+        self._probes = probes or {}
         self._registry = CollectorRegistry()
+        self._metrics_app: Any = make_wsgi_app(self._registry)
         ProcessCollector(registry=self._registry)
         self._running: tuple[WSGIServer, Thread] | None = None
 
@@ -115,9 +124,12 @@ class MetricsServer:
         tasks = Gauge("corun_tasks", "Tasks of the event loop that have not ended", registry=self._registry)
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # Called in a thread, so also if the loop hangs.
         try:
-            self._running = await asyncio.to_thread(start_http_server, port, addr=host, registry=self._registry)
+            server = await asyncio.to_thread(make_server, host, port, self._answer, _Server, _Handler)
         except OSError as error:
             raise UnavailableError(f"metrics cannot listen on {host}:{port}: {error}") from error
+        thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+        self._running = server, thread
 
     async def stop(self) -> None:
         if self._running is not None:
@@ -126,6 +138,31 @@ class MetricsServer:
             await asyncio.to_thread(server.shutdown)
             server.server_close()
             await asyncio.to_thread(thread.join)
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
+        probe = self._probes.get(environ["PATH_INFO"])
+        if probe is None:
+            return self._metrics_app(environ, start_response)
+        is_passed = probe()
+        status = "200 OK" if is_passed else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "text/plain")])
+        return [b"yes\n" if is_passed else b"no\n"]
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers every request in a thread of its own. The address may be one of IPv6."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        super().__init__(address, handler)
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Log nothing, because requests come every few seconds."""
 
 
 class _LoopCollector(Collector):

@@ -59,8 +59,12 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It
         self._has_ended = True
 
     def status(self, service: str) -> Any:
-        """Return the status of a service now; None if there is no service of that name. Any thread may call this."""
+        """Return the status of a service now; None if there is no service of that name."""
         return self._statuses.get(service)
+
+    def is_serving(self, service: str) -> bool:
+        """Return whether a service serves now. Any thread may call this."""
+        return bool(self._statuses.get(service) == _Response.SERVING)
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         status = self.status(request.service)

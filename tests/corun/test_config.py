@@ -64,8 +64,6 @@ def test_router_limits(name: str, values: list[Any]) -> None:
         (NodeConfig, "drain_grace_s", [-1]),
         (NodeConfig, "metrics_port", [-1, 65536]),
         (NodeConfig, "metrics_host", [""]),
-        (NodeConfig, "health_port", [-1, 65536]),
-        (NodeConfig, "health_host", [""]),
         (PrefillConfig, "chunk_size", [0]),
         (PrefillConfig, "kv_check_fraction", [-0.1, 1.1, math.nan]),
         (PrefillConfig, "port", [-1]),
@@ -86,7 +84,6 @@ def test_defaults() -> None:
     assert RouterConfig().seed_key_bytes == b""
     assert RouterConfig().audit_fraction == 0.001
     assert RouterConfig().metrics_port is None
-    assert DecodeConfig(model="m").health_port is None
     assert RouterConfig(seed_key="00ff").seed_key_bytes == b"\x00\xff"
     assert NodeConfig(model="m", router=("[::1]:50051",)).router == ("[::1]:50051",)
     assert NodeConfig(model="m", advertise="proxy:1").advertise == "proxy:1"

@@ -21,7 +21,7 @@ from tests.machine import free_port
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe
 
-LOADING = ("live", "started", "", "corun.v1.DecodeService")
+PROBES = ("/livez", "/startedz", "/readyz")
 SLOTS = 8
 CHUNK = 128
 START_TIMEOUT_S = 240.0
@@ -34,15 +34,14 @@ class Watch:
     """The ports and the collector by which a cluster is watched."""
 
     metrics: Mapping[str, int]
-    """The metrics ports, by the names of the processes."""
-    health: Mapping[str, int]
+    """The ports of metrics and probes, by the names of the processes."""
     collector: Collector
     """The collector of traces."""
-    while_loading: Mapping[str, str]
-    """The answers of the decode node's health port before its engine had loaded."""
+    while_loading: Mapping[str, int]
+    """The answers of the decode node's probes before its engine had loaded."""
 
     def flags(self, name: str) -> tuple[str, ...]:
-        return ("--metrics-port", str(self.metrics[name]), "--health-port", str(self.health[name]))
+        return ("--metrics-port", str(self.metrics[name]))
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """
     names = ("decode", "prefill", "router")
     with collecting() as collector, mock.patch.dict(os.environ, variables(collector)):
-        watch = Watch({name: free_port() for name in names}, {name: free_port() for name in names}, collector, {})
+        watch = Watch({name: free_port() for name in names}, collector, {})
         with started(tmp_path_factory.mktemp("cluster"), threads=2, watch=watch) as cluster:
             yield cluster
 
@@ -113,10 +112,9 @@ def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator
         flags = ("--port", str(port), "--seed-key-file", str(seed_key), "--audit-fraction", "0")  # Tests count.
         processes.start("router", "router", *flags, *watched("router"))
         if watch:
-            wait_until(
-                lambda: probe(watch.health["decode"], "live") == "SERVING", "the decode node is alive", START_TIMEOUT_S
-            )
-            watch = replace(watch, while_loading={name: probe(watch.health["decode"], name) for name in LOADING})
+            loading = watch.metrics["decode"]
+            wait_until(lambda: probe(loading, "/livez") == 200, "the decode node is alive", START_TIMEOUT_S)
+            watch = replace(watch, while_loading={path: probe(loading, path) for path in PROBES})
             cluster = replace(cluster, watch=watch)
         wait_until(lambda: ready(cluster.status) or _anyone_died(processes), "the cluster is ready", START_TIMEOUT_S)
         assert not _anyone_died(processes), {name: processes.log(name)[-3000:] for name in processes.running}

@@ -8,7 +8,7 @@ import pytest
 
 from corun import SamplingParams
 from decode_node.engine import REPORT_S
-from tests.e2e.conftest import SLOTS, Cluster, Watch, wait_until
+from tests.e2e.conftest import PROBES, SLOTS, Cluster, Watch, wait_until
 from tests.probing import probe
 from tests.scraping import families, values
 
@@ -30,12 +30,9 @@ def shown(watch: Watch, name: str) -> dict[str, float]:
 
 
 def test_a_node_is_alive_while_its_engine_loads(watch: Watch) -> None:
-    no = "NOT_SERVING"
-    assert watch.while_loading == {"live": "SERVING", "started": no, "": no, "corun.v1.DecodeService": "NOT_FOUND"}
-    services = {"decode": "DecodeService", "prefill": "PrefillService", "router": "ClusterService"}
-    for name, service in services.items():
-        asked = ("live", "started", "", f"corun.v1.{service}")
-        assert {probe(watch.health[name], one) for one in asked} == {"SERVING"}
+    assert watch.while_loading == {"/livez": 200, "/startedz": 503, "/readyz": 503}
+    for port in watch.metrics.values():
+        assert {path: probe(port, path) for path in PROBES} == dict.fromkeys(PROBES, 200)
 
 
 def test_metrics_of_real_engines_are_fed(cluster: Cluster, watch: Watch) -> None:

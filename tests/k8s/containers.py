@@ -17,12 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from corun.processes import descendants, end_tree
 from tests.k8s.manifests import ROOT, Object
 from tests.k8s.pods import Pod
+from tests.probing import probe
 
 _HIDDEN = {"proc", "sys", "dev", "etc", "tmp", "home", "opt", "run", "lost+found"}
 """Entries of the root directory that are not bound into the container read-only as they are."""
@@ -102,14 +100,9 @@ class RunningPod:
 
     def probe(self, name: str) -> bool:
         """Make one startupProbe, readinessProbe or livenessProbe as a kubelet does. Return whether it succeeded."""
-        probe = self.pod.container[name]
-        with grpc.insecure_channel(f"{self.pod.ip}:{probe['grpc']['port']}") as channel:
-            request = health_pb2.HealthCheckRequest(service=probe["grpc"]["service"])
-            try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=probe["timeoutSeconds"])
-            except grpc.RpcError:
-                return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        asked = self.pod.container[name]
+        address = asked["httpGet"]
+        return probe(address["port"], address["path"], asked["timeoutSeconds"], self.pod.ip) == 200
 
     def terminate(self, before_sigterm: Callable[[], None] = lambda: None) -> tuple[int, float]:
         """Stop the container as when its pod is deleted: preStop, then SIGTERM.

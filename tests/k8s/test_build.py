@@ -41,7 +41,7 @@ def test_every_object_is_valid(version: str) -> None:
     ("kind", "path", "field"),
     [
         ("Deployment", ("spec", "template", "spec"), "terminationGracePeriod"),
-        ("StatefulSet", ("spec", "template", "spec", "containers", 0, "startupProbe", "grpc"), "name"),
+        ("StatefulSet", ("spec", "template", "spec", "containers", 0, "startupProbe", "httpGet"), "name"),
         ("HorizontalPodAutoscaler", ("spec",), "minReplica"),
         ("NetworkPolicy", ("spec",), "policyType"),
         ("PodDisruptionBudget", ("spec",), "minimum"),

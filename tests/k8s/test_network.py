@@ -19,7 +19,6 @@ PORTS = {
     "decode": 50071,
     "nixl": 50081,
     "ucx": 45678,
-    "health": 50090,
     "metrics": 9100,
 }
 

@@ -21,7 +21,7 @@ from tests.k8s.pods import Pod
 
 IPS = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
 HOSTS = {"corun-routers-main": IPS["router"]}
-PORTS = {"router": (50090,), "prefill": (50061, 50081, 50090), "decode": (50071, 50081, 50090)}
+PORTS: dict[str, tuple[int, ...]] = {"router": (), "prefill": (50061, 50081), "decode": (50071, 50081)}
 """At which the pods listen on their own addresses, of those ports that Linux gives to connections, too."""
 LISTEN = [("0.0.0.0", 50051), *((IPS[role], port) for role, ports in PORTS.items() for port in ports)]
 START_S = 240.0

@@ -62,7 +62,7 @@ def policy(objects: list[Object], name: str) -> Any:
 Change = Callable[[list[Object]], None]
 MUTATIONS: dict[str, tuple[Change, str]] = {
     "a flag that there is not": (
-        lambda o: exchange(container(o, "router")["args"], "--health-port", "--probe-port"),
+        lambda o: exchange(container(o, "router")["args"], "--metrics-port", "--probe-port"),
         "Unrecognized",
     ),
     "a flag that decode nodes do not have": (
@@ -92,20 +92,20 @@ MUTATIONS: dict[str, tuple[Change, str]] = {
         lambda o: exchange(container(o, "prefill")["args"], "--nixl-host=$(POD_IP)", "--nixl-host=127.0.0.1"),
         "not the pod's address",
     ),
-    "health on loopback": (
-        lambda o: exchange(container(o, "router")["args"], "--health-host=$(POD_IP)", "--health-host=127.0.0.1"),
+    "probes on loopback": (
+        lambda o: exchange(container(o, "router")["args"], "--metrics-host=$(POD_IP)", "--metrics-host=127.0.0.1"),
         "not reached",
     ),
     "a probe of another port": (
-        lambda o: container(o, "decode")["readinessProbe"]["grpc"].update(port=50071),
+        lambda o: container(o, "decode")["readinessProbe"]["httpGet"].update(port=50071),
         "readinessProbe asks",
     ),
-    "a probe of another service": (
-        lambda o: container(o, "decode")["readinessProbe"]["grpc"].update(service="corun.v1.PrefillService"),
+    "a probe of another path": (
+        lambda o: container(o, "decode")["readinessProbe"]["httpGet"].update(path="/startedz"),
         "readinessProbe asks",
     ),
     "liveness that ends what drains": (
-        lambda o: container(o, "prefill")["livenessProbe"]["grpc"].update(service=""),
+        lambda o: container(o, "prefill")["livenessProbe"]["httpGet"].update(path="/readyz"),
         "livenessProbe asks",
     ),
     "an impatient probe": (lambda o: container(o, "router")["livenessProbe"].pop("timeoutSeconds"), "gives up"),

@@ -1,6 +1,6 @@
 """Whether manifests and processes agree: every pod's command line goes through the real parser, with the pod's files.
 
-`faults` lists what does not fit, in words. Anything that a process reads (flags, ports, names of health services,
+`faults` lists what does not fit, in words. Anything that a process reads (flags, ports, paths of probes,
 files, variables) is looked up in the process's own code, never written down here a second time.
 """
 
@@ -18,12 +18,8 @@ from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterC
 from corun.config.flags import parse
 from corun.errors import CorunError
 from corun.node.vllm import pin
-from corun.observe.probes import LOOP_TIMEOUT_S
-from corun.rpc.health import LIVE, STARTED
-from decode_node.service import SERVICE_NAME as DECODE_SERVICE
-from prefill_node.service import SERVICE_NAME as PREFILL_SERVICE
+from corun.observe.endpoints import LIVEZ, LOOP_TIMEOUT_S, READYZ, STARTEDZ
 from router.app import STOP_GRACE_S
-from router.service import CLUSTER_SERVICE
 from tests.k8s.manifests import Object, of_kind, pod_labels, selects, workloads
 from tests.k8s.netpol import Peer, allowed
 from tests.k8s.pods import BrokenPodError, Pod
@@ -42,14 +38,13 @@ class Role:
 
     module: str
     config: type[Any]
-    service: str
     end_s: float
 
 
 ROLES = {
-    "router": Role("router", RouterConfig, CLUSTER_SERVICE, ROUTER_END_S),
-    "prefill": Role("prefill_node", PrefillConfig, PREFILL_SERVICE, ENGINE_END_S),
-    "decode": Role("decode_node", DecodeConfig, DECODE_SERVICE, ENGINE_END_S),
+    "router": Role("router", RouterConfig, ROUTER_END_S),
+    "prefill": Role("prefill_node", PrefillConfig, ENGINE_END_S),
+    "decode": Role("decode_node", DecodeConfig, ENGINE_END_S),
 }
 
 
@@ -125,7 +120,7 @@ def _touch(root: Path, model: str) -> None:
 
 def _ports(pod: Pod, config: Any) -> Iterator[str]:
     declared = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
-    read = {"grpc": config.port, "health": config.health_port, "metrics": config.metrics_port}
+    read = {"grpc": config.port, "metrics": config.metrics_port}
     if isinstance(config, NodeConfig):
         read["nixl"] = config.nixl_port
     if declared != read:
@@ -134,7 +129,7 @@ def _ports(pod: Pod, config: Any) -> Iterator[str]:
 
 def _addresses(pod: Pod, config: Any) -> Iterator[str]:
     everywhere = (pod.ip, "0.0.0.0")
-    for name in ("host", "health_host", "metrics_host"):
+    for name in ("host", "metrics_host"):
         if getattr(config, name) not in everywhere:
             yield f"{name} {getattr(config, name)} is not reached from other pods"
     if isinstance(config, NodeConfig):
@@ -148,12 +143,12 @@ def _addresses(pod: Pod, config: Any) -> Iterator[str]:
 
 
 def _probes(pod: Pod, config: Any) -> Iterator[str]:
-    services = {"startupProbe": STARTED, "readinessProbe": ROLES[pod.role].service, "livenessProbe": LIVE}
-    for name, service in services.items():
+    paths = {"startupProbe": STARTEDZ, "readinessProbe": READYZ, "livenessProbe": LIVEZ}
+    for name, path in paths.items():
         probe = pod.container.get(name, {})
-        asked = probe.get("grpc", {})
-        if asked != {"port": config.health_port, "service": service}:
-            yield f"{name} asks {asked}, but health is told on {config.health_port} for {service!r}"
+        asked = probe.get("httpGet", {})
+        if asked != {"port": config.metrics_port, "path": path}:
+            yield f"{name} asks {asked}, but {path} is answered on {config.metrics_port}"
         if probe.get("timeoutSeconds", 1) <= LOOP_TIMEOUT_S:
             yield f"{name} gives up before a process can say that its event loop stands still"
     if isinstance(config, NodeConfig) and "preStop" in pod.container.get("lifecycle", {}):

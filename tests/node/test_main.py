@@ -24,6 +24,7 @@ from corun.observe.metrics import Metrics
 from corun.rpc.channel import channel
 from corun.types import NodeLoad, NodeRole
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
+from tests.probing import probe
 
 SERVICE = "corun.v1.PrefillService"
 
@@ -95,17 +96,16 @@ class Life:
     def address(self) -> str:
         return self.router.registered[0].address
 
-    async def health(self, service: str = SERVICE, address: str = "") -> Any:
-        async with channel(address or self.address) as connection:
+    async def health(self, service: str = SERVICE) -> Any:
+        async with channel(self.address) as connection:
             stub = health_pb2_grpc.HealthStub(connection)
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
-    async def probes(self) -> dict[str, str]:
-        """Return the answers of the health port."""
-        port = self.observation.port
-        assert port is not None
-        return {name: await self.health(name, f"127.0.0.1:{port.port}") for name in ("live", "started", SERVICE)}
+    async def probes(self) -> dict[str, int]:
+        """Return the answers of the probes, by path."""
+        port = self.observation.metrics.port
+        return {path: await asyncio.to_thread(probe, port, path) for path in ("/livez", "/startedz", "/readyz")}
 
     async def end(self) -> None:
         """Return when the node has ended; raise what it raised."""
@@ -160,13 +160,13 @@ async def test_a_node_drains_before_it_stops(life: Life) -> None:
         await life.health()
 
 
-PROBES = {"live": "SERVING", "started": "SERVING", SERVICE: "NOT_SERVING"}
+PROBES = {"/livez": 200, "/startedz": 200, "/readyz": 503}
 """The probe answers of a node that takes no work, but has no other fault."""
 
 
 async def test_probes_let_a_node_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(monkeypatch, health_port=0) as life:
-        assert await life.probes() == {**PROBES, SERVICE: "SERVING"}
+    async with living(monkeypatch, metrics_port=0) as life:
+        assert await life.probes() == {**PROBES, "/readyz": 200}
         life.service.busy = True
         life.stop.set()
         await until(lambda: life.router.beats[-1].draining)
@@ -177,13 +177,13 @@ async def test_probes_let_a_node_drain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_probes_do_not_restart_a_node_that_failed_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted node would fail again, and nobody could ask it why."""
-    async with living(monkeypatch, finding="the KV of layer 3 moved", health_port=0) as life:
+    async with living(monkeypatch, finding="the KV of layer 3 moved", metrics_port=0) as life:
         assert await life.probes() == PROBES
 
 
 async def test_probes_do_not_restart_a_node_whose_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may go on; if it does not, the node ends by itself."""
-    async with living(monkeypatch, engine_timeout_s=0.05, health_port=0) as life:
+    async with living(monkeypatch, engine_timeout_s=0.05, metrics_port=0) as life:
         life.engine.hanging = True
         await until_health(life, "NOT_SERVING")
         assert await life.probes() == PROBES

@@ -45,14 +45,14 @@ def test_serves_until_told_to_stop(number: signal.Signals) -> None:
 
 
 def test_can_be_watched_from_outside() -> None:
-    health, metrics = free_port(), free_port()
-    process = start("--port", "0", "--health-port", str(health), "--metrics-port", str(metrics))
+    metrics = free_port()
+    process = start("--port", "0", "--metrics-port", str(metrics))
     try:
         deadline = time.monotonic() + WAIT_S
-        while probe(health, "started") != "SERVING" and time.monotonic() < deadline:
+        while probe(metrics, "/startedz") != 200 and time.monotonic() < deadline:
             time.sleep(0.05)
-        asked = ("live", "started", "", "corun.v1.RegistryService", "corun.v1.ClusterService")
-        assert [probe(health, name) for name in asked] == ["SERVING"] * 4 + ["NOT_SERVING"]
+        said = {path: probe(metrics, path) for path in ("/livez", "/startedz", "/readyz")}
+        assert said == {"/livez": 200, "/startedz": 200, "/readyz": 503}, "without nodes it would be sent clients"
         found = values(families(metrics))
         assert (found["corun_router_certified_pair"], found["corun_router_queued_samples"]) == (0, 0)
         assert found["process_cpu_seconds_total"] > 0
