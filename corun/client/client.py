@@ -1,23 +1,22 @@
-"""The client SDK: `Client`, and `AsyncClient` with the same methods to await.
+"""The client SDK: `AsyncClient`, and `Client` with the same methods to call without an event loop.
 
-Every call has a deadline and raises only the errors of `corun.errors`. What the two clients share is in
-`corun.client.request`. This module has only what differs: one blocks and the other awaits. It must not know nodes,
-files or terminals.
+Every call has a deadline and raises only the errors of `corun.errors`. This module must not know nodes, files or
+terminals.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import aclosing, contextmanager
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
 
+from corun.client.loop_thread import LoopThread
 from corun.client.progress import ProgressBar
 from corun.client.request import (
     DEFAULT_ADDRESS,
@@ -33,22 +32,22 @@ from corun.client.request import (
     retry_delay_s,
 )
 from corun.client.resume import Resumption
-from corun.client.routers import Deadline, Endpoint, Links, Search, read_addresses
+from corun.client.routers import Deadline, Endpoint, Router, Routers, RouterSearch, read_addresses
 from corun.completion import Chunk, Generation, Prompt
 from corun.config.fields import TlsConfig
-from corun.errors import CancelledByPeerError, InvalidArgumentError, OverloadedError
+from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
-from corun.rpc.channel import Access, channel, sync_channel
+from corun.rpc.channel import Access, channel
 from corun.types import ClusterStatus, Priority
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 
-C = TypeVar("C", bound="_Cancellable")
+T = TypeVar("T")
 
-_PROBE = "/grpc.health.v1.Health/Check"
 _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+_LOOP_THREAD = LoopThread()
 
 
 class Client:
@@ -56,6 +55,9 @@ class Client:
 
     The client connects when it is first used. Use it as a context manager, or call `close`. If the connection or the
     router fails after output has begun, the request is resumed with any router until its deadline.
+
+    Calls run on an event loop in a thread of their own, so they may block in the thread of another loop, as in a
+    notebook. Ctrl-C ends a call at the router, too. gRPC does not survive a fork: spawn processes, or fork first.
 
     Args:
         address: host:port of a router, or several of them ("a:1,b:2", or a sequence), which are tried in turn.
@@ -71,7 +73,8 @@ class Client:
         InvalidArgumentError: a value is outside its limit, for any model or for the one that is served.
         UnauthenticatedError, PermissionDeniedError: the token is missing or wrong, or does not allow a value.
         OverloadedError: there is no room now; `retry_after_s` says when to try again.
-        UnavailableError: no router answers in time, or the cluster lacks something that the call needs.
+        UnavailableError: no router answers in time, the cluster lacks something that the call needs, or the process
+            was forked after a client was used.
         DeadlineError: the call's deadline has passed.
         CancelledByPeerError: the client was closed, or the other side ended the call.
         ContractMismatchError: a resumed request would go on under another contract than it began under.
@@ -92,15 +95,10 @@ class Client:
         tls: TlsConfig | None = None,
         token: str = "",
     ) -> None:
-        self._endpoint = Endpoint(
-            addresses=read_addresses(address),
-            timeout_s=timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            access=Access(tls=tls, token=token),
+        self._client = AsyncClient(
+            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, tls=tls, token=token
         )
-        self._links = Links(
-            [_SyncLink(each, sync_channel(each, access=self._endpoint.access)) for each in self._endpoint.addresses]
-        )
+        weakref.finalize(self, _LOOP_THREAD.abandon, self._client).atexit = False
 
     def __enter__(self) -> Client:
         return self
@@ -116,9 +114,7 @@ class Client:
         Example:
             client.close()
         """
-        self._links.closed = True
-        for link in self._links.all:
-            link.channel.close()
+        _LOOP_THREAD.close(self._client)
 
     def generate(
         self,
@@ -151,8 +147,10 @@ class Client:
             done = client.generate("Once upon a time", SamplingParams(max_tokens=64, n=2), seed=7)
             print(done.samples[1].text, done.receipt.output_digest)
         """
-        job = make_job(prompt, params, seed, request_id, priority)
-        return self._generate(job, self._endpoint.deadline(timeout_s), _Calls())
+        work = self._client.generate(
+            prompt, params, seed=seed, request_id=request_id, priority=priority, timeout_s=timeout_s
+        )
+        return self._run(work)
 
     def stream(
         self,
@@ -179,8 +177,10 @@ class Client:
             for chunk in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
                 print(chunk.text, end="", flush=True)
         """
-        job = make_job(prompt, params, seed, request_id, priority)
-        return self._chunks(job, self._endpoint.deadline(timeout_s), _Calls())
+        chunks = self._client.stream(
+            prompt, params, seed=seed, request_id=request_id, priority=priority, timeout_s=timeout_s
+        )
+        return self._iterate(chunks)
 
     def generate_many(
         self,
@@ -215,20 +215,16 @@ class Client:
             done = client.generate_many(["One", "Two"], SamplingParams(max_tokens=16), seeds=[1, 2])
             print([each.text for each in done])
         """
-        check_concurrency(concurrency)
-        jobs, calls = make_jobs(prompts, params, seeds, priority), _Calls()
-        pool = ThreadPoolExecutor(max_workers=max(1, min(concurrency, len(jobs))), thread_name_prefix="corun-client")
-        with ProgressBar(len(jobs), "prompts", shown=progress) as bar, pool:
-            futures = [pool.submit(self._retrying, i, job, timeout_s, calls) for i, job in enumerate(jobs)]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    bar.advance()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                calls.end()
-                raise
-        return [future.result() for future in futures]
+        work = self._client.generate_many(
+            prompts,
+            params,
+            seeds=seeds,
+            priority=priority,
+            concurrency=concurrency,
+            progress=progress,
+            timeout_s=timeout_s,
+        )
+        return self._run(work)
 
     def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
         """Return the members of the cluster and how busy they are.
@@ -247,14 +243,7 @@ class Client:
             for node in client.get_cluster().nodes:
                 print(node.node.ref.node_id, node.state.value)
         """
-        deadline, calls = self._endpoint.status_deadline(timeout_s), _Calls()
-        link = self._link(self._endpoint.connect_s(deadline), calls)
-        try:
-            return codec.cluster_status_from_proto(
-                link.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
-            )
-        except grpc.RpcError as error:
-            raise self._links.failed(link, error) from error
+        return self._run(self._client.get_cluster(timeout_s=timeout_s))
 
     def verify(
         self,
@@ -284,66 +273,24 @@ class Client:
             for result in client.verify(cases, [Condition.CROWDED]):
                 print(result.case_index, result.match, result.error)
         """
-        request = codec.verify_request(cases, conditions, order_seed=order_seed)
-        return self._verify(request, self._endpoint.deadline(timeout_s), _Calls())
+        return self._iterate(self._client.verify(cases, conditions, order_seed=order_seed, timeout_s=timeout_s))
 
-    def _retrying(self, index: int, job: Job, timeout_s: float | None, calls: _Calls) -> Generation:
-        deadline = self._endpoint.deadline(timeout_s)
-        while True:
-            try:
-                return self._generate(job, deadline, calls)
-            except OverloadedError as error:
-                delay = retry_delay_s(error, deadline)
-            except InvalidArgumentError as error:
-                raise at_index(index, error) from error
-            calls.sleep(delay)
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        answer = _LOOP_THREAD.submit(self._client, work)
+        try:
+            return answer.result()
+        except CancelledError:
+            raise CancelledByPeerError("the client is closed") from None
+        finally:
+            answer.cancel()  # A call that Ctrl-C interrupts here ends at the router, too.
 
-    def _generate(self, job: Job, deadline: Deadline, calls: _Calls) -> Generation:
-        assembler = job.assembler()
-        for chunk in self._chunks(job, deadline, calls):
-            assembler.add(chunk)
-        return assembler.finish()
-
-    def _chunks(self, job: Job, deadline: Deadline, calls: _Calls) -> Iterator[Chunk]:
-        rest = Resumption(job, self._endpoint, deadline)
-        while not rest.is_whole:
-            link = self._link(rest.connect_s, calls)
-            asked = link.stub.Generate(rest.job().request, timeout=deadline.remaining_s, metadata=job.metadata)
-            with calls.hold(asked) as call:
-                try:
-                    for response in call:
-                        yield rest.take(read_chunk(response))
-                    rest.finish()
-                except grpc.RpcError as error:
-                    self._links.failed(link, error)
-                    lost = error
-            if not rest.is_whole:
-                calls.sleep(rest.retry_s(lost, link.address))
-
-    def _verify(self, request: pb.VerifyRequest, deadline: Deadline, calls: _Calls) -> Iterator[VerifyResult]:
-        link = self._link(self._endpoint.connect_s(deadline), calls)
-        with calls.hold(link.stub.Verify(request, timeout=deadline.remaining_s)) as call:
-            try:
-                for response in call:
-                    yield codec.verify_result_from_proto(response)
-            except grpc.RpcError as error:
-                raise self._links.failed(link, error) from error
-
-    def _link(self, wait_s: float, calls: _Calls) -> _SyncLink:
-        """Return the first link whose router answers anything, and that same link until a call finds it gone."""
-        search = Search(self._endpoint, wait_s)
-        while not self._links.reached:
-            link = self._links.check_open().current
-            with calls.hold(link.probe.future(b"", timeout=search.probe_s)) as answer:
-                code = answer.code()
-            if code is grpc.StatusCode.CANCELLED:
-                raise CancelledByPeerError("the call ended before a router answered")
-            if code not in _NO_ANSWER:
-                self._links.reached = True
-                return link
-            self._links.leave(link)
-            calls.sleep(search.pause_s())
-        return self._links.check_open().current
+    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        try:
+            while (item := self._run(_next(items))) is not None:
+                yield item
+        finally:  # This may run in any thread, even the loop's own, if the iterator is garbage. So it does not wait.
+            with suppress(CorunError):
+                _LOOP_THREAD.submit(self._client, items.aclose())
 
 
 class AsyncClient:
@@ -371,7 +318,10 @@ class AsyncClient:
             connect_timeout_s=connect_timeout_s,
             access=Access(tls=tls, token=token),
         )
-        self._opened: Links[_AsyncLink] | None = None
+        self._routers = Routers([_router(each, self._endpoint.access) for each in self._endpoint.addresses])
+        self._calls: set[Any] = set()
+        self.is_closed = False
+        """Whether `close` was called."""
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -387,10 +337,11 @@ class AsyncClient:
         Example:
             await client.close()
         """
-        if self._opened is not None:
-            self._opened.closed = True
-            for link in self._opened.all:
-                await link.channel.close(None)
+        self.is_closed = True
+        for call in list(self._calls):  # gRPC only ends the calls that a task awaits directly.
+            call.cancel()
+        for router in self._routers.all:
+            await router.channel.close()
 
     async def generate(
         self,
@@ -431,7 +382,7 @@ class AsyncClient:
         request_id: str | None = None,
         priority: Priority | str = Priority.NORMAL,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Yield the output of one prompt as it is drawn. The chunks of several samples interleave.
 
         Closing the iterator ends the request and frees its slots. Leaving the loop closes it a little later, when
@@ -506,11 +457,13 @@ class AsyncClient:
                 print(node.node.ref.node_id, node.state.value)
         """
         deadline = self._endpoint.status_deadline(timeout_s)
-        link = await self._link(self._endpoint.connect_s(deadline))
+        router = await self._router(self._endpoint.connect_s(deadline))
         try:
-            response = await link.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
+            call = router.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
+            self._track(call)
+            response = await call
         except grpc.RpcError as error:
-            raise self._links.failed(link, error) from error
+            raise self._routers.failed(router, error) from error
         return codec.cluster_status_from_proto(response)
 
     def verify(
@@ -520,7 +473,7 @@ class AsyncClient:
         *,
         order_seed: int = 0,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[VerifyResult]:
+    ) -> AsyncGenerator[VerifyResult, None]:
         """Run cases again and compare every bit. Yield one result per case and condition, as they finish.
 
         The runs use idle slots and the lowest priority. A run that fails gives a result with `error`, and no exception.
@@ -562,111 +515,66 @@ class AsyncClient:
     async def _chunks(self, job: Job, deadline: Deadline) -> AsyncGenerator[Chunk, None]:
         rest = Resumption(job, self._endpoint, deadline)
         while not rest.is_whole:
-            link = await self._link(rest.connect_s)
-            call = link.stub.Generate(rest.job().request, timeout=deadline.remaining_s, metadata=job.metadata)
+            router = await self._router(rest.connect_s)
+            call = router.stub.Generate(rest.job().request, timeout=deadline.remaining_s, metadata=job.metadata)
+            self._track(call)
             try:
                 async for response in call:
                     yield rest.take(read_chunk(response))
                 rest.finish()
             except grpc.RpcError as error:
-                self._links.failed(link, error)
+                self._routers.failed(router, error)
                 lost = error
             finally:
                 call.cancel()
             if not rest.is_whole:
-                await asyncio.sleep(rest.retry_s(lost, link.address))
+                await asyncio.sleep(rest.retry_s(lost, router.address))
 
     async def _verify(self, request: pb.VerifyRequest, deadline: Deadline) -> AsyncGenerator[VerifyResult, None]:
-        link = await self._link(self._endpoint.connect_s(deadline))
-        call = link.stub.Verify(request, timeout=deadline.remaining_s)
+        router = await self._router(self._endpoint.connect_s(deadline))
+        call = router.stub.Verify(request, timeout=deadline.remaining_s)
+        self._track(call)
         try:
             async for response in call:
                 yield codec.verify_result_from_proto(response)
         except grpc.RpcError as error:
-            raise self._links.failed(link, error) from error
+            raise self._routers.failed(router, error) from error
         finally:
             call.cancel()
 
-    async def _link(self, wait_s: float) -> _AsyncLink:
-        """Do what `Client._link` does, awaiting."""
-        search = Search(self._endpoint, wait_s)
-        while not self._links.reached:
-            link = self._links.check_open().current
-            answer = link.probe(b"", timeout=search.probe_s)
+    async def _router(self, wait_s: float) -> Router:
+        """Return the first router that answers anything, and that same one until a call finds it gone."""
+        search = RouterSearch(self._endpoint, wait_s)
+        while not self._routers.reached:
+            router = self._current_router()
+            answer = router.probe(b"", timeout=search.probe_s)
             try:
                 code = await answer.code()
             finally:
                 answer.cancel()
             if code not in _NO_ANSWER:
-                self._links.reached = True
-                return link
-            self._links.leave(link)
-            await asyncio.sleep(search.pause_s())
-        return self._links.check_open().current
+                self._routers.reached = True
+            else:
+                self._routers.leave(router)
+                await asyncio.sleep(search.pause_s())
+        return self._current_router()
 
-    @property
-    def _links(self) -> Links[_AsyncLink]:
-        if self._opened is None:  # Channels need the running loop, so they are not made in the constructor.
-            access = self._endpoint.access
-            self._opened = Links([_AsyncLink(each, channel(each, access=access)) for each in self._endpoint.addresses])
-        return self._opened
+    def _track(self, call: Any) -> None:
+        """Keep the call until it ends, so that `close` can end it."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
 
-
-class _Link:
-    """A client's link to one router."""
-
-    def __init__(self, address: str, channel: Any) -> None:
-        self.address = address
-        # gRPC's own wait for a channel polls it in a thread. If the channel closes, that thread prints a traceback.
-        self.probe: Any = channel.unary_unary(_PROBE, bytes, bytes)
-        self.stub: Any = ClusterServiceStub(channel)  # type: ignore[no-untyped-call]
+    def _current_router(self) -> Router:
+        if self.is_closed:
+            raise CancelledByPeerError("the client is closed")
+        return self._routers.current
 
 
-class _SyncLink(_Link):
-    def __init__(self, address: str, channel: grpc.Channel) -> None:
-        super().__init__(address, channel)
-        self.channel = channel
+def _router(address: str, access: Access) -> Router:
+    link = channel(address, access=access)
+    return Router(address, link, ClusterServiceStub(link))  # type: ignore[no-untyped-call]
 
 
-class _AsyncLink(_Link):
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
-        super().__init__(address, channel)
-        self.channel = channel
-
-
-class _Cancellable(Protocol):
-    def cancel(self) -> Any: ...
-
-
-class _Calls:
-    """The calls that one method of `Client` has in flight, so that another thread can end them all."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._held: dict[int, _Cancellable] = {}
-
-    @contextmanager
-    def hold(self, call: C) -> Iterator[C]:
-        """Cancel the call when the context ends, or earlier when `end` is called."""
-        with self._lock:
-            self._held[id(call)] = call
-        try:
-            if self._ended.is_set():
-                call.cancel()
-            yield call
-        finally:
-            with self._lock:
-                del self._held[id(call)]
-            call.cancel()
-
-    def end(self) -> None:
-        self._ended.set()
-        with self._lock:
-            held = list(self._held.values())
-        for call in held:
-            call.cancel()
-
-    def sleep(self, seconds: float) -> None:
-        if self._ended.wait(seconds):
-            raise CancelledByPeerError("the batch ended")
+async def _next(items: AsyncIterator[T]) -> T | None:
+    """Return the next item, or None after the last one."""
+    return await anext(items, None)

@@ -1,6 +1,6 @@
-"""What the two clients share: checked requests, reading responses, and when to ask an overloaded router again.
+"""What a client sends and reads: checked requests, responses, and when to ask an overloaded router again.
 
-Nothing here does I/O. This module must not know whether its caller blocks or awaits.
+Nothing here does I/O. This module must not know channels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One request that may take several calls: what has been received so far, and what to ask for next.
 
 Routers keep nothing for a client that lost its connection. They need not: output is a function of the request, so any
-router can run the request again, check the received part by its digest and send the rest. Nothing here does I/O. This
-module must not know whether its caller blocks or awaits.
+router can run the request again, check the received part by its digest and send the rest. Nothing here does I/O.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which routers a client uses, which credentials it shows them and how long it waits for them.
 
-Nothing here does I/O. This module must not know what is asked of a router, nor whether its caller blocks or awaits.
+This module must not know what is asked of a router.
 """
 
 from __future__ import annotations
@@ -11,40 +11,30 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import grpc
 
 from corun.errors import (
-    CancelledByPeerError,
     CorunError,
     DeadlineError,
     InvalidArgumentError,
     UnavailableError,
     from_rpc_error,
 )
-from corun.rpc.channel import OPEN, Access
+from corun.rpc.channel import OPEN, Access, Channel
 
 STATUS_TIMEOUT_S = 30.0
 NOTICE_S = 1.0
 """The number of seconds that a client waits for a router before it logs a warning."""
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 2.0
+_PROBE = "/grpc.health.v1.Health/Check"
 _PROBE_S = 2.0
 """The number of seconds that one of several routers has to answer before the next one is asked."""
 
-
 log = logging.getLogger(__name__)
 """The client's logger. If the caller installs no handler, Python prints its warnings to standard error."""
-
-
-class Link(Protocol):
-    """A channel to one router."""
-
-    address: str
-
-
-L = TypeVar("L", bound=Link)
 
 
 class Deadline:
@@ -113,7 +103,7 @@ class Endpoint:
         return ", over TLS: the certificates may not be those that the other side trusts"
 
 
-class Search:
+class RouterSearch:
     """Plans the search for a router that answers: how long each router may take, and when the next one is asked."""
 
     def __init__(self, endpoint: Endpoint, wait_s: float) -> None:
@@ -146,36 +136,40 @@ class Search:
         return min(left, self._backoff.next_s())
 
 
-class Links(Generic[L]):
-    """The links to a client's routers, and which of them is in use."""
+class Router:
+    """One router: its address, the channel to it, and the stub of its service on that channel."""
 
-    def __init__(self, links: Sequence[L]) -> None:
-        self.all = links
+    def __init__(self, address: str, channel: Channel, stub: Any) -> None:
+        self.address = address
+        self.channel = channel
+        self.stub = stub
+        self.probe = channel.unary_unary(_PROBE, bytes, bytes)
+
+
+class Routers:
+    """A client's routers, and which of them is in use."""
+
+    def __init__(self, routers: list[Router]) -> None:
+        self.all = routers
         self.reached = False
         """Whether the current router has answered, and no call has found it gone since."""
-        self.closed = False
         self._current = 0
 
     @property
-    def current(self) -> L:
+    def current(self) -> Router:
         return self.all[self._current]
 
-    def check_open(self) -> Links[L]:
-        if self.closed:
-            raise CancelledByPeerError("the client is closed")
-        return self
-
-    def leave(self, link: L) -> None:
-        """Go on to the next router, unless another call has already left `link`."""
-        if self.current is link:
+    def leave(self, router: Router) -> None:
+        """Go on to the next router, unless another call has already left `router`."""
+        if self.current is router:
             self._current = (self._current + 1) % len(self.all)
             self.reached = False
 
-    def failed(self, link: L, error: grpc.RpcError) -> CorunError:
+    def failed(self, router: Router, error: grpc.RpcError) -> CorunError:
         """Return the error to raise for a failed call. Leaves the router if it is unavailable."""
-        typed = typed_error(error, link.address)
+        typed = typed_error(error, router.address)
         if isinstance(typed, UnavailableError):
-            self.leave(link)
+            self.leave(router)
         return typed
 
 

@@ -6,17 +6,15 @@ service of ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from corun.config.fields import MAX_MESSAGE_BYTES, MemberConfig, TlsConfig
 from corun.rpc.auth import bearer, check_token
-from corun.rpc.certificates import Identity
-from corun.rpc.renewed_channel import AsyncRenewedChannel, RenewedChannel
+from corun.rpc.certificates import Identity, identity
 
 Options = list[tuple[str, int | str]]
 
@@ -51,35 +49,89 @@ OPEN = Access()
 """Access with neither TLS nor a token."""
 
 
+class Channel:
+    """An asyncio channel to one of our processes, whose calls carry a token.
+
+    A gRPC channel reconnects with the certificates that it was made with. So it is made at the first call, and anew at
+    the first call after the TLS files have changed. Calls in progress end on the old one. gRPC's own call credentials
+    refuse a token without TLS, and its interceptors would put a task of their own between every stream and its reader.
+    """
+
+    def __init__(self, address: str, access: Access, options: Options) -> None:
+        self.metadata = bearer(access.token)
+        """The metadata that every call carries."""
+        self._address = address
+        self._options = options
+        self._identity = None if access.tls is None else identity(access.tls)
+        self._used: Identity | None = None
+        self._made: list[grpc.aio.Channel] = []
+        """The gRPC channels so far; the last one is for new calls. gRPC disconnects the others when they are idle."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current(), name)
+
+    async def __aenter__(self) -> Channel:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def current(self) -> grpc.aio.Channel:
+        """Return the gRPC channel for a new call. Must be called inside the running loop."""
+        found = None if self._identity is None else self._identity.current()
+        if not self._made or found is not self._used:
+            self._made.append(self._make(found))
+            self._used = found
+        return self._made[-1]
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> _Method:
+        return _Method(self, "unary_unary", args, kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> _Method:
+        return _Method(self, "unary_stream", args, kwargs)
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Disconnect after at most `grace_s` seconds, at once if it is None. Callers end their calls themselves."""
+        for made in self._made:
+            await made.close(grace_s)
+
+    def _make(self, found: Identity | None) -> grpc.aio.Channel:
+        if found is None:
+            return grpc.aio.insecure_channel(self._address, options=self._options)
+        credentials = grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
+        return grpc.aio.secure_channel(self._address, credentials, options=self._options)
+
+
+class _Method:
+    """A method that uses the gRPC channel that is current at the time of each call."""
+
+    def __init__(self, channel: Channel, kind: str, args: Any, kwargs: Any) -> None:
+        self._channel = channel
+        self._kind = kind
+        self._args, self._kwargs = args, kwargs
+        self._used: grpc.aio.Channel | None = None
+        self._method: Any = None
+
+    def __call__(self, *args: Any, metadata: Any = (), **kwargs: Any) -> Any:
+        current = self._channel.current()
+        if current is not self._used:
+            self._used, self._method = current, getattr(current, self._kind)(*self._args, **self._kwargs)
+        return self._method(*args, metadata=(*metadata, *self._channel.metadata), **kwargs)
+
+
 def channel(
     address: str, *, access: Access = OPEN, name: str = "", max_message_bytes: int = MAX_MESSAGE_BYTES
-) -> grpc.aio.Channel:
-    """Return an asyncio channel to one of our processes. It connects when first used. Make it inside a running loop.
+) -> Channel:
+    """Return an asyncio channel to one of our processes. It connects when first used.
 
     name: the name that the server's certificate must carry, unless `access` gives one; empty: the host of `address`.
+
+    Raises InvalidArgumentError if the TLS files of `access` cannot be used.
     """
-    options = _options(access, max_message_bytes, name)
-    link: Any
-    if access.tls is None:
-        link = grpc.aio.insecure_channel(address, options=options)
-    else:
-        link = AsyncRenewedChannel(
-            access.tls, lambda found: grpc.aio.secure_channel(address, _credentials(found), options=options)
-        )
-    return cast(grpc.aio.Channel, _TokenChannel(link, access.token)) if access.token else link
-
-
-def sync_channel(address: str, *, access: Access = OPEN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """Return a channel for blocking calls to one of our processes. It connects when first used."""
-    options = _options(access, max_message_bytes)
-    link: Any
-    if access.tls is None:
-        link = grpc.insecure_channel(address, options=options)
-    else:
-        link = RenewedChannel(
-            access.tls, lambda found: grpc.secure_channel(address, _credentials(found), options=options)
-        )
-    return cast(grpc.Channel, _TokenChannel(link, access.token)) if access.token else link
+    options = channel_options(max_message_bytes)
+    if access.tls is not None and (checked := access.tls.name or name):
+        options.append(("grpc.ssl_target_name_override", checked))
+    return Channel(address, access, options)
 
 
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
@@ -99,66 +151,3 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.use_local_subchannel_pool", 1),  # Each channel has its own connection and backoff.
         ("grpc.enable_http_proxy", 0),  # A proxy for web traffic must not swallow calls inside a cluster.
     ]
-
-
-def _options(access: Access, max_message_bytes: int, name: str = "") -> Options:
-    options = channel_options(max_message_bytes)
-    if access.tls is not None and (checked := access.tls.name or name):
-        options.append(("grpc.ssl_target_name_override", checked))
-    return options
-
-
-def _credentials(found: Identity) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
-
-
-class _TokenChannel:
-    """A channel, blocking or not, whose calls carry a token.
-
-    gRPC's own call credentials refuse a channel without TLS. Its interceptors would put a task of their own between
-    every stream and its reader.
-    """
-
-    def __init__(self, link: Any, token: str) -> None:
-        self._link = link
-        self._metadata = bearer(token)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
-
-    def __enter__(self) -> _TokenChannel:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._link.close()
-
-    async def __aenter__(self) -> _TokenChannel:
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._link.close()
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> _TokenMethod:
-        return _TokenMethod(self._link.unary_unary(*args, **kwargs), self._metadata)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> _TokenMethod:
-        return _TokenMethod(self._link.unary_stream(*args, **kwargs), self._metadata)
-
-
-class _TokenMethod:
-    """A method of a channel whose calls carry a token."""
-
-    def __init__(self, method: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._method = method
-        self._metadata = metadata
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._method, args, kwargs)
-
-    def future(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method as `future` of gRPC's blocking methods does."""
-        return self._call(self._method.future, args, kwargs)
-
-    def _call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        metadata = (*kwargs.pop("metadata", ()), *self._metadata)
-        return method(*args, metadata=metadata, **kwargs)

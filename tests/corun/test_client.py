@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import signal
 import socket
 import struct
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -292,6 +295,7 @@ def test_a_router_that_starts_later_is_waited_for(fake: FakeCluster) -> None:
 def test_the_deadline_ends_a_call(client: Client, fake: FakeCluster) -> None:
     fake.gate.clear()
     timeout_s = 0.3
+    client.get_cluster()  # The connection stands, so that no call ends before it does.
     while not fake.requests:  # Where the machine is busy, a call may end before the router has it.
         with pytest.raises(DeadlineError):
             client.generate(PROMPT, PARAMS, timeout_s=timeout_s)
@@ -391,6 +395,95 @@ def test_a_closed_client_says_so(fake: FakeCluster) -> None:
     client.close()
     with pytest.raises(CancelledByPeerError, match="closed"):
         client.generate("a")
+
+
+def test_closing_ends_the_calls_of_other_threads(client: Client, fake: FakeCluster) -> None:
+    fake.gate.clear()
+    stream = client.stream(PROMPT, PARAMS)
+    assert next(stream).token_ids
+    with Client(fake.address) as other, ThreadPoolExecutor(1) as pool:
+        assert other.get_cluster()  # The thread has another user, so it goes on.
+        rest = pool.submit(list, stream)
+        client.close()
+        with pytest.raises(CancelledByPeerError, match="closed"):
+            rest.result(WAIT_S)
+    assert fake.cancelled.wait(WAIT_S)
+
+
+def test_several_threads_share_a_client_and_its_thread(client: Client, fake: FakeCluster) -> None:
+    ending = loop_threads()
+    with Client(fake.address) as other, ThreadPoolExecutor(4) as pool:
+        seeds = [done.seed for done in pool.map(lambda seed: client.generate(PROMPT, PARAMS, seed=seed), range(8))]
+        assert other.generate(PROMPT, PARAMS, seed=8).seed == 8
+    assert seeds == list(range(8))
+    (thread,) = loop_threads() - ending
+    client.close()
+    assert not thread.is_alive()
+
+
+def test_a_forgotten_client_leaves_neither_thread_nor_call(fake: FakeCluster) -> None:
+    fake.gate.clear()
+    ending = loop_threads()
+    client = Client(fake.address)
+    stream = client.stream(PROMPT, PARAMS)
+    assert next(stream).token_ids
+    (thread,) = loop_threads() - ending
+    del client, stream
+    gc.collect()
+    assert fake.cancelled.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+async def test_a_client_blocks_in_the_thread_of_a_running_loop(fake: FakeCluster) -> None:
+    """As in a notebook, even one that awaits the other client."""
+    async with AsyncClient(fake.address) as waiting:
+        with Client(fake.address) as blocking:
+            assert blocking.generate(PROMPT, PARAMS, seed=1) is not None
+            assert [chunk async for chunk in waiting.stream(PROMPT, PARAMS, seed=1)]
+            assert list(blocking.stream(PROMPT, PARAMS, seed=1))
+
+
+def test_ctrl_c_ends_a_call_and_the_request(fake: FakeCluster) -> None:
+    fake.gate.clear()
+    code = f"from corun import Client; Client({fake.address!r}).generate('a')"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        while not fake.requests:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.communicate(timeout=WAIT_S)[1]
+    finally:
+        process.kill()
+    assert fake.cancelled.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(("is_used", "said"), [(True, "forked after a client was used"), (False, "7")])
+def test_a_forked_process_can_use_a_client_unless_one_was_used(fake: FakeCluster, is_used: bool, said: str) -> None:
+    code = f"""
+import os, sys
+from corun import Client, UnavailableError
+client = Client({fake.address!r})
+if {is_used}:
+    client.generate("a")
+    client.close()
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+try:
+    print(Client({fake.address!r}).generate("a", seed=7).seed, flush=True)
+except UnavailableError as error:
+    print(error, flush=True)
+del client
+os._exit(0)
+"""
+    options: Any = {"capture_output": True, "text": True, "timeout": 2 * WAIT_S}
+    found = subprocess.run([sys.executable, "-c", code], check=False, **options)
+    assert (found.returncode, said in found.stdout) == (0, True), found
+
+
+def loop_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "corun-client"}
 
 
 def test_the_first_error_ends_a_batch(client: Client, fake: FakeCluster) -> None:

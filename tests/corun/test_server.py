@@ -28,7 +28,7 @@ from corun.errors import (
 )
 from corun.rpc import server
 from corun.rpc.auth import Gate, bearer, read_client_tokens
-from corun.rpc.channel import channel, sync_channel
+from corun.rpc.channel import channel
 from corun.rpc.interceptor import caller, peer_host
 from corun.rpc.server import GrpcServer, join_address, run
 from corun.v1 import cluster_service_pb2 as pb
@@ -118,15 +118,6 @@ async def test_answers() -> None:
     async with connected(Servicer()) as stub:
         assert (await get(stub)).router_id == "r"
         assert await texts(stub) == ["one"]
-
-
-async def test_a_blocking_client() -> None:
-    async with serving(Servicer()) as server:
-        with sync_channel(server.address) as connection:
-            stub = pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
-            request = pb.GetClusterRequest()
-            answer = await asyncio.to_thread(stub.GetCluster, request, timeout=DEADLINE_S)
-            assert answer.router_id == "r"
 
 
 @pytest.mark.parametrize("call", [get, texts], ids=["unary", "stream"])

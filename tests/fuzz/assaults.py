@@ -19,7 +19,7 @@ import aiohttp
 import grpc
 import grpc.aio
 
-from corun.rpc.channel import Access, channel
+from corun.rpc.channel import Access, Channel, channel
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import types_pb2
 from tests.fuzz.messages import Maker
@@ -51,7 +51,7 @@ _CORNERS: dict[str, tuple[Any, ...]] = {
 class Victim:
     """What is attacked, a router and a gateway, by a client whose token they know."""
 
-    link: grpc.aio.Channel
+    link: Channel
     session: aiohttp.ClientSession
     url: str
     """The gateway's."""
