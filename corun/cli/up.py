@@ -118,7 +118,9 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pool(given: Mapping[str, Any], security: Security) -> PoolSpec:
     """Return the only pool of a cluster that has no file."""
-    tables = {part: {name: given[name] for name in names if name in given} for part, names in SETTINGS.items()}
+    tables: dict[str, Any] = {
+        part: {name: given[name] for name in names if name in given} for part, names in SETTINGS.items()
+    }
     return PoolSpec(
         common={"model": TINY, **tables.pop("common")},
         **tables,

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 
@@ -213,7 +213,7 @@ async def _stream_one(asked: CompletionRequest, client: AsyncClient, index: int)
         asked.prompts[index], asked.params, seed=asked.seed, request_id=asked.id_of(index), priority=asked.priority
     )
     try:
-        async with aclosing(cast(Chunks, chunks)) as stream:
+        async with aclosing(chunks) as stream:
             async for chunk in stream:
                 yield chunk
     except CorunError as error:
