@@ -18,7 +18,7 @@ from corun.processes import descendants, end_tree
 
 TAIL = 3000
 """The number of characters from the end of a log that an error carries."""
-_POLL_S = 0.25
+_POLL_S, _FINISH_POLL_S = 0.25, 0.05
 _ERROR = re.compile(r"\b\w+(?:Error|Exception): .*")
 _ELSEWHERE = "See root cause above"
 """Marks an error line that is not the cause: vLLM's last error comes from the parent of the process that failed."""
@@ -41,8 +41,10 @@ class Processes:
         for name in list(self.running):
             self.kill(name)
 
-    def start(self, name: str, module: str, *flags: str, stdin: int | None = None) -> None:
-        """Run `python -m MODULE FLAGS…`. `stdin` is the one of `subprocess.Popen`."""
+    def start(
+        self, name: str, module: str, *flags: str, stdin: int | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Run `python -m MODULE FLAGS…`. `stdin` and `env` are those of `subprocess.Popen`."""
         self.commands[name] = (module, *flags)
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / f"{name}.log").open("ab") as log:
@@ -51,6 +53,7 @@ class Processes:
                 # many of its threads only spin, and the engines share cores here.
                 [sys.executable, "-m", module, *flags],
                 stdin=stdin,
+                env=env,
                 stdout=log,
                 stderr=log,
             )
@@ -83,24 +86,25 @@ class Processes:
             time.sleep(min(left, _POLL_S))
 
     def finish(self, names: Iterable[str], timeout_s: float) -> None:
-        """Close the stdin of processes that were started with a pipe, and wait until they have ended by themselves.
+        """Close the stdin of processes that have a pipe, and wait until all of them have ended by themselves.
 
-        Raises UnavailableError if a process fails, or does not end in time.
+        Raises UnavailableError as soon as one of them fails, or if they do not end in time.
         """
-        inputs = {name: self.running[name].stdin for name in names}
-        for pipe in inputs.values():
-            assert pipe is not None
-            pipe.close()
+        waiting = list(names)
+        for name in waiting:
+            if (pipe := self.running[name].stdin) is not None:
+                pipe.close()
         deadline = time.monotonic() + timeout_s
-        for name in inputs:
-            try:
-                code = self.running[name].wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise self._failed(name, f"did not end within {timeout_s:g} s") from None
-            if code:
-                raise self._failed(name, f"ended with {code}")
-            del self.running[name]
-            self._started.pop(name, None)
+        while waiting:
+            for name in [name for name in waiting if self.running[name].poll() is not None]:
+                if code := self.running[name].returncode:
+                    raise self._failed(name, f"ended with {code}")
+                waiting.remove(name)
+                del self.running[name]
+                self._started.pop(name, None)
+            if waiting and time.monotonic() > deadline:
+                raise self._failed(waiting[0], f"did not end within {timeout_s:g} s")
+            time.sleep(_FINISH_POLL_S if waiting else 0.0)
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
         """Send SIGTERM and return the exit code. Whatever is left of the process and its descendants is killed.

@@ -11,6 +11,7 @@ from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
+from corun_bench.driver import Target
 from corun_bench.engines import TEMPERATURE
 from corun_bench.records import Outcome, Request
 
@@ -19,8 +20,8 @@ DEADLINE_S = 3600.0
 """The deadline of one call; the driver's own timeout is shorter."""
 
 
-class ClusterTarget:
-    """A `Target` of one router."""
+class ClusterTarget(Target):
+    """A router. A cluster keeps no KV from one request to the next, so there is nothing to forget."""
 
     def __init__(self, address: str) -> None:
         self._channel = channel(address)
@@ -42,9 +43,6 @@ class ClusterTarget:
         finally:
             call.cancel()
             self._received.append((outcome, received))
-
-    async def forget(self) -> None:
-        """Do nothing: a cluster keeps no KV from one request to the next."""
 
     def settle(self) -> None:
         """Decode the messages of the run.

@@ -19,8 +19,8 @@ from corun.processes import descendants, end_tree
 from corun_bench import conditions, metrics, results, workloads
 from corun_bench.nodes import has_gpu
 from corun_bench.openai import OpenAiTarget
-from corun_bench.options import BenchOptions, options_of, output_directory
-from corun_bench.report import page, terminal, views
+from corun_bench.options import BenchOptions, check_options, output_directory
+from corun_bench.report import page, tables, views
 from corun_bench.runner import Benchmark, Plan
 from corun_bench.systems import Machine, parse_systems
 
@@ -29,7 +29,7 @@ OK, FAILED, INTERRUPTED = 0, 1, 130
 
 def run(options: BenchOptions) -> int:
     """Return 0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
-    values = options_of(options)
+    check_options(options)
     machine = _machine(options)
     systems = tuple(parse_systems(options.systems)) if any(options.systems) else ()
     for system in systems:
@@ -45,15 +45,13 @@ def run(options: BenchOptions) -> int:
         OpenAiTarget(url)  # Raises for a text that is not a URL.
     directory = output_directory(options)
     plan = Plan(
+        options=options,
         machine=machine,
         systems=systems,
-        urls=options.url,
         specs=specs,
         percentiles=percentiles,
         goodput=goodput,
-        logs=directory / "logs",
-        output=directory / "result.json",
-        **values,
+        directory=directory,
     )
     benchmark = Benchmark(plan)
     benchmark.prepare()
@@ -132,7 +130,7 @@ def _show(benchmark: Benchmark, directory: Path, *, save_runs: bool) -> None:
     if result["runs"]:
         found = views.merge({"result.json": result})
         pages = page.write(found, directory)
-        console.print(terminal.table(found))
+        console.print(tables.printed(found, page.choose_baseline(found, "")))
         console.print(f"{directory / 'result.json'}\n{pages[0]}", soft_wrap=True)
     for failure in benchmark.failures:
         console.print(f"not measured: {failure}", style="red", soft_wrap=True, markup=False)

@@ -8,31 +8,29 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from corun.errors import CorunError
 from corun_bench.records import Outcome, Request, Run, Workload
 
 
-class Target(Protocol):
+class Target(ABC):
     """A system that is up."""
 
+    @abstractmethod
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
         """Draw one sample; fill in arrivals, tokens and, if wanted, logprobs. Raises CorunError if it fails."""
-        ...
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Fill in what `run` put off so that it takes no time from a request.
 
-        Called after the last request has ended.
+        Called after the last request has ended. By default `run` puts nothing off.
         """
-        ...
 
-    async def forget(self) -> None:
-        """Drop what earlier runs left behind, such as prefix caches, so that a run does not profit from it."""
-        ...
+    async def forget(self) -> None:  # noqa: B027
+        """Drop what earlier runs left behind, such as prefix caches. By default there is nothing to drop."""
 
 
 async def drive(

@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from corun.errors import DeadlineError, InternalError, UnavailableError
 from corun_bench.children import TAIL, Processes
+from corun_bench.driver import Target
 from corun_bench.records import Outcome, Request
 from corun_bench.systems import EngineSettings
 
@@ -200,8 +201,8 @@ def least_busy(engines: list[Engine]) -> Engine:
     return min(engines, key=lambda engine: engine.in_flight)
 
 
-class IndependentEngines:
-    """A `Target` of engines that do both prefill and decode; each request goes to the least busy one."""
+class IndependentEngines(Target):
+    """Engines that do both prefill and decode; each request goes to the least busy one."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
@@ -217,12 +218,9 @@ class IndependentEngines:
         for engine in self.engines:
             await engine.forget()
 
-    def settle(self) -> None:
-        """Do nothing: a step's rows cost so little that `run` takes them at once."""
 
-
-class PlainProxy:
-    """A `Target` of stock prefill and decode engines: prefill, then decode with prefill's parameters, nothing else."""
+class PlainProxy(Target):
+    """Stock prefill and decode engines: prefill, then decode with prefill's parameters, nothing else."""
 
     def __init__(self, prefill: list[Engine], decode: list[Engine]) -> None:
         self._prefill, self._decode = prefill, decode
@@ -244,6 +242,3 @@ class PlainProxy:
     async def forget(self) -> None:
         for engine in (*self._prefill, *self._decode):
             await engine.forget()
-
-    def settle(self) -> None:
-        """Do nothing, as in `IndependentEngines`."""

@@ -20,8 +20,9 @@ from corun_bench import conditions
 from corun_bench.children import Processes
 from corun_bench.client import ClusterTarget
 from corun_bench.driver import Target
-from corun_bench.engines import Engine, IndependentEngines, PlainProxy
+from corun_bench.engines import TEMPERATURE, Engine, IndependentEngines, PlainProxy
 from corun_bench.nodes import Nodes, Topology
+from corun_bench.openai import OpenAiTarget
 from corun_bench.systems import PAIRED, Machine, System
 
 START_TIMEOUT_S = 600.0
@@ -36,17 +37,22 @@ ROUTER_FLAGS = ("--audit-fraction", "0", "--max-queue-wait-s", "0")
 class Up:
     """A system that is running and ready."""
 
-    system: System
+    system: System | None
+    """The system; None: a server that this benchmark did not start, of which only the target is known."""
     target: Target
     slots: int
     gpus: dict[str, int]
-    ready_s: float
+    ready_s: float | None
     """The time from the start of the first process until the system was ready, in seconds."""
     processes: Processes
     settings: dict[str, Any]
     fingerprint: str = ""
     engines: list[Engine] = field(default_factory=list)
     nodes: Nodes | None = None
+
+    @property
+    def pads(self) -> bool:
+        return self.system is not None and self.system.pads
 
     def check(self) -> None:
         """Raise UnavailableError if a process of the system has ended, or an engine has died in its process."""
@@ -59,8 +65,8 @@ class Up:
         return self.processes.memory()
 
     def gpu_memory(self) -> dict[str, Any]:
-        """Return the memory in use on each GPU and by each process, in MiB; empty on a CPU."""
-        return conditions.gpu_memory(self.processes.owners())
+        """Return the memory in use on each GPU and by each process, in MiB; empty on a CPU or elsewhere."""
+        return conditions.gpu_memory(self.processes.owners()) if self.system else {}
 
     async def handoffs(self, at_least: int) -> dict[str, Any] | None:
         """Return the cluster's KV reads since its start; wait a little until `at_least` of them are known."""
@@ -94,6 +100,26 @@ async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
     start = _cluster if system.kind == "cluster" else _engines
     async with start(system, machine, logs) as found:
         yield found
+
+
+@asynccontextmanager
+async def foreign(url: str, model: str) -> AsyncIterator[Up]:
+    """Give a server with OpenAI's API to the block. model: empty for the first that it lists."""
+    target = OpenAiTarget(url, model=model, temperature=TEMPERATURE)
+    await target.start()
+    nothing = {"prefill": 0, "decode": 0, "total": 0}
+    try:
+        yield Up(
+            system=None,
+            target=target,
+            slots=0,
+            gpus=nothing,
+            ready_s=None,
+            processes=Processes(Path()),
+            settings={"url": url},
+        )
+    finally:
+        await target.close()
 
 
 @asynccontextmanager
@@ -138,7 +164,7 @@ def _target(system: System, engines: list[Engine]) -> Target:
 async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
     began = time.monotonic()
     topology = _topology(system, machine)
-    nodes = Nodes(topology, Processes(logs), optional_flags={}, router_flags=ROUTER_FLAGS)
+    nodes = Nodes(topology, Processes(logs), prefill_flags=(), router_flags=ROUTER_FLAGS)
     try:
         await _start(nodes)
         status = await asyncio.to_thread(nodes.status)

@@ -11,10 +11,9 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,11 +29,6 @@ from corun_bench.systems import GPU_MEMORY
 POLL_S = 0.5
 STOP_TIMEOUT_S = 40.0
 MAX_MODEL_LEN = 8192
-OPTIONAL_FLAGS: dict[str, tuple[tuple[str, str], ...]] = {
-    "prefill_node": (("--kv-check-fraction", "1.0"),),
-    "decode_node": (),
-}
-"""Flags that a node gets if its --help lists them."""
 
 
 class StartError(RuntimeError):
@@ -121,7 +115,8 @@ class Nodes:
     topology: Topology
     processes: Processes
     port: int = field(default_factory=lambda: free_port("127.0.0.1"))
-    optional_flags: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=lambda: OPTIONAL_FLAGS)
+    prefill_flags: tuple[str, ...] = ("--kv-check-fraction", "1.0")
+    """Flags of prefill nodes; by default they check all KV that they hand over."""
     router_flags: tuple[str, ...] = ()
     member_flags: tuple[str, ...] = ()
     """Flags of the router and of every node."""
@@ -171,8 +166,7 @@ class Nodes:
 
     def start_node(self, node: NodePlan) -> None:
         flags = ["--router", self.address, *self.topology.flags(node), *self.member_flags]
-        wanted = self.optional_flags.get(node.module, ())
-        flags += [part for flag in wanted if flag[0] in help_of(node.module) for part in flag]
+        flags += self.prefill_flags if node.module == "prefill_node" else ()
         with environment(CUDA_VISIBLE_DEVICES=",".join(map(str, node.gpus)) if has_gpu() else None):
             self.processes.start(node.name, node.module, *flags)
         self.started[node.name] = time.monotonic()
@@ -288,12 +282,6 @@ def environment(**values: str | None) -> Iterator[None]:
 def has_gpu() -> bool:
     """Return whether there is an NVIDIA driver, without loading torch."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-
-
-@functools.cache
-def help_of(module: str) -> str:
-    command = [sys.executable, "-m", module, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def after(seconds: float, act: Callable[[], None]) -> threading.Timer:

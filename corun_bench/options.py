@@ -1,4 +1,4 @@
-"""The options of `corun bench`, their limits, and where its result goes. Must not know how anything is measured."""
+"""The options of the commands, their limits, and where a result goes. Must not know how anything is measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,11 +15,13 @@ from corun.errors import InvalidArgumentError
 from corun.params import check_seed
 
 RESULT = "result.json"
+MAX_NODES = 16
+"""The most decode nodes of a router measurement: log probabilities can tell no more apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What `corun bench` measures, how and how often. The command's help is in `corun_bench.cli.run`."""
+    """What `corun bench` measures, how and how often. The command's help is in `corun_bench.cli`."""
 
     model: str = "tiny"
     """Directory of a checkpoint; "tiny" is built in."""
@@ -78,25 +80,19 @@ class BenchOptions:
     """Write a file per run as well, with the keys of vllm bench serve."""
 
 
-def options_of(bench: BenchOptions) -> dict[str, Any]:
-    """Return the options that need no further reading; raises InvalidArgumentError for a value out of range."""
+def check_options(bench: BenchOptions) -> None:
+    """Raise InvalidArgumentError for a value out of range, among the options that need no further reading."""
     positive = ("num_prompts", "repeats", "slots", "chunk_size", "max_model_len", "tensor_parallel_size")
     for name in (*positive, "kv_cache_gib", "mismatch_tokens"):
-        if getattr(bench, name) < 1:
-            raise InvalidArgumentError(name, getattr(bench, name), "must be at least 1")
+        _check(name, getattr(bench, name), 1)
     for name in ("num_warmups", "mismatch_requests"):
-        if getattr(bench, name) < 0:
-            raise InvalidArgumentError(name, getattr(bench, name), "must be at least 0")
+        _check(name, getattr(bench, name), 0)
     for value in (*bench.max_concurrency, *bench.padding):
-        if value < 1:
-            raise InvalidArgumentError("max_concurrency, padding", value, "must be at least 1")
+        _check("max_concurrency, padding", value, 1)
     check_seed(bench.seed)
     for name in ("request_rate", "burstiness", "timeout_s"):
         if not getattr(bench, name) > 0:
             raise InvalidArgumentError(name, getattr(bench, name), "must be above 0")
-    same = ("num_prompts", "num_warmups", "repeats", "max_concurrency", "request_rate", "burstiness", "seed")
-    names = (*same, "logprobs", "mismatch_requests", "mismatch_tokens", "padding", "timeout_s", "url_model")
-    return {name: getattr(bench, name) for name in names}
 
 
 def output_directory(bench: BenchOptions) -> Path:
@@ -108,3 +104,102 @@ def output_directory(bench: BenchOptions) -> Path:
         raise InvalidArgumentError("output", str(found), f"has a {RESULT} already; name another directory")
     found.mkdir(parents=True, exist_ok=True)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """What `corun bench kernels` measures; 0 or empty where the default depends on the device."""
+
+    model: str = "tiny"
+    """Directory with the config.json to take the shapes from; no weights are read. "tiny" is built in."""
+    rows: tuple[int, ...] = (1, 16, 64, 256, 2048)
+    """Batch sizes to measure, in rows."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to measure; auto: a GPU if there is one."""
+    kernels: tuple[Literal["mean", "rms_norm", "softmax", "matmul", "attention", "all_reduce"], ...] = ()
+    """Kernels to measure; by default all."""
+    tensor_parallel_size: int = 1
+    """Number of tensor-parallel ranks; the shapes of one of them are measured."""
+    slots: int = 256
+    """Rows that the variant "fixed" always computes: the slots of a decode step."""
+    context: int = 0
+    """Tokens of the longest sequence that attention reads; 0: 2048 on a GPU, 512 on a CPU."""
+    dtypes: tuple[Literal["bfloat16", "float32"], ...] = ()
+    """Types of the inputs; by default bfloat16 on a GPU, both on a CPU."""
+    ranks: int = 0
+    """Ranks of the all-reduce; 0: every GPU, up to 8, or three processes on a CPU."""
+    repeats: int = 0
+    """Timed launches of each kernel at each row count; 0: 100 on a GPU, 10 on a CPU."""
+    draws: int = 3
+    """Random batches whose bits are compared, at each row count."""
+    budget_s: float = 2.0
+    """Most seconds for the timed launches of one row count; a slow kernel gets fewer launches, but at least three."""
+    seed: int = 0
+    """Seed of the random inputs."""
+    timeout_s: float = 1800.0
+    """Longest time for one process, in seconds; there are about ten processes."""
+
+    def check(self, kernels: tuple[str, ...]) -> None:
+        """Raise InvalidArgumentError for a value out of range. kernels: the ones that there are."""
+        lowest = {"slots": 1, "draws": 1, "tensor_parallel_size": 1, "repeats": 0, "context": 0, "ranks": 0}
+        for name, least in lowest.items():
+            _check(name, getattr(self, name), least)
+        if not self.rows or min(self.rows) < 1:
+            raise InvalidArgumentError("rows", self.rows, "must be one or more numbers from 1 on")
+        if unknown := [name for name in self.kernels if name not in kernels]:
+            raise InvalidArgumentError("kernels", unknown[0], f"must be of {', '.join(kernels)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """What `corun bench router` measures."""
+
+    decode_nodes: int = 2
+    """Fake decode nodes. Their steps differ a little in length, so that they coincide from time to time."""
+    slots: int = 256
+    """Slots of each decode node; all of them are in use."""
+    step_ms: float = 30.0
+    """Length of a step, in milliseconds."""
+    seconds: float = 20.0
+    """How long each path is measured, in seconds."""
+    output_tokens: int = 256
+    """Tokens of each sample."""
+    prompt_tokens: int = 64
+    """Tokens of each prompt."""
+    client_processes: int = 1
+    """Processes that the clients are spread over."""
+    processes: int = 1
+    """Router processes, each on a port of its own; the clients are spread over them."""
+    repeats: int = 1
+    """How often both paths are measured, in turn; the figures are medians."""
+    ramp_s: float = 4.0
+    """Seconds over which the first samples are sent."""
+    warmup_s: float = 3.0
+    """Seconds after the ramp before anything counts."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in flight: one in every slot."""
+        return self.decode_nodes * self.slots
+
+    @property
+    def offered(self) -> float:
+        """The offered load in tokens per second."""
+        return self.samples * 1000 / self.step_ms
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError for a value out of range."""
+        most = {"decode_nodes": MAX_NODES, "slots": 4096, "client_processes": 64, "processes": 64, "repeats": 1000}
+        most |= {"output_tokens": 4096, "prompt_tokens": 4096}
+        for name, limit in most.items():
+            _check(name, getattr(self, name), 1, limit)
+        _check("client_processes", self.client_processes, 1, self.samples)
+        for name in ("step_ms", "seconds"):
+            if not getattr(self, name) > 0:
+                raise InvalidArgumentError(name, getattr(self, name), "must be above 0")
+
+
+def _check(name: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        limit = f"must be at least {least}" if most is None else f"must be {least} to {most}"
+        raise InvalidArgumentError(name, value, limit)

@@ -10,8 +10,8 @@ import datetime
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from corun.errors import CorunError, InternalError
 from corun_bench import conditions, metrics, results, workloads
 from corun_bench.driver import Target, drive
 from corun_bench.engines import TEMPERATURE, IndependentEngines
-from corun_bench.fleet import Up, up
-from corun_bench.openai import OpenAiTarget
+from corun_bench.fleet import Up, foreign, up
+from corun_bench.options import RESULT, BenchOptions
 from corun_bench.records import Run, Workload
 from corun_bench.systems import Machine, System
 from router.text import Tokenizer
@@ -40,39 +40,23 @@ FEW_AT_ONCE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to measure."""
+    """What to measure, as it was read from the options."""
 
+    options: BenchOptions
     machine: Machine
     systems: tuple[System, ...]
-    urls: tuple[str, ...] = ()
-    """OpenAI-compatible servers to measure as well, each by its URL."""
-    url_model: str = ""
-    """The name of the model that those servers serve."""
     specs: tuple[workloads.Spec, ...]
-    num_prompts: int = 300
-    num_warmups: int = 16
-    repeats: int = 3
-    max_concurrency: tuple[int, ...] = (256,)
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    seed: int = 0
-    logprobs: bool = False
     percentiles: tuple[float, ...] = metrics.PERCENTILES
     goodput: dict[str, float] = field(default_factory=dict)
-    mismatch_requests: int = 32
-    mismatch_tokens: int = 64
-    padding: tuple[int, ...] = ()
-    timeout_s: float = 600.0
-    logs: Path
-    output: Path
-    """The result file. It is rewritten after every run, so that nothing measured is lost."""
+    directory: Path
+    """Where logs go, and the result file, which is rewritten after every run, so that nothing measured is lost."""
 
 
 class Benchmark:
     """One benchmark. A failure is added to `failures`, and the rest goes on."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan, self.options = plan, plan.options
         self.failures: list[str] = []
         config = conditions.model_config(plan.machine.model)
         self._vocab_size = int(config["vocab_size"])
@@ -99,18 +83,20 @@ class Benchmark:
     def prepare(self) -> None:
         """Make every workload, before anything is started. Raises InvalidArgumentError for one that cannot be made."""
         for spec in self.plan.specs:
-            for repeat in (*([-1] if self.plan.num_warmups else []), *range(self.plan.repeats)):
+            for repeat in (*([-1] if self.options.num_warmups else []), *range(self.options.repeats)):
                 self._workload(spec, repeat, 1)
-            if self.plan.mismatch_requests:
+            if self.options.mismatch_requests:
                 self._workload(spec, -2, 1)
 
     async def run(self) -> None:
         """Measure one system after the other. All that was measured is written even if this is cancelled."""
         try:
             for system in self.plan.systems:
-                await self._measure(system.name, up(system, self.plan.machine, self.plan.logs / system.name))
-            for url in self.plan.urls:
-                await self._measure(url, _foreign(url, self.plan.url_model))
+                await self._measure(
+                    system.name, up(system, self.plan.machine, self.plan.directory / "logs" / system.name)
+                )
+            for url in self.options.url:
+                await self._measure(url, foreign(url, self.options.url_model))
         finally:
             self.result["conditions"]["clocks"]["after"] = conditions.clocks()
             self._save()
@@ -123,12 +109,12 @@ class Benchmark:
         except (CorunError, RuntimeError) as error:  # corun_bench.nodes.StartError is a RuntimeError.
             self._fail(f"{name}: {error}", self._missing(name))
 
-    async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: Up | OpenAiTarget) -> None:
+    async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: Up) -> None:
         """Run a measurement to its end.
 
         Raises UnavailableError as soon as a process of the system has ended, since its requests would wait for ever.
         """
-        self._check = found.check if isinstance(found, Up) else lambda: None
+        self._check = found.check
         watch = asyncio.create_task(_watch(self._check))
         work = asyncio.create_task(measuring)
         try:
@@ -149,30 +135,26 @@ class Benchmark:
         """Return a text on how many planned runs of a system were measured; empty if none or all were."""
         rows = [row for row in self.result["runs"] if row["system"] == name]
         measured = sum(not row["workload"].startswith("padding=") for row in rows)
-        planned = len(self.plan.specs) * len(self.plan.max_concurrency) * self.plan.repeats
+        planned = len(self.plan.specs) * len(self.options.max_concurrency) * self.options.repeats
         return f" ({measured} of its {planned} runs were measured)" if 0 < measured < planned else ""
 
-    async def _on(self, name: str, found: Up | OpenAiTarget) -> None:
-        target = _target_of(found)
-        described = self._describe(name, found)
-        sent = 0
+    async def _on(self, name: str, found: Up) -> None:
+        target, described, sent = found.target, self._describe(name, found), 0
         for spec in self.plan.specs:
             sent += await self._warm(name, target, spec)
-            for concurrency in self.plan.max_concurrency:
-                for repeat in range(self.plan.repeats):
+            for concurrency in self.options.max_concurrency:
+                for repeat in range(self.options.repeats):
                     workload = self._workload(spec, repeat, concurrency)
                     sent += len(workload.requests)
                     await self._run(name, target, workload, repeat, described)
             sent += await self._compare(name, target, spec)
         await self._pad(name, found, described)
-        if isinstance(found, Up):
-            described["memory"] = found.memory()
-            described["gpu_memory"] = found.gpu_memory()
-            described["handoff"] = await found.handoffs(sent)
+        described |= {"memory": found.memory(), "gpu_memory": found.gpu_memory()}
+        described["handoff"] = await found.handoffs(sent)
         self._save()
 
     async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> Run:
-        run = await self._drive(target, workload, system=name, repeat=repeat, logprobs=self.plan.logprobs)
+        run = await self._drive(target, workload, system=name, repeat=repeat, logprobs=self.options.logprobs)
         summary = metrics.summarize(
             run,
             percentiles=self.plan.percentiles,
@@ -195,7 +177,7 @@ class Benchmark:
     async def _drive(self, target: Target, workload: Workload, **options: Any) -> Run:
         """Run a workload. Raises UnavailableError if an engine died during it: the result is then no measurement."""
         progress = self._progress(options["system"], workload)
-        run = await drive(target, workload, timeout_s=self.plan.timeout_s, on_done=progress, **options)
+        run = await drive(target, workload, timeout_s=self.options.timeout_s, on_done=progress, **options)
         self._check()
         return run
 
@@ -214,10 +196,10 @@ class Benchmark:
 
     async def _warm(self, name: str, target: Target, spec: workloads.Spec) -> int:
         """Run requests of the same shapes whose times do not count; return how many were sent."""
-        if not self.plan.num_warmups:
+        if not self.options.num_warmups:
             return 0
-        workload = self._workload(spec, -1, min(self.plan.max_concurrency[-1], self.plan.num_warmups))
-        warmups = replace(workload, requests=workload.requests[: self.plan.num_warmups], request_rate=math.inf)
+        workload = self._workload(spec, -1, min(self.options.max_concurrency[-1], self.options.num_warmups))
+        warmups = replace(workload, requests=workload.requests[: self.options.num_warmups], request_rate=math.inf)
         await self._drive(target, warmups, system=name)
         return len(warmups.requests)
 
@@ -226,11 +208,11 @@ class Benchmark:
 
         Return how many requests were sent.
         """
-        if not (wanted := self.plan.mismatch_requests):
+        if not (wanted := self.options.mismatch_requests):
             return 0
-        made = self._workload(spec, -2, self.plan.max_concurrency[-1])
+        made = self._workload(spec, -2, self.options.max_concurrency[-1])
         short = [
-            replace(request, max_tokens=min(request.max_tokens, self.plan.mismatch_tokens), arrival_s=0.0)
+            replace(request, max_tokens=min(request.max_tokens, self.options.mismatch_tokens), arrival_s=0.0)
             for request in made.requests[: wanted + CROWD]
         ]
         crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
@@ -247,24 +229,24 @@ class Benchmark:
             self._fail(f"{name}: {spec.name}: {len(found.not_compared)} requests could not be compared")
         return len(crowd.requests) + len(few.requests)
 
-    async def _pad(self, name: str, found: Up | OpenAiTarget, described: dict[str, Any]) -> None:
+    async def _pad(self, name: str, found: Up, described: dict[str, Any]) -> None:
         """Measure a single request with decode steps of each number of rows (paper, Section V-E).
 
         A system that does not pad is measured once.
         """
-        if not self.plan.padding or not isinstance(found, Up) or not isinstance(found.target, IndependentEngines):
+        if not self.options.padding or not isinstance(found.target, IndependentEngines):
             return
-        pads = found.system.pads
-        for rows in self.plan.padding if pads else self.plan.padding[:1]:
+        pads = found.pads
+        for rows in self.options.padding if pads else self.options.padding[:1]:
             if pads:
                 await found.engines[0].pad_to(rows)
             await self._alone(name, IndependentEngines(found.engines[:1]), rows, described)
         if pads:
-            await found.engines[0].pad_to(found.system.slots_on(self.plan.machine))
+            await found.engines[0].pad_to(found.slots // len(found.engines))
 
     async def _alone(self, name: str, target: Target, rows: int, described: dict[str, Any]) -> None:
         spec = workloads.parse(f"in={PADDING_PROMPT},out={PADDING_OUTPUT}")
-        for repeat in range(-1, self.plan.repeats):
+        for repeat in range(-1, self.options.repeats):
             made = self._workload(spec, repeat, 1, num_requests=1)
             workload = replace(made, name=f"padding={rows}", request_rate=math.inf)
             if repeat < 0:
@@ -282,38 +264,39 @@ class Benchmark:
     def _make(self, spec: workloads.Spec, repeat: int, num_requests: int) -> Workload:
         return workloads.make(
             spec,
-            num_requests=num_requests or self.plan.num_prompts,
+            num_requests=num_requests or self.options.num_prompts,
             vocab_size=self._vocab_size,
             max_model_len=self.plan.machine.max_model_len,
-            seed=self.plan.seed + REPEAT_SEEDS * (repeat + 3),
+            seed=self.options.seed + REPEAT_SEEDS * (repeat + 3),
             tokenize=self._tokenize if spec.is_text else None,
-            request_rate=self.plan.request_rate,
-            burstiness=self.plan.burstiness,
+            request_rate=self.options.request_rate,
+            burstiness=self.options.burstiness,
         )
 
     def _tokenize(self, text: str) -> list[int]:
         self._tokenizer = self._tokenizer or Tokenizer.load(self.plan.machine.model)
         return list(self._tokenizer.encode(text))
 
-    def _describe(self, name: str, found: Up | OpenAiTarget) -> dict[str, Any]:
+    def _describe(self, name: str, found: Up) -> dict[str, Any]:
         row: dict[str, Any] = {
             "system": name,
-            "gpus": {"prefill": 0, "decode": 0, "total": 0},
-            "slots": 0,
+            "gpus": found.gpus,
+            "slots": found.slots,
             "handoff": None,
+            "pads": found.pads,
+            "ready_s": found.ready_s,
+            "memory": found.memory(),
+            "gpu_memory": found.gpu_memory(),
+            "fingerprint": found.fingerprint,
+            "settings": found.settings,
         }
-        row["pads"] = isinstance(found, Up) and found.system.pads
-        if isinstance(found, Up):
-            row |= {"gpus": found.gpus, "slots": found.slots, "ready_s": found.ready_s, "memory": found.memory()}
-            row |= {"gpu_memory": found.gpu_memory(), "fingerprint": found.fingerprint, "settings": found.settings}
+        if found.ready_s is not None:
             self.say(f"{name}: ready in {found.ready_s:.1f} s")
-        else:
-            row |= {"ready_s": None, "memory": {}, "gpu_memory": {}, "fingerprint": "", "settings": {"url": name}}
         self.result["systems"].append(row)
         return row
 
     def _save(self) -> None:
-        results.write(self.plan.output, self.result)
+        results.write(self.plan.directory / RESULT, self.result)
 
     def _fail(self, text: str, missing: str = "") -> None:
         self.failures.append(text.splitlines()[0] + missing)
@@ -331,10 +314,6 @@ async def _watch(check: Callable[[], None]) -> None:
         await asyncio.sleep(WATCH_S)
 
 
-def _target_of(found: Up | OpenAiTarget) -> Target:
-    return found.target if isinstance(found, Up) else found
-
-
 def _line(summary: dict[str, Any]) -> str:
     """Return the main figures of a run in one line."""
     text = f"{summary['output_throughput']:.0f} output tok/s"
@@ -343,13 +322,3 @@ def _line(summary: dict[str, Any]) -> str:
     if summary.get("median_tpot_ms") is not None:
         text += f", TPOT {summary['median_tpot_ms']:.2f} ms"
     return text
-
-
-@asynccontextmanager
-async def _foreign(url: str, model: str) -> AsyncIterator[OpenAiTarget]:
-    target = OpenAiTarget(url, model=model, temperature=TEMPERATURE)
-    await target.start()
-    try:
-        yield target
-    finally:
-        await target.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from corun.errors import InvalidArgumentError
@@ -64,21 +64,13 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSettings:
-    """One vLLM engine of a system that is not the cluster."""
+class EngineSettings(Machine):
+    """One vLLM engine of a system that is not the cluster: its part of the machine, and what it does there."""
 
     kind: str
     role: str = "both"
     """The engine's role: both, prefill or decode."""
-    model: str
-    gpus: tuple[int, ...]
-    cores: tuple[int, ...]
     gpu_memory_utilization: float
-    slots: int
-    chunk_size: int
-    max_model_len: int
-    tensor_parallel_size: int
-    kv_cache_gib: int
 
     @property
     def is_ours(self) -> bool:
@@ -160,19 +152,9 @@ class System:
         return found + [self._engine(machine, "decode", place, neighbours) for place in decode]
 
     def _engine(self, machine: Machine, role: str, place: int, neighbours: int) -> EngineSettings:
-        return EngineSettings(
-            kind=self.kind,
-            role=role,
-            model=machine.model,
-            gpus=machine.device(place),
-            cores=_cores(machine.cores, role),
-            gpu_memory_utilization=round(GPU_MEMORY / neighbours, 2),
-            slots=self.slots_on(machine),
-            chunk_size=machine.chunk_size,
-            max_model_len=machine.max_model_len,
-            tensor_parallel_size=machine.tensor_parallel_size,
-            kv_cache_gib=machine.kv_cache_gib,
-        )
+        own = {"gpus": machine.device(place), "cores": _cores(machine.cores, role), "slots": self.slots_on(machine)}
+        share = round(GPU_MEMORY / neighbours, 2)
+        return EngineSettings(**asdict(machine) | own, kind=self.kind, role=role, gpu_memory_utilization=share)
 
     def describe(self, machine: Machine) -> dict[str, Any]:
         """Return the description of the system for the result file."""

@@ -22,10 +22,7 @@ GENERATED = "corun/v1/"
 BENCH_ENGINE = {
     "corun_bench/engine.py",
     "corun_bench/serve.py",
-    *(
-        f"corun_bench/kernels/{name}.py"
-        for name in ("attention", "collectives", "invariance", "ops", "timing", "worker")
-    ),
+    *(f"corun_bench/kernels/{name}.py" for name in ("attention", "invariance", "ops", "timing", "worker")),
 }
 """What of the benchmark may load torch or vLLM."""
 
@@ -250,7 +247,7 @@ def test_messages_stay_at_the_edges() -> None:
         "__main__.py",
         "app.py",
     }
-    allowed |= {"fake_nodes.py", "load.py"}  # A service and a client of the benchmark.
+    allowed |= {"fake_node.py", "load.py"}  # A service and a client of the benchmark.
     files = importers("corun.v1")
     assert "corun/rpc/codec.py" in files
     assert {Path(name).name for name in files} <= allowed

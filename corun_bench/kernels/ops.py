@@ -1,7 +1,11 @@
-"""The kernels that compute every row of a batch on its own: mean, RMSNorm, log-softmax, matrix products.
+"""The kernels except attention: mean, RMSNorm, log-softmax, matrix products, and the all-reduce among ranks.
 
 Owns how stock vLLM and its batch-invariant mode call each of them (vllm/model_executor/layers/batch_invariant.py), and
 their random inputs. vLLM is imported only by the variants that need it. Must not know how they are timed or compared.
+
+A row of an all-reduce is a row of the message. Its place in the message, and the size of the message, may decide the
+order in which the ranks' values are added. NCCL reads its settings from the environment of the process
+(corun_bench/kernels/plan.py).
 """
 
 from __future__ import annotations
@@ -9,9 +13,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed
 
 from corun_bench.kernels.invariance import Prepare
 from corun_bench.kernels.plan import Task
@@ -20,6 +26,7 @@ _EPSILON = 1e-6
 _WEIGHT_STD = 0.02
 # Standard deviation of random logits: a few likely tokens, as a trained model has.
 _LOGIT_STD = 3.5
+_RANK_TIMEOUT = timedelta(minutes=5)
 _BATCH_INVARIANT = "vllm.model_executor.layers.batch_invariant"
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -60,11 +67,11 @@ def build(task: Task, place: Place, pool: int) -> Kernel:
     values[-1] = 0  # The idle row, number -1.
     implementation, function = _FUNCTIONS[task.op](task, place)
     if task.variant == "row-by-row":
-        return Kernel(implementation=f"{implementation}, one row at a time", prepare=_one_by_one(values, function))
-    return Kernel(implementation=implementation, prepare=_together(values, function))
+        return Kernel(implementation=f"{implementation}, one row at a time", prepare=_prepare(values, _each(function)))
+    return Kernel(implementation=implementation, prepare=_prepare(values, function))
 
 
-def _together(values: torch.Tensor, function: Function) -> Prepare:
+def _prepare(values: torch.Tensor, function: Function) -> Prepare:
     def prepare(rows: Sequence[int]) -> Callable[[], torch.Tensor]:
         batch = values[torch.tensor(rows, device=values.device)]
         return lambda: function(batch)
@@ -72,12 +79,9 @@ def _together(values: torch.Tensor, function: Function) -> Prepare:
     return prepare
 
 
-def _one_by_one(values: torch.Tensor, function: Function) -> Prepare:
-    def prepare(rows: Sequence[int]) -> Callable[[], torch.Tensor]:
-        batch = values[torch.tensor(rows, device=values.device)]
-        return lambda: torch.cat([function(batch[index : index + 1]) for index in range(len(batch))])
-
-    return prepare
+def _each(function: Function) -> Function:
+    """Return the function, called on one row at a time."""
+    return lambda batch: torch.cat([function(batch[index : index + 1]) for index in range(len(batch))])
 
 
 def _mean(task: Task, place: Place) -> tuple[str, Function]:
@@ -136,3 +140,73 @@ _FUNCTIONS: dict[str, Callable[[Task, Place], tuple[str, Function]]] = {
     "softmax": _softmax,
     "matmul": _matmul,
 }
+
+
+def join(device: torch.device, rank: int, ranks: int, meeting: str) -> None:
+    """Make this process a rank. meeting: a file that all ranks can write, and that does not exist yet."""
+    distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=_RANK_TIMEOUT,
+    )
+
+
+def leave() -> None:
+    """Leave the group of ranks that `join` entered."""
+    distributed.destroy_process_group()
+
+
+def barrier(device: torch.device) -> None:
+    """Return when all ranks have come here; on a GPU return at once and let the stream wait for them."""
+    distributed.all_reduce(torch.zeros(1, device=device))
+
+
+def build_all_reduce(task: Task, place: Place, pool: int) -> Kernel:
+    """Return the all-reduce of a task. Every rank has its own values for each of `pool` rows."""
+    own = Place(device=place.device, seed=place.seed + 1 + distributed.get_rank())
+    values = own.normal(pool, task.shape[0], dtype=getattr(torch, task.dtype))
+    implementation, reduce = _reduction(task, place.device)
+    ranks = distributed.get_world_size()
+    return Kernel(implementation=f"{implementation}, {ranks} ranks", prepare=_prepare(values, reduce))
+
+
+def _reduction(task: Task, device: torch.device) -> tuple[str, Function]:
+    if task.variant == "custom":
+        return "vLLM's custom all-reduce", _custom(device)
+    if task.variant == "fixed-order":
+        return "all-gather and a sum in the order of the ranks", _in_order
+    library = "gloo" if device.type == "cpu" else "NCCL ring" if task.variant == "std" else "NCCL tree, one channel"
+    return f"{library}, with a copy of its input", _in_place
+
+
+def _in_place(message: torch.Tensor) -> torch.Tensor:
+    total = message.clone()
+    distributed.all_reduce(total)
+    return total
+
+
+def _in_order(message: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(message) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, message)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _custom(device: torch.device) -> Function:
+    module = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
+    group = distributed.new_group(backend="gloo")
+    custom: Any = module.CustomAllreduce(group=group, device=device)
+    if custom.disabled:
+        raise UnavailableKernelError("vLLM does not use its custom all-reduce with these ranks and links")
+
+    def reduce(message: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor | None = custom.custom_all_reduce(message)
+        if total is None:
+            raise UnavailableKernelError(f"vLLM uses NCCL for a message of {message.nbytes} bytes")
+        return total
+
+    return reduce

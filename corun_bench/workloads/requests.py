@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from corun.errors import InvalidArgumentError
 from corun.params import check_seed
@@ -89,32 +90,11 @@ class _Maker:
         return tokens
 
 
-def make(
-    spec: Spec,
-    *,
-    num_requests: int,
-    vocab_size: int,
-    max_model_len: int,
-    seed: int,
-    tokenize: Tokenize | None = None,
-    max_concurrency: int = 256,
-    request_rate: float = math.inf,
-    burstiness: float = 1.0,
-) -> Workload:
-    """Return the workload of `prepare`, and log what had to be changed."""
-    prepared = prepare(
-        spec,
-        num_requests=num_requests,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        seed=seed,
-        tokenize=tokenize,
-        max_concurrency=max_concurrency,
-        request_rate=request_rate,
-        burstiness=burstiness,
-    )
+def make(spec: Spec, **options: Any) -> Workload:
+    """Return the workload of `prepare`, which has these options, and log what had to be changed."""
+    prepared = prepare(spec, **options)
     for count, what in (
-        (prepared.clipped, f"requests cut to {max_model_len} tokens"),
+        (prepared.clipped, f"requests cut to {options['max_model_len']} tokens"),
         (prepared.left_out, "records left out"),
         (prepared.repeated, "prompts used again"),
     ):

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from corun.errors import CorunError
+from corun_bench.driver import Target
 from corun_bench.records import Outcome, Request
 
 
 @dataclass
-class FakeTarget:
+class FakeTarget(Target):
     """Draws tokens that depend on prompt and seed; in a crowd also on the crowd, if `crowd_shows`."""
 
     delay_s: float = 0.001

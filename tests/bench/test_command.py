@@ -11,7 +11,7 @@ import pytest
 from corun import cli
 from corun.errors import InvalidArgumentError
 from corun_bench import command
-from corun_bench.cli.run import Bench
+from corun_bench.cli import Bench
 from corun_bench.options import output_directory
 
 

@@ -18,6 +18,7 @@ from corun.processes import descendants
 from corun_bench import fleet, runner, workloads
 from corun_bench.children import Processes
 from corun_bench.engines import Engine
+from corun_bench.options import BenchOptions
 from corun_bench.records import Outcome, Request
 from corun_bench.runner import Benchmark, Plan
 from corun_bench.systems import EngineSettings, Machine, System, parse_systems
@@ -140,17 +141,12 @@ def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, str]) 
     monkeypatch.setattr(
         System, "engines", lambda self, machine: engines(self, Machine(model=does[self.name], cores=(0,)))
     )
+    counts = {"num_prompts": 4, "num_warmups": 0, "repeats": 2, "mismatch_requests": 0}
     plan = Plan(
+        options=BenchOptions(**counts, max_concurrency=(2,), timeout_s=120.0),
         machine=Machine(model=str(tiny.ensure()), cores=(0,)),
         systems=tuple(parse_systems(list(does))),
         specs=workloads.expand(["in=8,out=4"]),
-        num_prompts=4,
-        num_warmups=0,
-        repeats=2,
-        max_concurrency=(2,),
-        mismatch_requests=0,
-        timeout_s=120.0,
-        logs=tmp_path / "logs",
-        output=tmp_path / "result.json",
+        directory=tmp_path,
     )
     return Benchmark(plan)

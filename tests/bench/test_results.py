@@ -12,7 +12,8 @@ import tyro
 
 from corun.errors import InvalidArgumentError
 from corun_bench import results
-from corun_bench.cli.compare import Compare, compare, ratio
+from corun_bench.cli import Compare
+from corun_bench.compare import compare, ratio
 from corun_bench.metrics import Gpus, Spread, summarize
 from corun_bench.records import Outcome, Run
 

@@ -14,6 +14,7 @@ from corun.errors import UnavailableError
 from corun.models import tiny
 from corun_bench import results, runner, workloads
 from corun_bench.children import Processes
+from corun_bench.options import BenchOptions
 from corun_bench.runner import Benchmark, Plan
 from corun_bench.systems import Machine, System, parse_systems
 from tests.bench.targets import FakeTarget
@@ -36,19 +37,11 @@ class FakeUp(runner.Up):
 
 def plan(tmp_path: Path, **changes: Any) -> Plan:
     machine = Machine(model=str(tiny.ensure()), max_model_len=512, slots=4)
-    values: dict[str, Any] = {
-        "machine": machine,
-        "systems": tuple(parse_systems(["std,cluster"])),
-        "specs": workloads.expand(["in=8,out=4", "rl=2x3,in=8,out=4"]),
-        "num_prompts": 6,
-        "num_warmups": 2,
-        "repeats": 2,
-        "max_concurrency": (1, 4),
-        "mismatch_requests": 3,
-        "logs": tmp_path / "logs",
-        "output": tmp_path / "result.json",
-    }
-    return Plan(**values | changes)
+    systems = tuple(parse_systems([changes.pop("systems", "std,cluster")]))
+    specs = workloads.expand(["in=8,out=4", "rl=2x3,in=8,out=4"])
+    values: dict[str, Any] = {"num_prompts": 6, "num_warmups": 2, "repeats": 2, "mismatch_requests": 3}
+    options = BenchOptions(**{**values, "max_concurrency": (1, 4), **changes})
+    return Plan(options=options, machine=machine, systems=systems, specs=specs, directory=tmp_path)
 
 
 def over(monkeypatch: pytest.MonkeyPatch, targets: dict[str, FakeTarget]) -> None:
@@ -129,14 +122,14 @@ async def test_why_a_process_ended_is_said_and_not_what_failed_because_of_it(
     monkeypatch.setattr(FakeTarget, "forget", forget)
     monkeypatch.setattr(FakeUp, "check", check)
     over(monkeypatch, {"std": FakeTarget()})
-    benchmark = Benchmark(plan(tmp_path, systems=tuple(parse_systems(["std"]))))
+    benchmark = Benchmark(plan(tmp_path, systems="std"))
     await benchmark.run()
     assert benchmark.failures == ["std: std-0 ended with -9"]
 
 
 async def test_requests_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over(monkeypatch, {"std": FakeTarget(errors={1: UnavailableError("gone")})})
-    benchmark = Benchmark(plan(tmp_path, systems=tuple(parse_systems(["std"])), mismatch_requests=0, num_warmups=0))
+    benchmark = Benchmark(plan(tmp_path, systems="std", mismatch_requests=0, num_warmups=0))
     await benchmark.run()
     assert benchmark.failures[0] == "std: in=8,out=4: 1 requests failed: UnavailableError: gone"
     assert {run["failed"] for run in benchmark.result["runs"]} == {1}
@@ -146,7 +139,7 @@ async def test_padding_is_of_systems_whose_steps_all_have_a_row_for_each_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over(monkeypatch, {"std": FakeTarget(), "colocated": FakeTarget(), "colocated+ladder": FakeTarget()})
-    benchmark = Benchmark(plan(tmp_path, systems=tuple(parse_systems(["std,colocated,colocated+ladder"]))))
+    benchmark = Benchmark(plan(tmp_path, systems="std,colocated,colocated+ladder"))
     await benchmark.run()
     known = {run["system"]: run["padding_waste"] is not None for run in benchmark.result["runs"]}
     assert known == {"std": False, "colocated": True, "colocated+ladder": False}

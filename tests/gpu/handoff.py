@@ -105,7 +105,7 @@ def through_connector(options: Handoff) -> Iterator[dict[str, Any]]:
 
 def through_cluster(options: Handoff) -> Iterator[dict[str, Any]]:
     """Yield the times to the first token by length and concurrency, then the decode nodes' own figures of all reads."""
-    with running(options.topology, options.logs, optional_flags={}) as nodes:
+    with running(options.topology, options.logs, prefill_flags=()) as nodes:
         status = nodes.status()
         assert status is not None  # All nodes are ready.
         vocab = min(node.node.vocab_size for node in status.nodes)

@@ -17,11 +17,11 @@ import tyro
 from rich.console import Console
 
 from corun.errors import InvalidArgumentError
-from corun_bench.cli.report import Report
+from corun_bench.cli import Report
 from corun_bench.report import page as report
-from corun_bench.report import tables, terminal, views
-from corun_bench.report.cells import NOTHING, TIMES, Table
-from corun_bench.report.plot_kit import looks
+from corun_bench.report import tables, views
+from corun_bench.report.looks import looks
+from corun_bench.report.tables import NOTHING, TIMES, Table
 from corun_bench.systems import KINDS
 from tests.bench.report.results import HOSTILE, document, kernel, results, run, system
 
@@ -125,7 +125,7 @@ def test_systems_have_their_handoffs() -> None:
 
 def test_the_printed_table_has_speed_and_bits() -> None:
     printed = Console(width=200, file=io.StringIO(), record=True)
-    printed.print(terminal.table(full()))
+    printed.print(tables.printed(full(), "std"))
     lines = [line.split() for line in printed.export_text().splitlines()]
     head = " ".join(lines[1])
     assert all(words in head for words in ("output tokens/s", f"{TIMES} std", "TTFT median ms", "bits differ"))
@@ -311,9 +311,7 @@ def test_command_without_files_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_command_is_light_until_it_runs() -> None:
-    code = (
-        "import sys, corun_bench.cli.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'PIL')))"
-    )
+    code = "import sys, corun_bench.cli; sys.exit(any(m in sys.modules for m in ('matplotlib', 'jinja2', 'PIL')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,11 @@ from corun.models import tiny
 from corun.node.kv.handle import binding
 from corun.types import FinishReason, NodeRef, NodeRole
 from corun_bench.children import Processes
-from corun_bench.cli.router import RouterBench, report
-from corun_bench.router import raw_client
-from corun_bench.router.capacity import Setup, _together, is_carried
-from corun_bench.router.fake_engines import FakeDecodeEngine, FakePrefillEngine, read_code, step_code
-from corun_bench.router.fake_nodes import FakeDirect, fake_contract
-from corun_bench.router.load import Load, LoadOptions, Results
-from corun_bench.router.paths import _Measurement, quantiles
-from corun_bench.router.raw_client import RawConnection, messages
+from corun_bench.cli import RouterBench
+from corun_bench.options import RouterOptions
+from corun_bench.router.capacity import _load, _together, is_carried, quantiles, report
+from corun_bench.router.fake_node import FakeDecodeEngine, FakeDirect, FakePrefillEngine, fake_contract
+from corun_bench.router.load import Load, LoadOptions, Results, read_code, step_code
 from decode_node.service import StepRow
 
 SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}
@@ -57,7 +54,9 @@ def test_every_token_arrives_and_the_json_has_its_fields(tmp_path: Path, capsys:
 class LateClients(Processes):
     """Clients that come up one after the other, noted with what is waited for and looked at."""
 
-    def start(self, name: str, module: str, *flags: str, stdin: int | None = None) -> None:
+    def start(
+        self, name: str, module: str, *flags: str, stdin: int | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         self.seen = [*getattr(self, "seen", []), name]
 
     def wait(self, seconds: float) -> None:
@@ -75,9 +74,10 @@ class LateClients(Processes):
 
 
 def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path) -> None:
-    setup, processes = Setup(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0), LateClients(tmp_path)
+    setup = RouterOptions(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0)
+    processes = LateClients(tmp_path)
     with pytest.raises(UnavailableError, match="enough"):
-        _Measurement(setup, processes, "/a.B/C", ["h:1"]).run()
+        _load(setup, processes, "/a.B/C", ["h:1"])
     *polls, ramp, before, measured, after = processes.seen[2:]
     assert (ramp, before, measured, after) == (7.0, "cpu", 20.0, "cpu")
     assert len(polls) == 2
@@ -86,24 +86,22 @@ def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path
 async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
     """What a client says of a fake node."""
     engine = FakeDecodeEngine(3, 0.002)
-    direct = stream(engine)
-    engine.on_step = direct.on_step
-    async with direct.serving() as port:
+    async with stream(engine).serving() as port:
         ticking = asyncio.ensure_future(engine.tick())
         options = LoadOptions(
-            addresses=(f"127.0.0.1:{port}",),
+            addresses=[f"127.0.0.1:{port}"],
             method="/corun.bench.FakeDirect/Generate",
             concurrency=4,
             prompt_tokens=3,
             output_tokens=8,
             ramp_s=0.01,
-            output=tmp_path / "unused",
+            output=str(tmp_path / "unused"),
         )
         stop = asyncio.Event()
         load = Load(options)
         running = asyncio.ensure_future(load.run(stop))
         try:
-            while len(load._calls) < 12 and not running.done():  # noqa: ASYNC110
+            while len(load.calls) < 12 and not running.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             stop.set()
             return await running
@@ -122,14 +120,10 @@ async def test_the_client_counts_every_token_and_its_step(tmp_path: Path) -> Non
 class Forgetful(FakeDirect):
     """Leaves out the first token of every sample."""
 
-    def on_step(self, rows: list[StepRow]) -> None:  # type: ignore[override]
-        for row in rows:
-            stream = self._streams[row.request_id]
-            if hasattr(stream, "forgot"):
-                stream.add(row)
-            else:
-                stream.forgot = True
-                stream._left -= 1
+    def on_step(self, rows: Sequence[StepRow]) -> None:
+        self.begun: set[str] = getattr(self, "begun", set())
+        super().on_step([row for row in rows if row.request_id in self.begun])
+        self.begun |= {row.request_id for row in rows}
 
 
 async def test_a_token_that_does_not_arrive_is_found(tmp_path: Path) -> None:
@@ -176,48 +170,6 @@ def test_a_fake_contract_says_so(role: NodeRole) -> None:
     assert (contract.model.engine, contract.model.weights_digest) == ("fake", "fake")
 
 
-class Transport:
-    def __init__(self) -> None:
-        self.data = b""
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-
-def test_the_client_reads_frames_wherever_they_are_cut() -> None:
-    frames = [
-        raw_client._frame(4, 0, 0, b""),
-        raw_client._frame(1, 4, 1, b"headers"),
-        raw_client._frame(0, 0, 1, b"\0\0\0\0\3abc\0\0"),
-        raw_client._frame(6, 0, 0, b"12345678"),
-        raw_client._frame(0, 0, 1, b"\0\0\2de\0\0\0\0\0"),
-        raw_client._frame(1, 5, 1, b"trailers"),
-    ]
-    data = b"".join(frames)
-    for size in (1, 2, 7, len(data)):
-        ended: list[int] = []
-        connection, transport = RawConnection(lambda _, number, ended=ended: ended.append(number)), Transport()
-        connection.connection_made(transport)  # type: ignore[arg-type]
-        assert connection.call("a:1", "/s/M", b"request") == 1
-        transport.data = b""
-        for at in range(0, len(data), size):
-            connection.data_received(data[at : at + size])
-        assert [message for _, message in messages(connection.chunks[1])] == [b"abc", b"de", b""]
-        assert ended == [1]
-        assert connection.trailers[1] == b"trailers"
-        assert transport.data == raw_client._frame(4, 1, 0, b"") + raw_client._frame(6, 1, 0, b"12345678")
-
-
-def test_calls_of_a_lost_connection_end() -> None:
-    ended: list[int] = []
-    connection = RawConnection(lambda _, number: ended.append(number))
-    connection.connection_made(Transport())  # type: ignore[arg-type]
-    connection.call("a:1", "/s/M", b"")
-    connection.call("a:1", "/s/M", b"")
-    connection.connection_lost(None)
-    assert ended == [1, 3]
-
-
 def test_quantiles_are_of_what_came() -> None:
     assert quantiles([i / 1000 for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
     with pytest.raises(UnavailableError, match="nothing came"):
@@ -243,7 +195,7 @@ def test_one_wrong_sample_of_several_runs_is_not_lost_in_a_median() -> None:
 @pytest.mark.parametrize("bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}])
 def test_a_measurement_that_cannot_be_made_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
-        Setup(**{**SMALL, **bad})
+        RouterOptions(**{**SMALL, **bad}).check()
 
 
 def test_a_search_is_reported_run_by_run() -> None:

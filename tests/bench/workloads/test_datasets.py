@@ -10,7 +10,7 @@ import pytest
 
 from corun.errors import InvalidArgumentError
 from corun_bench.workloads.datasets import SAMPLES, Trace, read_blazedit, read_burstgpt, read_sharegpt
-from corun_bench.workloads.samples import recipes
+from tests.bench.workloads import recipes
 
 V1_1 = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log

@@ -1,6 +1,6 @@
-"""The recipes of the files in this folder. A test makes the files again, as proof that they are our own.
+"""The recipes of the benchmark's sample files. A test makes the files again, as proof that they are our own.
 
-`python -m corun_bench.workloads.samples.recipes` writes them. This module must not know the readers.
+`python -m tests.bench.workloads.recipes` writes them. This module must not know the readers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import io
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from statistics import NormalDist
 
+from corun_bench.workloads.datasets import SAMPLES
 from corun_bench.workloads.draws import generator, pick
 
 SEED = 20260
@@ -193,7 +193,7 @@ _TALKS = (
 
 def main() -> None:
     for name, recipe in FILES.items():
-        (Path(__file__).parent / name).write_text(recipe(), encoding="utf-8")
+        (SAMPLES / name).write_text(recipe(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,51 +1,19 @@
-"""`corun bench compare`: two result files side by side, with what makes them hard to compare."""
+"""Two result files side by side, with what makes them hard to compare: the work of `corun bench compare`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun.records.rows import to_line
 from corun_bench import results
 from corun_bench.metrics import Spread
 
 THROUGHPUT = "output_throughput"
 LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50": "median_tpot_ms"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compare:
-    """Compare two result files of corun bench.
-
-    The table has a row for each workload and system. Numbers are medians over repeats. The range behind a ratio goes
-    from the worst pair of repeats to the best. A ratio whose range contains 1 shows no difference.
-
-    examples:
-      corun bench compare monday.json tuesday.json
-      corun bench compare --json monday.json tuesday.json
-    """
-
-    first: tyro.conf.Positional[Path]
-    """Result file a."""
-    second: tyro.conf.Positional[Path]
-    """Result file b; ratios are b / a."""
-    json: bool = False
-    """Print only the JSON line."""
-
-    def run(self) -> int:
-        first, second = results.read(self.first), results.read(self.second)
-        comparison = compare(first, second)
-        if not self.json:
-            show(comparison)
-        print(to_line(comparison))
-        return 0
 
 
 def compare(first: results.Result, second: results.Result) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""The commands `corun bench …`: their help, and what they print. The entry point `corun.commands` plugs them in.
+
+A bare install has this module and not what measures, so each command imports its work when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import tyro
+from rich.console import Console
+
+from corun.config.extras import needs_extra
+from corun.errors import InvalidArgumentError
+from corun.records.rows import to_line
+from corun_bench import compare, results
+from corun_bench.options import BenchOptions, KernelOptions, RouterOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(BenchOptions):
+    """Measure systems side by side, and compare their bits.
+
+    All systems get the same model, prompts and GPUs, and one client loop drives them all.
+
+    examples:
+      corun bench                                             the tiny model on this machine's CPU
+      corun bench --model /models/qwen3 --gpus 0 --systems std,bi,colocated,cluster --workloads paper
+      corun bench --model /models/qwen3 --gpus 0 1 --systems std,pd-std,cluster:1p1d,cluster:shared
+      corun bench --systems --url http://127.0.0.1:8000       any OpenAI-compatible server
+      corun bench compare a.json b.json                       two results
+      corun bench report result.json -o report                pictures and a page
+      corun bench kernels | router                            kernels of this device, capacity of a router
+      corun bench serve --base-url http://127.0.0.1:8000 …    vLLM's own client, vllm bench serve
+
+    Systems: std (stock vLLM), bi (its batch-invariant mode; GPU only), colocated (the paper's CoRun in one engine),
+    colocated+ladder (with smaller decode steps where they give the same bits), pd-std (stock prefill and decode over
+    NIXL), cluster (this project), std+nosplit and std+isolated (steps of the ablation). The placement of a pair follows
+    a colon: cluster:1p1d, cluster:2p2d, cluster:shared (both on every GPU); a second colon sets its slots:
+    cluster:1p1d:512. All others run one engine per GPU.
+
+    Workloads: in=512,out=256; burstgpt, sharegpt, blazedit (samples of their shape made for this project, or =FILE);
+    rl=32x8,in=512,out=256 (prompts x samples); paper (the paper's six). Every request generates all its tokens
+    (ignore_eos).
+
+    Ctrl-C ends all processes and keeps what was measured. Exit codes: 0 ok, 1 something could not be measured,
+    2 nothing was started, 130 interrupted.
+    """
+
+    def run(self) -> int:
+        code: int = _load("corun_bench.command", "corun bench", "cpu").run(self)
+        return code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Compare two result files of corun bench.
+
+    The table has a row for each workload and system. Numbers are medians over repeats. The range behind a ratio goes
+    from the worst pair of repeats to the best. A ratio whose range contains 1 shows no difference.
+
+    examples:
+      corun bench compare monday.json tuesday.json
+      corun bench compare --json monday.json tuesday.json
+    """
+
+    first: tyro.conf.Positional[Path]
+    """Result file a."""
+    second: tyro.conf.Positional[Path]
+    """Result file b; ratios are b / a."""
+    json: bool = False
+    """Print only the JSON line."""
+
+    def run(self) -> int:
+        comparison = compare.compare(results.read(self.first), results.read(self.second))
+        if not self.json:
+            compare.show(comparison)
+        print(to_line(comparison))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write results up as one HTML page with figures.
+
+    The figures are also written as files. Several result files are merged; they must have the same model, and each
+    system must run on the same number of GPUs in all of them.
+
+    examples:
+      corun bench report results.json -o report                   report/report.html, report/figures/*.png and *.svg
+      corun bench report one.json two.json kernels.json -o report
+      corun bench report results.json -o report --baseline bi     ratios against another system than std
+    """
+
+    files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")]]
+    """Result files of corun bench, and of corun bench kernels."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="DIR")]
+    """Directory to write to; it is made if it does not exist."""
+    baseline: str = ""
+    """System that the others are compared with; by default std, or the first system where there is no std."""
+
+    def run(self) -> int:
+        if not self.files:
+            raise InvalidArgumentError("files", "none", "must be at least one result file")
+        views = _load("corun_bench.report.views", "corun bench report", "bench")
+        page = _load("corun_bench.report.page", "corun bench report", "bench")
+        read = {str(path): results.read(path, (results.SCHEMA, results.KERNELS_SCHEMA)) for path in self.files}
+        for path in page.write(views.merge(read), self.output, baseline=self.baseline):
+            print(path)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(KernelOptions):
+    """Measure the time and the batch invariance of kernels.
+
+    A kernel is batch-invariant if a row's bits do not depend on the batch that it is computed in, and
+    position-invariant if they do not depend on the row's place in the batch.
+
+    examples:
+      corun bench kernels                                        the built-in tiny model's shapes
+      corun bench kernels --model /models/Qwen3-8B -o kernels.json
+      corun bench kernels --kernels matmul --rows 1 256
+
+    The exit code is 1 if a kernel failed. A kernel that the device does not have is listed, and is not a failure.
+    """
+
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
+    """JSON file to write the report to."""
+
+    def run(self) -> int:
+        kernels = _load("corun_bench.kernels.runner", "corun bench kernels", "gpu")
+        progress = Console(stderr=True)
+        report = kernels.measure(self, lambda text: progress.print(text, style="dim"))
+        if self.output is not None:
+            self.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        kernels.show(report)
+        print(json.dumps(report))
+        return 1 if any(row["error"] for row in report["kernels"]) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterBench(RouterOptions):
+    """Measure a router's capacity and the delay it adds.
+
+    Capacity is in tokens per second; the delay is how much later clients get their tokens. The command runs real
+    routers with fake nodes, whose engines compute nothing and emit steps at a given rate, and with clients that keep
+    every slot in use; all on this machine's cores. The router's delays are compared with those of the same load
+    without a router, over a bare gRPC stream for each sample. Prints the conditions, a table and one JSON line.
+
+    examples:
+      corun bench router                          two decode nodes of 256 slots, a step every 30 ms
+      corun bench router --search                 add one decode node at a time, until there are too many
+      corun bench router --repeats 5 -o cap.json  medians of five
+    """
+
+    search: bool = False
+    """Find how many decode nodes the router carries: add one at a time until the router is too slow."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH")] = None
+    """File to write the JSON line to, as well."""
+
+    def run(self) -> int:
+        capacity = _load("corun_bench.router.capacity", "corun bench router", "router")
+        result = capacity.search(self) if self.search else capacity.measure(self)
+        line = json.dumps(result)
+        print("\n".join([*capacity.report(result), line]))
+        if self.output is not None:
+            self.output.write_text(line + "\n", encoding="utf-8")
+        return 0
+
+
+@dataclass(frozen=True)
+class BenchServe:
+    """Measure a gateway with vLLM's own client.
+
+    The options are those of `vllm bench serve`; --help=all lists them. The command `vllm` itself does not start where
+    vLLM is installed for CPUs, because that distribution has another name.
+
+    examples:
+      corun bench serve --base-url http://127.0.0.1:8000 --dataset-name random --random-output-len 64 --ignore-eos
+    """
+
+    PASSES_ON: ClassVar = True
+    """The command line passes every word on unchanged, because the options are vLLM's."""
+
+    words: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Options of `vllm bench serve`, passed on unchanged."""
+
+    def run(self) -> int:
+        _load("corun_bench.serve", "corun bench serve", "cpu").run(self.words)
+        return 0
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "bench": Bench,
+    "bench compare": Compare,
+    "bench report": Report,
+    "bench kernels": Kernels,
+    "bench router": RouterBench,
+    "bench serve": BenchServe,
+}
+
+
+def _load(module: str, command: str, extra: str) -> Any:
+    """Import what does the work of a command. Raises CorunError, which names the extra, if a package is missing."""
+    with needs_extra(command, extra):
+        return importlib.import_module(module)

@@ -1,1 +1,0 @@
-"""Small files in the shapes of public data sets, and the recipes that made them."""
