@@ -141,11 +141,6 @@ def effects(cls: type[Any]) -> dict[str, str]:
     return found
 
 
-def effect(cls: type[Any], name: str) -> str:
-    """Return the docstring of a field that a class has or inherits, as one line."""
-    return effects(_owner(cls, name))[name]
-
-
 def describe(cls: type[Any], name: str) -> str:
     """Return the meaning and the default of a setting as one line, for the help of a command."""
     (known,) = (each for each in fields(cls) if each.name == name)
