@@ -249,8 +249,7 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         found = Shown(f"{len(message.resume)} entries")
         raise InvalidArgumentError("resume", found, f"must be 0 to {MAX_SAMPLES}")
     return Request(
-        # Token ids are copied only later, when the model is known to accept so many.
-        prompt=message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids,
+        prompt=_prompt(message),
         params=codec.sampling_params_from_proto(message.sampling_params),
         request_id=message.request_id,
         seed=message.seed if message.HasField("seed") else None,
@@ -261,6 +260,11 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         span=span,
         token_texts=message.token_texts,
     )
+
+
+def _prompt(message: cluster_pb2.GenerateRequest) -> str | Sequence[int]:
+    """Return the prompt as the message has it. Its token ids are copied once the model is known to accept so many."""
+    return message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
 
 
 class Responses(Source):
