@@ -1,19 +1,21 @@
 """A target for any server with OpenAI's completions API: it streams a request and records when its tokens came.
 
-Owns: the HTTP client and the reading of server-sent events. This module must not know workloads, nor how the times are
-used.
+Owns: the HTTP client and the reading of server-sent events, whose data is one line as in OpenAI's API. This module must
+not know workloads, nor how the times are used.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun_bench.driver import Target
 from corun_bench.records import Outcome, Request
 
 TIMEOUT_S = 3600.0
@@ -22,17 +24,17 @@ CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 4.0
 """How long an unused connection is kept. Servers built on uvicorn close theirs after 5 s, and no request must be sent
 on a connection that is being closed."""
-MAX_EVENT_BYTES = 64 * 1024 * 1024
+MAX_EVENT_BYTES = 2**20
 MAX_SHOWN = 200
 """The number of characters of a server's error that are kept."""
 
 
-class OpenAiTarget:
+class OpenAiTarget(Target):
     """A server at `url`, as in http://127.0.0.1:8000. `model` is its model; empty: the first that the server lists.
 
-    token: for a server that wants one. extra: further fields of every request. vllm: send vLLM's own fields. Without
+    extra: further fields of every request. vllm: send vLLM's own fields. Without
     them the tokens are counted but not known (`Outcome.token_ids` stays empty), and the output may end early at the
-    end-of-sequence token.
+    end-of-sequence token. No standard call empties the caches of a server, but prompts of different runs differ.
     """
 
     def __init__(
@@ -41,7 +43,6 @@ class OpenAiTarget:
         *,
         model: str = "",
         temperature: float = 1.0,
-        token: str = "",
         timeout_s: float = TIMEOUT_S,
         extra: dict[str, Any] | None = None,
         vllm: bool = True,
@@ -50,25 +51,18 @@ class OpenAiTarget:
             raise InvalidArgumentError("url", url, "must begin with http:// or https://")
         self.model = model
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         own = {"ignore_eos": True, "return_token_ids": True} if vllm else {}
         options = {"include_usage": True} | ({"continuous_usage_stats": True} if vllm else {})
         self._fields = {"temperature": temperature, "stream": True, "stream_options": options, **own, **(extra or {})}
         self._session: aiohttp.ClientSession | None = None
 
-    def settle(self) -> None:
-        """Do nothing: `run` puts nothing off."""
-
-    async def forget(self) -> None:
-        """Do nothing: no standard call empties a server's caches. Prompts of different runs differ."""
-
     async def start(self) -> None:
         """Open the client and ask for the model. Raises UnavailableError if the server does not name one."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
-            headers=self._headers,
+            read_bufsize=MAX_EVENT_BYTES,
         )
         try:
             self.model = self.model or await self._first_model()
@@ -88,23 +82,22 @@ class OpenAiTarget:
             await self._run(request, outcome, logprobs=logprobs, clock=clock)
         except asyncio.TimeoutError:  # Before OSError, which it is in some versions of Python.
             outcome.error = f"no end after {self._timeout_s:g} s"
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:  # Two are too long lines.
             outcome.error = _shown(f"{type(error).__name__}: {error}")
         except BadAnswerError as error:
             outcome.error = _shown(str(error))
 
     async def _run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
         assert self._session is not None, "start() comes first"
-        reader, answer = EventReader(), _Answer(outcome)
+        answer = _Answer(outcome)
         body = json.dumps(self._body(request, logprobs))
         headers = {"Content-Type": "application/json"}
         async with self._session.post(f"{self._url}/v1/completions", data=body, headers=headers) as response:
             if response.status != 200:
                 raise BadAnswerError(f"HTTP {response.status}: {_message(await response.read())}")
-            async for data in response.content.iter_any():
-                now = clock()
-                for event in reader.feed(data):
-                    answer.take(event, now)
+            async for line in response.content:
+                if line.startswith(b"data:"):  # Other lines are empty, comments, or fields that are not used here.
+                    answer.take(line[5:].strip(), clock())
         answer.finish(request.max_tokens)
 
     def _body(self, request: Request, logprobs: bool) -> dict[str, Any]:
@@ -135,27 +128,6 @@ class BadAnswerError(Exception):
     """A server's answer reports an error, or is malformed."""
 
 
-class EventReader:
-    """Reads server-sent events from the bytes of a stream, wherever the stream cuts them."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._lines: list[bytes] = []
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the data of the events that are complete now. Raises BadAnswerError for an event without an end."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise BadAnswerError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-        for raw in lines:
-            line = raw.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._lines.append(line[5:].removeprefix(b" "))
-            elif not line and self._lines:  # Other lines are comments, or fields that are not used here.
-                yield b"\n".join(self._lines)
-                self._lines = []
-
-
 class _Answer:
     """The content of one stream so far."""
 
@@ -169,7 +141,7 @@ class _Answer:
 
     def take(self, data: bytes, now: float) -> None:
         """Take one event. Raises BadAnswerError if it reports an error or is malformed."""
-        if data.strip() == b"[DONE]":
+        if data == b"[DONE]":
             self._done = True
             return
         event = _read(data)

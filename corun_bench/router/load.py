@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import AsyncIterable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,9 @@ DRAIN_S = 120.0
 """The time for samples that still run at the end to finish, in seconds."""
 FIRST_TOKEN, NUM_TOKENS = 256, 128
 """The first of the token ids that are drawn, and their number: they are words of the built-in tiny model."""
+
+Method = Callable[[pb.GenerateRequest], AsyncIterable[bytes]]
+"""A call of one connection: it streams the messages of a sample as bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +120,17 @@ class Load:
             await stop.wait()
             await asyncio.wait_for(asyncio.gather(*workers), DRAIN_S)
         finally:
-            await asyncio.gather(*(one.close() for one in channels))
+            await asyncio.gather(*(one.close(None) for one in channels))
         return self._results()
 
-    async def _work(self, place: int, method: grpc.aio.UnaryStreamMultiCallable, stop: asyncio.Event) -> None:
+    async def _work(self, place: int, method: Method, stop: asyncio.Event) -> None:
         options = self._options
         await asyncio.sleep(options.ramp_s * place / options.concurrency)
         await self._call(method, -(-options.output_tokens * (place + 1) // options.concurrency))
         while not stop.is_set():
             await self._call(method, options.output_tokens)
 
-    async def _call(self, method: grpc.aio.UnaryStreamMultiCallable, num_tokens: int) -> None:
+    async def _call(self, method: Method, num_tokens: int) -> None:
         prompt = [FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._options.prompt_tokens)]
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=True)
         message = codec.generate_request(prompt, params, seed=len(self.calls))

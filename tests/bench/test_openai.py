@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,7 +15,7 @@ from aiohttp import web
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
-from corun_bench.openai import BadAnswerError, EventReader, OpenAiTarget
+from corun_bench.openai import OpenAiTarget
 from corun_bench.records import Outcome, Request
 from tests.fakes import cluster, expected
 from tests.gateway.serving import serving
@@ -204,17 +203,19 @@ async def test_a_server_that_stops_is_not_waited_for_for_ever() -> None:
         assert (await measured(target)).error == "no end after 0.1 s"
 
 
-def test_events_are_read_however_they_are_cut() -> None:
-    stream = 'data: {"a":"é"}\n\n: ping\n\nevent: x\r\ndata:one\r\ndata: two\r\n\r\ndata: [DONE]\n\n'.encode()
-    whole = ['{"a":"é"}'.encode(), b"one\ntwo", b"[DONE]"]
-    assert list(EventReader().feed(stream)) == whole
-    for size in range(1, 20):
-        reader = EventReader()
-        cut = [stream[start : start + size] for start in range(0, len(stream), size)]
-        assert list(itertools.chain.from_iterable(reader.feed(part) for part in cut)) == whole
+async def test_events_are_read_however_they_are_cut() -> None:
+    stream = b": ping\n\nevent: x\r\n" + token() + token(reason="length").replace(b"\n", b"\r\n") + DONE
+    stranger = Stranger()
+    async with stranger.serving() as url, started(url, model="m", vllm=False) as target:
+        for size in (1, 2, 7, len(stream)):
+            stranger.parts = [stream[start : start + size] for start in range(0, len(stream), size)]
+            outcome = await measured(target, 2)
+            assert (outcome.error, [count for _, count in outcome.arrivals]) == ("", [1, 1])
 
 
-def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corun_bench.openai.MAX_EVENT_BYTES", 10)
-    with pytest.raises(BadAnswerError):
-        list(EventReader().feed(b"data: " + b"x" * 20))
+async def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corun_bench.openai.MAX_EVENT_BYTES", 2**10)
+    stranger = Stranger()
+    stranger.parts = [b"data: " + b"x" * 2**16]
+    async with stranger.serving() as url, started(url, model="m") as target:
+        assert "LineTooLong" in (await measured(target)).error
