@@ -112,7 +112,7 @@ class Load:
             await asyncio.wait_for(asyncio.gather(*(one.channel_ready() for one in channels)), CONNECT_S)
             Path(self._options.output).with_suffix(".ready").touch()
             serialize = pb.GenerateRequest.SerializeToString
-            methods = [one.unary_stream(self._options.method, request_serializer=serialize) for one in channels]
+            methods = [one.unary_stream(self._options.method, serialize, None) for one in channels]
             places = range(self._options.concurrency)
             workers = [
                 asyncio.ensure_future(self._work(place, methods[place % len(methods)], stop)) for place in places
