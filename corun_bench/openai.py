@@ -24,7 +24,7 @@ CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 4.0
 """How long an unused connection is kept. Servers built on uvicorn close theirs after 5 s, and no request must be sent
 on a connection that is being closed."""
-MAX_EVENT_BYTES = 2**20
+MAX_EVENT_BYTES = 2**24
 MAX_SHOWN = 200
 """The number of characters of a server's error that are kept."""
 
