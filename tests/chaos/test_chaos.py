@@ -10,6 +10,8 @@ from router.output import SampleOutput
 from tests.chaos.fakes import FAULTS, under_chaos
 from tests.fakes import write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

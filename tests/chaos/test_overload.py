@@ -13,6 +13,8 @@ from router.queue import SampleQueue
 from tests.chaos.overload import SHARES, Tally, asker, token_of, write_tokens
 from tests.fakes import FakeCluster, cluster, write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SIZE = {"max_tokens": 8, "prompt_tokens": 8}
 SLOTS = 4
 

@@ -23,6 +23,7 @@ FINE |= {"HTTP 200", "HTTP 400", "HTTP 401", "HTTP 408", "HTTP 413", "HTTP 429",
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 async def test_every_assault_is_answered_with_a_typed_error(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ from tests.fuzz.raw import SCRIPTS
 from tests.fuzz.runner import KINDS, fuzzing
 from tests.fuzz.surface import SERVED, SERVICES, draw_method, valid
 
+pytestmark = pytest.mark.slow
+
 SCALE = {"slowloris": 20, "idle": 200, "giant": 1, "slow_reader": 1, "many_streams": 1500}
 NODES = {role: {"generation": "0" * 16, "contract": "{}"} for role in ("prefill", "decode")}
 

@@ -16,7 +16,7 @@ import pytest
 from tests.fakes import cluster, write_tokenizer
 from tests.gateway.serving import serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 README = Path(__file__).parents[2] / "README.md"
 OPTIONS = {

@@ -43,7 +43,7 @@ def why_not() -> str:
 
 
 NO_CONTAINERS = why_not()
-pytestmark = pytest.mark.skipif(bool(NO_CONTAINERS), reason=NO_CONTAINERS)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(NO_CONTAINERS), reason=NO_CONTAINERS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,7 +132,6 @@ def test_a_broken_secret_ends_the_router_with_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
     """Real engines. A router whose pod is deleted serves until SIGTERM; a stream that runs then gets all its tokens."""

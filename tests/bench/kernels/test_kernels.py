@@ -362,6 +362,7 @@ def test_options_out_of_range_are_refused() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_command_measures_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Attention with and without split-KV is what it is in the paper's Table I, on two cores as well."""
     path = tmp_path / "kernels.json"
