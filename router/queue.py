@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -198,7 +199,7 @@ class SampleQueue:
         """Count samples that have yet to `enter`. Raises OverloadedError at once, before any work is done for them, if
         `enter` would refuse them, or if they would not be placed before `deadline` or within `max_wait_s`. tokens: the
         least number of prompt tokens of each."""
-        if self.in_line:
+        if self.in_line or (self._aside and self._pool.missing()):
             self._check_wait(samples, deadline, caller, priority)
         if (self.waiting or self._arriving.total()) and not self._has_room(caller, samples, samples * tokens):
             raise self._full()
@@ -273,12 +274,13 @@ class SampleQueue:
         for entry in [entry for entry in self._aside if entry.need.total <= most_tokens]:
             self._aside.pop(entry).cancel()
             self._line_up(entry)
+        is_missing = bool(self.in_line and self._pool.missing())  # Asked once: it goes through all nodes.
         while (head := self._head()) is not None:
-            if (placement := self._pool.place(head.need)) is not None:
+            if not is_missing and (placement := self._pool.place(head.need)) is not None:
                 self._grant(head, placement)
-            elif head.need.total <= self._pool.most_tokens():
+            elif not is_missing and head.need.total <= self._pool.most_tokens():
                 break
-            elif self._pool.missing() or self._pool.awaited(head.need.total):
+            elif is_missing or self._pool.awaited(head.need.total):
                 self._aside[head] = asyncio.get_running_loop().call_later(self._node_wait_s, self._fail_aside, head)
             else:
                 self._fail_aside(head)
@@ -342,10 +344,10 @@ class SampleQueue:
 
     def _fail_aside(self, entry: QueueEntry) -> None:
         """End the wait of an entry that no node in use could hold."""
-        tokens = entry.need.total
-        others = self._pool.awaited(tokens) or "no other node could hold them either"
-        lacks = f"no decode node in use has KV room for {tokens} tokens: {others}"
-        self._fail(entry, UnavailableError(self._pool.missing() or lacks))
+        if not (lacks := self._pool.missing()):
+            others = self._pool.awaited(entry.need.total) or "no other node could hold them either"
+            lacks = f"no decode node in use has KV room for {entry.need.total} tokens: {others}"
+        self._fail(entry, UnavailableError(lacks))
 
     def _expire(self, entry: QueueEntry) -> None:
         if entry in self._aside:
@@ -368,17 +370,16 @@ class SampleQueue:
         return self._refusal(f"the queue has no room for more samples of this client: {room}, with {held}")
 
     def _check_wait(self, samples: int, deadline: float, caller: Caller, priority: Priority) -> None:
-        """Raise OverloadedError if the last of so many new samples would wait too long, even if no others arrive."""
-        longest, share, rank = deadline - loop_time(), self._shares[priority], _CLASSES[priority]
-        if self._max_wait_s and priority is not Priority.LOW:
-            longest = min(longest, self._max_wait_s)
-        ranks = Counter(key[0] for key, entry in self._heap if self._is_in_line(entry))
-        before = sum(number for other, number in ranks.items() if other < rank)
-        own = share.waiting[caller.name]
-        weights = share.weights + (0 if own else caller.weight)
-        ahead = before + min(ranks[rank] + samples, (own + samples) * weights / caller.weight)
-        wait = ahead * self._pace.interval_s(loop_time())
-        if wait > longest:
+        """Raise OverloadedError if the last of so many new samples would wait too long, not counting missing nodes."""
+        share, rank = self._shares[priority], _CLASSES[priority]
+        bound = self._max_wait_s if self._max_wait_s and priority is not Priority.LOW else math.inf
+        longest = min(deadline - loop_time(), bound)
+        line = self._aside if self._pool.missing() else (entry for _, entry in self._heap if self._is_in_line(entry))
+        ranks = Counter(entry.key[0] for entry in line)
+        weights = share.weights + (0 if (own := share.waiting[caller.name]) else caller.weight)
+        ahead = min(ranks[rank] + samples, (own + samples) * weights / caller.weight)
+        ahead += sum(number for other, number in ranks.items() if other < rank)
+        if (wait := ahead * self._pace.interval_s(loop_time())) > longest:
             text = f"the wait for a slot would be about {wait:.1f} s, with {ahead:.0f} samples to go"
             raise self._refusal(f"{text}: longer than {max(0.0, longest):.1f} s", wait - longest)
 

@@ -194,6 +194,18 @@ async def test_who_waited_through_an_outage_keeps_the_order() -> None:
     assert queue.in_line == 1
 
 
+async def test_an_outage_is_looked_at_once_however_many_wait() -> None:
+    """Each look goes through all nodes: thousands of them would stop the event loop."""
+    pool = FakePool()
+    queue = make(pool, node_wait_s=60.0)
+    queue.enter([need()] * 50)
+    looks: list[str] = []
+    pool.gap, pool.looks = "gone", 0
+    pool.missing = lambda: looks.append("all nodes") or pool.gap  # type: ignore[func-returns-value, method-assign]
+    queue.pump()
+    assert (len(looks), pool.looks, queue.in_line) == (1, 0, 0)
+
+
 async def test_nodes_that_come_back_in_time_end_nothing() -> None:
     pool = FakePool()
     pool.gap = "gone"
@@ -441,7 +453,8 @@ async def test_requests_on_their_way_in_are_bounded_too() -> None:
 
 async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "interval_s", lambda pace, now: 1.0)
-    queue = make(FakePool(), max_samples=1000, max_wait_s=10.0)
+    pool = FakePool()
+    queue = make(pool, max_samples=1000, max_wait_s=10.0, node_wait_s=60.0)
     queue.enter([need()] * 10, caller=HOG)
 
     def arrives(caller: Caller, priority: Priority, timeout_s: float) -> float | None:
@@ -457,6 +470,12 @@ async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.Monk
     assert arrives(HOG, Priority.HIGH, 2.0) is None
     assert arrives(HOG, Priority.LOW, 60.0) is None  # As long as it takes, within its deadline.
     assert arrives(HOG, Priority.LOW, 5.0) is not None
+    pool.gap = "gone"
+    queue.pump()  # All step aside, and will be there when the nodes are back.
+    assert queue.in_line == 0
+    assert arrives(HOG, Priority.NORMAL, 60.0) is not None
+    assert arrives(SMALL, Priority.NORMAL, 60.0) is None
+    assert arrives(SMALL, Priority.NORMAL, 1.0) is not None
 
 
 async def test_an_outage_is_no_reason_to_refuse_what_comes_after_it() -> None:
