@@ -52,7 +52,10 @@ RULES = {
     "the benchmark stands above the processes": Rule(
         ("corun/", "router/", "prefill_node/", "decode_node/"), ("corun_bench",)
     ),
-    "corun is for everybody": Rule(("corun/",), PROCESSES),
+    "corun is for everybody": Rule(("corun/",), PROCESSES, ("corun/testing/",)),
+    "nobody needs what tests use": Rule(
+        ("corun/", "router/", "prefill_node/", "decode_node/"), corun("testing"), ("corun/testing/",)
+    ),
     "only nodes load engines": Rule(("corun/",), (*ENGINE, "tokenizers"), ("corun/node/",)),
     "a router computes nothing": Rule(("router/",), (*ENGINE, "ray", *NODES, *corun("launch", "client", "node"))),
     "a prefill node stands alone": Rule(("prefill_node/",), ("ray", "tokenizers", "router", "decode_node")),
@@ -75,6 +78,7 @@ RULES = {
     "launch": Rule(("corun/launch/",), corun("node", "gateway", "cli", "records")),
     "gateway": Rule(("corun/gateway/",), corun("node", "launch", "cli", "models")),
     "cli": Rule(("corun/cli/",), corun("node")),
+    "testing": Rule(("corun/testing/",), ("ray", *corun("launch", "gateway", "cli", "client", "models"))),
     # Pure parts of folders.
     "what is wanted of a cluster is known without running it": Rule(
         tuple(f"corun/launch/{name}.py" for name in PURE_LAUNCH),
@@ -247,12 +251,13 @@ def test_messages_stay_at_the_edges() -> None:
         "__main__.py",
         "app.py",
     }
+    allowed |= {"nodes.py"}  # In `corun.testing`, which only adds services to servers.
     allowed |= {"fake_node.py", "load.py"}  # A service and a client of the benchmark.
     files = importers("corun.v1")
     assert "corun/rpc/codec.py" in files
     assert {Path(name).name for name in files} <= allowed
     for name in files:
-        if Path(name).name in {"__main__.py", "app.py"}:
+        if Path(name).name in {"__main__.py", "app.py"} or name == "corun/testing/nodes.py":
             assert {m for m in modules()[name] if is_of(m, ["corun.v1"]) and not m.endswith("_grpc")} == set()
 
 
@@ -272,6 +277,7 @@ LOADS = {
     "corun.cli": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
     "corun.gateway.app": (*ENGINE, "ray", "tokenizers", "router", *NODES, "corun.node"),
     "router.app": (*ENGINE, "ray", *NODES, "corun.node"),
+    "corun.testing": (*ENGINE, "ray", "numpy"),
     # Settings are pinned before the engine's libraries are imported, so a node's own modules must not do it.
     "prefill_node.__main__": (*ENGINE, "ray", "tokenizers", "router", "decode_node"),
     "decode_node.__main__": (*ENGINE, "ray", "tokenizers", "router", "prefill_node"),

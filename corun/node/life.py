@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -116,31 +116,27 @@ class Life:
         self._config = config
         self._observation = observation
         gate = Gate(cluster=access.token)
-        self._server = GrpcServer(config.host, config.port, tls=access.tls, gate=gate, health=observation.health)
-        self._server.add(role.register, role.service)
+        self.server = GrpcServer(config.host, config.port, tls=access.tls, gate=gate, health=observation.health)
+        self.server.add(role.register, role.service)
         self._access = access
-        self._agent: NodeAgent
+        self.agent: NodeAgent
         self._quarantined = ""
         self._watches: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[CorunError] = asyncio.get_running_loop().create_future()
         """The error that forces the process to end; it stays unset when the process is asked to stop."""
 
     async def start(self) -> None:
-        """Listen and join the routers. A node that failed its self-test stays NOT_SERVING."""
+        """Listen and watch the engine. A node that failed its self-test stays NOT_SERVING."""
         role, config = self._role, self._config
         role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
-        await self._server.start()
-        info = role.info(self._server.address)
-        self._agent = NodeAgent(info, config.router, role.service.load, self._access)
-        self._agent.on_quarantine = self._note_quarantine
+        await self.server.start()
+        info = role.info(self.server.address)
+        self.agent = NodeAgent(info, config.router, role.service.load, self._access)
+        self.agent.on_quarantine = self._note_quarantine
         pulse = Pulse(
             role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
         )
-        # Membership ends by itself only when the engine can no longer be asked for its load.
-        for work in (self._agent.run(), pulse.run()):
-            watch = asyncio.create_task(work)
-            watch.add_done_callback(self._note_end)
-            self._watches.append(watch)
+        self._watch(pulse.run())
         await self._tell_health()
         self._observation.metrics.show(NodeMetrics(info, lambda: self._is_serving))
         self._observation.metrics.show(role.metrics)
@@ -148,15 +144,28 @@ class Life:
         self._observation.note_started()
         if finding := role.engine.facts.finding:
             # Routers learn the finding and refuse the node. The process stays up, so that the reason can be read.
-            log.error("not serving on %s: the self-test failed: %s", self._server.address, finding)
+            log.error("not serving on %s: the self-test failed: %s", self.server.address, finding)
         else:
-            log.info("serving on %s", self._server.address)
+            log.info("serving on %s", self.server.address)
+
+    def join(self) -> asyncio.Task[None]:
+        """Join the routers. Return the task that keeps the node registered."""
+        # Membership ends by itself only when the engine can no longer be asked for its load.
+        return self._watch(self.agent.run())
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        watch = asyncio.create_task(work)
+        watch.add_done_callback(self._note_end)
+        self._watches.append(watch)
+        return watch
 
     async def until_over(self, stop: asyncio.Event) -> CorunError | None:
         """Wait until the process has to end. Return the error that forces it, or None if it was asked to stop."""
         stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((stopped, self._ended), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        try:
+            await asyncio.wait((stopped, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
         return None if stop.is_set() else self._ended.result()
 
     async def drain(self) -> None:
@@ -173,24 +182,36 @@ class Life:
 
     async def refuse(self, error: CorunError | None) -> None:
         """Take no new work and tell the routers. error: what ends the process; None if it was asked to stop."""
-        self._role.service.draining = self._agent.draining = True
+        self._role.service.draining = self.agent.draining = True
         if error is None:
-            self._agent.tell()
+            self.agent.tell()
         else:
             self._say(str(error))
         await self._tell_health()
-        await self._agent.heard(NEWS_TIMEOUT_S)  # A node without running work ends right after this.
+        await self.agent.heard(NEWS_TIMEOUT_S)  # A node without running work ends right after this.
 
-    async def close(self) -> None:
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain and close. Raises the error if one ends the node before that."""
+        error = await self.until_over(stop)
+        await self.refuse(error)
+        if error is None:
+            await self.drain()
+        elif isinstance(error, DataLossError):
+            await self.say_farewell()
+        await self.close()
+        if error is not None:
+            raise error
+
+    async def close(self, grace_s: float = 1.0) -> None:
         for watch in self._watches:
             watch.cancel()
         await asyncio.wait(self._watches)
-        await self._server.stop(1.0)
+        await self.server.stop(grace_s)
         await self._role.engine.close()
 
     async def say_farewell(self) -> None:
         """Wait until every router knows that the node must not be used any more, at most `TELL_TIMEOUT_S`."""
-        await self._agent.heard(TELL_TIMEOUT_S)
+        await self.agent.heard(TELL_TIMEOUT_S)
 
     def _note_quarantine(self, reason: str) -> None:
         """Give up all work at once, even in a drain, because the running work may be wrong."""
@@ -206,17 +227,17 @@ class Life:
         self._say(stuck)
         await self._tell_health()
         if stuck:
-            await self._agent.heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
+            await self.agent.heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
             self._role.service.give_up(stuck)
 
     def _say(self, reason: str) -> None:
         """Refuse work for a reason and tell all routers. An empty reason allows work again."""
-        self._role.service.closed = self._agent.stuck = reason
-        self._agent.tell()
+        self._role.service.closed = self.agent.stuck = reason
+        self.agent.tell()
 
     async def _tell_health(self) -> None:
         for name in ("", self._role.service_name):
-            await self._server.set_serving(name, self._is_serving)
+            await self.server.set_serving(name, self._is_serving)
 
     @property
     def _is_serving(self) -> bool:
@@ -251,15 +272,8 @@ async def live(config: NodeConfig, role: Role, stop: asyncio.Event, observation:
     """Serve until `stop` is set, then drain. Raises the error if one ends the process before that."""
     life = Life(config, role, observation)
     await life.start()
-    error = await life.until_over(stop)
-    await life.refuse(error)
-    if error is None:
-        await life.drain()
-    elif isinstance(error, DataLossError):
-        await life.say_farewell()
-    await life.close()
-    if error is not None:
-        raise error
+    life.join()
+    await life.run(stop)
 
 
 async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> NoReturn:

@@ -1,0 +1,327 @@
+"""A whole cluster in this process: real routers and real node services around fake engines, on free ports.
+
+`local_cluster` is for tests of programs that use the SDK or the gateway. It needs no engine, GPU or model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from corun.config.fields import DecodeConfig, LinkConfig, PrefillConfig, RouterConfig
+from corun.errors import NotFoundError
+from corun.node.life import Role
+from corun.testing.engines import STEP_MS, FakeKv
+from corun.testing.model import write_tokenizer
+from corun.testing.nodes import LocalNode, decode_role, prefill_role
+from corun.types import NodeRef, NodeRole, NodeState, NodeStatus, new_generation
+from router.app import Router
+
+WAIT_S = 30.0
+"""The longest wait for anything that has to happen."""
+POLL_S = 0.002
+T = TypeVar("T")
+ROUTER_DEFAULTS = {
+    "port": 0,
+    "seed_key": "00" * 32,
+    "heartbeat_interval_ms": 50,
+    "heartbeat_timeout_ms": 2000,
+    "audit_fraction": 0,  # Otherwise one sample of a thousand would run twice.
+}
+NODE_DEFAULTS: dict[str, Any] = {"slots": 8, "lease_ttl_ms": 60_000}
+OF_NODES = {"slots", "lease_ttl_ms"}
+"""The settings of `local_cluster` that go to nodes; all others go to routers."""
+LINKS = {field.name for field in fields(LinkConfig)}
+"""The settings that all members of a cluster share: certificates and the cluster's token."""
+
+
+def router_config(**settings: Any) -> RouterConfig:
+    """Return the config of a router on a free port, with timeouts that suit tests."""
+    return RouterConfig(**{**ROUTER_DEFAULTS, **settings})
+
+
+class LocalCluster:
+    """Routers and nodes of one process. `local_cluster` makes it.
+
+    Nodes are named p1, p2, ... and d1, d2, ... by their roles. Each node has an `engine` with a pace and faults
+    (`corun.testing.engines`).
+    """
+
+    def __init__(self, model: str, config: RouterConfig, *, step_ms: float = STEP_MS) -> None:
+        self.model = model
+        self.routers: list[Router] = []
+        self.nodes: list[LocalNode] = []
+        """All nodes, in the order of their starts, those that have ended included."""
+        self.kv = FakeKv()
+        self.ends_quarantined = True
+        """Whether a node ends when a router says that it may have given wrong bits, as real ones do."""
+        self._config = config
+        self._step_ms = step_ms
+        self._settings: dict[str, dict[str, Any]] = {}  # node id -> the settings of its newest generation
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of the routers, each host:port."""
+        return tuple(router.server.address for router in self.routers)
+
+    @property
+    def address(self) -> str:
+        """The same with commas between them, as `AsyncClient` takes them."""
+        return ",".join(self.addresses)
+
+    @property
+    def router(self) -> Router:
+        """The first router."""
+        return self.routers[0]
+
+    @router.setter
+    def router(self, router: Router) -> None:
+        self.routers[0] = router
+
+    def node(self, node_id: str) -> LocalNode:
+        """Return the newest generation of a node. Raises NotFoundError if there is none."""
+        found = [node for node in self.nodes if node.ref.node_id == node_id]
+        if not found:
+            raise NotFoundError(f"there is no node {node_id!r}")
+        return found[-1]
+
+    async def start(self, prefill: int = 1, decode: int = 1, routers: int = 1, **decode_settings: Any) -> None:
+        """Start so many routers and nodes, and wait until the nodes are READY."""
+        for _ in range(routers):
+            await self.add_router()
+        for number in range(1, prefill + 1):
+            await self.add_prefill(f"p{number}")
+        for number in range(1, decode + 1):
+            await self.add_decode(f"d{number}", **decode_settings)
+        if prefill and decode:
+            await self.ready(*(node.ref.node_id for node in self.nodes))
+
+    async def add_router(self) -> Router:
+        """Start a router. Only nodes that are added later know it."""
+        router = Router(self._config)
+        await router.start()
+        self.routers.append(router)
+        return router
+
+    async def add_prefill(self, node_id: str = "p1", **settings: Any) -> LocalNode:
+        """Start a prefill node; see `add_decode`."""
+        return await self._add(NodeRole.PREFILL, node_id, settings)
+
+    async def add_decode(self, node_id: str = "d1", **settings: Any) -> LocalNode:
+        """Start a decode node, and make it join the routers unless `join` is False.
+
+        settings: fields of its config; `kv_blocks`; fields of its model contract that are to differ.
+        """
+        return await self._add(NodeRole.DECODE, node_id, {**NODE_DEFAULTS, **settings})
+
+    async def _add(self, role: NodeRole, node_id: str, settings: dict[str, Any]) -> LocalNode:
+        join = settings.pop("join", True)
+        self._settings[node_id] = settings
+        node = self._made(role, node_id, settings)
+        await node.start()
+        if not self.ends_quarantined:
+            node.agent.on_quarantine = lambda reason: None
+        self.nodes.append(node)
+        if join:
+            node.join()
+        return node
+
+    def _made(self, role: NodeRole, node_id: str, settings: Mapping[str, Any]) -> LocalNode:
+        kind = PrefillConfig if role is NodeRole.PREFILL else DecodeConfig
+        names = {field.name for field in fields(kind)} - {"threads", "dtype"}  # Here these only name a contract.
+        links = {name: getattr(self._config, name) for name in LINKS}
+        own = {name: value for name, value in settings.items() if name in names}
+        config: Any = kind(**{"model": self.model, "node_id": node_id, "router": self.addresses, **links, **own})
+        ref = NodeRef(node_id=node_id, generation=new_generation())
+        make: Callable[..., Role] = prefill_role if role is NodeRole.PREFILL else decode_role
+        parts = make(config, ref, self.kv, **{k: v for k, v in settings.items() if k not in names})
+        if role is NodeRole.DECODE:
+            parts.engine.step_ms = self._step_ms
+        return LocalNode(config, parts, ref)
+
+    async def kill(self, node_id: str) -> None:
+        """End a node at once, like a process that dies. Its streams go on at another node."""
+        await self.node(node_id).kill()
+
+    async def stop(self, node_id: str) -> None:
+        """Tell a node to end, like SIGTERM, and wait until it has finished its work."""
+        node = self.node(node_id)
+        node.stop.set()
+        await node.end()
+
+    async def restart(self, node_id: str) -> LocalNode:
+        """Start a new generation of a node with its settings, after killing the one that runs. It is READY then."""
+        old = self.node(node_id)
+        await old.kill()
+        node = await self._add(old.info.role, node_id, self._settings[node_id])
+        await self.ready(str(node.ref))
+        return node
+
+    async def kill_router(self, index: int = 0) -> None:
+        """End a router at once, like a process that dies: it gives nothing back."""
+        await kill_router(self.routers[index])
+
+    async def restart_router(self, index: int = 0) -> Router:
+        """Start a router at the address of one that was killed."""
+        config = replace(self._config, port=self.routers[index].server.port)
+        self.routers[index] = Router(config)
+        await self.routers[index].start()
+        return self.routers[index]
+
+    async def ready(self, *names: str) -> None:
+        """Wait until each of these nodes, by id or as id@generation, is READY at each router."""
+        await self.until(
+            lambda: all(self.state(name, router) is NodeState.READY for name in names for router in self.routers)
+        )
+
+    def state(self, name: str, router: Router | None = None) -> NodeState | None:
+        """Return a node's state at a router, by default at the first; None if the router does not know the node."""
+        status = self._status(name, router or self.router)
+        return status.state if status else None
+
+    def detail(self, name: str) -> str:
+        """Return why a node is in its state at the first router."""
+        status = self._status(name, self.router)
+        return status.detail if status else ""
+
+    def _status(self, name: str, router: Router) -> NodeStatus | None:
+        found = [s for s in router.registry.statuses() if name in (s.node.ref.node_id, str(s.node.ref))]
+        return found[0] if found else None
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Wait for a condition. Raises AssertionError if it has not come after `WAIT_S` seconds."""
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while not condition():
+            assert asyncio.get_running_loop().time() < deadline, "the condition did not come"
+            await asyncio.sleep(POLL_S)
+
+    async def idle(self) -> None:
+        """Wait until nothing is held anywhere: no slot, no KV, no place in the queue, no claim of a router."""
+        try:
+            await self.until(lambda: not self.held())
+        except AssertionError:
+            raise AssertionError(f"still held: {self.held()}") from None
+
+    def held(self) -> list[str]:
+        """Return a text for each thing that requests hold in the cluster."""
+        live = [node for node in self.nodes if node.is_member]
+        engines = {node.engine.endpoint.engine_id for node in live if node.info.role is NodeRole.PREFILL}
+        found = [f"{node.used_slots} slots of {node.ref}" for node in live if node.used_slots]
+        found += [f"KV {key}" for key in self.kv.held if key[0] in engines]
+        for router in self.routers:
+            found += [f"{router.queue.waiting} samples wait"] * (router.queue.waiting > 0) + _claims(router)
+        return found
+
+    async def close(self) -> None:
+        """End all routers and nodes at once."""
+        for router in self.routers:
+            await router.stop()
+        for node in self.nodes:
+            await node.kill()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine such as `cluster.kill("d1")` for a caller in another thread; return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def kill_router(router: Router) -> None:
+    """End a router like a process that dies: it gives nothing back."""
+    router._activity.draining = True
+    for member in (*router.registry._decodes.values(), *router.registry._prefills.values()):
+        router.registry.lose(member, "the router was killed")
+    await router.stop()
+
+
+def _claims(router: Router) -> list[str]:
+    """Return a text for each of a router's own claims on nodes."""
+    registry = router.registry
+    decodes = [f"claim on a slot of {m.info.ref}" for m in registry._decodes.values() if m.room._slots.own]
+    decodes += [f"claim on KV of {m.info.ref}" for m in registry._decodes.values() if m.room._blocks.own]
+    return decodes + [f"claim on a turn of {m.info.ref}" for m in registry._prefills.values() if m.room._in_flight]
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    prefill: int, decode: int, routers: int, model: str | None, step_ms: float, settings: Mapping[str, Any]
+) -> AsyncIterator[LocalCluster]:
+    own = {name: value for name, value in settings.items() if name in OF_NODES}
+    config = router_config(**{name: value for name, value in settings.items() if name not in OF_NODES})
+    with tempfile.TemporaryDirectory(prefix="corun-testing-") as directory:
+        cluster = LocalCluster(model or write_tokenizer(Path(directory)), config, step_ms=step_ms)
+        try:
+            await cluster.start(prefill, decode, routers, **own)
+            yield cluster
+        finally:
+            await cluster.close()
+
+
+class Running:
+    """A cluster that runs while this context is entered. `with` runs it on the loop of a thread of its own."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractAsyncContextManager[LocalCluster]]) -> None:
+        self._make = make
+
+    async def __aenter__(self) -> LocalCluster:
+        self._context = self._make()
+        return await self._context.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._context.__aexit__(kind, error, trace)
+
+    def __enter__(self) -> LocalCluster:
+        started: Future[LocalCluster] = Future()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._live(started),), name="local cluster")
+        self._thread.start()
+        return started.result()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    async def _live(self, started: Future[LocalCluster]) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with self._make() as cluster:
+                started.set_result(cluster)
+                await self._over.wait()
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+
+def local_cluster(
+    prefill: int = 1,
+    decode: int = 1,
+    routers: int = 1,
+    *,
+    model: str | None = None,
+    step_ms: float = STEP_MS,
+    **settings: Any,
+) -> Running:
+    """Run a cluster of real services around fake engines, until the context ends. Its nodes are READY.
+
+    prefill, decode, routers: the number of each. model: a directory with a tokenizer.json; by default one with a token
+    per byte. step_ms: the time between two tokens of a sample, in milliseconds. settings: fields of `RouterConfig`, and
+    `slots` and `lease_ttl_ms` of decode nodes.
+
+    Example:
+        async with local_cluster(decode=2) as cluster, AsyncClient(cluster.address) as client:
+            done = await client.generate("Once upon a time", seed=1)
+
+    Raises TypeError or InvalidArgumentError for settings that are wrong.
+    """
+    return Running(lambda: _running(prefill, decode, routers, model, step_ms, settings))

@@ -1,0 +1,300 @@
+"""A fake engine for nodes of both roles: its tokens are hashes, its KV is a table, and it has faults on demand.
+
+A token and its log probability are a pure function of prompt, parameters, seed and position (`token`), so the output
+of a sample is known ahead (`expected`). This module must not know services, nodes or the network. Only tests use it; a
+cluster never falls back to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from corun.contract import Contract
+from corun.errors import UnavailableError
+from corun.node.kv.handle import bound
+from corun.params import SamplingParams
+from corun.receipt import output_digest, prompt_digest
+from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
+from decode_node.service import DecodeRequest, StepRow
+
+VOCAB_SIZE = 256
+MAX_MODEL_LEN = 512
+BLOCK_SIZE = 16
+KV_BLOCKS = 1000
+STEP_MS = 1.0
+POLL_S = 0.002
+
+
+def token(prompt: Sequence[int], params: SamplingParams, seed: int, position: int) -> tuple[int, float]:
+    """Return the token that fake engines draw, and its log probability, an fp32 value."""
+    key = f"{prompt_digest(prompt)} {params.digest()} {seed} {position}"
+    number, fraction = struct.unpack("<II", hashlib.blake2b(key.encode(), digest_size=8).digest())
+    logprob: float = struct.unpack("<f", struct.pack("<f", -fraction / 2**30))[0]
+    return number % VOCAB_SIZE, logprob
+
+
+def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> tuple[list[int], list[float], FinishReason]:
+    """Return a sample's token ids, log probabilities and finish reason. Stop strings are ignored: routers find them.
+
+    seed: the sample's own seed, as its receipt has it.
+    """
+    ids: list[int] = []
+    logprobs: list[float] = []
+    while True:
+        token_id, logprob = token(prompt, params, seed, len(ids))
+        ids.append(token_id)
+        logprobs.append(logprob)
+        if reason := finish_reason(params, token_id, len(ids)):
+            return ids, logprobs, reason
+
+
+def expected_digest(prompt: Sequence[int], params: SamplingParams, seed: int) -> str:
+    """Return the output digest that the receipt of such a sample has."""
+    ids, logprobs, _ = expected(prompt, params, seed)
+    return output_digest(ids, logprobs)
+
+
+def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> FinishReason | None:
+    """Return why an engine ends a sample at its newest token, or None if it goes on.
+
+    The fake model has no end-of-sequence token.
+    """
+    if token_id in params.stop_token_ids and num_tokens > params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_tokens >= params.max_tokens else None
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """The facts that a node tells about its engine; see `corun.node.vllm.start.EngineFacts`."""
+
+    kv_blocks: int = KV_BLOCKS
+    block_size: int = BLOCK_SIZE
+    max_model_len: int = MAX_MODEL_LEN
+    vocab_size: int = VOCAB_SIZE
+    finding: str = ""
+    """The reason why the self-test failed; empty if it passed."""
+
+
+class FakeKv:
+    """The KV that all prefill engines hold: prompts by (engine id, request id), and the readers of shared KV."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.readers: dict[tuple[str, str], set[str]] = {}
+
+    def take(self, key: tuple[str, str], reader: str) -> bool:
+        """Remove a reader, and the KV after its last one. Return False if the KV was not there."""
+        readers = self.readers.get(key, {reader})
+        readers.discard(reader)
+        return key in self.held if readers else self.held.pop(key, None) is not None
+
+
+class FakeEngine:
+    """What the engines of both roles have in common: the members that a node's life needs, and faults."""
+
+    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts) -> None:
+        self.contract = contract
+        self.facts = facts
+        self.kv = kv
+        self.on_death: Callable[[], None] = lambda: None
+        self.steps = 0
+        self.hanging = False
+        """Whether it computes nothing, although it answers."""
+        self.stopped = False
+        """Whether it neither computes nor answers, like a stopped process."""
+        self.dead = False
+        self.closed = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def go_on(self) -> None:
+        self.stopped = False
+
+    def die(self) -> None:
+        """End like an engine process that crashes. The node notices and ends, too."""
+        self.dead = True
+        self.on_death()
+
+    async def answer(self) -> None:
+        """See `corun.node.watchdog.Engine.answer`."""
+        await self._until_not(lambda: self.stopped)
+        if self.dead:
+            raise UnavailableError("the engine died")
+
+    def computed_s(self) -> float:
+        """See `corun.node.watchdog.Engine.computed_s`."""
+        return 0.0
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def _until_not(self, is_held: Callable[[], bool]) -> None:
+        while is_held() and not self.closed:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+
+
+class FakePrefillEngine(FakeEngine):
+    """A prefill engine that takes `delay_s` per prompt, one prompt at a time."""
+
+    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts, ref: NodeRef) -> None:
+        super().__init__(contract, kv, facts)
+        self.endpoint = NixlEndpoint(
+            engine_id=f"engine-{ref.generation}", host="127.0.0.1", port=1, tp_size=1, stamp_addresses=(4096,)
+        )
+        self.delay_s = 0.0
+        self.kv_ttl_s = 30.0
+        """How long KV is kept for its reader."""
+        self.errors: list[Exception] = []
+        """The errors that the next prefills raise, one each."""
+        self.prefilled: list[tuple[int, ...]] = []
+        self.released: list[str] = []
+        self.expired_claims = 0
+        self.turn = asyncio.Lock()
+        """The lock of the prompt that is being computed. While a test holds it, prompts gather uncomputed."""
+        self._ref = ref
+
+    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+        """See `PrefillEngine.prefill`. A stopped engine computes the prompt, and answers when it goes on."""
+        async with self.turn:
+            await asyncio.sleep(self.delay_s)
+            await self._until_not(lambda: self.hanging)
+        if self.errors:
+            raise self.errors.pop(0)
+        prompt = tuple(prompt_token_ids)
+        self.prefilled.append(prompt)
+        key = self.endpoint.engine_id, request_id
+        self.kv.held[key] = prompt
+        asyncio.get_running_loop().call_later(self.kv_ttl_s, self.kv.held.pop, key, None)
+        await self.answer()
+        return self._handle(request_id, prompt, reader)
+
+    def _handle(self, request_id: str, prompt: tuple[int, ...], reader: NodeRef) -> KvHandle:
+        handle = KvHandle(
+            prefill_node=self._ref,
+            engine_id=self.endpoint.engine_id,
+            request_id=request_id,
+            block_ids=(tuple(range(1, 1 + _blocks(prompt))),),
+            host=self.endpoint.host,
+            port=self.endpoint.port,
+            tp_size=self.endpoint.tp_size,
+            num_tokens=len(prompt),
+            prompt_digest=prompt_digest(prompt),
+            reader=reader,
+        )
+        return bound(handle)
+
+    @property
+    def known_kv_blocks(self) -> int:
+        held = [prompt for (engine, _), prompt in self.kv.held.items() if engine == self.endpoint.engine_id]
+        return sum(map(_blocks, held))
+
+    async def held_kv_blocks(self) -> int:
+        await self.answer()
+        return self.known_kv_blocks
+
+    async def release(self, request_id: str, reader: str) -> None:
+        self.released.append(reader)
+        self.kv.take((self.endpoint.engine_id, request_id), reader)
+
+    async def share(self, request_id: str, readers: Sequence[str]) -> bool:
+        key = self.endpoint.engine_id, request_id
+        if key in self.kv.held:
+            self.kv.readers.setdefault(key, {request_id}).update(readers)
+        return key in self.kv.held
+
+    def holds(self, request_id: str) -> bool:
+        return (self.endpoint.engine_id, request_id) in self.kv.held
+
+
+class FakeDecodeEngine(FakeEngine):
+    """A decode engine that draws a token for every running request each `step_ms`.
+
+    A request without its KV ends with an error, as at the real engine. A stopped engine ends the step that it was in
+    when it goes on, before it reads what was sent to it meanwhile.
+    """
+
+    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts) -> None:
+        super().__init__(contract, kv, facts)
+        self.step_ms = STEP_MS
+        self.fail_after: int | None = None
+        """End the next request that has this many tokens with an error, once."""
+        self.not_finite: list[int] = []
+        """The positions, from 0, at which some request finds no finite logits; once each."""
+        self.start_errors: list[Exception] = []
+        """The errors that the next starts raise, one each."""
+        self.corrupt = False
+        """Whether it draws other log probabilities than it should."""
+        self.connected: list[NixlEndpoint] = []
+        self.connect_errors: list[Exception] = []
+        self.most_running = 0
+        self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
+        self._running: dict[str, tuple[DecodeRequest, int]] = {}  # with the number of tokens drawn
+        self._clock: asyncio.Task[None] | None = None
+
+    async def start(self, request: DecodeRequest) -> None:
+        if self.start_errors:
+            raise self.start_errors.pop(0)
+        self._running[request.request_id] = request, 0
+        self.most_running = max(self.most_running, len(self._running))
+        if self._clock is None or self._clock.done():
+            self._clock = asyncio.ensure_future(self._tick())
+
+    async def abort(self, request_id: str) -> None:
+        await self._until_not(lambda: self.stopped)
+        self._running.pop(request_id, None)
+
+    async def connect(self, peer: NixlEndpoint) -> None:
+        if self.connect_errors:
+            raise self.connect_errors.pop(0)
+        self.connected.append(peer)
+
+    def go_on(self) -> None:
+        self._step()
+        super().go_on()
+
+    async def close(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        await super().close()
+
+    async def _tick(self) -> None:
+        while self._running:
+            await asyncio.sleep(self.step_ms / 1000)
+            if not (self.hanging or self.stopped or self.dead):
+                self._step()
+
+    def _step(self) -> None:
+        self.steps += 1
+        self.on_step([self._row(*running) for running in list(self._running.values())])
+
+    def _row(self, request: DecodeRequest, drawn: int) -> StepRow:
+        handle = request.handle
+        if drawn == 0 and not self.kv.take((handle.engine_id, handle.request_id), handle.claim):
+            return self._failed(request, "the KV could not be loaded")
+        if self.fail_after == drawn:
+            self.fail_after = None
+            return self._failed(request, "the engine failed")
+        if drawn in self.not_finite:
+            self.not_finite.remove(drawn)
+            return self._failed(request, "not finite", not_finite=True)
+        token_id, logprob = token(request.prompt_token_ids, request.params, request.seed, drawn)
+        reason = finish_reason(request.params, token_id, drawn + 1)
+        if reason is None:
+            self._running[request.request_id] = request, drawn + 1
+        else:
+            del self._running[request.request_id]
+        return StepRow(request.request_id, token_id, -1.0 if self.corrupt else logprob, reason)
+
+    def _failed(self, request: DecodeRequest, detail: str, *, not_finite: bool = False) -> StepRow:
+        del self._running[request.request_id]
+        return StepRow(request.request_id, None, 0.0, FinishReason.ERROR, detail, not_finite=not_finite)
+
+
+def _blocks(prompt: Sequence[int]) -> int:
+    return -(-len(prompt) // BLOCK_SIZE)

@@ -1,0 +1,109 @@
+"""What `corun.testing` promises to those who test their own clients with it, by public names only."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun import AsyncClient, Client, DataLossError, Generation, InvalidArgumentError, SamplingParams, UnavailableError
+from corun.testing import LocalCluster, expected, local_cluster
+
+PARAMS = SamplingParams(max_tokens=60, logprobs=True)
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+
+
+def bits(done: Generation) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return done.token_ids, done.logprobs
+
+
+async def test_one_seed_gives_one_output_and_it_is_known_ahead() -> None:
+    async with local_cluster() as cluster, AsyncClient(cluster.address) as client:
+        one, two, other = [await client.generate([5, 6, 7], PARAMS, seed=seed) for seed in (1, 1, 2)]
+        assert bits(one) == bits(two) != bits(other)
+        token_ids, logprobs, reason = expected([5, 6, 7], PARAMS, seed=1)
+        assert (bits(one), one.finish_reason) == ((tuple(token_ids), tuple(logprobs)), reason)
+
+
+async def drawing(cluster: LocalCluster) -> str:
+    """Wait until a decode node has drawn tokens; return its name."""
+    await cluster.until(lambda: any(cluster.node(name).drawn_tokens for name in ("d1", "d2")))
+    return next(name for name in ("d1", "d2") if cluster.node(name).drawn_tokens)
+
+
+async def test_a_killed_decode_node_changes_no_bit() -> None:
+    async with local_cluster(decode=2, step_ms=5) as cluster, AsyncClient(cluster.address) as client:
+        tokens: list[int] = []
+        async for chunk in client.stream("Once upon a time", PARAMS, seed=3):
+            if not tokens:
+                await cluster.kill(await drawing(cluster))
+            tokens += chunk.token_ids
+        done = await client.generate("Once upon a time", PARAMS, seed=3)
+        assert tuple(tokens) == done.token_ids
+        await cluster.idle()
+
+
+async def test_nodes_can_be_stopped_and_restarted() -> None:
+    async with local_cluster() as cluster, AsyncClient(cluster.address) as client:
+        first = await client.generate([1], PARAMS, seed=1)
+        for name in ("p1", "d1"):
+            await cluster.stop(name)
+            await cluster.restart(name)
+        again = await client.generate([1], PARAMS, seed=1)
+        assert bits(again) == bits(first)
+        assert again.receipt.decode_node != first.receipt.decode_node
+
+
+async def test_a_killed_router_is_left_for_another_and_comes_back() -> None:
+    async with local_cluster(routers=2) as cluster, AsyncClient(cluster.address) as client:
+        first = await client.generate([1], PARAMS, seed=1)
+        for index in (0, 1):
+            await cluster.kill_router(index)
+            assert bits(await client.generate([1], PARAMS, seed=1)) == bits(first)
+            await cluster.restart_router(index)
+            await cluster.ready("p1", "d1")
+
+
+async def test_faults_of_engines_reach_the_client_as_typed_errors() -> None:
+    async with local_cluster(max_attempts=1) as cluster, AsyncClient(cluster.address) as client:
+        engine = cluster.node("d1").engine
+        engine.start_errors = [InvalidArgumentError("sampling_params.top_k", 3, "must not be")]
+        with pytest.raises(InvalidArgumentError, match="must not be"):
+            await client.generate([1], PARAMS)
+        engine.not_finite = [4]
+        with pytest.raises(DataLossError, match="not finite"):
+            await client.generate([1], PARAMS)
+        engine.fail_after = 4
+        with pytest.raises(UnavailableError, match="the engine failed"):
+            await client.generate([1], PARAMS)
+
+
+async def test_an_engine_that_dies_ends_its_node() -> None:
+    async with local_cluster(decode=2) as cluster:
+        cluster.node("d1").engine.die()
+        with pytest.raises(UnavailableError, match="the engine died"):
+            await cluster.node("d1").end()
+
+
+def test_without_asyncio_it_runs_in_a_thread() -> None:
+    with local_cluster(decode=2) as cluster, Client(cluster.address) as client:
+        first = client.generate([1], PARAMS, seed=1)
+        cluster.run(cluster.kill(first.receipt.decode_node.node_id))
+        assert bits(client.generate([1], PARAMS, seed=1)) == bits(first)
+
+
+def test_a_cluster_that_cannot_start_says_why() -> None:
+    with pytest.raises(TypeError, match="slot_count"), local_cluster(slot_count=3):
+        pass
+
+
+async def test_the_example_of_the_page_runs() -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, str(PAGE), "exec"), names)
+    tests = [test for name, test in names.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        await test()
