@@ -24,12 +24,13 @@ from corun.testing.model import write_tokenizer
 from corun.testing.nodes import LocalNode, decode_role, prefill_role
 from corun.types import NodeRef, NodeRole, NodeState, NodeStatus, new_generation
 from router.app import Router
+from router.nodes.node import Node
 
 WAIT_S = 30.0
 """The longest wait for anything that has to happen."""
 POLL_S = 0.002
 T = TypeVar("T")
-ROUTER_DEFAULTS = {
+ROUTER_DEFAULTS: dict[str, Any] = {
     "port": 0,
     "seed_key": "00" * 32,
     "heartbeat_interval_ms": 50,
@@ -140,7 +141,8 @@ class LocalCluster:
         names = {field.name for field in fields(kind)} - {"threads", "dtype"}  # Here these only name a contract.
         links = {name: getattr(self._config, name) for name in LINKS}
         own = {name: value for name, value in settings.items() if name in names}
-        config: Any = kind(**{"model": self.model, "node_id": node_id, "router": self.addresses, **links, **own})
+        values: dict[str, Any] = {"model": self.model, "node_id": node_id, "router": self.addresses, **links, **own}
+        config: Any = kind(**values)
         ref = NodeRef(node_id=node_id, generation=new_generation())
         make: Callable[..., Role] = prefill_role if role is NodeRole.PREFILL else decode_role
         parts = make(config, ref, self.kv, **{k: v for k, v in settings.items() if k not in names})
@@ -178,10 +180,9 @@ class LocalCluster:
         return self.routers[index]
 
     async def ready(self, *names: str) -> None:
-        """Wait until each of these nodes, by id or as id@generation, is READY at each router."""
-        await self.until(
-            lambda: all(self.state(name, router) is NodeState.READY for name in names for router in self.routers)
-        )
+        """Wait until each of these nodes, by id or as id@generation, is READY at each router that runs."""
+        live = [router for router in self.routers if not router._activity.draining]
+        await self.until(lambda: all(self.state(name, router) is NodeState.READY for name in names for router in live))
 
     def state(self, name: str, router: Router | None = None) -> NodeState | None:
         """Return a node's state at a router, by default at the first; None if the router does not know the node."""
@@ -236,7 +237,8 @@ class LocalCluster:
 async def kill_router(router: Router) -> None:
     """End a router like a process that dies: it gives nothing back."""
     router._activity.draining = True
-    for member in (*router.registry._decodes.values(), *router.registry._prefills.values()):
+    members: list[Node[Any]] = [*router.registry._decodes.values(), *router.registry._prefills.values()]
+    for member in members:
         router.registry.lose(member, "the router was killed")
     await router.stop()
 

@@ -170,7 +170,7 @@ class FakePrefillEngine(FakeEngine):
         self.prefilled.append(prompt)
         key = self.endpoint.engine_id, request_id
         self.kv.held[key] = prompt
-        asyncio.get_running_loop().call_later(self.kv_ttl_s, self.kv.held.pop, key, None)
+        asyncio.get_running_loop().call_later(self.kv_ttl_s, lambda: self.kv.held.pop(key, None))
         await self.answer()
         return self._handle(request_id, prompt, reader)
 

@@ -131,6 +131,7 @@ class LocalNode:
     async def kill(self) -> None:
         """End at once, like a process that dies."""
         if not self.life.done():
+            self.engine.hanging = True  # It draws nothing more while the server closes.
             self.life.cancel()
             await self._life.close(grace_s=0.0)
         await asyncio.wait((self.life,))

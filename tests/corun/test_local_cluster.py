@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ async def test_one_seed_gives_one_output_and_it_is_known_ahead() -> None:
 
 
 async def drawing(cluster: LocalCluster) -> str:
-    """Wait until a decode node has drawn tokens; return its name."""
-    await cluster.until(lambda: any(cluster.node(name).drawn_tokens for name in ("d1", "d2")))
-    return next(name for name in ("d1", "d2") if cluster.node(name).drawn_tokens)
+    """Wait until a decode node has drawn more than ten tokens; return its name."""
+    names = ("d1", "d2")
+    await cluster.until(lambda: any(cluster.node(name).drawn_tokens > 10 for name in names))
+    return next(name for name in names if cluster.node(name).drawn_tokens)
 
 
 async def test_a_killed_decode_node_changes_no_bit() -> None:
@@ -73,11 +75,29 @@ async def test_faults_of_engines_reach_the_client_as_typed_errors() -> None:
         with pytest.raises(InvalidArgumentError, match="must not be"):
             await client.generate([1], PARAMS)
         engine.not_finite = [4]
-        with pytest.raises(DataLossError, match="not finite"):
+        with pytest.raises(InvalidArgumentError, match="not finite at output token 4"):
             await client.generate([1], PARAMS)
-        engine.fail_after = 4
-        with pytest.raises(UnavailableError, match="the engine failed"):
-            await client.generate([1], PARAMS)
+
+
+async def test_a_sample_that_an_engine_fails_runs_again() -> None:
+    async with local_cluster() as cluster, AsyncClient(cluster.address) as client:
+        cluster.node("d1").engine.fail_after = 4
+        done = await client.generate([1], PARAMS, seed=1)
+        assert list(done.token_ids) == expected([1], PARAMS, seed=1)[0]
+        assert len(cluster.node("p1").engine.prefilled) == 2
+
+
+async def test_wrong_bits_are_found_and_end_the_nodes_that_may_have_given_them() -> None:
+    async with local_cluster(decode=2, step_ms=5) as cluster, AsyncClient(cluster.address) as client:
+        running = asyncio.create_task(client.generate([1], PARAMS, seed=1))
+        name = await drawing(cluster)
+        for node in cluster.nodes[1:]:
+            node.engine.corrupt = True
+        await cluster.kill(name)
+        with pytest.raises(DataLossError):
+            await running
+        with pytest.raises(DataLossError, match="other bits"):
+            await cluster.node("p1").end()
 
 
 async def test_an_engine_that_dies_ends_its_node() -> None:
