@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from corun.node import membership
-from tests.fakes import write_tokenizer
+from corun.testing.model import write_tokenizer
 
 
 @pytest.fixture(scope="session")

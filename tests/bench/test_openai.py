@@ -15,9 +15,10 @@ from aiohttp import web
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
+from corun.testing.engines import expected
 from corun_bench.openai import OpenAiTarget
 from corun_bench.records import Outcome, Request
-from tests.fakes import cluster, expected
+from tests.clusters import cluster
 from tests.gateway.serving import serving
 
 PROMPT = (5, 6, 7)

@@ -20,10 +20,10 @@ from typing import Literal
 
 import tyro
 
+from corun.testing.model import write_tokenizer
 from tests.chaos import faults, real
 from tests.chaos.fakes import under_chaos
 from tests.chaos.report import Report
-from tests.fakes import write_tokenizer
 
 MANY_FAULTS = 10_000
 """More than come in any time that somebody would wait."""

@@ -16,9 +16,11 @@ from typing import Any
 from corun.errors import CorunError
 from corun.params import SamplingParams
 from corun.seeds import sample_seed
+from corun.testing.engines import expected
+from corun.testing.nodes import LocalNode
 from corun.types import NodeRole
 from tests.chaos.report import Report
-from tests.fakes import FakeCluster, FakeNode, cluster, expected, generate
+from tests.clusters import FakeCluster, cluster, generate
 
 READY_AGAIN_S = 60.0
 PAUSE_S = 0.06
@@ -106,13 +108,13 @@ class Chaos:
         self._repairs.add(task)
         task.add_done_callback(self._repairs.discard)
 
-    async def kill(self, node: FakeNode, moment: float) -> None:
+    async def kill(self, node: LocalNode, moment: float) -> None:
         """SIGKILL; a new generation of the node starts a little later."""
         await node.kill()
         await asyncio.sleep(0.1 * moment)
         await add(self._fake, node.info.role, node.info.ref.node_id)
 
-    async def stop_and_continue(self, node: FakeNode, moment: float) -> None:
+    async def stop_and_continue(self, node: LocalNode, moment: float) -> None:
         """SIGSTOP and SIGCONT: neither heartbeats nor steps for a while, longer or shorter than anybody waits."""
         node.engine.hanging = True
         await node.fall_silent()
@@ -120,25 +122,25 @@ class Chaos:
         node.engine.hanging = False
         node.join()
 
-    async def stuck_engine(self, node: FakeNode, moment: float) -> None:
+    async def stuck_engine(self, node: LocalNode, moment: float) -> None:
         """The engine stands still while the node goes on to answer."""
         node.engine.hanging = True
         await asyncio.sleep(0.6 * moment)
         node.engine.hanging = False
 
-    async def engine_error(self, node: FakeNode, moment: float) -> None:
+    async def engine_error(self, node: LocalNode, moment: float) -> None:
         if node.info.role is NodeRole.PREFILL:
             node.engine.errors.append(RuntimeError("the engine failed"))
         else:
             node.engine.fail_after = round(20 * moment)
 
-    async def silence(self, node: FakeNode, moment: float) -> None:
+    async def silence(self, node: LocalNode, moment: float) -> None:
         """Heartbeats are lost; everything else works."""
         await node.fall_silent()
         await asyncio.sleep(0.6 * moment)
         node.join()
 
-    async def lost_kv(self, node: FakeNode, moment: float) -> None:
+    async def lost_kv(self, node: LocalNode, moment: float) -> None:
         """KV that was held for readers is gone, as after a lease that ended."""
         self._fake.kv.held.clear()
 
@@ -147,7 +149,7 @@ class Chaos:
         await self._fake.ready(*names)
 
 
-FAULTS: dict[str, Callable[[Chaos, FakeNode, float], Awaitable[None]]] = {
+FAULTS: dict[str, Callable[[Chaos, LocalNode, float], Awaitable[None]]] = {
     "kill": Chaos.kill,
     "stop and continue": Chaos.stop_and_continue,
     "stuck engine": Chaos.stuck_engine,
@@ -157,8 +159,8 @@ FAULTS: dict[str, Callable[[Chaos, FakeNode, float], Awaitable[None]]] = {
 }
 
 
-def _is_up(node: FakeNode) -> bool:
-    return node.membership is not None and not node.membership.done() and not node.engine.hanging
+def _is_up(node: LocalNode) -> bool:
+    return node.is_member and not node.engine.hanging
 
 
 @asynccontextmanager

@@ -34,10 +34,13 @@ from corun.errors import OverloadedError, from_rpc_error
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import Access, channel
+from corun.testing.cluster import router_config
+from corun.testing.engines import expected_digest
+from corun.testing.model import write_tokenizer
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 from router.app import Router
-from tests.fakes import FakeCluster, expected_digest, router_config, write_tokenizer
+from tests.clusters import FakeCluster
 
 TIMEOUT_S = 60.0
 SEED = 7
@@ -256,14 +259,13 @@ def rss_mib() -> float:
 class Nodes(FakeCluster):
     """Fake nodes of a router that runs in another process."""
 
-    def __init__(self, model: str, address: str) -> None:
-        access = Access(token=MEMBERS_TOKEN)
-        super().__init__(model, None, access, access)  # type: ignore[arg-type]
+    def __init__(self, model: str, config: RouterConfig, address: str) -> None:
+        super().__init__(model, config, Access(token=MEMBERS_TOKEN))
         self._address = address
 
     @property
-    def address(self) -> str:
-        return self._address
+    def addresses(self) -> tuple[str, ...]:
+        return (self._address,)
 
     async def serving(self) -> None:
         deadline = time.monotonic() + TIMEOUT_S
@@ -276,10 +278,6 @@ class Nodes(FakeCluster):
                     return
                 await asyncio.sleep(0.05)
         raise TimeoutError("the nodes were never ready")
-
-    async def close(self) -> None:
-        for node in self.nodes:
-            await node.kill()
 
 
 class Measurement:
@@ -404,7 +402,7 @@ async def measure(options: Options, scratch: Path) -> dict[str, Any]:
 
         router = start(router_main, config)
         address = await router.tell("address")
-        nodes = Nodes(write_tokenizer(scratch), address)
+        nodes = Nodes(write_tokenizer(scratch), config, address)
         try:
             await nodes.add_prefill()
             decode = await nodes.add_decode(slots=options.slots)

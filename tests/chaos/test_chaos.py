@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from corun.testing.model import write_tokenizer
 from router.output import SampleOutput
 from tests.chaos.fakes import FAULTS, under_chaos
-from tests.fakes import write_tokenizer
 
 pytestmark = pytest.mark.slow
 

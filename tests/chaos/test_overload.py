@@ -9,9 +9,10 @@ import pytest
 
 from corun.rpc.auth import Caller
 from corun.rpc.channel import Access
+from corun.testing.model import write_tokenizer
 from router.queue import SampleQueue
 from tests.chaos.overload import SHARES, Tally, asker, token_of, write_tokens
-from tests.fakes import FakeCluster, cluster, write_tokenizer
+from tests.clusters import FakeCluster, cluster
 
 pytestmark = pytest.mark.slow
 

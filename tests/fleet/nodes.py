@@ -15,9 +15,9 @@ from corun.config.fields import NodeConfig
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_ref
 from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
+from corun.testing.engines import FakeKv
+from corun.testing.nodes import decode_role, prefill_role
 from corun.types import NodeRole
-from tests.fakes import FakeKv
-from tests.living import decode_role, prefill_role
 
 STEP_MS = 10.0
 WRONG = "wrong-bits"

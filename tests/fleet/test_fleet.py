@@ -11,7 +11,8 @@ import pytest
 from corun.params import SamplingParams
 from corun.processes import living
 from corun.seeds import sample_seed
-from tests.fakes import expected, write_tokenizer
+from corun.testing.engines import expected
+from corun.testing.model import write_tokenizer
 from tests.fleet.hosts import Hosts, Up, hosts, up, wait_for
 from tests.fleet.nodes import WRONG
 from tests.fleet.streams import Streams, pack, streaming

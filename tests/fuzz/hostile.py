@@ -24,8 +24,8 @@ from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import raise_file_limit
+from corun.testing.engines import MAX_MODEL_LEN, expected
 from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc
-from tests.fakes import MAX_MODEL_LEN, expected
 from tests.fuzz.http2 import (
     INITIAL_WINDOW,
     MAX_FRAME,

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tests.fakes import write_tokenizer
+from corun.testing.model import write_tokenizer
 from tests.secrets import Secrets
 
 START_S = 120.0

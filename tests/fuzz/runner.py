@@ -25,8 +25,8 @@ from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.auth import bearer
 from corun.rpc.channel import channel
+from corun.testing.engines import expected
 from corun.v1 import cluster_service_pb2
-from tests.fakes import expected
 from tests.fuzz.http2 import Connection, status_of
 from tests.fuzz.messages import Maker, mutated
 from tests.fuzz.observed import Target

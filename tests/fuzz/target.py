@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from corun.node import membership
-from corun.rpc.channel import OPEN
 from corun.rpc.server import raise_file_limit
+from corun.testing.cluster import router_config
 from router.nodes import registry
 from router.service import ClusterService
-from tests.fakes import FakeCluster, cluster, router_config, start_router
+from tests.clusters import FakeCluster, cluster
 from tests.secrets import Secrets
 
 PATIENT: dict[str, Any] = {"heartbeat_interval_ms": 500, "heartbeat_timeout_ms": 60_000}
@@ -44,8 +44,9 @@ async def serve(model: str, secrets: Secrets, settings: dict[str, Any]) -> None:
         open_router = await stack.enter_async_context(cluster(model, slots=SLOTS, **PATIENT, **settings))
         tokens = {name: value for name, value in secrets.settings.items() if not name.startswith("tls")}
         guarded = await stack.enter_async_context(cluster(model, **PATIENT, **settings, **tokens))
-        lone = FakeCluster(model, await start_router(router_config(**PATIENT, **settings)), OPEN, OPEN)
+        lone = FakeCluster(model, router_config(**PATIENT, **settings))
         stack.push_async_callback(lone.close)
+        await lone.add_router()
         prefill = await lone.add_prefill("p", join=False)
         decode = await lone.add_decode("d", join=False, lease_ttl_ms=LEASE_TTL_MS)
         for fake in (open_router, guarded):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE
 from corun_bench.children import Processes
 from corun_bench.nodes import Nodes, Topology
-from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, cluster
+from tests.clusters import cluster
 from tests.fuzz import assaults
 from tests.fuzz.assaults import ASSAULTS, draw, victim
 from tests.fuzz.beside import SLOWER_S, Report, Siege

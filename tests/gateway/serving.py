@@ -14,7 +14,8 @@ from corun.gateway.app import Gateway
 from corun.gateway.config import GatewayConfig
 from corun.params import SamplingParams
 from corun.receipt import Receipt
-from tests.fakes import FakeCluster, expected
+from corun.testing.engines import expected
+from tests.clusters import FakeCluster
 
 PROMPT = (5, 6, 7)
 

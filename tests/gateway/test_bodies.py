@@ -21,8 +21,10 @@ from corun.gateway.bodies import ALLOWANCE, Limits, Room, Structure
 from corun.gateway.clients import Catalog, Clients
 from corun.gateway.config import GatewayConfig
 from corun.gateway.requests import read_request
+from corun.testing.cluster import WAIT_S
+from corun.testing.engines import MAX_MODEL_LEN
 from router.service import ClusterService
-from tests.fakes import MAX_MODEL_LEN, WAIT_S, FakeCluster, cluster
+from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import PROMPT, Http, serving
 from tests.secrets import Secrets
 

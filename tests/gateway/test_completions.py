@@ -11,9 +11,10 @@ import pytest
 from corun.client.client import AsyncClient
 from corun.params import SamplingParams
 from corun.seeds import derive_seed, sample_seed
+from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE, expected
 from corun.types import Priority
 from router.text import Tokenizer
-from tests.fakes import MAX_MODEL_LEN, VOCAB_SIZE, FakeCluster, cluster, expected
+from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import PROMPT, check_choice, joined, serving
 
 ALL = {"logprobs": 0, "return_token_ids": True}

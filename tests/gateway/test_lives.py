@@ -20,7 +20,8 @@ from corun.gateway.app import Gateway, serve
 from corun.gateway.clients import Clients
 from corun.gateway.completions import EventStream, merged
 from corun.gateway.config import GatewayConfig
-from tests.fakes import WAIT_S, FakeCluster, cluster, kill_router, router_config, start_router
+from corun.testing.cluster import WAIT_S, kill_router, router_config
+from tests.clusters import FakeCluster, cluster, start_router
 from tests.gateway.serving import Http, joined, read_events, serving
 from tests.secrets import Secrets
 

@@ -27,7 +27,8 @@ from corun.errors import (
 )
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import STATUSES, body_of, response_of, status_of
-from tests.fakes import WAIT_S, cluster
+from corun.testing.cluster import WAIT_S
+from tests.clusters import cluster
 from tests.gateway.serving import PROMPT, Http, serving
 from tests.secrets import Secrets
 

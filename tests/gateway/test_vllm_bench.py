@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import cluster, write_tokenizer
+from corun.testing.model import write_tokenizer
+from tests.clusters import cluster
 from tests.gateway.serving import serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

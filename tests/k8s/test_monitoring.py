@@ -16,12 +16,9 @@ import pytest
 import yaml
 
 from corun.models import tiny
-from corun.types import NodeRole
-from router.app import Router
-from tests.fakes import WAIT_S, FakeKv, router_config, start_router
+from tests.clusters import cluster
 from tests.k8s.manifests import ROOT, Object, objects, of_kind, one, pod_labels, workloads
 from tests.k8s.promql import asked
-from tests.living import LiveNode, ending, start_node
 from tests.scraping import families
 
 MONITORING = ROOT / "k8s" / "components" / "monitoring"
@@ -60,34 +57,24 @@ def shown() -> Shown:
 
 
 async def _shown(model: str) -> Shown:
-    router = await start_router(router_config(metrics_port=0))
-    nodes: list[LiveNode] = []
-    try:
-        async with ending(nodes):
-            kv = FakeKv()
-            for role in (NodeRole.PREFILL, NodeRole.DECODE):
-                node = start_node(model, role, role.value, kv, [router.server.address], metrics_port=0)
-                nodes.append(node)  # At once: it has to end if the next one does not start.
-            await asyncio.wait_for(_ready(router), WAIT_S)
-            ports = {"router": router.observation.metrics.port} | {
-                node.ref.node_id: node.observation.metrics.port for node in nodes
-            }
-            found = Shown()
-            for role_name, port in ports.items():
-                for metric in await asyncio.to_thread(families, port):
-                    for sample in metric.samples:
-                        found.roles[role_name].add(sample.name)
-                        found.metrics[sample.name]  # Also one without labels.
-                        for name, value in sample.labels.items():
-                            found.metrics[sample.name][name].add(value)
-            return found
-    finally:
-        await router.stop()
-
-
-async def _ready(router: Router) -> None:
-    while router.registry.missing():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    async with cluster(model, prefills=0, decodes=0, metrics_port=0) as fake:
+        nodes = [
+            await fake.add_prefill("prefill", metrics_port=0),
+            await fake.add_decode("decode", metrics_port=0),
+        ]
+        await fake.ready("prefill", "decode")
+        ports = {"router": fake.router.observation.metrics.port} | {
+            node.ref.node_id: node.observation.metrics.port for node in nodes
+        }
+        found = Shown()
+        for role_name, port in ports.items():
+            for metric in await asyncio.to_thread(families, port):
+                for sample in metric.samples:
+                    found.roles[role_name].add(sample.name)
+                    found.metrics[sample.name]  # Also one without labels.
+                    for name, value in sample.labels.items():
+                        found.metrics[sample.name][name].add(value)
+        return found
 
 
 def alerts() -> dict[str, Object]:

@@ -22,6 +22,8 @@ from corun.receipt import output_digest
 from corun.records import reproduction
 from corun.records.reproduction import Drawn, read_reproduction, write_reproduction
 from corun.records.verification import NamedCase, case_from_reproduction
+from corun.testing.engines import FakeDecodeEngine, expected
+from corun.testing.nodes import LocalNode
 from corun.types import AuditStatus, FinishReason, NodeRole, NodeState
 from router.audit import auditor as audit
 from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor, Comparison
@@ -30,7 +32,7 @@ from router.output import RECORD
 from router.sample import Finished
 from tests.chaos.fakes import CONFIG, Chaos
 from tests.chaos.fakes import add as add_to_chaos
-from tests.fakes import FakeCluster, FakeDecodeEngine, FakeNode, cluster, expected, generate
+from tests.clusters import FakeCluster, cluster, generate
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=20, logprobs=True)
@@ -396,7 +398,7 @@ def replay(address: str, named: NamedCase) -> Report:
         return run(client, [named])
 
 
-async def lie(fake: FakeCluster) -> tuple[FakeNode, FakeNode]:
+async def lie(fake: FakeCluster) -> tuple[LocalNode, LocalNode]:
     """Run a sample at a decode node that lies, to be audited at one that does not; return both nodes."""
     decodes = [node for node in fake.nodes if isinstance(node.engine, FakeDecodeEngine)]
     liar, honest = decodes

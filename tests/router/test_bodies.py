@@ -15,10 +15,12 @@ from corun.errors import InvalidArgumentError, from_rpc_error
 from corun.params import SamplingParams
 from corun.records.verification import VerifyCase
 from corun.rpc import codec
+from corun.testing.cluster import WAIT_S
+from corun.testing.engines import MAX_MODEL_LEN
 from corun.v1 import cluster_service_pb2 as pb
 from router import service
 from router.request import Request
-from tests.fakes import MAX_MODEL_LEN, WAIT_S, FakeCluster, cluster, send
+from tests.clusters import FakeCluster, cluster, send
 
 PROMPT = (5, 6, 7)
 MIB = 2**20

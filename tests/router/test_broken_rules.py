@@ -14,10 +14,11 @@ import pytest
 from corun.errors import CorunError, DataLossError
 from corun.params import SamplingParams
 from corun.rpc import codec
+from corun.testing.engines import expected
 from corun.types import ResumePoint
 from router import request
 from router.output import SampleOutput
-from tests.fakes import cluster, expected, generate, send
+from tests.clusters import cluster, generate, send
 
 PARAMS = SamplingParams(max_tokens=60, logprobs=True)
 PROMPT = (5, 6, 7)

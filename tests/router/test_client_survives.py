@@ -14,7 +14,9 @@ from corun.errors import InvalidArgumentError
 from corun.node.membership import NodeAgent
 from corun.receipt import output_digest
 from corun.seeds import derive_seed, sample_seed
-from tests.fakes import FakeCluster, cluster, expected, kill_router, router_config, start_router
+from corun.testing.cluster import kill_router, router_config
+from corun.testing.engines import expected
+from tests.clusters import FakeCluster, cluster, start_router
 from tests.proxy import CuttingProxy
 
 PROMPT = "Öne upon a tïme"

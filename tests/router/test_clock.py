@@ -10,10 +10,11 @@ import pytest
 
 from corun.errors import DeadlineError, UnavailableError
 from corun.params import SamplingParams
+from corun.testing.engines import expected
 from corun.types import NodeState
 from router import clock as clocks
 from router.clock import AwakeClock
-from tests.fakes import FakeCluster, cluster, expected, generate, retries
+from tests.clusters import FakeCluster, cluster, generate, retries
 
 TIMEOUT_S = 0.2
 STILL_S = 2 * TIMEOUT_S

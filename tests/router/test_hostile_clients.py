@@ -11,13 +11,15 @@ import pytest
 
 from corun.errors import CorunError, DeadlineError, InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
+from corun.testing.cluster import router_config
+from corun.testing.model import contract
 from corun.types import NodeInfo, NodeRef, NodeRole, NodeState
 from corun.v1 import cluster_service_pb2 as pb
 from router.attempt import Attempt, NodeFaultError
 from router.nodes import registry
 from router.nodes.registry import Registry
 from router.output import Outbox
-from tests.fakes import FakeCluster, cluster, contract, generate, router_config
+from tests.clusters import FakeCluster, cluster, generate
 from tests.fuzz.http2 import WINDOW_UPDATE, Connection, call, frame, hello, status_of
 
 PROMPT = (5, 6, 7)

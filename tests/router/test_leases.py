@@ -11,22 +11,15 @@ import pytest
 from corun.errors import UnavailableError
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
+from corun.testing.cluster import WAIT_S, router_config
+from corun.testing.engines import expected
+from corun.testing.nodes import LocalNode
 from corun.types import NodeState
 from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService
 from router.nodes import node_client
 from router.nodes.node import DecodeNode
-from tests.fakes import (
-    WAIT_S,
-    FakeCluster,
-    FakeNode,
-    Output,
-    cluster,
-    expected,
-    generate,
-    router_config,
-    start_router,
-)
+from tests.clusters import FakeCluster, Output, cluster, generate
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
 LONG = SamplingParams(max_tokens=60, logprobs=True)
@@ -41,11 +34,11 @@ def right(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed:
     return (output.token_ids, output.logprobs) == (ids, logprobs)
 
 
-def member_of(fake: FakeCluster, node: FakeNode) -> DecodeNode:
+def member_of(fake: FakeCluster, node: LocalNode) -> DecodeNode:
     return fake.router.registry._decodes[node.info.ref.node_id]
 
 
-async def hold(fake: FakeCluster, node: FakeNode) -> asyncio.Future[list[Output]]:
+async def hold(fake: FakeCluster, node: LocalNode) -> asyncio.Future[list[Output]]:
     """Fills both slots of a node whose engine does nothing."""
     node.engine.hanging = True
     run = asyncio.ensure_future(generate(fake, PROMPT, replace(PARAMS, n=2), seed=1))
@@ -109,7 +102,8 @@ class TestSessions:
         async with cluster(model, slots=2, router_id=router_id, **PATIENT) as fake:
             decode = fake.nodes[1]
             run = await hold(fake, decode)
-            other = FakeCluster(model, await start_router(router_config(router_id=router_id, **PATIENT)))
+            other = FakeCluster(model, router_config(router_id=router_id, **PATIENT))
+            await other.add_router()
             try:
                 nodes = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
                 memberships = [asyncio.ensure_future(node.run()) for node in nodes]

@@ -14,10 +14,9 @@ from corun.client.client import AsyncClient
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.observe.metrics import MetricsServer
 from corun.params import SamplingParams
-from corun.types import NodeRole
+from corun.testing.cluster import WAIT_S
 from router.app import Router
-from tests.fakes import WAIT_S, FakeCluster, FakeKv, cluster, generate, router_config, start_router
-from tests.living import LiveNode, ending, start_node
+from tests.clusters import FakeCluster, cluster, generate
 from tests.scraping import families, scrape
 
 PARAMS = SamplingParams(max_tokens=20, logprobs=True)
@@ -134,9 +133,9 @@ async def until(done: Callable[[], bool]) -> None:
 class Live:
     """A router and a whole node of each role, each with a port for metrics."""
 
-    def __init__(self, router: Router, nodes: list[LiveNode]) -> None:
-        self.router = router
-        self.prefill, self.decode = nodes
+    def __init__(self, fake: FakeCluster) -> None:
+        self.router = fake.router
+        self.prefill, self.decode = fake.nodes
 
     def ports(self) -> list[int]:
         return [
@@ -147,15 +146,11 @@ class Live:
 
 @pytest.fixture
 async def live(model: str) -> Any:
-    nodes: list[LiveNode] = []
-    router = await start_router(router_config(metrics_port=0))
-    async with ending(nodes):
-        kv = FakeKv()
-        for role, node_id in ((NodeRole.PREFILL, "p1"), (NodeRole.DECODE, "d1")):
-            nodes.append(start_node(model, role, node_id, kv, [router.server.address], metrics_port=0))
-        await until(lambda: not router.registry.missing())
-        yield Live(router, nodes)
-    await router.stop()
+    async with cluster(model, prefills=0, decodes=0, metrics_port=0) as fake:
+        await fake.add_prefill(metrics_port=0)
+        await fake.add_decode(metrics_port=0)
+        await fake.ready("p1", "d1")
+        yield Live(fake)
 
 
 async def run(live: Live, prompt: Sequence[int] = PROMPT, **params: Any) -> None:

@@ -15,10 +15,12 @@ from corun.errors import DataLossError, UnavailableError
 from corun.node.life import Life
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
-from corun.types import NodeRef, NodeRole, NodeState
+from corun.testing.cluster import WAIT_S, router_config
+from corun.testing.engines import expected
+from corun.testing.nodes import LocalNode
+from corun.types import NodeRef, NodeState
 from router.service import CLUSTER_SERVICE
-from tests.fakes import WAIT_S, FakeCluster, Output, cluster, expected, generate, router_config, start_router
-from tests.living import LiveNode, ending, start_node
+from tests.clusters import FakeCluster, Output, cluster, generate
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=200, logprobs=True)
@@ -32,17 +34,19 @@ class Pool:
     """Live nodes and a router."""
 
     def __init__(self, fake: FakeCluster) -> None:
+        fake.ends_quarantined = True
         self.fake = fake
-        self.nodes: list[LiveNode] = []
+        self.nodes = fake.nodes
         self.addresses = [fake.address]
 
-    def add(self, node_id: str, **settings: Any) -> LiveNode:
-        role = NodeRole.PREFILL if node_id.startswith("p") else NodeRole.DECODE
-        node = start_node(self.fake.model, role, node_id, self.fake.kv, self.addresses, **settings)
-        self.nodes.append(node)
-        return node
+    async def add(self, node_id: str, **settings: Any) -> None:
+        common: dict[str, Any] = {"router": tuple(self.addresses), "engine_timeout_s": 0.2, "drain_grace_s": 2.0}
+        if node_id.startswith("p"):
+            await self.fake.add_prefill(node_id, **{**common, **settings})
+        else:
+            await self.fake.add_decode(node_id, **{**common, "lease_ttl_ms": 20_000, **settings})
 
-    async def busy_and_other(self, *names: str) -> tuple[LiveNode, LiveNode]:
+    async def busy_and_other(self, *names: str) -> tuple[LocalNode, LocalNode]:
         """Two decode nodes, the one first that runs something, once it has drawn tokens."""
         one, two = (node for node in self.nodes if node.ref.node_id in names)
         await self.fake.until(lambda: one.service.metrics.tokens.value + two.service.metrics.tokens.value > 10)
@@ -64,12 +68,11 @@ class Pool:
 async def pool(model: str, *names: str, router: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Pool]:
     async with cluster(model, prefills=0, decodes=0, **{**PATIENT, **(router or {})}) as fake:
         made = Pool(fake)
-        async with ending(made.nodes):
-            for name in names:
-                made.add(name, **settings)
-            await fake.ready(*names)
-            yield made
-            await fake.idle()
+        for name in names:
+            await made.add(name, **settings)
+        await fake.ready(*names)
+        yield made
+        fake.kv.held.clear()  # What a stuck node keeps for a router that has given it up ends with its lease.
 
 
 def right(outputs: list[Output], seed: int, params: SamplingParams = PARAMS) -> bool:
@@ -169,24 +172,24 @@ class TestStuckEngine:
 @contextlib.asynccontextmanager
 async def two_routers(model: str) -> AsyncIterator[tuple[Pool, FakeCluster]]:
     """A pool of five nodes, and a second router over it."""
-    async with cluster(model, prefills=0, decodes=0, **PATIENT) as fake:
-        other = FakeCluster(model, await start_router(router_config(**PATIENT)))
+    fake, other = (FakeCluster(model, router_config(**PATIENT)) for _ in range(2))
+    try:
+        await asyncio.gather(fake.add_router(), other.add_router())
         pool = Pool(fake)
         pool.addresses.append(other.address)
-        async with ending(pool.nodes):
-            try:
-                for name in NAMES:
-                    pool.add(name)
-                await asyncio.gather(fake.ready(*NAMES), other.ready(*NAMES))
-                yield pool, other
-            finally:
-                await other.close()
+        for name in NAMES:
+            await pool.add(name)
+        await asyncio.gather(fake.ready(*NAMES), other.ready(*NAMES))
+        yield pool, other
+    finally:
+        await fake.close()
+        await other.close()
 
 
 NAMES = ("p1", "p2", "d1", "d2", "d3")
 
 
-async def mismatch(pool: Pool) -> list[LiveNode]:
+async def mismatch(pool: Pool) -> list[LocalNode]:
     """A sample of the first router moves from an engine that gets stuck to one that lies; returns who is suspected."""
     decodes = pool.nodes[2:5]
     for node in decodes:
@@ -222,7 +225,7 @@ class TestQuarantine:
         for node in pool.nodes:
             node.engine.corrupt = False
         for name in names:
-            pool.add(name)
+            await pool.add(name)
         for router in (pool.fake, other):
             await router.ready(*NAMES)
             assert right(await generate(router, PROMPT, PARAMS, seed=9), 9)
@@ -370,5 +373,5 @@ class TestDrain:
             assert not run.done()
             assert right(await run, 8)
             await d1.end()
-            nodes.add("d1")
+            await nodes.add("d1")
             await nodes.until_ready(True)

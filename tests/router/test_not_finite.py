@@ -8,8 +8,9 @@ import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
+from corun.testing.engines import expected
 from corun.types import NodeState
-from tests.fakes import FakeCluster, cluster, expected, generate
+from tests.clusters import FakeCluster, cluster, generate
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)

@@ -13,9 +13,11 @@ from corun.errors import OverloadedError, PermissionDeniedError
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import Access
+from corun.testing.cluster import WAIT_S
+from corun.testing.engines import expected_digest
 from router.queue import SampleQueue
 from router.request import RequestRunner
-from tests.fakes import WAIT_S, FakeCluster, cluster, expected_digest, send
+from tests.clusters import FakeCluster, cluster, send
 
 TOKENS = {"alice": "a" * 16, "bob": "b" * 16, "capped": "c" * 16}
 PARAMS = SamplingParams(max_tokens=4, logprobs=True)

@@ -17,10 +17,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from corun.errors import InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
+from corun.testing.cluster import WAIT_S
 from router import prompts, text
 from router.prompts import Model, PromptEncoder
 from router.text import Tokenizer
-from tests.fakes import WAIT_S, cluster, generate
+from tests.clusters import cluster, generate
 
 HAN = "\u9fa5"
 MIB = 2**20

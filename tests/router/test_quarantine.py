@@ -8,15 +8,17 @@ import pytest
 
 from corun.errors import DataLossError, UnavailableError
 from corun.params import SamplingParams
+from corun.testing.engines import expected
+from corun.testing.nodes import LocalNode
 from corun.types import NodeState
 from router import service
-from tests.fakes import FakeCluster, FakeNode, cluster, expected, generate
+from tests.clusters import FakeCluster, cluster, generate
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=60, logprobs=True)
 
 
-async def mismatch(fake: FakeCluster, *, at: FakeNode, by: FakeNode) -> None:
+async def mismatch(fake: FakeCluster, *, at: LocalNode, by: LocalNode) -> None:
     """A sample starts at one decode node, which dies, and goes on at another, which lies."""
     run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=8, request_id="lied"))
     await fake.until(lambda: at.drawn_tokens > 10)

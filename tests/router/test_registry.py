@@ -9,10 +9,11 @@ import pytest
 from corun.config.fields import RouterConfig
 from corun.contract import pair_fingerprint
 from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
+from corun.testing.model import contract
 from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
 from router.nodes.registry import Registry
-from tests.fakes import cluster, contract, generate
+from tests.clusters import cluster, generate
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 

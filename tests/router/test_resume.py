@@ -13,11 +13,12 @@ from corun.params import SamplingParams
 from corun.receipt import OutputDigest, output_digest
 from corun.rpc import codec
 from corun.seeds import derive_seed
+from corun.testing.engines import expected
 from corun.types import FinishReason, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from router.output import Outbox, Piece, SampleOutput
 from router.text import ByteLevelDetokenizer, Detokenizer
-from tests.fakes import FakeCluster, Output, cluster, expected, generate, send
+from tests.clusters import FakeCluster, Output, cluster, generate, send
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=40, logprobs=True)

@@ -32,26 +32,16 @@ from corun.receipt import output_digest, prompt_digest, tokens_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.seeds import derive_seed, sample_seed
+from corun.testing.cluster import WAIT_S
+from corun.testing.engines import MAX_MODEL_LEN, VOCAB_SIZE, expected
+from corun.testing.nodes import LocalNode
 from corun.types import FinishReason, ModelStatus, NodeState, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from decode_node.service import DecodeService
 from router import sample, service
 from router.request import Request
 from router.text import VERSION, Tokenizer
-from tests.fakes import (
-    MAX_MODEL_LEN,
-    VOCAB_SIZE,
-    WAIT_S,
-    FakeCluster,
-    FakeNode,
-    Output,
-    cluster,
-    expected,
-    generate,
-    retries,
-    send,
-    take,
-)
+from tests.clusters import FakeCluster, Output, cluster, generate, retries, send, take
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
 PROMPT = (5, 6, 7)
@@ -71,7 +61,7 @@ def check(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed:
 
 
 @contextlib.asynccontextmanager
-async def gathering(fake: FakeCluster, node: FakeNode, prompts: int) -> AsyncIterator[None]:
+async def gathering(fake: FakeCluster, node: LocalNode, prompts: int) -> AsyncIterator[None]:
     """Lets a prefill node compute nothing before so many prompts, which are sent meanwhile, are there."""
     async with node.engine.turn:
         yield

@@ -15,8 +15,11 @@ from corun.node import discovery as routers_module
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
+from corun.testing.cluster import WAIT_S, kill_router
+from corun.testing.engines import expected
+from corun.testing.nodes import LocalNode
 from router.service import CLUSTER_SERVICE
-from tests.fakes import WAIT_S, FakeCluster, FakeNode, cluster, expected, generate, kill_router
+from tests.clusters import FakeCluster, cluster, generate
 from tests.node.scripted_router import Names
 
 PARAMS = SamplingParams(max_tokens=60, logprobs=True)
@@ -31,7 +34,7 @@ def quick_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 class Bookings:
     """Looks at every lease that a decode node grants, and at who held the others at that moment."""
 
-    def __init__(self, node: FakeNode) -> None:
+    def __init__(self, node: LocalNode) -> None:
         self.twice: list[int] = []
         self.sharing = 0
         """Most routers with leases at once."""

@@ -19,10 +19,12 @@ from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import OPEN, Access, channel
+from corun.testing.cluster import WAIT_S
+from corun.testing.engines import expected
 from corun.v1 import decode_service_pb2 as decode_pb
 from corun.v1 import decode_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb
-from tests.fakes import WAIT_S, cluster, expected, generate
+from tests.clusters import cluster, generate
 from tests.machine import free_port
 from tests.secrets import Secrets
 

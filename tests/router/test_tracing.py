@@ -18,8 +18,9 @@ from corun.observe import trace_context, tracing
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import channel
+from corun.testing.cluster import WAIT_S
 from corun.v1 import cluster_service_pb2_grpc
-from tests.fakes import WAIT_S, cluster, generate
+from tests.clusters import cluster, generate
 from tests.gateway.serving import serving
 from tests.otlp import Collector, collecting, variables
 

@@ -11,9 +11,10 @@ import pytest
 
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
+from corun.testing.nodes import LocalNode
 from corun.types import NodeState
 from router.nodes.node import Placement
-from tests.fakes import FakeCluster, FakeNode, cluster, generate
+from tests.clusters import FakeCluster, cluster, generate
 
 PROMPT = (5, 6, 7)
 SMALL = SamplingParams(max_tokens=4)
@@ -23,7 +24,7 @@ PATIENT_S = 60.0
 
 
 @contextlib.asynccontextmanager
-async def small_and_large(model: str, *, node_wait_s: float) -> AsyncIterator[tuple[FakeCluster, FakeNode]]:
+async def small_and_large(model: str, *, node_wait_s: float) -> AsyncIterator[tuple[FakeCluster, LocalNode]]:
     """d1 is small and READY. d2 is large, and does not connect as long as its engine has errors."""
     async with cluster(model, decodes=0, node_wait_s=node_wait_s) as fake:
         await fake.add_decode("d1", kv_blocks=10)

@@ -19,12 +19,14 @@ from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.rpc.auth import ANYONE
 from corun.rpc.channel import Access
+from corun.testing.cluster import WAIT_S
+from corun.testing.engines import expected, expected_digest
 from corun.types import FinishReason, NodeState, Priority
 from router import attempt, sample
 from router.audit import verifier
 from router.audit.idle import Fillers, IdleRuns
 from router.queue import SampleQueue
-from tests.fakes import WAIT_S, FakeCluster, cluster, expected, expected_digest, generate
+from tests.clusters import FakeCluster, cluster, generate
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
 PROMPT = (5, 6, 7)

@@ -13,8 +13,9 @@ from corun.contract import Contract
 from corun.errors import UnavailableError
 from corun.params import SamplingParams
 from corun.rpc.channel import Access
+from corun.testing.cluster import WAIT_S
 from corun.types import ClusterStatus, NodeState
-from tests.fakes import WAIT_S, FakeCluster, cluster, generate
+from tests.clusters import FakeCluster, cluster, generate
 
 OPERATOR, ALICE, MEMBER = "operator-" * 3, "alice-" * 4, "member-" * 4
 ENVIRONMENT = ("NCCL_IB_HCA=mlx5_7", "VLLM_SECRET=hunter2")
