@@ -15,7 +15,6 @@ from corun.rpc.channel import OPEN, Access, channel
 from corun.testing.cluster import WAIT_S, LocalCluster, router_config
 from corun.types import ClusterStatus
 from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc
-from router.app import Router
 
 
 class FakeCluster(LocalCluster):
@@ -57,12 +56,6 @@ async def cluster(
         await fake.idle()
     finally:
         await fake.close()
-
-
-async def start_router(config: RouterConfig) -> Router:
-    router = Router(config)
-    await router.start()
-    return router
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -7,6 +7,7 @@ known about it is its metadata (`corun.config.fields`).
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 import textwrap
@@ -125,7 +126,8 @@ def unit(known: Field[Any]) -> str:
     return str(known.metadata.get("unit", "")) or next(named, "")
 
 
-def effects(cls: type[Any]) -> dict[str, str]:
+@functools.cache
+def effects(cls: type) -> dict[str, str]:
     """Return the docstrings, each as one line, of the fields that a class itself declares.
 
     Raises ValueError if a field has no docstring.
@@ -162,7 +164,7 @@ def _sections() -> Iterator[str]:
         yield _table(("flag", "key", "type", "unit", "default", "contract", "effect"), rows.values())
 
 
-def _owner(cls: type[Any], name: str) -> type[object]:
+def _owner(cls: type, name: str) -> type:
     """Return the class whose declaration of a field counts: the most derived one."""
     return next(each for each in cls.__mro__ if name in inspect.get_annotations(each))
 

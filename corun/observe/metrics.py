@@ -132,12 +132,10 @@ class MetricsServer:
         self._running = server, thread
 
     async def stop(self) -> None:
+        """Stop to listen, also if the caller does not wait for the end."""
         if self._running is not None:
-            server, thread = self._running
-            self._running = None
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            await asyncio.to_thread(thread.join)
+            running, self._running = self._running, None
+            await asyncio.to_thread(_end, *running)
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
         probe = self._probes.get(environ["PATH_INFO"])
@@ -163,6 +161,12 @@ class _Server(ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Log nothing, because requests come every few seconds."""
+
+
+def _end(server: WSGIServer, thread: Thread) -> None:
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 class _LoopCollector(Collector):

@@ -38,8 +38,7 @@ ROUTER_DEFAULTS: dict[str, Any] = {
     "audit_fraction": 0,  # Otherwise one sample of a thousand would run twice.
 }
 NODE_DEFAULTS: dict[str, Any] = {"slots": 8, "lease_ttl_ms": 60_000}
-OF_NODES = {"slots", "lease_ttl_ms"}
-"""The settings of `local_cluster` that go to nodes; all others go to routers."""
+"""The settings of `local_cluster` that go to decode nodes; all others go to routers."""
 LINKS = {field.name for field in fields(LinkConfig)}
 """The settings that all members of a cluster share: certificates and the cluster's token."""
 
@@ -83,10 +82,6 @@ class LocalCluster:
     def router(self) -> Router:
         """The first router."""
         return self.routers[0]
-
-    @router.setter
-    def router(self, router: Router) -> None:
-        self.routers[0] = router
 
     def node(self, node_id: str) -> LocalNode:
         """Return the newest generation of a node. Raises NotFoundError if there is none."""
@@ -170,11 +165,16 @@ class LocalCluster:
 
     async def kill_router(self, index: int = 0) -> None:
         """End a router at once, like a process that dies: it gives nothing back."""
-        await kill_router(self.routers[index])
+        router = self.routers[index]
+        router._activity.draining = True
+        members: list[Node[Any]] = [*router.registry._decodes.values(), *router.registry._prefills.values()]
+        for member in members:
+            router.registry.lose(member, "the router was killed")
+        await router.stop()
 
-    async def restart_router(self, index: int = 0) -> Router:
-        """Start a router at the address of one that was killed."""
-        config = replace(self._config, port=self.routers[index].server.port)
+    async def restart_router(self, index: int = 0, **settings: Any) -> Router:
+        """Start a router at the address of one that was killed. settings: fields of its config that are to differ."""
+        config = replace(self._config, **{"port": self.routers[index].server.port, **settings})
         self.routers[index] = Router(config)
         await self.routers[index].start()
         return self.routers[index]
@@ -234,15 +234,6 @@ class LocalCluster:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-async def kill_router(router: Router) -> None:
-    """End a router like a process that dies: it gives nothing back."""
-    router._activity.draining = True
-    members: list[Node[Any]] = [*router.registry._decodes.values(), *router.registry._prefills.values()]
-    for member in members:
-        router.registry.lose(member, "the router was killed")
-    await router.stop()
-
-
 def _claims(router: Router) -> list[str]:
     """Return a text for each of a router's own claims on nodes."""
     registry = router.registry
@@ -255,8 +246,8 @@ def _claims(router: Router) -> list[str]:
 async def _running(
     prefill: int, decode: int, routers: int, model: str | None, step_ms: float, settings: Mapping[str, Any]
 ) -> AsyncIterator[LocalCluster]:
-    own = {name: value for name, value in settings.items() if name in OF_NODES}
-    config = router_config(**{name: value for name, value in settings.items() if name not in OF_NODES})
+    own = {name: value for name, value in settings.items() if name in NODE_DEFAULTS}
+    config = router_config(**{name: value for name, value in settings.items() if name not in NODE_DEFAULTS})
     with tempfile.TemporaryDirectory(prefix="corun-testing-") as directory:
         cluster = LocalCluster(model or write_tokenizer(Path(directory)), config, step_ms=step_ms)
         try:

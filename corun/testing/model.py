@@ -6,6 +6,7 @@ Routers load the tokenizer like any other model's. This module must not know eng
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,20 @@ from router.text import VERSION, Tokenizer
 
 
 def write_tokenizer(directory: Path) -> str:
-    """Write tokenizer.json, with one token per byte, as a model's; return the directory."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {char: i for i, char in enumerate(_alphabet())}, "merges": []},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    return str(directory)
-
-
-def _alphabet() -> list[str]:
-    """Return the characters that stand for bytes in byte-level BPE: the printable ones for themselves, then others."""
+    """Write a model's tokenizer.json with one token per byte; return the directory."""
+    # In byte-level BPE, printable characters stand for themselves, and others from 256 on for all other bytes.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    return [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
+    vocab = {chr(code): i for i, code in enumerate([*printable, *range(256, 512 - len(printable))])}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    content = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return str(directory)
 
 
 def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> Contract:
     """Return the contract of a node with a fake engine. changes: other values for fields of its model part."""
-    part = _model_contract(model, **changes)
+    part = replace(_model_contract(model), **changes)
     if role is NodeRole.PREFILL:
         prefill = PrefillContract(
             attention_backend="none",
@@ -65,30 +54,29 @@ def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> C
     return Contract(role=role, model=part, decode=decode)
 
 
-def _model_contract(model: str, **changes: Any) -> ModelContract:
-    values: dict[str, Any] = {
-        "weights_digest": "w" * 64,
-        "tokenizer_digest": Tokenizer.load(model).digest,
-        "config_digest": "c" * 64,
-        "dtype": "float32",
-        "quantization": "none",
-        "kv_cache_dtype": "float32",
-        "block_size": BLOCK_SIZE,
-        "max_model_len": MAX_MODEL_LEN,
-        "tensor_parallel_size": 1,
-        "engine": "fake 1",
-        "tokenizers": VERSION,
-        "torch": "none",
-        "kernels": (),
-        "plugins": (),
-        "device": "none",
-        "driver": "",
-        "cuda": "",
-        "cpu_isa": "none",
-        "cpu_features": (),
-        "cpu_caches": (),
-        "threads": 1,
-        "blas_policy": "default",
-        "environment": (),
-    }
-    return ModelContract(**{**values, **changes})
+def _model_contract(model: str) -> ModelContract:
+    return ModelContract(
+        weights_digest="w" * 64,
+        tokenizer_digest=Tokenizer.load(model).digest,
+        config_digest="c" * 64,
+        dtype="float32",
+        quantization="none",
+        kv_cache_dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        tensor_parallel_size=1,
+        engine="fake 1",
+        tokenizers=VERSION,
+        torch="none",
+        kernels=(),
+        plugins=(),
+        device="none",
+        driver="",
+        cuda="",
+        cpu_isa="none",
+        cpu_features=(),
+        cpu_caches=(),
+        threads=1,
+        blas_policy="default",
+        environment=(),
+    )

@@ -20,8 +20,8 @@ from corun.gateway.app import Gateway, serve
 from corun.gateway.clients import Clients
 from corun.gateway.completions import EventStream, merged
 from corun.gateway.config import GatewayConfig
-from corun.testing.cluster import WAIT_S, kill_router, router_config
-from tests.clusters import FakeCluster, cluster, start_router
+from corun.testing.cluster import WAIT_S
+from tests.clusters import FakeCluster, cluster
 from tests.gateway.serving import Http, joined, read_events, serving
 from tests.secrets import Secrets
 
@@ -77,9 +77,8 @@ async def test_a_stream_survives_its_router(model: str) -> None:
         whole = await http.complete(max_tokens=300, seed=5, return_token_ids=True)
         running = asyncio.ensure_future(http.stream(max_tokens=300, seed=5, return_token_ids=True))
         await fake.until(lambda: drawn_tokens(fake) > 310)  # The second run is on, and its KV has been read.
-        port = fake.router.server.port
-        await kill_router(fake.router)
-        fake.router = await start_router(router_config(port=port))
+        await fake.kill_router()
+        await fake.restart_router()
         events = await asyncio.wait_for(running, WAIT_S)
         ids = [token_id for event in events for token_id in event["choices"][0]["token_ids"]]
         assert ids == whole["choices"][0]["token_ids"]

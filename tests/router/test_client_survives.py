@@ -14,9 +14,8 @@ from corun.errors import InvalidArgumentError
 from corun.node.membership import NodeAgent
 from corun.receipt import output_digest
 from corun.seeds import derive_seed, sample_seed
-from corun.testing.cluster import kill_router, router_config
 from corun.testing.engines import expected
-from tests.clusters import FakeCluster, cluster, start_router
+from tests.clusters import FakeCluster, cluster
 from tests.proxy import CuttingProxy
 
 PROMPT = "Öne upon a tïme"
@@ -44,9 +43,8 @@ def check(chunks: Sequence[Chunk], fake: FakeCluster, request_id: str, params: S
 
 async def restart(fake: FakeCluster, **config: Any) -> None:
     """Kills the router and starts another one on its port."""
-    port = fake.router.server.port
-    await kill_router(fake.router)
-    fake.router = await start_router(router_config(port=port, **config))
+    await fake.kill_router()
+    await fake.restart_router(**config)
 
 
 @contextlib.asynccontextmanager
@@ -159,7 +157,7 @@ class TestRouterRestart:
             slow(fake)
             stream = client.stream(PROMPT, PARAMS, request_id="r")
             await anext(stream)
-            await kill_router(fake.router)
+            await fake.kill_router()
             with pytest.raises(ContractMismatchError, match="fingerprint"):
                 async for _ in stream:
                     pass
@@ -172,7 +170,7 @@ class TestRouterRestart:
             slow(fake)
             stream = client.stream(PROMPT, PARAMS, timeout_s=1.0)
             await anext(stream)
-            await kill_router(fake.router)
+            await fake.kill_router()
             started = asyncio.get_running_loop().time()
             with pytest.raises(UnavailableError, match=fake.address):
                 async for _ in stream:
@@ -239,7 +237,7 @@ class TestTwoRouters:
             async for chunk in client.stream(PROMPT, PARAMS, request_id="r"):
                 chunks.append(chunk)
                 if len(chunks) == 10:
-                    await kill_router(fake.router)
+                    await fake.kill_router()
             check(chunks, other, "r")
             assert (await client.get_cluster()).router_id == other.router.router_id
 
@@ -277,7 +275,7 @@ class TestTwoRouters:
             await fake.until(lambda: [node._table.slots_in_use() for node in decodes] == [[0, 1, 2, 3]] * 2)
             assert fake.router.queue.waiting
             assert other.router.queue.waiting
-            await kill_router(fake.router)
+            await fake.kill_router()
             for number, done in enumerate(await asyncio.gather(*runs)):
                 ids, logprobs, _ = expected([number, 8], params, number)
                 assert (list(done.token_ids), list(done.logprobs)) == (ids, logprobs)

@@ -227,14 +227,15 @@ async def test_equal_prompts_of_a_client_wait_for_one_computation(live: Live) ->
 
 
 async def test_a_node_that_drains_says_so(live: Live) -> None:
-    live.decode.engine.step_ms = 5
+    live.decode.engine.hanging = True
     running = asyncio.ensure_future(run(live, max_tokens=100))
     await until(lambda: live.decode.service.running_samples == 1)
     live.decode.stop.set()
-    await asyncio.sleep(0.02)
+    await until(lambda: live.decode.service.draining)
     found = await scrape(live.ports()[2])
     assert (found["corun_node_serving"], found["corun_node_certified"]) == (0, 1)
     assert found["corun_decode_running_samples"] == found["corun_decode_leased_slots"] == 1
+    live.decode.engine.hanging = False
     await running
 
 

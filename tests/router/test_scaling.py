@@ -15,7 +15,7 @@ from corun.node import discovery as routers_module
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
-from corun.testing.cluster import WAIT_S, kill_router
+from corun.testing.cluster import WAIT_S
 from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
 from router.service import CLUSTER_SERVICE
@@ -167,7 +167,7 @@ async def test_a_router_that_vanished_leaves_nothing_behind(model: str) -> None:
         runs = [start(one, seed) for seed in range(2 * SLOTS)]
         await one.until(lambda: decode.used_slots == SLOTS)
         decode.engine.hanging = True  # Nothing ends by itself.
-        await kill_router(one.router)
+        await one.kill_router()
         assert decode.used_slots == SLOTS
         await one.until(lambda: decode.used_slots == 0)
         assert decode.service.metrics.expired_leases.value == SLOTS
