@@ -132,10 +132,12 @@ class MetricsServer:
         self._running = server, thread
 
     async def stop(self) -> None:
-        """Stop to listen, also if the caller does not wait for the end."""
+        """Stop listening. If this is cancelled, only the wait for the end is."""
         if self._running is not None:
-            running, self._running = self._running, None
-            await asyncio.to_thread(_end, *running)
+            ending = Thread(target=_end, args=self._running, name="metrics end")
+            self._running = None
+            ending.start()
+            await asyncio.to_thread(ending.join)
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
         probe = self._probes.get(environ["PATH_INFO"])

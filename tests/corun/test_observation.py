@@ -51,6 +51,21 @@ async def test_a_process_that_ends_needs_no_restart() -> None:
     await observation.stop()
 
 
+async def test_a_stop_that_is_cancelled_closes_the_port_all_the_same() -> None:
+    observation = Observation(WATCHED)
+    await observation.start()
+    running = observation.metrics._running
+    assert running is not None
+    stopping = asyncio.ensure_future(observation.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    await asyncio.wait((stopping,))
+    deadline = time.monotonic() + WAIT_S
+    while running[0].socket.fileno() != -1:
+        assert time.monotonic() < deadline, "the port is still open"
+        await asyncio.sleep(0.01)
+
+
 async def test_a_loop_that_stands_still_after_the_start_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async with observed(WATCHED) as observation:
         observation.note_started()

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from corun.errors import InvalidArgumentError, from_rpc_error
+from corun.observe.tracing import Span
 from corun.params import SamplingParams
 from corun.records.verification import VerifyCase
 from corun.rpc import codec
+from corun.rpc.auth import ANYONE
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import MAX_MODEL_LEN
 from corun.v1 import cluster_service_pb2 as pb
@@ -79,9 +81,10 @@ async def test_a_prompt_is_counted_first(model: str) -> None:
             await fake.router.requests.accept(request, asyncio.get_running_loop().time() + WAIT_S)
 
 
-async def test_a_prompt_of_a_message_is_not_copied_before() -> None:
+async def test_a_prompt_of_a_message_is_not_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "caller", lambda: ANYONE)
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
-    assert type(service._prompt(message)) is type(message.token_ids.ids)
+    assert type(service._request(message, Span()).prompt) is type(message.token_ids.ids)
 
 
 async def test_resume_points_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
