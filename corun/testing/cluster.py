@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from corun.config.fields import DecodeConfig, LinkConfig, PrefillConfig, RouterConfig
@@ -260,17 +259,14 @@ async def _running(
 class Running:
     """A cluster that runs while this context is entered. `with` runs it on the loop of a thread of its own."""
 
-    def __init__(self, make: Callable[[], contextlib.AbstractAsyncContextManager[LocalCluster]]) -> None:
-        self._make = make
+    def __init__(self, context: contextlib.AbstractAsyncContextManager[LocalCluster]) -> None:
+        self._context = context
 
     async def __aenter__(self) -> LocalCluster:
-        self._context = self._make()
         return await self._context.__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._context.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._context.__aexit__(*error)
 
     def __enter__(self) -> LocalCluster:
         started: Future[LocalCluster] = Future()
@@ -278,16 +274,14 @@ class Running:
         self._thread.start()
         return started.result()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
 
     async def _live(self, started: Future[LocalCluster]) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         try:
-            async with self._make() as cluster:
+            async with self._context as cluster:
                 started.set_result(cluster)
                 await self._over.wait()
         except Exception as error:
@@ -317,4 +311,4 @@ def local_cluster(
 
     Raises TypeError or InvalidArgumentError for settings that are wrong.
     """
-    return Running(lambda: _running(prefill, decode, routers, model, step_ms, settings))
+    return Running(_running(prefill, decode, routers, model, step_ms, settings))
