@@ -23,7 +23,6 @@ from tests.clusters import FakeCluster, Output, cluster, generate
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
 LONG = SamplingParams(max_tokens=60, logprobs=True)
-LONGEST = SamplingParams(max_tokens=500)
 PROMPT = (5, 6, 7)
 PATIENT: dict[str, Any] = {"heartbeat_timeout_ms": 20_000}
 """Nobody is to be lost because the machine is busy."""
@@ -125,18 +124,20 @@ class TestSessions:
         self, model: str, monkeypatch: pytest.MonkeyPatch, method: str
     ) -> None:
         """Nothing else would free a lease while its stream stands. The node works on, with the next session."""
-        monkeypatch.setattr(node_client, "CLEANUP_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(node_client, "CLEANUP_TIMEOUT_S", 1.0)
         unanswered = Unanswered(monkeypatch, method)
-        async with cluster(model, reserve_timeout_s=0.2, **PATIENT) as fake:
+        async with cluster(model, reserve_timeout_s=1.0, **PATIENT) as fake:
             decode = fake.nodes[1]
+            decode.engine.hanging = True  # The sample does not end by itself.
             session = member_of(fake, decode).client.session
             unanswered.calls = 1
-            run = asyncio.ensure_future(generate(fake, PROMPT, LONGEST))
+            run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS))
             await fake.until(lambda: decode.used_slots == 1)
             if method == "Release":  # Else the answer is what is missing.
-                await fake.until(lambda: decode.drawn_tokens > 0)
+                await fake.until(lambda: len(decode.service._running) == 1)
             run.cancel()
             await fake.until(lambda: member_of(fake, decode).client.session > session)
+            decode.engine.hanging = False
             await fake.ready("d1")
             assert decode.used_slots == 0
             (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
