@@ -40,17 +40,20 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_lost = False
+        self._has_ended = False
         atexit.register(self.end)
         os.register_at_fork(after_in_child=self._lose)
 
     def submit(self, user: User, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` on the loop, in the context of the calling thread. Cancelling the future cancels the work.
 
-        Raises CancelledByPeerError if the user is closed, and UnavailableError in a process that was forked after a
-        user was there: the thread and those of gRPC do not exist in it.
+        Raises CancelledByPeerError if the user is closed or the interpreter ends, RuntimeError if the thread cannot be
+        started, and UnavailableError in a process that was forked after a user was there: the thread and those of gRPC
+        do not exist in it.
         """
         with self._lock:
-            if user.is_closed or self._is_lost:
+            # An interpreter that ends starts no thread: what it finalizes last would wait for one for ever.
+            if user.is_closed or self._is_lost or self._has_ended:
                 work.close()
                 raise _unusable(self._is_lost)
             starting = None
@@ -62,13 +65,23 @@ class LoopThread:
             self._users.add(user)
             answer = asyncio.run_coroutine_threadsafe(work, self._loop)
         if starting is not None:
-            starting.start()
+            try:
+                starting.start()
+            except RuntimeError:  # The system has no room for another thread. The next call tries again.
+                work.close()
+                with self._lock:
+                    if self._loop is not None:
+                        self._loop.close()
+                    self._loop = self._thread = None
+                    self._users.clear()
+                raise
         return answer
 
     def close(self, user: User) -> None:
-        """Close the user. If it was the last one, wait until the thread has ended."""
+        """Close the user. If it was the last one, wait until the thread has ended. In the loop's own thread, where the
+        garbage collector may call it, wait for nothing."""
         closing = self.abandon(user)
-        if closing is None:
+        if closing is None or threading.current_thread() is self._thread:
             return
         with suppress(CancelledError):  # Another thread has closed it at the same time.
             closing.result()
@@ -91,6 +104,7 @@ class LoopThread:
     def end(self) -> None:
         """Cancel everything that runs on the loop, and wait until the thread has ended."""
         with self._lock:
+            self._has_ended = True
             thread = self._thread
             self._stop_loop()
         if thread is not None and thread.is_alive() and not self._is_lost:
@@ -131,9 +145,10 @@ async def _cancel_rest() -> None:
 
 
 def _is_no_late_wake(record: logging.LogRecord) -> bool:
-    """Drop the errors that asyncio logs when gRPC wakes several loops for one event, and one comes too late for it."""
+    """Drop the errors that asyncio logs when gRPC wakes several loops for one event, and one comes too late for it or
+    is closed."""
     error = record.exc_info[1] if record.exc_info else None
-    return not (isinstance(error, BlockingIOError) and "PollerCompletionQueue" in record.getMessage())
+    return not (isinstance(error, (BlockingIOError, RuntimeError)) and "PollerCompletionQueue" in record.getMessage())
 
 
 def _unusable(is_lost: bool) -> CancelledByPeerError | UnavailableError:

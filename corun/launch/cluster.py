@@ -281,8 +281,9 @@ class Cluster:
             counts = {role: now.count(role) for role in ROLES if now.count(role) != pool.count(role)}
             if counts:
                 changes.append(in_words(self._spec, pool.name, counts))
-        self._scaling = "; ".join(changes)
-        self._say(f"scaling {self._scaling}")
+        if changes:  # None if a count was given that is the default: a change that is under way goes on.
+            self._scaling = "; ".join(changes)
+            self._say(f"scaling {self._scaling}")
         self._spec = wanted
 
     def stop(self, signals: StopSignals) -> None:

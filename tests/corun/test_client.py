@@ -32,6 +32,7 @@ from corun import (
     SamplingParams,
     UnavailableError,
 )
+from corun.client.client import _LOOP_THREAD
 from corun.client.progress import ProgressBar, left
 from corun.completion import Assembler
 from corun.receipt import output_digest
@@ -480,6 +481,43 @@ os._exit(0)
     options: Any = {"capture_output": True, "text": True, "timeout": 2 * WAIT_S}
     found = subprocess.run([sys.executable, "-c", code], check=False, **options)
     assert (found.returncode, said in found.stdout) == (0, True), found
+
+
+def test_an_interpreter_ends_while_a_stream_is_open(fake: FakeCluster) -> None:
+    """What still refers to the stream is finalized when no thread can be started any more."""
+    code = f"""
+from corun import Client
+stream = Client({fake.address!r}).stream("a")
+next(stream)
+circle = [stream]
+circle.append(circle)
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=True)
+
+
+def test_a_client_that_is_closed_on_the_loops_own_thread_waits_for_nothing(fake: FakeCluster) -> None:
+    """The garbage collector may run there, and end an object that closes its client."""
+    with Client(fake.address) as using, Client(fake.address) as other:
+        other.generate("a")
+
+        async def collect() -> None:
+            other.close()
+
+        _LOOP_THREAD.submit(using._client, collect()).result(WAIT_S)
+        assert using.generate("a") is not None
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(fake: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(fake.address) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse_threads)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                client.generate("a")
+        assert client.generate("a") is not None
+
+
+def refuse_threads(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def loop_threads() -> set[threading.Thread]:

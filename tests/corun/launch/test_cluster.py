@@ -109,3 +109,11 @@ def test_deaths_on_a_machine_that_is_gone_do_not_count(capsys: pytest.CaptureFix
         "prefill-0: waiting: exit code 1",
         "prefill-0: process 18, start 2",
     ]
+
+
+def test_a_count_that_is_the_default_is_no_change(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(SPEC, Path("logs"), Progress())
+    cluster._scaling = "decode 1 → 2"
+    cluster._scale(SPEC.scaled("main", {"prefill": 1}))
+    assert cluster._scaling == "decode 1 → 2"
+    assert capsys.readouterr().err == ""
