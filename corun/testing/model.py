@@ -23,7 +23,9 @@ def write_tokenizer(directory: Path) -> str:
     vocab = {chr(code): i for i, code in enumerate([*printable, *range(256, 512 - len(printable))])}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = {"type": "BPE", "vocab": vocab, "merges": []}
-    content = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))  # Readers expect these keys.
+    parts = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    content = {"version": "1.0", "added_tokens": [], **absent, **parts}
     (directory / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     return str(directory)
 
