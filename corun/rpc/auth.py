@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,12 +24,10 @@ MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 512
 RETRY_S = 1.0
 """The retry delay in seconds for a client that already has as many requests in progress as it may have."""
 
-MAX_DIGITS = 9
-"""The most digits of a number in a file of client tokens."""
-
 _LINE = "[NAME:] TOKEN [max_requests=N] [max_priority=high|normal|low] [weight=N] [operator]"
-_NAME_DIGITS = 12
-"""The number of hex digits in the name of a token that was given no name."""
+_SETTING = re.compile(
+    r"operator|max_priority=(high|normal|low)|max_requests=[0-9]{1,9}|weight=(?!0+$)[0-9]{1,9}", re.ASCII
+)
 _SCHEME = "Bearer "
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
@@ -79,10 +78,7 @@ def check_token(field: str, token: str, where: str = "") -> str:
 
 
 def read_token(field: str, path: str) -> str:
-    """Return the one token of a file. `field` names the setting in errors.
-
-    Raises InvalidArgumentError if the file cannot be read or does not hold one valid token.
-    """
+    """Return the one token of a file. Raises InvalidArgumentError, which names `field`, if it has none."""
     lines = _lines(field, path)
     if len(lines) != 1:
         raise InvalidArgumentError(field, path, f"must hold one token on one line, not {len(lines)}")
@@ -168,11 +164,9 @@ def _find(given: str, tokens: Sequence[ClientToken]) -> ClientToken | None:
 
     This takes equally long for right and wrong tokens: it compares digests of one length, each of them in full.
     """
-    digest, found = _digest(given), None
-    for token in tokens:
-        if hmac.compare_digest(digest, token.digest):
-            found = token
-    return found
+    digest = _digest(given)
+    found = [token for token in tokens if hmac.compare_digest(digest, token.digest)]
+    return found[-1] if found else None
 
 
 def _digest(token: str) -> bytes:
@@ -184,32 +178,18 @@ def _client_token(field: str, path: str, number: int, line: str) -> ClientToken:
     named = bool(rest) and first == first.strip() and " " not in first
     name, words = (first, rest.split()) if named else ("", line.split())
     settings = {key: value for key, _, value in (word.partition("=") for word in words[1:])}
-    if len(words) != 1 + len(settings) or not all(map(_can_set, words[1:])):
+    if len(words) != 1 + len(settings) or not all(map(_SETTING.fullmatch, words[1:])):
         raise InvalidArgumentError(field, Shown(f"line {number}"), f"must be '{_LINE}' ({path})")
     token = check_token(field, words[0], f"{path}, line {number}")
     caller = Caller(
-        name=name or _name_of(token),
+        # A token without a name has a permanent one. It is shown, so it is from another digest than the one compared.
+        name=name or f"token-{_digest('corun client name ' + token).hex()[:12]}",
         weight=int(settings.get("weight", 1)),
         max_priority=Priority(settings.get("max_priority", Priority.HIGH.value)),
         max_requests=int(settings.get("max_requests", 0)),
         is_operator="operator" in settings,
     )
     return ClientToken(caller=caller, digest=_digest(token))
-
-
-def _name_of(token: str) -> str:
-    """Return a token's permanent name. It is shown, so it is made from another digest than the one compared."""
-    return f"token-{hashlib.sha256(b'corun client name ' + token.encode()).hexdigest()[:_NAME_DIGITS]}"
-
-
-def _can_set(word: str) -> bool:
-    key, _, value = word.partition("=")
-    if word == "operator":
-        return True
-    if key == "max_priority":
-        return value in {priority.value for priority in Priority}
-    is_number = value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS
-    return is_number and (key == "max_requests" or (key == "weight" and int(value) > 0))
 
 
 def _lines(field: str, path: str) -> list[tuple[int, str]]:

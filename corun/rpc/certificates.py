@@ -43,19 +43,15 @@ class Renewed(Generic[T]):
             state = _state(self._paths)  # Taken before reading, so a later change is noticed.
             if state != self._state:
                 self._state = state
-                self._renew()
+                try:
+                    value = self._read()
+                except CorunError as error:
+                    log.error("what was read before stays in use, since the renewed files cannot be: %s", error)
+                    return self._value
+                if value != self._value:
+                    self._value = value
+                    log.info("renewed: %s", ", ".join(self._paths))
             return self._value
-
-    def _renew(self) -> None:
-        names = ", ".join(self._paths)
-        try:
-            value = self._read()
-        except CorunError as error:
-            log.error("what was read before stays in use, since the renewed files cannot be: %s", error)
-            return
-        if value != self._value:
-            self._value = value
-            log.info("renewed: %s", names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +92,12 @@ def _content(tls: TlsConfig) -> Identity:
 
 def _state(paths: Sequence[str]) -> State:
     """Return the state of files, which changes when one is written, replaced or linked to another; None: no file."""
-    return tuple(_state_of(path) for path in paths)
-
-
-def _state_of(path: str) -> tuple[int, int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+    states: list[tuple[int, int, int, int] | None] = []
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError:
+            states.append(None)
+        else:
+            states.append((found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev))
+    return tuple(states)

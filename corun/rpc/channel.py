@@ -80,43 +80,38 @@ class Channel:
         """Return the gRPC channel for a new call. Must be called inside the running loop."""
         found = None if self._identity is None else self._identity.current()
         if not self._made or found is not self._used:
-            self._made.append(self._make(found))
             self._used = found
+            if found is None:
+                made = grpc.aio.insecure_channel(self._address, options=self._options)
+            else:
+                credentials = grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
+                made = grpc.aio.secure_channel(self._address, credentials, options=self._options)
+            self._made.append(made)
         return self._made[-1]
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> _Method:
-        return _Method(self, "unary_unary", args, kwargs)
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method("unary_unary", args, kwargs)
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> _Method:
-        return _Method(self, "unary_stream", args, kwargs)
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method("unary_stream", args, kwargs)
+
+    def _method(self, kind: str, made_with: Any, options: Any) -> Any:
+        """Return a method that uses the gRPC channel that is current at the time of each call."""
+        used: grpc.aio.Channel | None = None
+        method: Any = None
+
+        def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
+            nonlocal used, method
+            if (current := self.current()) is not used:
+                used, method = current, getattr(current, kind)(*made_with, **options)
+            return method(*args, metadata=(*metadata, *self.metadata), **kwargs)
+
+        return call
 
     async def close(self, grace_s: float | None = None) -> None:
         """Disconnect after at most `grace_s` seconds, at once if it is None. Callers end their calls themselves."""
         for made in self._made:
             await made.close(grace_s)
-
-    def _make(self, found: Identity | None) -> grpc.aio.Channel:
-        if found is None:
-            return grpc.aio.insecure_channel(self._address, options=self._options)
-        credentials = grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
-        return grpc.aio.secure_channel(self._address, credentials, options=self._options)
-
-
-class _Method:
-    """A method that uses the gRPC channel that is current at the time of each call."""
-
-    def __init__(self, channel: Channel, kind: str, args: Any, kwargs: Any) -> None:
-        self._channel = channel
-        self._kind = kind
-        self._args, self._kwargs = args, kwargs
-        self._used: grpc.aio.Channel | None = None
-        self._method: Any = None
-
-    def __call__(self, *args: Any, metadata: Any = (), **kwargs: Any) -> Any:
-        current = self._channel.current()
-        if current is not self._used:
-            self._used, self._method = current, getattr(current, self._kind)(*self._args, **self._kwargs)
-        return self._method(*args, metadata=(*metadata, *self._channel.metadata), **kwargs)
 
 
 def channel(
@@ -128,15 +123,7 @@ def channel(
 
     Raises InvalidArgumentError if the TLS files of `access` cannot be used.
     """
-    options = channel_options(max_message_bytes)
-    if access.tls is not None and (checked := access.tls.name or name):
-        options.append(("grpc.ssl_target_name_override", checked))
-    return Channel(address, access, options)
-
-
-def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Return the gRPC options of a client's channel."""
-    return [
+    options: Options = [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -151,3 +138,6 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.use_local_subchannel_pool", 1),  # Each channel has its own connection and backoff.
         ("grpc.enable_http_proxy", 0),  # A proxy for web traffic must not swallow calls inside a cluster.
     ]
+    if access.tls is not None and (checked := access.tls.name or name):
+        options.append(("grpc.ssl_target_name_override", checked))
+    return Channel(address, access, options)

@@ -46,7 +46,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It
         """Set the status of a service, by its full name; "" is the whole process."""
         if not self._has_ended:
             self._statuses[service] = _Response.SERVING if serving else _Response.NOT_SERVING
-            self._tell()
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
 
     def end(self) -> None:
         """Set every service to NOT_SERVING for good.
@@ -58,41 +59,28 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # It
                 self.set(service, False)
         self._has_ended = True
 
-    def status(self, service: str) -> Any:
-        """Return the status of a service now; None if there is no service of that name."""
-        return self._statuses.get(service)
-
     def is_serving(self, service: str) -> bool:
         """Return whether a service serves now. Any thread may call this."""
         return bool(self._statuses.get(service) == _Response.SERVING)
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        status = self.status(request.service)
-        if status is None:
+        if request.service not in self._statuses:
             raise NotFoundError(f"there is no service {shown(request.service)} here")
-        return _Response(status=status)
+        return _Response(status=self._statuses[request.service])
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         if self._watchers >= MAX_WATCHERS:
             raise OverloadedError(f"{self._watchers} watchers are here, as many as there may be", RETRY_S)
         self._watchers += 1
+        said = None
         try:
-            async for status in self._states(request.service):
-                yield _Response(status=status)
+            while True:
+                changed = self._changed
+                status = self._statuses.get(request.service, _Response.SERVICE_UNKNOWN)
+                if status != said:
+                    said = status
+                    yield _Response(status=status)
+                else:
+                    await changed.wait()  # The watcher's deadline, or its leaving, ends this wait.
         finally:
             self._watchers -= 1
-
-    async def _states(self, service: str) -> AsyncIterator[Any]:
-        said = None
-        while True:
-            changed = self._changed
-            status = self._statuses.get(service, _Response.SERVICE_UNKNOWN)
-            if status != said:
-                said = status
-                yield status
-            else:
-                await changed.wait()  # The watcher's deadline, or its leaving, ends this wait.
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()

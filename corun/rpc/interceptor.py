@@ -32,9 +32,7 @@ from corun.errors import (
     too_large_error,
 )
 from corun.rpc.auth import Caller, Gate
-from corun.rpc.messages import has_more_fields
-from corun.rpc.patience import LateClientError, Patience
-from corun.rpc.pump import Pump, Source
+from corun.rpc.pump import LateClientError, Patience, Pump, Source
 
 logger = logging.getLogger(__name__)
 
@@ -102,21 +100,46 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if handler.request_streaming:
             return handler  # No service of ours takes a stream.
         deserialize = _guard(handler.request_deserializer, self._request_limit(details.method))
-        call = _Calls(details.method, permit, self._client_timeout_s)
+        respond = self._responder(handler, details.method, permit)
         # All our methods look like methods that take a stream to gRPC. For a unary method, gRPC would wait for ever for
         # the message, and would not answer a call that ends without one.
-        if handler.response_streaming:
-            respond = call.streaming(handler.unary_stream)
-            serialize = _unless_bytes(handler.response_serializer)
-            return grpc.stream_stream_rpc_method_handler(respond, deserialize, serialize)
-        answer = call.unary(handler.unary_unary)
-        return grpc.stream_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
+        if not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(respond, deserialize, handler.response_serializer)
+        serialize: Any = handler.response_serializer
+        # A handler may encode its many messages itself.
+        return grpc.stream_stream_rpc_method_handler(
+            respond, deserialize, lambda m: m if type(m) is bytes else serialize(m)
+        )
+
+    def _responder(self, handler: Any, method: str, permit: AbstractContextManager[Caller | None]) -> Any:
+        """Return the coroutine function that runs one call of a method.
+
+        For a stream it writes the messages itself, and is no generator that yields them. So it notices when the client
+        goes away, and closes the handler's generator, with all that it holds, before the call ends.
+        """
+
+        async def respond(_: Any, context: Context) -> Any:
+            async with _translated(context, method):
+                with contextlib.closing(Patience(self._client_timeout_s)) as patience:
+                    with patience.expecting("sent no whole request"):
+                        request = await context.read()
+                    if request is _EOF:
+                        raise InvalidArgumentError("message", Shown("none"), "must be sent before the call's end")
+                    if isinstance(request, InvalidArgumentError):
+                        raise request
+                    with permit as known:
+                        _call.set((known, context.peer()))
+                        if not handler.response_streaming:
+                            return await handler.unary_unary(request, context)
+                        return await _write(handler.unary_stream(request, context), context, patience, method)
+
+        return respond
 
 
 def _refusal(error: CorunError) -> Handler:
     """Return a handler that ends a call without reading its message. Only a method that takes a stream can do so."""
 
-    async def refuse(requests: Any, context: Context) -> None:
+    async def refuse(_: Any, context: Context) -> None:
         await _abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -139,77 +162,64 @@ def _guard(deserialize: Any, max_message_bytes: int) -> Callable[[bytes], Any]:
     return guarded
 
 
-def _unless_bytes(serialize: Any) -> Callable[[Any], bytes]:
-    """Return a serializer that passes bytes on as they are, so that a handler may encode its many messages itself."""
-    return lambda message: message if type(message) is bytes else serialize(message)
+def has_more_fields(data: bytes, most: int) -> bool:
+    """Return whether a message has more than `most` fields at its top level, before it is parsed.
 
-
-class _Calls:
-    """How one call of a method runs."""
-
-    def __init__(self, method: str, permit: AbstractContextManager[Caller | None], client_timeout_s: float) -> None:
-        self._method = method
-        self._permit = permit
-        self._timeout_s = client_timeout_s
-
-    def unary(self, handler: Any) -> Any:
-        async def answer(_: Any, context: Context) -> Any:
-            async with _translated(context, self._method):
-                with contextlib.closing(Patience(self._timeout_s)) as patience:
-                    request = await _read(context, patience)
-                with self._permit as known:
-                    _call.set((known, context.peer()))
-                    return await handler(request, context)
-
-        return answer
-
-    def streaming(self, handler: Any) -> Any:
-        # A coroutine that writes is used here, not a generator that yields. So this code notices when the client goes
-        # away, and closes the handler's generator, with all that it holds, before the call ends.
-        async def respond(_: Any, context: Context) -> None:
-            async with _translated(context, self._method):
-                with contextlib.closing(Patience(self._timeout_s)) as patience:
-                    request = await _read(context, patience)
-                    with self._permit as known:
-                        _call.set((known, context.peer()))
-                        await self._respond(handler(request, context), context, patience)
-
-        return respond
-
-    async def _respond(self, responses: Any, context: Context, patience: Patience) -> None:
-        if not isinstance(responses, AsyncGenerator):
-            await responses  # The handler writes by itself.
-            return
-        has_begun = False
-        taking = patience.expecting("took no message")
-        try:
-            async for response in responses:
-                if not has_begun:
-                    # Send the header by itself. If it went with a message that gets stuck, it would count as not sent,
-                    # and no error could be sent after it.
-                    await _sent(context.send_initial_metadata(()))
-                    has_begun = True
-                with taking:
-                    if isinstance(response, Source):
-                        await Pump(response, context, taking).run()
-                    else:
-                        await _sent(context.write(response))
-        finally:
-            await _close(responses, self._method)
-
-
-async def _read(context: Context, patience: Patience) -> Any:
-    """Return the one message of a call.
-
-    Raises InvalidArgumentError if there is none or it cannot be read, and DeadlineError if the client is late.
+    An empty entry of a repeated message takes two bytes on the wire, but about 130 bytes of memory once it is parsed.
+    The two ends of a group count as fields, and so do the fields in it. The time of this check is bounded by `most`.
+    For bytes that are no message the answer may be anything, since the parser refuses them.
     """
-    with patience.expecting("sent no whole request"):
-        request = await context.read()
-    if request is _EOF:
-        raise InvalidArgumentError("message", Shown("none"), "must be sent before the call's end")
-    if isinstance(request, InvalidArgumentError):
-        raise request
-    return request
+    at, end = 0, len(data)
+    if end <= 2 * most:
+        return False
+    try:
+        for _ in range(most):
+            if at >= end:
+                return False
+            tag, at = _varint(data, at)
+            kind = tag & 7
+            if kind == 0:
+                _, at = _varint(data, at)
+            elif kind == 2:
+                size, at = _varint(data, at)
+                at += size
+            else:
+                at += {1: 8, 5: 4}.get(kind, 0)
+    except IndexError:  # The message ends in the middle of a field.
+        return False
+    return at < end
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at `at`, and where it ends. Raises IndexError if the bytes end before the number does."""
+    value, shift = 0, 0
+    while (byte := data[at]) & 0x80:
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, min(shift + 7, 70)  # A longer varint is no number and must not cost more.
+    return value | byte << shift, at + 1
+
+
+async def _write(responses: Any, context: Context, patience: Patience, method: str) -> None:
+    """Write what a handler yields, and close the handler in the end."""
+    if not isinstance(responses, AsyncGenerator):
+        await responses  # The handler writes by itself.
+        return
+    has_begun = False
+    taking = patience.expecting("took no message")
+    try:
+        async for response in responses:
+            if not has_begun:
+                # Send the header by itself. If it went with a message that gets stuck, it would count as not sent, and
+                # no error could be sent after it.
+                await _sent(context.send_initial_metadata(()))
+                has_begun = True
+            with taking:
+                if isinstance(response, Source):
+                    await Pump(response, context, taking).run()
+                else:
+                    await _sent(context.write(response))
+    finally:
+        await _close(responses, method)
 
 
 async def _sent(sending: Awaitable[None]) -> None:
@@ -245,7 +255,12 @@ async def _translated(context: Context, method: str) -> AsyncIterator[None]:
     except grpc.aio.AbortError:
         raise  # The handler ended the call by itself.
     except LateClientError as error:
-        await _abort_late(context, method, error)
+        logger.warning("%s: %s", method, error)
+        try:
+            await asyncio.wait_for(_abort(context, error), _FAREWELL_S)
+        except asyncio.TimeoutError:
+            # The error waits in gRPC until the client reads, or its connection ends. What the call holds is released.
+            raise asyncio.CancelledError from error
     except CorunError as error:
         await _abort(context, error)
     except Exception as error:
@@ -267,13 +282,3 @@ async def _abort(context: Context, error: CorunError) -> None:
         raise
     except grpc.aio.BaseError:
         raise asyncio.CancelledError from error  # The client went away at this moment.
-
-
-async def _abort_late(context: Context, method: str, error: CorunError) -> None:
-    """End a call whose client may be unreachable. What the call holds is released whether or not it gets the error."""
-    logger.warning("%s: %s", method, error)
-    try:
-        await asyncio.wait_for(_abort(context, error), _FAREWELL_S)
-    except asyncio.TimeoutError:
-        # The error waits in gRPC until the client reads, or its connection ends.
-        raise asyncio.CancelledError from error

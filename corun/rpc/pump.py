@@ -1,9 +1,10 @@
-"""Writing the messages of one call as they come, without waking a task for each.
+"""Writing the messages of one call as they come, without waking a task for each, and how long a call waits for that.
 
-This module owns the one write in flight. The code that fills a source starts the write itself; messages that come
-while a write is in flight wait in the source. A task that awaits every write would be woken twice per message, through
-all its coroutines. With hundreds of streams and one message per stream and decode step, that would be most of a
-router's work. This module must not know any service of ours.
+This module owns the one write in flight, and the timer for a client that may send nothing or take nothing. The code
+that fills a source starts the write itself; messages that come while a write is in flight wait in the source. A task
+that awaits every write would be woken twice per message, through all its coroutines. With hundreds of streams and one
+message per stream and decode step, that would be most of a router's work. This module must not know any service of
+ours.
 """
 
 from __future__ import annotations
@@ -11,9 +12,70 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
+
+from corun.errors import DeadlineError
+
+
+class LateClientError(DeadlineError):
+    """A client sends nothing, or takes no message, so it may not take this error either."""
+
+
+class Patience:
+    """Ends waits for a client that take longer than `timeout_s`. Each wait is one `with patience.expecting(…)`.
+
+    All waits of a call share one timer, since there are as many waits as messages. Make it and wait in the call's own
+    task, one wait after the other, and close it in the end.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._failed = ""
+        self._since: float | None = None  # When the wait in progress began. None: the call does not wait.
+        self._is_over = False  # Whether a wait took too long, and the call's task was cancelled for it.
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._timer.cancel()
+
+    def expecting(self, failed: str) -> Patience:
+        """Return this object as the context of waits for the client.
+
+        The context raises LateClientError if the client is late. The error says what the client did not do (`failed`).
+        """
+        self._failed = failed
+        return self
+
+    def begin(self) -> None:
+        """Note that the call waits for its client from now on."""
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """Note that the call no longer waits for its client."""
+        self._since = None
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.end()
+        if kind is asyncio.CancelledError and self._is_over:
+            raise LateClientError(f"the client {self._failed} for {self._timeout_s:g} s") from None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now < since + self._timeout_s:
+            self._timer = self._loop.call_at(since + self._timeout_s, self._look)
+            return
+        self._is_over = True
+        assert self._task is not None  # This object was made in a task.
+        self._task.cancel()  # While `_since` is set, the task waits in `expecting` and nowhere else.
 
 
 class Source(ABC):
@@ -33,20 +95,10 @@ class Source(ABC):
         """Return the next message, or None if there is none yet. Raises the error that ends the call."""
 
 
-class Wait(Protocol):
-    """Is told when a call begins and stops waiting for its client."""
-
-    def begin(self) -> None:
-        """Note that the call waits for its client from now on."""
-
-    def end(self) -> None:
-        """Note that the call no longer waits for its client."""
-
-
 class Pump:
     """Writes a source's messages to a call until the source has ended or the client is gone."""
 
-    def __init__(self, source: Source, context: grpc.aio.ServicerContext[Any, Any], wait: Wait) -> None:
+    def __init__(self, source: Source, context: grpc.aio.ServicerContext[Any, Any], wait: Patience) -> None:
         self._source = source
         self._context = context
         self._wait = wait
@@ -87,29 +139,21 @@ class Pump:
         try:
             self._sent = self._writing.send(None)
         except StopIteration:
-            self._written()
+            self._end_write()
+            if not self._source.has_ended:
+                self._next()
+            elif not self._over.done():
+                self._over.set_result(None)
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            self._failed(None)  # The client is gone; gRPC's own cancellation may still be on its way.
+            self._end_write()
+            self._over.cancel()  # The client is gone; gRPC's own cancellation may still be on its way.
         except Exception as error:
-            self._failed(error)
+            self._end_write()
+            if not self._over.done():
+                self._over.set_exception(error)
         else:
             self._sent.add_done_callback(self._advance)
 
-    def _written(self) -> None:
+    def _end_write(self) -> None:
         self._writing = None
         self._wait.end()
-        if not self._source.has_ended:
-            self._next()
-        elif not self._over.done():
-            self._over.set_result(None)
-
-    def _failed(self, error: Exception | None) -> None:
-        """End the call with an error of the write; None if the call was cancelled."""
-        self._writing = None
-        self._wait.end()
-        if self._over.done():
-            return
-        if error is None:
-            self._over.cancel()
-        else:
-            self._over.set_exception(error)

@@ -41,16 +41,17 @@ MAX_CONNECTION_AGE_S = 3600.0
 """The longest life of a connection in seconds, on servers whose calls are not endless. It stops a client that answers
 pings but reads nothing: gRPC has no other way to end a stream to such a client."""
 SPARE_FILES = 256
-"""The number of a process's file descriptors that are not for connections."""
+"""The number of a process's file descriptors that are not for connections: without any, it could refuse none."""
 
 _GRPC_LOG = "grpc._cython.cygrpc"
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, longest_call_s: float | None = None) -> Options:
-    """Return the gRPC options of a server. They permit the pings of `channel_options`.
+    """Return the gRPC options of a server. They permit the pings of `channel`.
 
     longest_call_s: the longest that a call may take, in seconds; None if calls are endless.
     """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     ages: Options = [
         ("grpc.max_connection_age_ms", round(1000 * MAX_CONNECTION_AGE_S)),
         ("grpc.max_connection_age_grace_ms", round(1000 * (longest_call_s or 0))),
@@ -60,7 +61,7 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, longest_call_s: f
         ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.max_allowed_incoming_connections", max(1, min(MAX_CONNECTIONS, files - SPARE_FILES))),
         ("grpc.max_connection_idle_ms", IDLE_TIMEOUT_MS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # Notices clients whose machine is gone.
@@ -71,15 +72,6 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, longest_call_s: f
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
         ("grpc.so_reuseport", 0),  # Two processes on one port must be an error.
     ]
-
-
-def max_connections() -> int:
-    """Return how many connections this process accepts.
-
-    It keeps spare file descriptors: without any, it could not even refuse a connection.
-    """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(MAX_CONNECTIONS, files - SPARE_FILES))
 
 
 def raise_file_limit() -> None:
@@ -155,17 +147,14 @@ class GrpcServer:
         """
         await self.set_serving("", False)
         try:
-            self._port = self._bind()
+            if self._tls is None:
+                self._port = self._server.add_insecure_port(self.address)
+            else:
+                credentials = _credentials(self._tls, self._mutual)
+                self._port = self._server.add_secure_port(self.address, credentials)
         except RuntimeError as error:
             raise UnavailableError(f"cannot listen on {self.address}: is the port in use?") from error
         await self._server.start()
-
-    def _bind(self) -> int:
-        if self._tls is None:
-            return self._server.add_insecure_port(self.address)
-        renewed = _Certificates(self._tls)
-        credentials = grpc.dynamic_ssl_server_credentials(renewed.first, renewed.next, self._mutual)
-        return self._server.add_secure_port(self.address, credentials)
 
     async def set_serving(self, service: str, serving: bool) -> None:
         """Set what health says of a service, by its full name; "" is the whole process."""
@@ -177,28 +166,27 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-class _Certificates:
-    """The certificates that a server shows and trusts on each new connection. Renewed files are read again."""
+def _credentials(tls: TlsConfig, mutual: bool) -> Any:
+    """Return the certificates that a server shows and trusts on each new connection. Renewed files are read again."""
 
-    def __init__(self, tls: TlsConfig) -> None:
-        self._identity = identity(tls)
-        self._used = self._identity.current()
-        self.first = _configuration(self._used)
+    files = identity(tls)
+    used = files.current()
 
-    def next(self) -> Any:
+    def configuration(found: Identity) -> Any:
+        return grpc.ssl_server_certificate_configuration([(found.key or b"", found.cert or b"")], found.ca)
+
+    def renewed() -> Any:
         """Return the certificates for the next handshake, or None if they have not changed.
 
         gRPC calls this before each handshake, in a thread of its own.
         """
-        current = self._identity.current()
-        if current is self._used:
+        nonlocal used
+        if (current := files.current()) is used:
             return None
-        self._used = current
-        return _configuration(current)
+        used = current
+        return configuration(current)
 
-
-def _configuration(found: Identity) -> Any:
-    return grpc.ssl_server_certificate_configuration([(found.key or b"", found.cert or b"")], found.ca)
+    return grpc.dynamic_ssl_server_credentials(configuration(used), renewed, mutual)
 
 
 def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:

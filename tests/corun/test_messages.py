@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.rpc.messages import has_more_fields
+from corun.rpc.interceptor import has_more_fields
 from corun.v1 import cluster_service_pb2 as pb
 
 
