@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from corun.errors import ContractMismatchError, InvalidArgumentError
-from corun.types import NodeRole
+from corun.types import NodeRole, from_plain
 
 ABSENT = "(absent)"
 """The text that stands for a field that one of two contracts does not have."""
@@ -110,11 +110,7 @@ class DecodeContract(_Part):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """One node's contract: the model part and the part of its role.
-
-    `role` may be given as a NodeRole or as its value. Raises InvalidArgumentError for an unknown role, or if the role
-    part that is set is not that of the role.
-    """
+    """One node's contract: the model part and the part of its role. Raises InvalidArgumentError for another part."""
 
     role: NodeRole
     model: ModelContract
@@ -122,10 +118,6 @@ class Contract:
     decode: DecodeContract | None = None
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "role", NodeRole(self.role))
-        except ValueError:
-            raise InvalidArgumentError("contract.role", self.role, "must be prefill or decode") from None
         for role, part in ((NodeRole.PREFILL, self.prefill), (NodeRole.DECODE, self.decode)):
             if (part is not None) != (role is self.role):
                 limit = f"must be {'set' if role is self.role else 'unset'} for a {self.role.value} node"
@@ -136,23 +128,25 @@ class Contract:
 
         Equal facts give the same text everywhere.
         """
-        return _canonical(self._values())
+        return _canonical_json(self._values())
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the canonical JSON in UTF-8, as 64 hex digits."""
-        return _sha256(self.canonical_json())
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str) -> Contract:
         """Read what `canonical_json` wrote. Raises InvalidArgumentError for a missing, unknown or mistyped field."""
-        values = _load(text)
-        _check_keys("contract", cls, values, optional={"prefill", "decode"})
-        parts = {name: _read_part(name, part, values[name]) for name, part in _PARTS.items() if name in values}
-        return cls(role=values["role"], **parts)
+        try:
+            values = json.loads(text, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgumentError("contract", text, f"must be JSON: {error}") from None
+        contract: Contract = from_plain("contract", cls, values)
+        return contract
 
     def _values(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name) for name in _PARTS}
-        return {"role": self.role.value, **{k: _part_values(part) for k, part in parts.items() if part is not None}}
+        parts = {name: part for name, part in asdict(self).items() if part is not None}
+        return {**parts, "role": self.role.value}
 
 
 def diff(a: Contract, b: Contract) -> dict[str, tuple[str, str]]:
@@ -171,10 +165,8 @@ def pair_fingerprint(prefill: Contract, decode: Contract) -> str:
     values, other = prefill._values(), decode._values()
     if differences := _differences(_flat({"model": values["model"]}), _flat({"model": other["model"]})):
         raise ContractMismatchError("the prefill and decode nodes do not run the same model", differences)
-    return _sha256(_canonical({"model": values["model"], "prefill": values["prefill"], "decode": other["decode"]}))
-
-
-_PARTS: dict[str, type[Any]] = {"model": ModelContract, "prefill": PrefillContract, "decode": DecodeContract}
+    pair = _canonical_json({"model": values["model"], "prefill": values["prefill"], "decode": other["decode"]})
+    return hashlib.sha256(pair.encode()).hexdigest()
 
 
 def _check(name: str, kind: str, value: object) -> None:
@@ -192,23 +184,8 @@ def _check(name: str, kind: str, value: object) -> None:
         raise InvalidArgumentError(name, value, "must be printable")  # Printable text is valid Unicode, too.
 
 
-def _canonical(values: Mapping[str, Any]) -> str:
+def _canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _part_values(part: Any) -> dict[str, Any]:
-    return {field.name: getattr(part, field.name) for field in fields(part)}
-
-
-def _load(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError("contract", text, f"must be JSON: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -216,21 +193,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         raise ValueError("a key is given twice")
     return values
-
-
-def _read_part(name: str, part: type[Any], values: Any) -> Any:
-    _check_keys(f"contract.{name}", part, values)
-    return part(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-
-
-def _check_keys(name: str, cls: type[Any], values: Any, optional: set[str] | None = None) -> None:
-    if not isinstance(values, dict):
-        raise InvalidArgumentError(name, values, "must be an object")
-    known = {field.name for field in fields(cls)}
-    if unknown := sorted(set(values) - known):
-        raise InvalidArgumentError(f"{name}.{unknown[0]}", values[unknown[0]], "is not a known field")
-    if missing := sorted(known - set(values) - (optional or set())):
-        raise InvalidArgumentError(f"{name}.{missing[0]}", None, "must be set")
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,8 @@
      ├ DataLossError           DATA_LOSS
      └ InternalError           INTERNAL              never carries internals
 
-`to_status` and `from_rpc_error` are the only places that translate. This module must not know any service.
+Each class says which details its status carries, and reads them again; `to_status` and `from_rpc_error` are the only
+places that translate. This module must not know any service.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import grpc
@@ -54,6 +56,30 @@ class Shown(str):
         return str(self)
 
 
+class _Details:
+    """The google.rpc details of a status, by message type."""
+
+    def __init__(self, details: list[any_pb2.Any]) -> None:
+        self._details = details
+
+    def find(self, message: Message) -> bool:
+        """Fill `message` from the first detail of its type. Return False if there is none."""
+        try:
+            return any(detail.Unpack(message) for detail in self._details)
+        except DecodeError:
+            return False  # The peer is not one of our processes. The code and the text still say enough.
+
+    def info(self) -> Mapping[str, str]:
+        """Return the metadata of our own ErrorInfo; empty if there is none."""
+        info = error_details_pb2.ErrorInfo()
+        return dict(info.metadata) if self.find(info) and info.domain == _DOMAIN else {}
+
+    def retry_s(self) -> float | None:
+        """Return the retry delay in seconds; None if there is none."""
+        retry = error_details_pb2.RetryInfo()
+        return retry.retry_delay.ToNanoseconds() / 1e9 if self.find(retry) else None
+
+
 class CorunError(Exception):
     """The base of every error that this project raises on purpose."""
 
@@ -66,14 +92,18 @@ class CorunError(Exception):
     def __str__(self) -> str:
         return self.message
 
+    def _pack(self) -> list[Message]:
+        """Return the details of this error's status."""
+        return []
 
-class InvalidArgumentError(CorunError):
-    """A value is outside its limit. The same request would fail again.
+    @classmethod
+    def _unpack(cls, text: str, details: _Details) -> CorunError:
+        """Return the error of a status with this class's code."""
+        return cls(text)
 
-    Nothing was started or reserved, unless only the model could find the value unfit.
-    """
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+class _RefusedValueError(CorunError):
+    """What both errors about one value have in common."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field} = {shown(value)}: {limit}")
@@ -82,16 +112,37 @@ class InvalidArgumentError(CorunError):
         self.value = value
         self.limit = limit
 
+    def _pack(self) -> list[Message]:
+        value = shown(self.value)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_clip(self.field, 128), description=_clip(f"{value}: {self.limit}", 256)
+        )
+        info = _info(self.code.name, value=value, limit=_clip(self.limit, 256))
+        return [error_details_pb2.BadRequest(field_violations=[violation]), info]
 
-class OverloadedError(CorunError):
-    """There is no room now. Try again after `retry_after_s` seconds."""
+    @classmethod
+    def _unpack(cls, text: str, details: _Details) -> CorunError:
+        request, info = error_details_pb2.BadRequest(), details.info()
+        if not details.find(request) or not request.field_violations:
+            return cls("request", Shown("refused"), text)
+        violation = request.field_violations[0]
+        limit = info.get("limit", violation.description)
+        return cls(violation.field, Shown(info.get("value", "refused")), limit)
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, message: str, retry_after_s: float = DEFAULT_RETRY_S) -> None:
-        super().__init__(message)
-        self.args = (message, retry_after_s)
-        self.retry_after_s = retry_after_s
+class InvalidArgumentError(_RefusedValueError):
+    """A value is outside its limit. The same request would fail again.
+
+    Nothing was started or reserved, unless only the model could find the value unfit.
+    """
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class PermissionDeniedError(_RefusedValueError):
+    """This caller may not use a value that other callers may use. Nothing was started or reserved."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class UnavailableError(CorunError):
@@ -106,6 +157,34 @@ class UnavailableError(CorunError):
         super().__init__(message)
         self.args = (message, retry_after_s)
         self.retry_after_s = retry_after_s
+
+    def _pack(self) -> list[Message]:
+        return _retry(self.retry_after_s)
+
+    @classmethod
+    def _unpack(cls, text: str, details: _Details) -> CorunError:
+        return cls(text, details.retry_s())
+
+
+class OverloadedError(CorunError):
+    """There is no room now. Try again after `retry_after_s` seconds."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, retry_after_s: float = DEFAULT_RETRY_S) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def _pack(self) -> list[Message]:
+        return _retry(self.retry_after_s)
+
+    @classmethod
+    def _unpack(cls, text: str, details: _Details) -> CorunError:
+        retry_s = details.retry_s()
+        if retry_s is None and (too_large := _TOO_LARGE.search(text)):  # gRPC refused it before our code saw it.
+            return too_large_error(int(too_large[1]), int(too_large[2]))
+        return cls(text, DEFAULT_RETRY_S if retry_s is None else retry_s)
 
 
 class DeadlineError(CorunError):
@@ -136,6 +215,30 @@ class ContractMismatchError(CorunError):
         pairs = (f"{field}: {_clip(a)} != {_clip(b)}" for field, (a, b) in sorted(self.differences.items()))
         return f"{self.message}: " + "; ".join(pairs)
 
+    def _pack(self) -> list[Message]:
+        failure = error_details_pb2.PreconditionFailure()
+        for field, pair in sorted(self.differences.items()):
+            # The values travel as JSON, so that any text in them comes back unchanged.
+            values = json.dumps([_clip(value, _MAX_SHOWN_DIFFERENCE) for value in pair], ensure_ascii=False)
+            failure.violations.add(type="CONTRACT", subject=_clip(field, 128), description=values)
+            if failure.ByteSize() > _MAX_DIFFERENCES_BYTES:
+                del failure.violations[-1]
+                break
+        return [failure]
+
+    @classmethod
+    def _unpack(cls, text: str, details: _Details) -> CorunError:
+        failure = error_details_pb2.PreconditionFailure()
+        details.find(failure)
+        differences: dict[str, tuple[str, str]] = {}
+        for violation in failure.violations:
+            try:
+                a, b = json.loads(violation.description)
+            except (TypeError, ValueError):
+                a, b = violation.description, ""  # Another implementation wrote this text.
+            differences[violation.subject] = str(a), str(b)
+        return cls(text, differences)
+
 
 class StaleGenerationError(CorunError):
     """A node process was replaced. Whatever the caller holds of the old process is no longer valid."""
@@ -148,6 +251,17 @@ class StaleGenerationError(CorunError):
         self.node_id = node_id
         self.expected = expected
         self.actual = actual
+
+    def _pack(self) -> list[Message]:
+        values = {"node_id": self.node_id, "expected": self.expected, "actual": self.actual}
+        return [_info("STALE_GENERATION", **{name: _clip(value, 128) for name, value in values.items()})]
+
+    @classmethod
+    def _unpack(cls, text: str, details: _Details) -> CorunError:
+        info = details.info()
+        if not {"node_id", "expected", "actual"} <= set(info):
+            return InternalError(f"the peer answered ABORTED: {text}")
+        return cls(info["node_id"], info["expected"], info["actual"])
 
 
 class NotFoundError(CorunError):
@@ -162,19 +276,6 @@ class UnauthenticatedError(CorunError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
-class PermissionDeniedError(CorunError):
-    """This caller may not use a value that other callers may use. Nothing was started or reserved."""
-
-    code = grpc.StatusCode.PERMISSION_DENIED
-
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} = {shown(value)}: {limit}")
-        self.args = (field, value, limit)
-        self.field = field
-        self.value = value
-        self.limit = limit
-
-
 class DataLossError(CorunError):
     """Bits differ although the contract says that they are equal."""
 
@@ -185,6 +286,25 @@ class InternalError(CorunError):
     """There is a bug on the other side. The message has an id to look up in that side's log, and nothing else."""
 
     code = grpc.StatusCode.INTERNAL
+
+
+_BY_CODE: dict[grpc.StatusCode, type[CorunError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgumentError,
+        PermissionDeniedError,
+        UnavailableError,
+        OverloadedError,
+        DeadlineError,
+        CancelledByPeerError,
+        ContractMismatchError,
+        StaleGenerationError,
+        NotFoundError,
+        UnauthenticatedError,
+        DataLossError,
+        InternalError,
+    )
+}
 
 
 def kind_of(error: CorunError) -> str:
@@ -204,18 +324,24 @@ def shown(value: object) -> str:
 def to_status(error: CorunError) -> status_pb2.Status:
     """Return the rich status of `error`, for `grpc_status.rpc_status.to_status`."""
     status = status_pb2.Status(code=error.code.value[0], message=_message(error))
-    packer = _PACKERS.get(error.code)
-    for detail in packer(error) if packer else ():
-        status.details.append(_to_any(detail))
+    for detail in error._pack():
+        status.details.add().Pack(detail)
     return status
 
 
 def from_rpc_error(error: grpc.RpcError) -> CorunError:
-    """Return the typed error of a failed call, made with a blocking or an asyncio stub."""
-    code, text = _code(error), _text(error)
-    if code not in _UNPACKERS:
+    """Return the typed error of a failed call."""
+    failed: Any = error  # Only the errors that calls raise have these methods.
+    code, text = failed.code(), failed.details() or "no details"
+    if code not in _BY_CODE:
         return InternalError(f"the peer answered {code.name}: {text}")
-    return _UNPACKERS[code](text, _details(error))
+    details: list[any_pb2.Any] = []
+    for key, value in failed.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            with suppress(DecodeError):
+                details = list(status_pb2.Status.FromString(value).details)
+            break
+    return _BY_CODE[code]._unpack(text, _Details(details))
 
 
 def is_answered(error: grpc.RpcError) -> bool:
@@ -225,133 +351,6 @@ def is_answered(error: grpc.RpcError) -> bool:
     """
     trailers: Any = error.trailing_metadata()
     return any(key == _DETAILS_KEY for key, _ in trailers or ())
-
-
-class _Details:
-    """The google.rpc details of a status, by message type."""
-
-    def __init__(self, details: list[any_pb2.Any]) -> None:
-        self._details = details
-
-    def find(self, message: Message) -> bool:
-        """Fill `message` from the first detail of its type. Return False if there is none."""
-        try:
-            return any(detail.Unpack(message) for detail in self._details)
-        except DecodeError:
-            return False  # The peer is not one of our processes. The code and the text still say enough.
-
-    def info(self) -> Mapping[str, str]:
-        """Return the metadata of our own ErrorInfo; empty if there is none."""
-        info = error_details_pb2.ErrorInfo()
-        return dict(info.metadata) if self.find(info) and info.domain == _DOMAIN else {}
-
-
-def _pack_violation(error: Any) -> list[Message]:
-    value = shown(error.value)
-    violation = error_details_pb2.BadRequest.FieldViolation(
-        field=_clip(error.field, 128), description=_clip(f"{value}: {error.limit}", 256)
-    )
-    info = _info(error.code.name, value=value, limit=_clip(error.limit, 256))
-    return [error_details_pb2.BadRequest(field_violations=[violation]), info]
-
-
-def _violation(
-    cls: type[InvalidArgumentError] | type[PermissionDeniedError],
-) -> Callable[[str, _Details], CorunError]:
-    def unpack(text: str, details: _Details) -> CorunError:
-        request, info = error_details_pb2.BadRequest(), details.info()
-        if not details.find(request) or not request.field_violations:
-            return cls("request", Shown("refused"), text)
-        violation = request.field_violations[0]
-        limit = info.get("limit", violation.description)
-        return cls(violation.field, Shown(info.get("value", "refused")), limit)
-
-    return unpack
-
-
-def _pack_retry(error: Any) -> list[Message]:
-    if error.retry_after_s is None:
-        return []
-    retry = error_details_pb2.RetryInfo()
-    retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
-    return [retry]
-
-
-def _unpack_exhausted(text: str, details: _Details) -> CorunError:
-    retry = error_details_pb2.RetryInfo()
-    if details.find(retry):
-        return OverloadedError(text, retry.retry_delay.ToNanoseconds() / 1e9)
-    if too_large := _TOO_LARGE.search(text):  # gRPC refused the message before our code saw it.
-        return too_large_error(int(too_large[1]), int(too_large[2]))
-    return OverloadedError(text)
-
-
-def _unpack_unavailable(text: str, details: _Details) -> CorunError:
-    retry = error_details_pb2.RetryInfo()
-    return UnavailableError(text, retry.retry_delay.ToNanoseconds() / 1e9 if details.find(retry) else None)
-
-
-def _pack_mismatch(error: Any) -> list[Message]:
-    failure = error_details_pb2.PreconditionFailure()
-    for field, pair in sorted(error.differences.items()):
-        # The values travel as JSON, so that any text in them comes back unchanged.
-        values = json.dumps([_clip(value, _MAX_SHOWN_DIFFERENCE) for value in pair], ensure_ascii=False)
-        failure.violations.add(type="CONTRACT", subject=_clip(field, 128), description=values)
-        if failure.ByteSize() > _MAX_DIFFERENCES_BYTES:
-            del failure.violations[-1]
-            break
-    return [failure]
-
-
-def _unpack_mismatch(text: str, details: _Details) -> CorunError:
-    failure = error_details_pb2.PreconditionFailure()
-    details.find(failure)
-    return ContractMismatchError(text, {v.subject: _pair(v.description) for v in failure.violations})
-
-
-def _pack_stale(error: Any) -> list[Message]:
-    values = {"node_id": error.node_id, "expected": error.expected, "actual": error.actual}
-    return [_info("STALE_GENERATION", **{name: _clip(value, 128) for name, value in values.items()})]
-
-
-def _unpack_stale(text: str, details: _Details) -> CorunError:
-    info = details.info()
-    if not {"node_id", "expected", "actual"} <= set(info):
-        return InternalError(f"the peer answered ABORTED: {text}")
-    return StaleGenerationError(info["node_id"], info["expected"], info["actual"])
-
-
-def _plain(cls: type[CorunError]) -> Callable[[str, _Details], CorunError]:
-    return lambda text, _: cls(text)
-
-
-_PACKERS: dict[grpc.StatusCode, Callable[[Any], list[Message]]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: _pack_violation,
-    grpc.StatusCode.PERMISSION_DENIED: _pack_violation,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: _pack_retry,
-    grpc.StatusCode.UNAVAILABLE: _pack_retry,
-    grpc.StatusCode.FAILED_PRECONDITION: _pack_mismatch,
-    grpc.StatusCode.ABORTED: _pack_stale,
-}
-_UNPACKERS: dict[grpc.StatusCode, Callable[[str, _Details], CorunError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: _violation(InvalidArgumentError),
-    grpc.StatusCode.PERMISSION_DENIED: _violation(PermissionDeniedError),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: _unpack_exhausted,
-    grpc.StatusCode.UNAVAILABLE: _unpack_unavailable,
-    grpc.StatusCode.FAILED_PRECONDITION: _unpack_mismatch,
-    grpc.StatusCode.ABORTED: _unpack_stale,
-    **{
-        cls.code: _plain(cls)
-        for cls in (
-            DeadlineError,
-            CancelledByPeerError,
-            NotFoundError,
-            UnauthenticatedError,
-            DataLossError,
-            InternalError,
-        )
-    },
-}
 
 
 def too_large_error(size: int, limit: int) -> InvalidArgumentError:
@@ -380,37 +379,12 @@ def _info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN, metadata=metadata)
 
 
-def _to_any(message: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
-
-
-def _pair(description: str) -> tuple[str, str]:
-    try:
-        a, b = json.loads(description)
-    except (TypeError, ValueError):
-        return description, ""  # Another implementation wrote this text.
-    return str(a), str(b)
-
-
-def _code(error: Any) -> grpc.StatusCode:
-    code = error.code() if callable(getattr(error, "code", None)) else None
-    return code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
-
-
-def _text(error: Any) -> str:
-    return (error.details() if callable(getattr(error, "details", None)) else None) or "no details"
-
-
-def _details(error: Any) -> _Details:
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY:
-            try:
-                return _Details(list(status_pb2.Status.FromString(value).details))
-            except DecodeError:
-                break
-    return _Details([])
+def _retry(delay_s: float | None) -> list[Message]:
+    if delay_s is None:
+        return []
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromNanoseconds(max(0, round(delay_s * 1e9)))
+    return [retry]
 
 
 _repr = reprlib.Repr()

@@ -6,15 +6,14 @@ not know where tokens come from.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from corun.errors import InvalidArgumentError
-from corun.types import FinishReason, NodeRef
+from corun.types import FinishReason, NodeRef, from_plain
 
 _PROMPT_TAG = b"corun.v1.prompt\0"
 _OUTPUT_TAG = b"corun.v1.output\0"
@@ -58,7 +57,7 @@ class Receipt:
 
         Fields that receipts of earlier versions did not have may be missing.
         """
-        receipt: Receipt = _read("receipt", cls, values)
+        receipt: Receipt = from_plain("receipt", cls, values)
         return receipt
 
 
@@ -135,41 +134,3 @@ def text_digest(text: str) -> str:
 def _ids_digest(tag: bytes, token_ids: Iterable[int]) -> str:
     ids = tuple(token_ids)
     return hashlib.sha256(tag + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
-
-
-def _read(name: str, kind: Any, value: Any) -> Any:
-    """Read a value of JSON as a `kind`: a dataclass, FinishReason, int or str.
-
-    Raises InvalidArgumentError for a value of another type, and for a field that is unknown or missing.
-    """
-    if kind is FinishReason:
-        return _read_finish_reason(name, value)
-    if kind in (int, str):
-        if type(value) is not kind:
-            raise InvalidArgumentError(name, value, f"must be {'an integer' if kind is int else 'text'}")
-        return value
-    _check_fields(name, kind, value)
-    hints = _hints(kind)
-    return kind(**{key: _read(f"{name}.{key}", hints[key], value[key]) for key in value})
-
-
-def _check_fields(name: str, cls: Any, values: object) -> None:
-    if not isinstance(values, Mapping):
-        raise InvalidArgumentError(name, values, "must be an object")
-    known = {field.name for field in fields(cls)}
-    required = {field.name for field in fields(cls) if field.default is MISSING}
-    if unknown := sorted(map(str, set(values) - known)):
-        raise InvalidArgumentError(f"{name}.{unknown[0]}", values.get(unknown[0]), "is not a known field")
-    if missing := sorted(required - set(values)):
-        raise InvalidArgumentError(f"{name}.{missing[0]}", None, "must be set")
-
-
-def _read_finish_reason(name: str, value: object) -> FinishReason:
-    try:
-        return FinishReason(value)
-    except ValueError:
-        known = ", ".join(reason.value for reason in FinishReason)
-        raise InvalidArgumentError(name, value, f"must be one of {known}") from None
-
-
-_hints = functools.cache(get_type_hints)

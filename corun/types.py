@@ -7,13 +7,14 @@ They mirror the messages in protos/corun/v1 field by field. This module must not
 from __future__ import annotations
 
 import enum
+import functools
 import secrets
-import socket
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from types import GenericAlias, NoneType
+from typing import Any, get_args, get_type_hints
 
-if TYPE_CHECKING:
-    pass
+from corun.errors import InvalidArgumentError
 
 
 class FinishReason(enum.Enum):
@@ -268,6 +269,34 @@ def new_generation() -> str:
     return secrets.token_hex(8)
 
 
-def new_node_id(role: NodeRole) -> str:
-    """Return a node id for a process that was given none: hostname-role-random."""
-    return f"{socket.gethostname()}-{role.value}-{secrets.token_hex(3)}"
+def from_plain(name: str, kind: Any, value: Any) -> Any:
+    """Read a value of JSON as a `kind`: a dataclass, an enum, int, str or a tuple. name: its name in errors.
+
+    Raises InvalidArgumentError for a value of another type, and for a field that is unknown or missing. The items of a
+    tuple are for the dataclass to check.
+    """
+    if NoneType in get_args(kind):
+        kind = get_args(kind)[0]
+    if isinstance(kind, GenericAlias):
+        return tuple(value) if isinstance(value, list) else value
+    if kind in (int, str):
+        if type(value) is not kind:
+            raise InvalidArgumentError(name, value, f"must be {'an integer' if kind is int else 'text'}")
+        return value
+    if issubclass(kind, enum.Enum):
+        try:
+            return kind(value)
+        except ValueError:
+            known = ", ".join(member.value for member in kind)
+            raise InvalidArgumentError(name, value, f"must be one of {known}") from None
+    if not isinstance(value, Mapping):
+        raise InvalidArgumentError(name, value, "must be an object")
+    if unknown := sorted(map(str, set(value) - {field.name for field in fields(kind)})):
+        raise InvalidArgumentError(f"{name}.{unknown[0]}", value.get(unknown[0]), "is not a known field")
+    if missing := sorted({field.name for field in fields(kind) if field.default is MISSING} - set(value)):
+        raise InvalidArgumentError(f"{name}.{missing[0]}", None, "must be set")
+    hints = _hints(kind)
+    return kind(**{key: from_plain(f"{name}.{key}", hints[key], value[key]) for key in value})
+
+
+_hints = functools.cache(get_type_hints)
