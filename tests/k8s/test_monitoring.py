@@ -7,48 +7,26 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import combinations
-from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
 from corun.models import tiny
 from tests.clusters import cluster
-from tests.k8s.manifests import ROOT, Object, objects, of_kind, one, pod_labels, workloads
-from tests.k8s.promql import asked
+from tests.k8s.manifests import ROOT, objects, of_kind, one, workloads
 from tests.scraping import families
 
 MONITORING = ROOT / "k8s" / "components" / "monitoring"
+BOARD = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
 OF_TARGETS = {"namespace", "pod", "service", "corun_dev_pool", "app_kubernetes_io_component"}
 """Labels that the Prometheus operator gives every series of a ServiceMonitor, with its podTargetLabels."""
-PANELS = {"row", "stat", "timeseries", "table"}
 RARE = {("reason", "overloaded")}
 """Label values that a quiet cluster does not show."""
 
-
-@dataclass
-class Shown:
-    """Everything that a router and nodes of both roles show: by metric, values by label."""
-
-    metrics: dict[str, dict[str, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
-    roles: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-
-    def faults(self, text: str) -> list[str]:
-        """What an expression asks for that is not there."""
-        return [fault for query in asked(text) for fault in self._faults(query)]
-
-    def _faults(self, query: Any) -> Iterator[str]:
-        if query.metric not in self.metrics:
-            yield f"{query.metric} is not shown"
-            return
-        labels = self.metrics[query.metric]
-        yield from (f"{query.metric} has no label {name}" for name in sorted(query.labels - labels.keys() - OF_TARGETS))
-        for name, value in query.equal:
-            if value not in labels.get(name, set()) and (name, value) not in RARE and name not in OF_TARGETS:
-                yield f"{query.metric} never has {name}={value}"
+Shown = dict[str, dict[str, set[str]]]
+"""What processes show: for each metric its labels with their values. The label "" has the names of the processes."""
 
 
 @pytest.fixture(scope="module")
@@ -57,62 +35,69 @@ def shown() -> Shown:
 
 
 async def _shown(model: str) -> Shown:
+    found: Shown = defaultdict(lambda: defaultdict(set))
     async with cluster(model, prefills=0, decodes=0, metrics_port=0) as fake:
-        nodes = [
-            await fake.add_prefill("prefill", metrics_port=0),
-            await fake.add_decode("decode", metrics_port=0),
-        ]
+        nodes = [await fake.add_prefill("prefill", metrics_port=0), await fake.add_decode("decode", metrics_port=0)]
         await fake.ready("prefill", "decode")
-        ports = {"router": fake.router.observation.metrics.port} | {
-            node.ref.node_id: node.observation.metrics.port for node in nodes
-        }
-        found = Shown()
-        for role_name, port in ports.items():
+        ports = {"router": fake.router.observation.metrics.port}
+        ports |= {node.ref.node_id: node.observation.metrics.port for node in nodes}
+        for process, port in ports.items():
             for metric in await asyncio.to_thread(families, port):
                 for sample in metric.samples:
-                    found.roles[role_name].add(sample.name)
-                    found.metrics[sample.name]  # Also one without labels.
-                    for name, value in sample.labels.items():
-                        found.metrics[sample.name][name].add(value)
-        return found
-
-
-def alerts() -> dict[str, Object]:
-    (rule,) = of_kind(objects("gpu"), "PrometheusRule")
-    return {alert["alert"]: alert for group in rule["spec"]["groups"] for alert in group["rules"]}
-
-
-def dashboard() -> Any:
-    return json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
-
-
-def queries() -> dict[str, str]:
-    """The dashboard's, as Grafana sends them."""
-    found = {}
-    for panel in dashboard()["panels"]:
-        for target in panel.get("targets", []):
-            text = target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*").replace("$pool", ".*")
-            assert "$" not in text, f"an unknown variable in {panel['title']}"
-            found[f"{panel['title']} {target['refId']}"] = text
+                    for name, value in {"": process, **sample.labels}.items():
+                        found[sample.name][name].add(value)
     return found
 
 
-def test_alerts_ask_for_what_is_shown(shown: Shown) -> None:
-    assert {name: found for name, alert in alerts().items() if (found := shown.faults(alert["expr"]))} == {}
+def selectors(found: Any, grouped: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any, frozenset[str]]]:
+    """Yield the selectors of a PromQL expression: metric, matchers, and the labels of the groupings around it."""
+    if isinstance(found, promql_parser.MatrixSelector):
+        found = found.vector_selector
+    if isinstance(found, promql_parser.VectorSelector):
+        yield found.name, found.matchers.matchers, grouped
+        return
+    if isinstance(found, promql_parser.AggregateExpr) and found.modifier is not None:
+        grouped |= frozenset(found.modifier.labels)
+    parts = [getattr(found, name) for name in ("expr", "lhs", "rhs") if hasattr(found, name)]
+    for part in (*parts, *getattr(found, "args", ())):
+        yield from selectors(part, grouped)
 
 
-def test_alerts_say_what_to_do() -> None:
+def faults(shown: Shown, text: str) -> list[str]:
+    """Return what an expression asks for that is not there. Raises ValueError if it is no PromQL, types included."""
+    found = []
+    for metric, matchers, grouped in selectors(promql_parser.parse(text)):
+        if metric not in shown:
+            found.append(f"{metric} is not shown")
+            continue
+        labels = shown[metric]
+        named = grouped | {one.name for one in matchers}
+        found += [f"{metric} has no label {name}" for name in sorted(named - labels.keys() - OF_TARGETS)]
+        equal = {(one.name, one.value) for one in matchers if one.op == promql_parser.MatchOp.Equal}
+        for name, value in equal - RARE:
+            if name not in OF_TARGETS and value not in labels.get(name, set()):
+                found.append(f"{metric} never has {name}={value}")
+    return found
+
+
+def test_alerts_ask_for_what_is_shown_and_say_what_to_do(shown: Shown) -> None:
+    (rule,) = of_kind(objects("gpu"), "PrometheusRule")
+    alerts = {alert["alert"]: alert for group in rule["spec"]["groups"] for alert in group["rules"]}
     wanted = {"CorunMismatch", "CorunNoCertifiedPair", "CorunSlowQueue", "CorunPaddingWaste", "CorunLeasesExpire"}
-    assert wanted <= alerts().keys()
-    for alert in alerts().values():
+    assert wanted <= alerts.keys()
+    assert {name: found for name, alert in alerts.items() if (found := faults(shown, alert["expr"]))} == {}
+    for alert in alerts.values():
         assert alert["labels"].keys() == {"severity"}
         assert alert["labels"]["severity"] in {"critical", "warning", "info"}
         assert alert["annotations"].keys() == {"summary", "description"}
 
 
 def test_the_dashboard_asks_for_what_is_shown(shown: Shown) -> None:
-    assert len(queries()) > 20
-    assert {name: found for name, text in queries().items() if (found := shown.faults(text))} == {}
+    queries = [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", [])]
+    assert len(queries) > 20
+    for query in queries:  # As Grafana sends them.
+        text = query.replace("$__rate_interval", "1m").replace("$namespace", ".*").replace("$pool", ".*")
+        assert ("$" in text, faults(shown, text)) == (False, []), query
 
 
 @pytest.mark.parametrize(
@@ -126,25 +111,25 @@ def test_the_dashboard_asks_for_what_is_shown(shown: Shown) -> None:
     ],
 )
 def test_what_is_not_shown_is_seen(shown: Shown, text: str, fault: str) -> None:
-    assert fault in shown.faults(text)
+    assert fault in faults(shown, text)
 
 
-def test_what_is_no_promql_is_seen() -> None:
-    for text in ("rate(corun_decode_rows_total)", "sum by corun_router_nodes", "corun_router_nodes >"):
-        with pytest.raises(ValueError, match=r"."):
-            asked(text)
+@pytest.mark.parametrize("text", ["rate(corun_decode_rows_total)", "sum by corun_router_nodes", "corun_router_nodes >"])
+def test_what_is_no_promql_is_seen(shown: Shown, text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        faults(shown, text)
 
 
 def test_autoscaling_reads_a_metric_of_prefill_nodes(shown: Shown) -> None:
-    spec = one(objects("gpu"), "HorizontalPodAutoscaler", "corun-prefill-main")["spec"]
-    (metric,) = spec["metrics"]
+    (metric,) = one(objects("gpu"), "HorizontalPodAutoscaler", "corun-prefill-main")["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
-    assert [role for role, names in shown.roles.items() if name in names] == ["prefill"]
+    assert shown[name][""] == {"prefill"}
     (rule,) = yaml.safe_load((MONITORING / "adapter-rules.yaml").read_text(encoding="utf-8"))["rules"]["custom"]
     assert rule["name"]["as"] == name
-    assert asked(rule["seriesQuery"])[0].metric == name
     query = rule["metricsQuery"].replace("<<.Series>>", name).replace("<<.LabelMatchers>>", 'namespace="corun"')
-    assert shown.faults(query) == []
+    for text in (rule["seriesQuery"], query):
+        assert [asked for asked, *_ in selectors(promql_parser.parse(text))] == [name]
+        assert faults(shown, text) == []
 
 
 def test_every_pod_is_scraped_with_its_pool_and_role() -> None:
@@ -157,40 +142,26 @@ def test_every_pod_is_scraped_with_its_pool_and_role() -> None:
     named = {re.sub(r"[^a-zA-Z0-9_]", "_", label) for label in monitor["spec"]["podTargetLabels"]}
     assert named == OF_TARGETS - {"namespace", "pod", "service"}
     for workload in workloads(found):
-        assert service["spec"]["selector"].items() <= pod_labels(workload).items()
-        assert set(monitor["spec"]["podTargetLabels"]) <= pod_labels(workload).keys()
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert set(monitor["spec"]["podTargetLabels"]) <= labels.keys()
 
 
 def test_the_dashboard_can_be_imported() -> None:
-    board = dashboard()
-    assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
-    assert board["schemaVersion"] >= 36
-    panels = board["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert {panel["type"] for panel in panels} <= PANELS
-    variables = {variable["name"] for variable in board["templating"]["list"]}
-    assert variables == {"datasource", "namespace", "pool"}
-    for panel in panels:
-        place = panel["gridPos"]
-        assert place["x"] >= 0
-        assert place["x"] + place["w"] <= 24
-        if panel["type"] != "row":
-            assert panel["targets"]
-            assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-            assert {target["refId"] for target in panel["targets"]} == set("ABCDEF"[: len(panel["targets"])])
-    for first, second in combinations([panel["gridPos"] for panel in panels], 2):
-        assert not _overlap(first, second), (first, second)
-
-
-def _overlap(first: Any, second: Any) -> bool:
-    return all(
-        first[at] < second[at] + second[size] and second[at] < first[at] + first[size]
-        for at, size in (("x", "w"), ("y", "h"))
-    )
-
-
-def test_the_dashboard_is_where_grafana_looks() -> None:
     config = one(objects("gpu"), "ConfigMap", "corun-dashboard")
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(config["data"]["corun.json"]) == dashboard()
-    assert Path(MONITORING / "dashboard.json").stat().st_size < 200_000
+    assert json.loads(config["data"]["corun.json"]) == BOARD
+    assert {"title", "uid", "panels", "time"} <= BOARD.keys()
+    assert {variable["name"] for variable in BOARD["templating"]["list"]} == {"datasource", "namespace", "pool"}
+    panels = BOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            assert {target["refId"] for target in panel["targets"]} == set("ABCDEF"[: len(panel["targets"])]) != set()
+        place = panel["gridPos"]
+        area = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not area & taken, panel["title"]
+        assert max(x for x, _ in area) < 24
+        taken |= area

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -19,91 +18,67 @@ def violations(spec: Object) -> list[str]:
     """
     found = [f"host{name}" for name in ("Network", "PID", "IPC") if spec.get(f"host{name}")]
     found += [f"volume {v['name']}" for v in spec.get("volumes", []) if not (v.keys() - {"name"}) <= VOLUMES]
-    pod = spec.get("securityContext", {})
     if spec.get("automountServiceAccountToken") is not False:
         found.append("an API token")
     for container in [*spec["containers"], *spec.get("initContainers", [])]:
         own = container.get("securityContext", {})
-        found += [f"{container['name']}: {problem}" for problem in _of_container(pod, own)]
-        found += [f"{container['name']}: hostPort" for port in container.get("ports", []) if "hostPort" in port]
+        both = {**spec.get("securityContext", {}), **own}
+        capabilities = own.get("capabilities", {})
+        holds = {
+            "runs as root": both.get("runAsNonRoot") is True and both.get("runAsUser", 1) != 0,
+            "seccomp": both.get("seccompProfile", {}).get("type") == "RuntimeDefault",
+            "privileged": not own.get("privileged"),
+            "escalates": own.get("allowPrivilegeEscalation") is False,
+            "writes to its root": own.get("readOnlyRootFilesystem") is True,
+            "keeps capabilities": capabilities.get("drop") == ["ALL"],
+            **{f"adds {added}": added == "NET_BIND_SERVICE" for added in capabilities.get("add", [])},
+            "hostPort": not any("hostPort" in port for port in container.get("ports", [])),
+        }
+        found += [problem for problem, is_well in holds.items() if not is_well]
     return found
 
 
-def _of_container(pod: Any, own: Any) -> list[str]:
-    capabilities = own.get("capabilities", {})
-    both = {**pod, **own}
-    checks = {
-        "runs as root": both.get("runAsNonRoot") is True and both.get("runAsUser", 1) != 0,
-        "seccomp": both.get("seccompProfile", {}).get("type") == "RuntimeDefault",
-        "privileged": not own.get("privileged"),
-        "escalates": own.get("allowPrivilegeEscalation") is False,
-        "writes to its root": own.get("readOnlyRootFilesystem") is True,
-        "keeps capabilities": capabilities.get("drop") == ["ALL"],
-        **{f"adds {added}": added == "NET_BIND_SERVICE" for added in capabilities.get("add", [])},
-    }
-    return [problem for problem, holds in checks.items() if not holds]
-
-
-def level(found: list[Object]) -> str:
-    (namespace,) = of_kind(found, "Namespace")
-    enforced: str = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
-    return enforced
-
-
-@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "rdma"])
-def test_restricted(overlay: str) -> None:
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_fit_the_level_of_their_namespace(overlay: str) -> None:
     found = objects(overlay)
-    assert level(found) == "restricted"
+    (namespace,) = of_kind(found, "Namespace")
+    is_rdma = overlay == "rdma"
+    assert namespace["metadata"]["name"] == ("corun-rdma" if is_rdma else "corun")
+    level = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert level == ("privileged" if is_rdma else "restricted")
     specs = list(pod_specs(found))
     assert len(specs) >= 2
-    assert {name: violations(spec) for name, spec in specs if violations(spec)} == {}
-
-
-def test_rdma_has_a_namespace_of_its_own_and_only_its_nodes_need_it() -> None:
-    found = objects("rdma")
-    assert level(found) == "privileged"
-    (namespace,) = of_kind(found, "Namespace")
-    assert namespace["metadata"]["name"] == "corun-rdma"
-    for workload in workloads(found):
-        name, spec = workload["metadata"]["name"], workload["spec"]["template"]["spec"]
-        problems = [problem.partition(": ")[2] for problem in violations(spec)]
-        assert problems == ([] if "router" in name else ["runs as root", "adds IPC_LOCK"])
-        if "router" not in name:
-            assert "rdma/hca_shared_devices_a" in spec["containers"][0]["resources"]["limits"]
+    for name, spec in specs:
+        needs_rdma = is_rdma and "router" not in name
+        assert violations(spec) == (["runs as root", "adds IPC_LOCK"] if needs_rdma else []), name
+        assert ("rdma/hca_shared_devices_a" in str(spec["containers"][0]["resources"])) == needs_rdma
+    assert {one["automountServiceAccountToken"] for one in of_kind(found, "ServiceAccount")} == {False}
+    assert of_kind(found, "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding") == []
 
 
 def test_gpus_are_asked_for_and_found() -> None:
     for workload in workloads(objects("gpu")):
         spec = workload["spec"]["template"]["spec"]
-        limits = spec["containers"][0]["resources"]["limits"]
         is_node = "router" not in workload["metadata"]["name"]
-        assert limits.get("nvidia.com/gpu") == ("1" if is_node else None)
+        assert spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == ("1" if is_node else None)
         assert ("nodeSelector" in spec) == ("tolerations" in spec) == is_node
-
-
-def test_accounts_have_no_token_and_no_rights() -> None:
-    for overlay in OVERLAYS:
-        found = objects(overlay)
-        assert {one["automountServiceAccountToken"] for one in of_kind(found, "ServiceAccount")} == {False}
-        assert of_kind(found, "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding") == []
 
 
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        (("securityContext", "runAsNonRoot"), False, "router: runs as root"),
-        (("securityContext", "seccompProfile"), {"type": "Unconfined"}, "router: seccomp"),
-        (("containers", 0, "securityContext", "capabilities"), {}, "router: keeps capabilities"),
-        (("containers", 0, "securityContext", "readOnlyRootFilesystem"), False, "router: writes to its root"),
-        (("containers", 0, "securityContext", "allowPrivilegeEscalation"), True, "router: escalates"),
+        (("securityContext", "runAsNonRoot"), False, "runs as root"),
+        (("securityContext", "seccompProfile"), {"type": "Unconfined"}, "seccomp"),
+        (("containers", 0, "securityContext", "capabilities"), {}, "keeps capabilities"),
+        (("containers", 0, "securityContext", "readOnlyRootFilesystem"), False, "writes to its root"),
+        (("containers", 0, "securityContext", "allowPrivilegeEscalation"), True, "escalates"),
         (("automountServiceAccountToken",), True, "an API token"),
         (("hostNetwork",), True, "hostNetwork"),
         (("volumes",), [{"name": "host", "hostPath": {"path": "/"}}], "volume host"),
     ],
 )
 def test_a_violation_is_seen(path: tuple[str | int, ...], value: Any, expected: str) -> None:
-    workload = next(one for one in workloads(objects("gpu")) if "router" in one["metadata"]["name"])
-    spec = copy.deepcopy(workload["spec"]["template"]["spec"])
+    spec = next(spec for name, spec in pod_specs(objects("gpu")) if "router" in name)
     place: Any = spec
     for step in path[:-1]:
         place = place[step]
