@@ -32,7 +32,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -64,8 +64,6 @@ ROLES = tuple(CONFIGS)
 MAX_REPLICAS = 1024
 MAX_NODES_PER_GPU = 32
 
-_COMMON = (Scope.POOL, None)
-"""The scopes of settings that the table of a pool has for both of its node roles."""
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "must be text"),
     bool: ((bool,), "must be true or false"),
@@ -92,10 +90,6 @@ class Security(LinkConfig):
             return []
         needed = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file")
         return [name for name in needed if not getattr(self, name)]
-
-    def settings(self, role: str) -> dict[str, Any]:
-        """Return the settings of a process of `role`, without empty ones."""
-        return {name: getattr(self, name) for name in _names(role, Scope.SECURITY) if getattr(self, name)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +123,10 @@ class PoolSpec:
 
     def settings(self, role: str) -> dict[str, Any]:
         """Return all settings that were given for a process of a role."""
+        known = {each.name for each in fields(CONFIGS[role])} & _keys()["security"].keys()
+        security = {name: value for name in sorted(known) if (value := getattr(self.security, name))}
         common = {} if role == "router" else self.common
-        return {**self.security.settings(role), **common, **getattr(self, role)}
+        return {**security, **common, **getattr(self, role)}
 
     def config(self, role: str, **own: Any) -> Any:
         """Return the configuration of a process of a role. own: the settings of that process alone.
@@ -159,12 +155,6 @@ class PoolSpec:
         names = (known.name for known in fields(config) if known.name == "port" or known.name.endswith("_port"))
         return {name: port + index for name in names if (port := getattr(config, name))}
 
-    def scaled(self, counts: Mapping[str, int]) -> PoolSpec:
-        """Return the pool with other numbers of processes, by role. Raises InvalidArgumentError for a bad number."""
-        for role, count in counts.items():
-            check_replicas(self.where(role, "replicas"), count)
-        return replace(self, replicas={**self.replicas, **counts})
-
     @property
     def tensor_parallel_size(self) -> int:
         """The number of GPUs over which each node splits the model."""
@@ -175,11 +165,12 @@ class PoolSpec:
         if not self.source:
             return role if name == "replicas" else name
         table = f"pools.{self.name}.{role}"
-        if name in _names(role, Scope.SECURITY):
+        if name in _keys()["security"]:
             table = "security"
-        elif role != "router" and (
-            name in ("nodes_per_gpu", *_names(role, Scope.POOL))
-            or (name in self.common and name not in getattr(self, role))
+        elif (
+            role != "router"
+            and name in _keys()["pool"]
+            and (name not in _keys()[role] or (name in self.common and name not in getattr(self, role)))
         ):
             table = f"pools.{self.name}"
         return f"{self.source}: [{table}] {name}"
@@ -191,16 +182,20 @@ class PoolSpec:
         """
         host = self.router.get("host", RouterConfig().host)
         if missing := self.security.missing(host):
-            raise InvalidArgumentError(
-                self.where("router", "host"), host, _unprotected(missing, is_file=bool(self.source))
-            )
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            limit = f"it needs {flags} as well; or say --insecure"
+            if self.source:
+                limit = f"[security] needs {', '.join(missing)} as well; or insecure = true there"
+            raise InvalidArgumentError(self.where("router", "host"), host, f"is a public address, so {limit}")
         for role in ROLES:
             check_replicas(self.where(role, "replicas"), self.count(role))
             self.config(role, **self.ports(role, self.count(role) - 1))
-        check_nodes_per_gpu(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu)
-        if self.nodes_per_gpu is not None and self.tensor_parallel_size > 1:
-            limit = f"must be left out: each node needs {self.tensor_parallel_size} GPUs (tensor_parallel_size)"
-            raise InvalidArgumentError(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu, limit)
+        if self.nodes_per_gpu is not None:
+            where = self.where("prefill", "nodes_per_gpu")
+            _check_count(where, self.nodes_per_gpu, MAX_NODES_PER_GPU)
+            if self.tensor_parallel_size > 1:
+                limit = f"must be left out: each node needs {self.tensor_parallel_size} GPUs (tensor_parallel_size)"
+                raise InvalidArgumentError(where, self.nodes_per_gpu, limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,10 +223,11 @@ class ClusterSpec:
     def scaled(self, name: str, counts: Mapping[str, int]) -> ClusterSpec:
         """Return the cluster with other numbers of processes in one pool, by role.
 
-        Raises InvalidArgumentError as `pool`, `PoolSpec.scaled` and `check` do.
+        Raises InvalidArgumentError as `pool` and `check` do.
         """
-        changed = self.pool(name).scaled(counts)
-        spec = ClusterSpec(pools=tuple(changed if pool.name == changed.name else pool for pool in self.pools))
+        old = self.pool(name)
+        new = replace(old, replicas={**old.replicas, **counts})
+        spec = ClusterSpec(pools=tuple(new if pool is old else pool for pool in self.pools))
         spec.check()
         return spec
 
@@ -288,17 +284,12 @@ def process_settings(path: str | Path, pool: str, config: type[Any]) -> dict[str
 
 def check_replicas(where: str, count: object) -> None:
     """Raise InvalidArgumentError unless `count` is an allowed number of processes of a role."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_REPLICAS:
-        raise InvalidArgumentError(where, count, f"must be at least 1 and at most {MAX_REPLICAS}")
+    _check_count(where, count, MAX_REPLICAS)
 
 
-def check_nodes_per_gpu(where: str, count: object) -> None:
-    """Raise InvalidArgumentError unless `count` is an allowed number of nodes per GPU. None is allowed: it is unset."""
-    if count is None:
-        return
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_NODES_PER_GPU:
-        limit = f"must be an integer of at least 1 and at most {MAX_NODES_PER_GPU}"
-        raise InvalidArgumentError(where, count, limit)
+def _check_count(where: str, count: object, most: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise InvalidArgumentError(where, count, f"must be at least 1 and at most {most}")
 
 
 class _Reader:
@@ -309,8 +300,9 @@ class _Reader:
         self._base = Path(path).resolve().parent
 
     def cluster(self, content: Mapping[str, Any]) -> ClusterSpec:
-        self._check_keys("", content, ("security", "pools"))
-        security = Security(**self._values("security", self._table("security", content), _security_types(), {}))
+        for key, value in content.items():
+            _check_known(f"{self._path}: {key}", key, value, ("security", "pools"))
+        security = Security(**self._values("security", self._table("security", content), "security", ""))
         pools = self._table("pools", content)
         if not pools:
             raise InvalidArgumentError(f"{self._path}: [pools]", Shown("empty"), "must have a pool, as in [pools.main]")
@@ -323,25 +315,16 @@ class _Reader:
         path, table = f"pools.{name}", self._table(name, pools, "pools.")
         roles = {role: self._table(role, table, f"{path}.") for role in ROLES}
         own = {key: value for key, value in table.items() if key not in ROLES}
-        nodes_per_gpu = own.pop("nodes_per_gpu", None)
-        check_nodes_per_gpu(f"{self._path}: [{path}] nodes_per_gpu", nodes_per_gpu)
-        common = self._values(path, own, _common_types(), _elsewhere(name))
+        common = self._values(path, own, "pool", name)
         if "model" not in common:
             raise InvalidArgumentError(f"{self._path}: [{path}] model", "", "must be given")
-        given: dict[str, dict[str, Any]] = {}
-        replicas: dict[str, int] = {}
-        for role, values in roles.items():
-            where = f"{path}.{role}"
-            if (count := values.pop("replicas", None)) is not None:
-                check_replicas(f"{self._path}: [{where}] replicas", count)
-                replicas[role] = count
-            given[role] = self._values(where, values, _types(role), _elsewhere(name, role))
+        given = {role: self._values(f"{path}.{role}", values, role, name) for role, values in roles.items()}
         return PoolSpec(
             name=name,
+            nodes_per_gpu=common.pop("nodes_per_gpu", None),
+            replicas={role: values.pop("replicas") for role, values in given.items() if "replicas" in values},
             common=common,
             **given,
-            replicas=replicas,
-            nodes_per_gpu=nodes_per_gpu,
             security=security,
             source=self._path,
         )
@@ -352,28 +335,52 @@ class _Reader:
             raise InvalidArgumentError(f"{self._path}: {path}{name}", table, f"must be a table: [{path}{name}]")
         return dict(table)
 
-    def _values(
-        self, path: str, table: Mapping[str, Any], types: Mapping[str, Any], elsewhere: Mapping[str, str]
-    ) -> dict[str, Any]:
-        self._check_keys(path, table, types, elsewhere)
+    def _values(self, path: str, table: Mapping[str, Any], kind: str, pool: str) -> dict[str, Any]:
+        """Return the values of a table, checked. kind: which keys it may have, as in `_keys`."""
+        types = _keys()[kind]
         for key, value in table.items():
+            where = f"{self._path}: [{path}] {key}"
+            _check_known(where, key, value, types, _place(kind, key).replace("pools.NAME", f"pools.{pool}"))
             kinds, limit = _TYPES[types[key]]
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise InvalidArgumentError(f"{self._path}: [{path}] {key}", value, limit)
+                raise InvalidArgumentError(where, value, limit)
         return {key: absolute(key, value, self._base) for key, value in table.items()}
 
-    def _check_keys(
-        self, path: str, table: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
-    ) -> None:
-        """Raise InvalidArgumentError for the first key that is not known. elsewhere: special messages for some keys."""
-        for key in (key for key in table if key not in known):
-            limit = (elsewhere or {}).get(key, "")
-            if not limit:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-                limit = f"is not a key here; the nearest is {near[0]}"
-            value = Shown("a secret") if key == "seed_key" else table[key]
-            where = f"{self._path}: [{path}] {key}" if path else f"{self._path}: {key}"
-            raise InvalidArgumentError(where, Shown("a table") if isinstance(value, dict) else value, limit)
+
+def _check_known(where: str, key: str, value: Any, known: Collection[str], place: str = "") -> None:
+    """Raise InvalidArgumentError unless a key is one of `known`. place: what the error says of one elsewhere."""
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        shown = Shown("a secret") if key == "seed_key" else Shown("a table") if isinstance(value, dict) else value
+        raise InvalidArgumentError(where, shown, place or f"is not a key here; the nearest is {near[0]}")
+
+
+def _place(kind: str, key: str) -> str:
+    """Return what an error says about a key that does not belong in a table of that kind; empty: it is unknown."""
+    if key == "seed_key":
+        return "must not be in this file, which is no secret: use seed_key_file"
+    configs = [CONFIGS[kind]] if kind in CONFIGS else CONFIGS.values()
+    if {each.metadata.get("scope") for cls in configs for each in fields(cls) if each.name == key} == {Scope.LAUNCHER}:
+        return Scope.LAUNCHER.value
+    places = {"security": "security", "pool": "pools.NAME", **{role: f"pools.NAME.{role}" for role in ROLES}}
+    return next((f"belongs in [{place}]" for home, place in places.items() if key in _keys()[home]), "")
+
+
+@functools.cache
+def _keys() -> dict[str, dict[str, Any]]:
+    """Return the keys of each kind of table with their types: security, pool, and the roles."""
+    found = {"security": typing.get_type_hints(Security)}
+    tables: dict[str, type[Any]] = {"pool": NodeConfig, **CONFIGS}
+    for kind, config in tables.items():
+        scopes = (Scope.POOL, None) if kind == "pool" else (None,)
+        names = [
+            each.name
+            for each in fields(config)
+            if each.metadata.get("scope") in scopes and not each.metadata.get("secret")
+        ]
+        hints = typing.get_type_hints(config)
+        found[kind] = {**{name: hints[name] for name in names}, "nodes_per_gpu" if kind == "pool" else "replicas": int}
+    return found
 
 
 def absolute(key: str, value: Any, base: Path) -> Any:
@@ -416,53 +423,3 @@ def _toml_value(value: str | float) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is.
     return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _elsewhere(pool: str, role: str = "") -> dict[str, str]:
-    """Return what an error says about known keys that do not belong in the table of a pool or of one of its roles."""
-    found = {name: scope.value for scope in Scope for other in ROLES for name in _names(other, scope)}
-    found["seed_key"] = "must not be in this file, which is no secret: use seed_key_file"
-    found["nodes_per_gpu"] = Scope.POOL.value
-    if not role:
-        own = {name: other for other in ROLES for name in _types(other) if name not in _common_types()}
-        found |= {name: f"belongs in [pools.NAME.{other}]" for name, other in own.items()}
-    return {name: text.replace("pools.NAME", f"pools.{pool}") for name, text in found.items()}
-
-
-@functools.cache
-def _names(role: str, scope: Scope | None) -> tuple[str, ...]:
-    """Return the settings of a role that have the given scope, without secrets."""
-    return tuple(
-        known.name
-        for known in fields(CONFIGS[role])
-        if known.metadata.get("scope") is scope and not known.metadata.get("secret")
-    )
-
-
-@functools.cache
-def _types(role: str) -> dict[str, Any]:
-    """Return the keys of a role's table with their types, without `replicas`."""
-    return _hints(CONFIGS[role], _names(role, None))
-
-
-@functools.cache
-def _security_types() -> dict[str, Any]:
-    return _hints(Security, [known.name for known in fields(Security)])
-
-
-@functools.cache
-def _common_types() -> dict[str, Any]:
-    """Return the keys of a pool's table with their types, without those of its roles."""
-    return _hints(NodeConfig, [known.name for known in fields(NodeConfig) if known.metadata.get("scope") in _COMMON])
-
-
-def _hints(cls: type[Any], names: Iterable[str]) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {name: hints[name] for name in names}
-
-
-def _unprotected(missing: Sequence[str], *, is_file: bool) -> str:
-    if is_file:
-        return f"is a public address, so [security] needs {', '.join(missing)} as well; or insecure = true there"
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-    return f"is a public address, so it needs {flags} as well; or say --insecure"

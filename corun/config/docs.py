@@ -14,10 +14,10 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from corun.config.fields import SEED_KEY_VARIABLE, DecodeConfig, PrefillConfig, RouterConfig
+from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
 
 PROCESSES: Mapping[str, type[Any]] = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
 UNITS = {
@@ -51,73 +51,27 @@ _TITLES = {
     ("prefill",): "Prefill node",
     ("decode",): "Decode node",
 }
+_ENVIRONMENT = """\
+## Environment
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Variable:
-    """One or more environment variables that change what a process does. A name may end with `*`."""
-
-    names: tuple[str, ...]
-    readers: str
-    effect: str
-
-
-VARIABLES = (
-    Variable(
-        names=(SEED_KEY_VARIABLE,),
-        readers="router, `corun up`",
-        effect="Key of derived seeds, in hexadecimal, where seed_key_file is not given; else random at start.",
-    ),
-    Variable(
-        names=("CORUN_TOKEN_FILE",),
-        readers="commands that call a cluster",
-        effect="File of the client's token, where `--token-file` is not given.",
-    ),
-    Variable(
-        names=("OTEL_*",),
-        readers="router, nodes",
-        effect="OpenTelemetry's own, `OTEL_EXPORTER_OTLP_ENDPOINT` first of all; without it nothing is traced.",
-    ),
-    Variable(
-        names=("CUDA_VISIBLE_DEVICES",),
-        readers="nodes",
-        effect="GPUs of the engine, in order: the first tensor_parallel_size of them.",
-    ),
-    Variable(
-        names=("UCX_NET_DEVICES",),
-        readers="nodes",
-        effect="Network interfaces for KV; if unset, `lo` where nixl_host is loopback, else UCX chooses.",
-    ),
-    Variable(
-        names=("VLLM_*", "TORCH_*", "NCCL_*", "OMP_*"),
-        readers="nodes",
-        effect="And others that may move a bit (`corun/node/vllm/pin.py`): some are set by the node and refused with "
-        "another value, some must be unset, all others enter the contract.",
-    ),
-    Variable(
-        names=("XDG_CACHE_HOME",),
-        readers="`corun up`, `corun bench`",
-        effect="Directory under which the built-in tiny model is kept; if unset, `~/.cache`.",
-    ),
-    Variable(
-        names=("XDG_RUNTIME_DIR",),
-        readers="`corun up`, `corun scale`",
-        effect="Directory under which `corun up` notes where it is found; if unset, that for temporary files.",
-    ),
-    Variable(
-        names=("RAY_AUTH_MODE",),
-        readers="`corun up`, `corun scale`",
-        effect="Ray's own: `token` where the Ray of `--ray-address` has a token.",
-    ),
-    Variable(
-        names=("GRPC_VERBOSITY",), readers="all", effect="gRPC's own log; if unset, `corun up` shows its errors only."
-    ),
-)
+| variable | read by | effect |
+| --- | --- | --- |
+| `CORUN_SEED_KEY` | router, `corun up` | Key of derived seeds, in hexadecimal, where seed_key_file is not given; else random at start. |
+| `CORUN_TOKEN_FILE` | commands that call a cluster | File of the client's token, where `--token-file` is not given. |
+| `OTEL_*` | router, nodes | OpenTelemetry's own, `OTEL_EXPORTER_OTLP_ENDPOINT` first of all; without it nothing is traced. |
+| `CUDA_VISIBLE_DEVICES` | nodes | GPUs of the engine, in order: the first tensor_parallel_size of them. |
+| `UCX_NET_DEVICES` | nodes | Network interfaces for KV; if unset, `lo` where nixl_host is loopback, else UCX chooses. |
+| `VLLM_*`, `TORCH_*`, `NCCL_*`, `OMP_*` | nodes | And others that may move a bit (`corun/node/vllm/pin.py`): some are set by the node and refused with another value, some must be unset, all others enter the contract. |
+| `XDG_CACHE_HOME` | `corun up`, `corun bench` | Directory under which the built-in tiny model is kept; if unset, `~/.cache`. |
+| `XDG_RUNTIME_DIR` | `corun up`, `corun scale` | Directory under which `corun up` notes where it is found; if unset, that for temporary files. |
+| `RAY_AUTH_MODE` | `corun up`, `corun scale` | Ray's own: `token` where the Ray of `--ray-address` has a token. |
+| `GRPC_VERBOSITY` | all | gRPC's own log; if unset, `corun up` shows its errors only. |
+"""  # noqa: E501  # A row of a table is one line.
 
 
 def markdown() -> str:
     """Return the whole page."""
-    return "\n".join([_HEAD, *_sections(), *_environment()])
+    return "\n".join([_HEAD, *_sections(), _ENVIRONMENT])
 
 
 def unit(known: Field[Any]) -> str:
@@ -170,16 +124,13 @@ def _owner(cls: type, name: str) -> type:
 
 
 def _row(known: Field[Any], kind: Any, effect: str) -> Sequence[str]:
-    contract = "contract" if known.metadata.get("contract") else ""
-    flag, key = _flag(known.name, kind), f"`{known.name}`"
+    flag, key = f"`--{known.name.replace('_', '-')}`", f"`{known.name}`"
+    if kind is bool:
+        flag += f", {flag.replace('--', '--no-')}"
     if known.metadata.get("secret"):
         flag, key, effect = "none", "none", f"{key}: {effect}"
+    contract = "contract" if known.metadata.get("contract") else ""
     return flag, key, _type(kind), unit(known), _default(known), contract, effect
-
-
-def _flag(name: str, kind: Any) -> str:
-    flag = name.replace("_", "-")
-    return f"`--{flag}`, `--no-{flag}`" if kind is bool else f"`--{flag}`"
 
 
 def _type(kind: Any) -> str:
@@ -199,12 +150,6 @@ def _default(known: Field[Any]) -> str:
     if value is None or value == "":
         return "unset" if value is None else "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _environment() -> Iterator[str]:
-    yield "## Environment\n"
-    rows = [(", ".join(f"`{name}`" for name in each.names), each.readers, each.effect) for each in VARIABLES]
-    yield _table(("variable", "read by", "effect"), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -79,9 +79,8 @@ def number(low: float, high: float, *, above_low: bool = False, unit: str = "") 
     limit = f"must be in {'(' if above_low else '['}{low:g}, {high:g}]{unit and f' {unit}'}"
 
     def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise InvalidArgumentError(name, value, limit)
-        if above_low and value == low:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and low <= value <= high) or (above_low and value == low):
             raise InvalidArgumentError(name, value, limit)
 
     return checked(check)
@@ -92,21 +91,14 @@ def _check_not_empty(name: str, value: Any) -> None:
         raise InvalidArgumentError(name, value, "must not be empty")
 
 
-def _check_address(name: str, address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
-        raise InvalidArgumentError(name, address, "must be host:port")
-
-
-def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
-    _check_not_empty(name, addresses)
-    for address in addresses:
-        _check_address(name, address)
-
-
-def _check_address_if_given(name: str, address: str) -> None:
-    if address:
-        _check_address(name, address)
+def _check_addresses(name: str, value: str | tuple[str, ...]) -> None:
+    """Check one address, which may be empty, or several, of which there must be one."""
+    if value == ():
+        raise InvalidArgumentError(name, value, "must not be empty")
+    for address in value if isinstance(value, tuple) else filter(None, (value,)):
+        host, _, port = address.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+            raise InvalidArgumentError(name, address, "must be host:port")
 
 
 def _check_name(name: str, value: str) -> None:
@@ -355,7 +347,7 @@ class NodeConfig(MemberConfig):
     """Address to listen on, and to be reached at."""
     port: int = field(default=0, metadata=PORT)
     """Port to listen on; 0 picks a free one."""
-    advertise: str = field(default="", metadata=LAUNCHER | checked(_check_address_if_given))
+    advertise: str = field(default="", metadata=LAUNCHER | checked(_check_addresses))
     """host:port at which routers reach this node, where a proxy or another network is in between; empty: where it
     listens."""
     node_id: str = field(default="", metadata=LAUNCHER | checked(_check_name))

@@ -34,29 +34,21 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None =
     try:
         file, flags = arguments.parse_known_args(argv)
         _refuse_secrets(cls, flags)
-        words: dict[str, Any] = {"args": flags, "prog": prog, "description": _description(cls)}
-        if file.config or file.pool:
-            words["default"] = _defaults(cls, file.config, file.pool)
+        text = (
+            f"{inspect.getdoc(cls)}\n\n--config FILE [--pool NAME] takes the defaults of all options from a "
+            "cluster.toml; the pool may be left out where the file has only one."
+        )
+        words: dict[str, Any] = {"args": flags, "prog": prog, "description": text}
+        if file.pool and not file.config:
+            raise InvalidArgumentError("pool", file.pool, "must come with --config, the file that has the pool")
+        if file.config:
+            words["default"] = cls(**process_settings(file.config, file.pool, cls))
         found: C = tyro.cli(cls, **words)
         found.check_files()
         return found
     except CorunError as error:
         print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _defaults(cls: type[C], path: str, pool: str) -> C:
-    """Return the config that a cluster file gives for this kind of process."""
-    if not path:
-        raise InvalidArgumentError("pool", pool, "must come with --config, the file that has the pool")
-    return cls(**process_settings(path, pool, cls))
-
-
-def _description(cls: type[Any]) -> str:
-    return (
-        f"{inspect.getdoc(cls)}\n\n--config FILE [--pool NAME] takes the defaults of all options from a cluster.toml; "
-        "the pool may be left out where the file has only one."
-    )
 
 
 def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:
