@@ -103,8 +103,7 @@ def read_reproduction(path: Path) -> tuple[str, dict[str, Any]]:
 
     Raises InvalidArgumentError if the file is not a reproduction file.
     """
-    for where, row in read_results(path):
-        if isinstance(row.get("audit"), dict) and "receipt" in row["audit"]:
-            return where, row
-        break
-    raise InvalidArgumentError("reproduction", str(path), "must be a file that an audit wrote")
+    where, row = next(read_results(path), ("", {}))
+    if not isinstance(row.get("audit"), dict) or "receipt" not in row["audit"]:
+        raise InvalidArgumentError("reproduction", str(path), "must be a file that an audit wrote")
+    return where, row

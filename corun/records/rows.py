@@ -86,24 +86,17 @@ def read_results(path: Path, *, skip_torn: bool = False) -> Iterator[tuple[str, 
         if skip_torn and not line.endswith(b"\n"):
             return
         row = _load(line, where)
-        missing = [name for name in ("id", "prompt", "params", "seed", "receipt") if name not in row]
-        if missing:
-            raise InvalidArgumentError(
-                f"{where}: {missing[0]}", None, "must be set: is this the output of corun batch?"
-            )
+        for name in ("id", "prompt", "params", "seed", "receipt"):
+            if name not in row:
+                raise InvalidArgumentError(f"{where}: {name}", None, "must be set: is this the output of corun batch?")
         yield where, row
 
 
 def check_same(row: PromptRow, result: Mapping[str, Any], where: str) -> None:
     """Raise InvalidArgumentError if a finished row is not the answer to the prompt with the same id."""
-    asked: dict[str, Any] = {
-        "prompt": row.prompt if isinstance(row.prompt, str) else list(row.prompt),
-        "params": params_to_dict(row.params),
-    }
-    if row.seed is not None:
-        asked["seed"] = row.seed
-    for name, value in asked.items():
-        if result[name] != value:
+    prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)
+    for name, value in (("prompt", prompt), ("params", params_to_dict(row.params)), ("seed", row.seed)):
+        if result[name] != value and value is not None:
             limit = f"differs from {row.where}, which has the same id: write to another file"
             raise InvalidArgumentError(f"{where}: {name}", result[name], limit)
 
@@ -147,7 +140,10 @@ def params_from_dict(values: object, defaults: SamplingParams | None = None) -> 
             raise InvalidArgumentError(f"params.{name}", values[name], "is not a sampling parameter")
     given = dict(values)
     if isinstance(given.get("logit_bias"), Mapping):
-        given["logit_bias"] = [(_token_id(key), bias) for key, bias in given["logit_bias"].items()]
+        given["logit_bias"] = [
+            (int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key, bias)
+            for key, bias in given["logit_bias"].items()
+        ]
     return replace(defaults or SamplingParams(), **given)
 
 
@@ -171,8 +167,7 @@ def _load(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
-        text = line.decode(errors="replace").strip()
-        raise InvalidArgumentError(where, text, "must be a JSON object in UTF-8") from None
+        row = line.decode(errors="replace").strip()
     if not isinstance(row, dict):
         raise InvalidArgumentError(where, row, "must be a JSON object in UTF-8")
     return row
@@ -183,9 +178,17 @@ def _prompt_row(values: dict[str, Any], number: str, where: str, defaults: Sampl
         for name, value in values.items():
             if name not in _ROW_FIELDS:
                 raise InvalidArgumentError(name, value, f"must be one of {', '.join(_ROW_FIELDS)}")
+        row_id = values.get("id", number)
+        if isinstance(row_id, bool) or not isinstance(row_id, (str, int)):
+            raise InvalidArgumentError("id", row_id, "must be text or an integer")
+        prompt: Any = values.get("prompt")
+        if not isinstance(prompt, (str, Sequence)):
+            raise InvalidArgumentError("prompt", prompt, "must be text or a list of token ids")
         return PromptRow(
-            id=_row_id(values.get("id", number)),
-            prompt=_prompt(values.get("prompt")),
+            id=str(row_id),
+            prompt=check_text("prompt", prompt)
+            if isinstance(prompt, str)
+            else check_token_ids(prompt, 2**32, "prompt"),
             params=params_from_dict(values.get("params", {}), defaults),
             seed=None if values.get("seed") is None else check_seed(values["seed"]),
             where=where,
@@ -199,24 +202,6 @@ def located(where: str, error: CorunError) -> CorunError:
     if isinstance(error, InvalidArgumentError):
         return InvalidArgumentError(f"{where}: {error.field}", error.value, error.limit)
     return error
-
-
-def _row_id(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise InvalidArgumentError("id", value, "must be text or an integer")
-    return str(value)
-
-
-def _prompt(value: object) -> Prompt:
-    if isinstance(value, str):
-        return check_text("prompt", value)
-    if not isinstance(value, Sequence):
-        raise InvalidArgumentError("prompt", value, "must be text or a list of token ids")
-    return check_token_ids(value, 2**32, "prompt")
-
-
-def _token_id(key: object) -> object:
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
 
 
 def _sample_values(sample: Sample) -> dict[str, Any]:

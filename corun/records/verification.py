@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +92,7 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
 
     Raises DataLossError if the row differs from its own receipts, and InvalidArgumentError if a part is missing or bad.
     """
-    try:
+    with _reading(where, row, "is not a result of corun batch"):
         prompt, params = _prompt(row), params_from_dict(row["params"])
         samples = _samples(row, params)
         names = [str(row["id"])] if len(samples) == 1 else [f"{row['id']}[{i}]" for i in range(len(samples))]
@@ -99,10 +100,6 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
             _case_of_sample(name, row, index, sample, prompt, replace(params, n=1))
             for index, (name, sample) in enumerate(zip(names, samples, strict=True))
         ]
-    except InvalidArgumentError as error:
-        raise located(where, error) from None
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, struct.error):
-        raise InvalidArgumentError(where, row, "is not a result of corun batch") from None
 
 
 def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
@@ -110,16 +107,22 @@ def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
 
     The file has no output itself, only its digest. Raises the same errors as `cases_from_row`.
     """
-    try:
+    with _reading(where, row, "is not a file that an audit wrote"):
         prompt, params = _prompt(row), replace(params_from_dict(row["params"]), n=1)
         receipt, audit = Receipt.from_dict(row["receipt"]), Receipt.from_dict(row["audit"]["receipt"])
-        name = str(row["id"])
-        _compare(name, {"seed": (row["seed"], receipt.seed)} | _shared_facts(prompt, params, receipt))
-        return replace(_case_of(name, prompt, params, receipt), audit=audit)
+        found = _case(str(row["id"]), prompt, params, receipt, {"seed": (row["seed"], receipt.seed)})
+        return replace(found, audit=audit)
+
+
+@contextmanager
+def _reading(where: str, row: Mapping[str, Any], limit: str) -> Iterator[None]:
+    """Raise InvalidArgumentError, which names the row's place, for whatever its parts raise if it `limit`."""
+    try:
+        yield
     except InvalidArgumentError as error:
         raise located(where, error) from None
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, struct.error):
-        raise InvalidArgumentError(where, row, "is not a file that an audit wrote") from None
+        raise InvalidArgumentError(where, row, limit) from None
 
 
 def _prompt(row: Mapping[str, Any]) -> tuple[int, ...]:
@@ -164,22 +167,25 @@ def _case_of_sample(
     if params.logprobs or sample["logprobs"]:
         digest = output_digest(sample["token_ids"], sample["logprobs"])
         facts["tokens and log probabilities"] = (digest, receipt.output_digest)
-    _compare(name, _shared_facts(prompt, params, receipt) | facts)
     text = row["prompt"] if isinstance(row["prompt"], str) else ""
-    return replace(_case_of(name, prompt, params, receipt, text), text_digest=text_digest(sample["text"]))
+    return replace(_case(name, prompt, params, receipt, facts, text), text_digest=text_digest(sample["text"]))
 
 
-def _shared_facts(
-    prompt: tuple[int, ...], params: SamplingParams, receipt: Receipt
-) -> dict[str, tuple[object, object]]:
-    return {
+def _case(
+    name: str,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    receipt: Receipt,
+    facts: Mapping[str, tuple[object, object]],
+    text: str = "",
+) -> NamedCase:
+    """Return a case. Raises DataLossError if the receipt is that of another prompt, of other parameters or `facts`."""
+    shared = {
         "prompt": (prompt_digest(prompt), receipt.prompt_digest),
         "number of prompt tokens": (len(prompt), receipt.num_prompt_tokens),
         "parameters": (params.digest(), receipt.params_digest),
     }
-
-
-def _case_of(name: str, prompt: tuple[int, ...], params: SamplingParams, receipt: Receipt, text: str = "") -> NamedCase:
+    _compare(name, {**shared, **facts})
     case = VerifyCase(
         prompt_token_ids=prompt,
         sampling_params=params,
