@@ -1,4 +1,4 @@
-"""The server over a real socket: typed errors, health, limits, cancellation, lifecycle."""
+"""The server over a real socket: typed errors, health, limits, impatience, cancellation, lifecycle."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
 
 from corun.errors import (
     CorunError,
-    DataLossError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
@@ -26,27 +27,34 @@ from corun.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from corun.rpc import server
+from corun.rpc import health, server
 from corun.rpc.auth import Gate, bearer, read_client_tokens
 from corun.rpc.channel import channel
-from corun.rpc.interceptor import caller, peer_host
-from corun.rpc.server import GrpcServer, join_address, run
+from corun.rpc.interceptor import caller, has_more_fields, peer_host
+from corun.rpc.server import GrpcServer, join_address, run, server_options
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
+from tests.fuzz.http2 import DATA, END_STREAM, WINDOW_UPDATE, Connection, call, frame, headers, hello, status_of
 
 LIMIT = 64 * 1024
 DEADLINE_S = 60
 SERVICE = "corun.v1.ClusterService"
+GENERATE, GET_CLUSTER = b"/corun.v1.ClusterService/Generate", b"/corun.v1.ClusterService/GetCluster"
+IMPATIENT_S = 0.3
+"""Where nothing but the end of the patience can happen."""
+PATIENCE_S = 1.0
+"""Where this process must be quicker."""
+INVALID_ARGUMENT, DEADLINE_EXCEEDED = 3, 4
+STATUSES = health_pb2.HealthCheckResponse
 
 
 class Servicer(pb_grpc.ClusterServiceServicer):
-    """Answers, or raises `error`; a stream has one message before that."""
+    """Answers, or raises `error`; a stream has one message before that, and a rest as its request says."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.calls = 0
         self.written = 0
-        self.streaming = asyncio.Event()
         self.closed = asyncio.Event()
 
     async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -61,7 +69,9 @@ class Servicer(pb_grpc.ClusterServiceServicer):
             yield pb.GenerateResponse(text="one")
             if self.error:
                 raise self.error
-            self.streaming.set()
+            if request.text == "late":
+                await asyncio.sleep(2.5 * PATIENCE_S)
+                yield pb.GenerateResponse(text="two")
             while request.text == "forever":
                 await asyncio.sleep(0.001)
                 yield pb.GenerateResponse(text="more")
@@ -77,20 +87,34 @@ class Servicer(pb_grpc.ClusterServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(servicer: Servicer) -> AsyncIterator[GrpcServer]:
-    server = GrpcServer(max_message_bytes=LIMIT)
+async def serving(servicer: Servicer, **options: Any) -> AsyncIterator[GrpcServer]:
+    server = GrpcServer(max_message_bytes=LIMIT, **options)
     server.add(pb_grpc.add_ClusterServiceServicer_to_server, servicer)
     await server.start()
     try:
         yield server
     finally:
-        await server.stop(0)
+        await asyncio.wait_for(server.stop(0), DEADLINE_S)
 
 
 @contextlib.asynccontextmanager
-async def connected(servicer: Servicer, **options: Any) -> AsyncIterator[Any]:
-    async with serving(servicer) as server, channel(server.address, **options) as connection:
+async def connected(servicer: Servicer, *, server: Any = None, **options: Any) -> AsyncIterator[Any]:
+    """A stub. server: options of the server; all others are the channel's."""
+    async with serving(servicer, **(server or {})) as served, channel(served.address, **options) as connection:
         yield pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
+
+
+@contextlib.asynccontextmanager
+async def raw_connection(server: GrpcServer, greeting: bytes = b"") -> AsyncIterator[Connection]:
+    link = await Connection.open(server.address, greeting)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def stub_of(connection: Any) -> Any:
+    return pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
 
 
 def raw(connection: Any, method: str, data: bytes) -> Any:
@@ -114,25 +138,12 @@ async def texts(stub: Any, text: str = "") -> list[str]:
     return [m.text async for m in stub.Generate(pb.GenerateRequest(text=text), timeout=DEADLINE_S)]
 
 
-async def test_answers() -> None:
-    async with connected(Servicer()) as stub:
-        assert (await get(stub)).router_id == "r"
-        assert await texts(stub) == ["one"]
-
-
 @pytest.mark.parametrize("call", [get, texts], ids=["unary", "stream"])
 async def test_typed_errors_arrive_whole(call: Callable[[Any], Any]) -> None:
     async with connected(Servicer(OverloadedError("the queue is full", 0.5))) as stub:
         error = await failure(lambda: call(stub))
         assert isinstance(error, OverloadedError)
         assert (error.message, error.retry_after_s) == ("the queue is full", 0.5)
-
-
-async def test_an_error_after_the_first_message() -> None:
-    async with connected(Servicer(DataLossError("token 1 differs"))) as stub:
-        call = stub.Generate(pb.GenerateRequest(), timeout=DEADLINE_S)
-        assert (await call.read()).text == "one"
-        assert isinstance(await failure(call.read), DataLossError)
 
 
 @pytest.mark.parametrize("call", [get, texts], ids=["unary", "stream"])
@@ -153,13 +164,6 @@ async def test_a_handler_may_abort_by_itself() -> None:
         call = stub.Verify(pb.VerifyRequest(), timeout=DEADLINE_S)
         error = await failure(call.read)
         assert (type(error), str(error)) == (NotFoundError, "by itself")
-
-
-async def test_an_unknown_method() -> None:
-    async with serving(Servicer()) as server, channel(server.address) as connection:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await raw(connection, "Nothing", b"")
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("size", [LIMIT + 1, 3 * LIMIT, 5 * LIMIT], ids=["ours", "far over", "gRPC's"])
@@ -188,16 +192,61 @@ async def test_a_big_message_is_not_even_sent() -> None:
     assert "must be at most 1000 bytes" in str(error)
 
 
-async def test_a_message_at_the_limit_is_taken() -> None:
+async def test_a_message_at_the_limit_is_taken_and_rubbish_is_not() -> None:
     overhead = pb.GenerateRequest(text="x" * (LIMIT - 100)).ByteSize() - (LIMIT - 100)
-    async with connected(Servicer()) as stub:
-        assert await texts(stub, "x" * (LIMIT - overhead)) == ["one"]
-
-
-async def test_rubbish_is_refused() -> None:
     async with serving(Servicer()) as server, channel(server.address) as connection:
+        assert await texts(stub_of(connection), "x" * (LIMIT - overhead)) == ["one"]
         error = await failure(lambda: raw(connection, "GetCluster", b"\xff"))
         assert str(error) == "message = 1 bytes: must be valid protobuf"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await raw(connection, "Nothing", b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@given(st.integers(1, 40), st.integers(0, 300), st.integers(0, 2**63 - 1), st.text(max_size=300), st.integers(0, 45))
+def test_fields_of_every_kind_are_counted(cases: int, prompt: int, seed: int, text: str, most: int) -> None:
+    """Entries of a repeated message are fields, too."""
+    case = pb.VerifyCase(prompt_token_ids=[300] * prompt, seed=seed, output_digest=text)
+    request = pb.VerifyRequest(cases=[case] * cases, conditions=[1, 2], order_seed=seed)
+    fields = cases + 1 + (seed > 0)  # Numbers are packed into one field.
+    assert has_more_fields(request.SerializeToString(), most) is (fields > most)
+
+
+@given(st.binary(max_size=200), st.integers(0, 20))
+def test_groups_hide_no_fields_and_rubbish_is_left_to_the_parser(data: bytes, most: int) -> None:
+    assert has_more_fields(b"\xfb\x07" + b"\x0a\x00" * 50 + b"\xfc\x07", 40)
+    assert has_more_fields(data, most) in (True, False)
+
+
+@pytest.mark.parametrize("path", [GET_CLUSTER, GENERATE])
+async def test_a_message_that_does_not_come_whole_ends_the_call(path: bytes) -> None:
+    sent = (frame(DATA, END_STREAM, 1), frame(DATA, 0, 1, b""), frame(DATA, 0, 1, b"\0\0\0\0\x09abc"))
+    async with serving(Servicer(), client_timeout_s=IMPATIENT_S) as server:
+        for data, status in zip(sent, (INVALID_ARGUMENT, DEADLINE_EXCEEDED, DEADLINE_EXCEEDED), strict=True):
+            async with raw_connection(server) as link:
+                link.send(headers(1, path) + data)
+                assert status_of(await link.until_ended(1, DEADLINE_S) or b"") == status
+
+
+async def test_a_client_that_takes_nothing_loses_its_call() -> None:
+    servicer = Servicer()
+    async with (
+        serving(servicer, client_timeout_s=PATIENCE_S) as server,
+        raw_connection(server, hello(n4=0)) as link,
+    ):
+        link.send(call(1, GENERATE, pb.GenerateRequest(text="flood").SerializeToString()))
+        await asyncio.wait_for(servicer.closed.wait(), DEADLINE_S)
+        assert servicer.written < 50
+        # Should it read after all, it learns why.
+        link.send(frame(WINDOW_UPDATE, 0, 1, (1 << 24).to_bytes(4, "big")))
+        link.send(frame(WINDOW_UPDATE, 0, 0, (1 << 24).to_bytes(4, "big")))
+        assert status_of(await link.until_ended(1, DEADLINE_S) or b"") == DEADLINE_EXCEEDED
+
+
+async def test_a_handler_may_take_its_time() -> None:
+    """Only waits for the client count."""
+    async with connected(Servicer(), server={"client_timeout_s": PATIENCE_S}) as stub:
+        assert await texts(stub, "late") == ["one", "two"]
 
 
 async def test_a_client_that_goes_away_closes_the_handler(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,7 +254,6 @@ async def test_a_client_that_goes_away_closes_the_handler(caplog: pytest.LogCapt
     async with connected(servicer) as stub:
         call = stub.Generate(pb.GenerateRequest(text="forever"), timeout=DEADLINE_S)
         await call.read()
-        await asyncio.wait_for(servicer.streaming.wait(), DEADLINE_S)
         call.cancel()
         await asyncio.wait_for(servicer.closed.wait(), DEADLINE_S)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
@@ -226,51 +274,54 @@ async def test_a_client_that_stopped_reading_and_leaves_closes_the_handler() -> 
         await asyncio.wait_for(servicer.closed.wait(), DEADLINE_S)
 
 
-async def test_a_deadline_closes_the_handler() -> None:
-    servicer = Servicer()
-    async with connected(servicer) as stub:
-        responses = aiter(stub.Generate(pb.GenerateRequest(text="forever"), timeout=1.0))
-        await anext(responses)  # The handler runs.
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in responses:
-                pass
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.wait_for(servicer.closed.wait(), DEADLINE_S)
-
-
 async def test_health() -> None:
-    statuses = health_pb2.HealthCheckResponse
     async with serving(Servicer()) as server, channel(server.address) as connection:
         stub: Any = health_pb2_grpc.HealthStub(connection)
 
         async def check(service: str) -> Any:
             return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)).status
 
-        assert await check("") == statuses.NOT_SERVING
+        assert await check("") == STATUSES.NOT_SERVING
         assert isinstance(await failure(lambda: check(SERVICE)), NotFoundError)
         await server.set_serving("", True)
         await server.set_serving(SERVICE, True)
-        assert await check("") == await check(SERVICE) == statuses.SERVING
+        assert await check("") == await check(SERVICE) == STATUSES.SERVING
         await server.set_serving(SERVICE, False)
-        assert await check(SERVICE) == statuses.NOT_SERVING
+        assert await check(SERVICE) == STATUSES.NOT_SERVING
 
 
-async def test_health_is_watched() -> None:
-    statuses = health_pb2.HealthCheckResponse
+async def test_health_is_watched_by_so_many_and_one_that_leaves_does_not_silence_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "MAX_WATCHERS", 2)
     async with serving(Servicer()) as server, channel(server.address) as connection:
         stub: Any = health_pb2_grpc.HealthStub(connection)
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=DEADLINE_S)
-        assert (await watch.read()).status == statuses.NOT_SERVING
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(2)]
+        for watch in watches:
+            assert (await watch.read()).status == STATUSES.NOT_SERVING
+        late = stub.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+        assert isinstance(await failure(late.read), OverloadedError)
+        watches[0].cancel()
+        await asyncio.sleep(0.1)
         await server.set_serving("", True)
-        assert (await watch.read()).status == statuses.SERVING
-        watch.cancel()
+        assert (await watches[1].read()).status == STATUSES.SERVING
+        watches[1].cancel()
+
+
+def test_connections_leave_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+    assert ("grpc.max_allowed_incoming_connections", 768) in server_options()
+
+
+def test_only_a_server_whose_calls_end_ends_old_connections() -> None:
+    assert "grpc.max_connection_age_ms" not in dict(server_options())
+    assert dict(server_options(longest_call_s=60))["grpc.max_connection_age_grace_ms"] == 60_000
 
 
 async def test_stop_gives_running_calls_their_grace() -> None:
     servicer = Servicer()
     async with serving(servicer) as server, channel(server.address) as connection:
-        stub: Any = pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
-        call = stub.Generate(pb.GenerateRequest(text="forever"), timeout=DEADLINE_S)
+        call = stub_of(connection).Generate(pb.GenerateRequest(text="forever"), timeout=DEADLINE_S)
         await call.read()
         started = asyncio.get_running_loop().time()
         await asyncio.wait_for(server.stop(0.1), DEADLINE_S)
@@ -283,14 +334,6 @@ async def test_a_port_in_use_is_an_error() -> None:
         assert server.port > 0
         with pytest.raises(UnavailableError, match=f"cannot listen on 127.0.0.1:{server.port}"):
             await GrpcServer(port=server.port).start()
-
-
-async def test_nobody_there() -> None:
-    async with serving(Servicer()) as server:
-        address = server.address
-    async with channel(address) as connection:
-        stub = pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
-        assert isinstance(await failure(lambda: get(stub)), UnavailableError)
 
 
 def test_addresses() -> None:
@@ -366,11 +409,7 @@ async def test_a_handler_knows_who_calls(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"alice: {'a' * 16}\nbob: {'b' * 16} max_requests=9\n")
     for gate in (None, Gate(clients=read_client_tokens("client_tokens_file", str(file)))):
-        server = GrpcServer(gate=gate)
-        server.add(pb_grpc.add_ClusterServiceServicer_to_server, Asking())
-        await server.start()
-        async with channel(server.address) as link:
-            stub = pb_grpc.ClusterServiceStub(link)
+        async with connected(Asking(), server={"gate": gate}) as stub:
 
             async def read(name: str, stub: Any = stub) -> None:
                 request = pb.GenerateRequest(request_id="x" * ord(name) if name == "b" else "")
@@ -379,7 +418,6 @@ async def test_a_handler_knows_who_calls(tmp_path: Path) -> None:
 
             await stub.GetCluster(pb.GetClusterRequest(), metadata=bearer("a" * 16), timeout=DEADLINE_S)
             await asyncio.gather(read("b"), read("a"))
-        await server.stop(0.0)
     assert [each.name for each in found] == ["127.0.0.1"] * 3 + ["alice", "alice", "bob"]
 
 
@@ -393,14 +431,9 @@ async def test_what_a_handler_leaves_behind_does_not_keep_its_call(monkeypatch: 
             timers.append(asyncio.get_running_loop().call_later(60, print))
             return pb.GetClusterResponse()
 
-    serving = GrpcServer()
-    serving.add(pb_grpc.add_ClusterServiceServicer_to_server, Leaving())
-    await serving.start()
-    async with channel(serving.address) as link:
-        stub = pb_grpc.ClusterServiceStub(link)
+    async with connected(Leaving()) as stub:
         for _ in range(50):
-            await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)
-    await serving.stop(0.0)
-    assert len(timers) == 50
+            await get(stub)
     for timer in timers:
         timer.cancel()
+    assert len(timers) == 50
