@@ -79,17 +79,6 @@ def other(value: Any) -> Any:
     return value + 1 if isinstance(value, int) else value + "x"
 
 
-def changed() -> list[tuple[str, Contract, Contract]]:
-    cases = []
-    for contract, names in ((PREFILL, ("model", "prefill")), (DECODE, ("model", "decode"))):
-        for name in names:
-            part = getattr(contract, name)
-            for field in fields(part):
-                new = replace(part, **{field.name: other(getattr(part, field.name))})
-                cases.append((f"{name}.{field.name}", contract, replace(contract, **{name: new})))
-    return cases
-
-
 def test_canonical_json() -> None:
     text = DECODE.canonical_json()
     assert text.startswith('{"decode":{"attention_backend":"CPU_ATTN","eos_token_ids":[7,509],"graph":"none"')
@@ -103,19 +92,22 @@ def test_fingerprints_are_pinned() -> None:
     assert pair_fingerprint(PREFILL, DECODE) == "515b28b07e71c35800250dd886bc990300417ab3c085a68e8e2ef8718a155ac4"
 
 
-@pytest.mark.parametrize("contract", [PREFILL, DECODE], ids=["prefill", "decode"])
-def test_round_trip(contract: Contract) -> None:
-    back = Contract.from_json(contract.canonical_json())
-    assert back == contract
-    assert back.fingerprint() == contract.fingerprint()
-    loose = json.dumps(json.loads(contract.canonical_json()), indent=2)
-    assert Contract.from_json(loose).fingerprint() == contract.fingerprint()
+def test_round_trip() -> None:
+    for contract in (PREFILL, DECODE):
+        assert Contract.from_json(contract.canonical_json()) == contract
+        loose = json.dumps(json.loads(contract.canonical_json()), indent=2)
+        assert Contract.from_json(loose).fingerprint() == contract.fingerprint()
 
 
-@pytest.mark.parametrize(("name", "before", "after"), changed(), ids=lambda v: v if isinstance(v, str) else "")
-def test_every_field_moves_the_fingerprint_and_shows_in_the_diff(name: str, before: Contract, after: Contract) -> None:
-    assert before.fingerprint() != after.fingerprint()
-    assert list(diff(before, after)) == [name]
+def test_every_field_moves_the_fingerprint_and_shows_in_the_diff() -> None:
+    for contract, names in ((PREFILL, ("model", "prefill")), (DECODE, ("model", "decode"))):
+        for name in names:
+            part = getattr(contract, name)
+            for field in fields(part):
+                new = replace(part, **{field.name: other(getattr(part, field.name))})
+                after = replace(contract, **{name: new})
+                assert contract.fingerprint() != after.fingerprint()
+                assert list(diff(contract, after)) == [f"{name}.{field.name}"]
 
 
 def test_diff_texts() -> None:

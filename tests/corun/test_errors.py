@@ -39,6 +39,7 @@ ERRORS: list[CorunError] = [
     InvalidArgumentError("sampling_params.top_p", 1.5, "must be in (0, 1]"),
     OverloadedError("the queue is full", 0.25),
     UnavailableError("no decode node has joined"),
+    UnavailableError("it is about to join", 0.5),
     DeadlineError("no slot within 3 s"),
     CancelledByPeerError("the client is gone"),
     ContractMismatchError("refused", {"model.dtype": ("float32", "bfloat16"), "decode.slots": ("8", 'a != "b"')}),
@@ -80,39 +81,19 @@ def leaves(cls: type[CorunError]) -> Iterator[type[CorunError]]:
 
 def test_the_examples_cover_the_tree_and_codes_are_unique() -> None:
     # One without a code of its own travels as what it is derived from.
-    assert {type(error) for error in ERRORS} == {cls for cls in leaves(CorunError) if "code" in vars(cls)}
-    assert len({error.code for error in ERRORS}) == len(ERRORS)
+    kinds = {type(error) for error in ERRORS}
+    assert kinds == {cls for cls in leaves(CorunError) if "code" in vars(cls)}
+    assert len({kind.code for kind in kinds}) == len(kinds)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_round_trip(error: CorunError) -> None:
+def test_an_error_comes_back_whole(error: CorunError) -> None:
     back = sent(error)
-    assert type(back) is type(error)
-    assert str(back) == str(error)
-    assert sent(back).__dict__ == back.__dict__
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_pickles(error: CorunError) -> None:
-    back = pickle.loads(pickle.dumps(error))
-    assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
-
-
-def test_fields_come_back() -> None:
-    invalid, overloaded, mismatch, stale = (sent(ERRORS[i]) for i in (0, 1, 5, 6))
-    assert isinstance(invalid, InvalidArgumentError)
-    assert (invalid.field, str(invalid.value), invalid.limit) == ("sampling_params.top_p", "1.5", "must be in (0, 1]")
-    assert isinstance(overloaded, OverloadedError)
-    assert overloaded.retry_after_s == 0.25
-    assert isinstance(mismatch, ContractMismatchError)
-    assert mismatch.differences["decode.slots"] == ("8", 'a != "b"')
-    assert isinstance(stale, StaleGenerationError)
-    assert (stale.node_id, stale.expected, stale.actual) == ("decode-0", "0" * 16, "f" * 16)
-
-
-def test_unavailable_says_whether_to_come_back() -> None:
-    assert sent(UnavailableError("gone")).__dict__ == {"message": "gone", "retry_after_s": None}
-    assert sent(UnavailableError("going", 0.5)).__dict__ == {"message": "going", "retry_after_s": 0.5}
+    assert (type(back), str(back)) == (type(error), str(error))
+    shown_value = {"value": shown(error.value)} if hasattr(error, "value") else {}
+    assert back.__dict__ == {**error.__dict__, **shown_value}
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.__dict__) == (type(error), str(error), error.__dict__)
 
 
 def test_an_answer_is_not_a_broken_connection() -> None:
@@ -125,7 +106,7 @@ def test_an_answer_is_not_a_broken_connection() -> None:
 def test_texts() -> None:
     assert str(ERRORS[0]) == "sampling_params.top_p = 1.5: must be in (0, 1]"
     assert str(InvalidArgumentError("prompt", "", "must not be empty")) == "prompt = '': must not be empty"
-    assert str(ERRORS[5]) == 'refused: decode.slots: 8 != a != "b"; model.dtype: float32 != bfloat16'
+    assert str(ERRORS[6]) == 'refused: decode.slots: 8 != a != "b"; model.dtype: float32 != bfloat16'
 
 
 def test_bad_request_names_field_value_and_limit() -> None:
@@ -170,8 +151,7 @@ def test_the_longest_errors_fit_http2_trailers(char: str) -> None:
 
 def test_all_the_fields_of_a_contract_fit() -> None:
     error = ContractMismatchError("refused", {f"model.{i:020}": ("a" * 64, "b" * 64) for i in range(24)})
-    back = sent(error)
-    assert isinstance(back, ContractMismatchError)
+    back: Any = sent(error)
     assert back.differences.keys() == error.differences.keys()
 
 

@@ -31,10 +31,13 @@ def while_the_loop_stands_still(call: Any, *args: Any) -> Any:
         return pool.submit(call, *args).result(WAIT_S)
 
 
-async def test_a_process_is_alive_while_it_loads() -> None:
+async def test_a_process_is_alive_while_it_loads_and_its_loop_stands_still() -> None:
     async with observed(WATCHED) as observation:
         said = {path: while_the_loop_stands_still(ask, observation, path) for path in (LIVEZ, STARTEDZ, READYZ)}
         assert said == {LIVEZ: 200, STARTEDZ: 503, READYZ: 503}
+        url = f"http://127.0.0.1:{observation.metrics.port}/metrics"
+        text = while_the_loop_stands_still(lambda: urllib.request.urlopen(url, timeout=WAIT_S).read().decode())
+        assert "process_cpu_seconds_total " in text
 
 
 async def test_a_process_that_ends_needs_no_restart() -> None:
@@ -48,7 +51,10 @@ async def test_a_process_that_ends_needs_no_restart() -> None:
     observation.health.end()
     said = {path: await asyncio.to_thread(ask, observation, path) for path in (LIVEZ, STARTEDZ, READYZ)}
     assert said == {LIVEZ: 200, STARTEDZ: 200, READYZ: 503}
+    port = observation.metrics.port
     await observation.stop()
+    with socket.socket() as late:
+        assert late.connect_ex(("127.0.0.1", port)) != 0
 
 
 async def test_a_stop_that_is_cancelled_closes_the_port_all_the_same() -> None:
@@ -76,24 +82,12 @@ async def test_a_loop_that_stands_still_after_the_start_needs_one(monkeypatch: p
         assert await asyncio.to_thread(ask, observation, LIVEZ) == 200
 
 
-async def test_a_port_that_is_taken_is_said() -> None:
-    async with observed(WATCHED) as observation:
+async def test_a_port_that_is_taken_is_said_and_without_one_nothing_listens() -> None:
+    async with observed(WATCHED) as observation, observed(MemberConfig()) as silent:
         late = Observation(MemberConfig(metrics_port=observation.metrics.port))
         with pytest.raises(UnavailableError, match="metrics cannot listen"):
             await late.start()
-        assert late.metrics.port == 0
-
-
-async def test_nothing_listens_unless_asked_for() -> None:
-    async with observed(MemberConfig()) as observation:
-        assert observation.metrics.port == 0
-
-
-async def test_the_port_is_closed_at_the_end() -> None:
-    async with observed(WATCHED) as observation:
-        port = observation.metrics.port
-    with socket.socket() as late:
-        assert late.connect_ex(("127.0.0.1", port)) != 0
+        assert late.metrics.port == silent.metrics.port == 0
 
 
 def has_ipv6() -> bool:
@@ -108,16 +102,6 @@ def has_ipv6() -> bool:
 async def test_the_address_may_be_one_of_ipv6() -> None:
     async with observed(MemberConfig(metrics_port=0, metrics_host="::1")) as observation:
         assert await asyncio.to_thread(probe, observation.metrics.port, LIVEZ, WAIT_S, "[::1]") == 200
-
-
-async def test_metrics_are_answered_while_the_loop_stands_still() -> None:
-    def scrape(port: int) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S) as answer:
-            return str(answer.read().decode())
-
-    async with observed(WATCHED) as observation:
-        text = while_the_loop_stands_still(scrape, observation.metrics.port)
-        assert "process_cpu_seconds_total " in text
 
 
 async def test_probes_end_when_the_loop_is_closed() -> None:

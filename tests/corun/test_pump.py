@@ -78,9 +78,8 @@ async def settle() -> None:
 
 
 async def started(source: Lines) -> tuple[Call, asyncio.Task[None]]:
-    call = Call()
-    context: Any = call
-    task = asyncio.ensure_future(Pump(source, context, call).run())
+    call: Any = Call()
+    task = asyncio.ensure_future(Pump(source, call, call).run())
     await settle()
     return call, task
 
@@ -115,26 +114,19 @@ async def test_what_waits_before_it_begins_is_written() -> None:
     await asyncio.wait_for(task, WAIT_S)
 
 
-async def test_an_error_of_the_source_ends_the_call_after_the_write_in_flight() -> None:
-    source = Lines("a")
-    call, task = await started(source)
-    source.error = OverloadedError("too slow")
-    source.put("")
-    await settle()
-    assert not task.done()
-    call.flight[0].set_result(None)
-    with pytest.raises(OverloadedError, match="too slow"):
-        await asyncio.wait_for(task, WAIT_S)
-    assert call.written == [b"a"]
-
-
-async def test_an_error_while_nothing_is_in_flight_ends_the_call_at_once() -> None:
-    source = Lines()
-    _, task = await started(source)
-    source.error = OverloadedError("too slow")
-    source.put("")
-    with pytest.raises(OverloadedError):
-        await asyncio.wait_for(task, WAIT_S)
+async def test_an_error_of_the_source_ends_the_call_once_nothing_is_in_flight() -> None:
+    for first in ("a", ""):
+        source = Lines(first)
+        call, task = await started(source)
+        source.error = OverloadedError("too slow")
+        source.put("")
+        await settle()
+        assert task.done() is not bool(first)
+        for write in call.flight:
+            write.set_result(None)
+        with pytest.raises(OverloadedError, match="too slow"):
+            await asyncio.wait_for(task, WAIT_S)
+        assert call.written == ([b"a"] if first else [])
 
 
 async def test_cancellation_ends_the_write_in_flight_and_nothing_more_is_written() -> None:
@@ -152,16 +144,14 @@ async def test_cancellation_ends_the_write_in_flight_and_nothing_more_is_written
     assert (call.written, list(call.flight), source.ready, call.is_waiting) == ([b"a"], [], None, False)
 
 
-async def test_a_client_that_is_gone_is_a_cancellation() -> None:
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [(grpc.aio.UsageError("the call has ended"), asyncio.CancelledError), (ValueError("a bug"), ValueError)],
+)
+async def test_a_write_that_fails_ends_the_call(failure: Exception, raised: type[BaseException]) -> None:
+    """A client that is gone is a cancellation."""
     call, task = await started(Lines("a"))
-    call.flight[0].set_exception(grpc.aio.UsageError("the call has ended"))
-    with pytest.raises(asyncio.CancelledError):
+    call.flight[0].set_exception(failure)
+    with pytest.raises(raised):
         await asyncio.wait_for(task, WAIT_S)
     assert not call.is_waiting
-
-
-async def test_any_other_failure_of_a_write_is_raised() -> None:
-    call, task = await started(Lines("a"))
-    call.flight[0].set_exception(ValueError("a bug"))
-    with pytest.raises(ValueError, match="a bug"):
-        await asyncio.wait_for(task, WAIT_S)

@@ -219,7 +219,9 @@ def test_nodes_per_gpu(file: Path) -> None:
     assert of("").nodes_per_gpu is None
     assert of("nodes_per_gpu = 3").nodes_per_gpu == 3
     for value in ("0", "33", "true", "1.0", '"2"'):
-        with pytest.raises(InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = .* must be (an integer|at least 1)"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = .* must be (an integer|at least 1)"
+        ):
             of(f"nodes_per_gpu = {value}")
     with pytest.raises(InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = 2: must be left out: .* 4 GPUs"):
         of("nodes_per_gpu = 2\ntensor_parallel_size = 4")
@@ -298,12 +300,3 @@ class TestProcess:
             parse(cls, [str(file) if word == "FILE" else word for word in flags], prog="prog")
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
-
-
-def test_part_of_the_protection_is_not_enough(tmp_path: Path) -> None:
-    settings = Secrets.make(tmp_path / "secrets").settings
-    for missing in ("tls_ca", "client_tokens_file", "cluster_token_file"):
-        assert Security(**{**settings, missing: ""}).missing("0.0.0.0") == [missing]
-    assert Security(**settings).missing("0.0.0.0") == []
-    assert Security(insecure=True).missing("0.0.0.0") == []
-    assert Security().missing("127.0.0.1") == []
