@@ -46,7 +46,7 @@ PROCESSES = ("router", *NODES)
 VOCABULARY = tuple(f"corun/{name}.py" for name in ("contract", "params", "receipt", "seeds", "types"))
 ABOVE = ("client", "node", "launch", "gateway", "cli")
 """Folders that use the other folders of the package."""
-PURE_LAUNCH = ("members", "placement", "reconcile")
+PURE_LAUNCH = ("members", "placement")
 RULES = {
     # The house, from top to bottom: the benchmark, the processes, the package.
     "the benchmark stands above the processes": Rule(

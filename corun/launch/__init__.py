@@ -19,7 +19,6 @@ from corun.launch import runtime
 from corun.launch.cluster import Cluster
 from corun.launch.members import MODULES, with_free_ports
 from corun.launch.progress import Progress
-from corun.launch.signals import StopSignals
 from corun.models import TINY, resolve_model
 
 
@@ -47,29 +46,22 @@ def run(
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # Otherwise gRPC prints a line for every lost connection.
     logs = Path(log_dir or tempfile.mkdtemp(prefix="corun-logs-")).resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    say = Progress()
+    say, code = Progress(), 0
     say(f"logs in {logs}")
-    code = _until_stopped(spec, say, logs, ray_address=ray_address, modules=modules)
-    say(f"ended: every process has stopped; logs in {logs}")
-    return code
-
-
-def _until_stopped(
-    spec: ClusterSpec, say: Progress, logs: Path, *, ray_address: str | None, modules: Mapping[str, str]
-) -> int:
     say("starting Ray" if ray_address is None else f"joining Ray at {ray_address}")
-    with StopSignals() as signals, runtime.started(ray_address, signals):
+    with runtime.StopSignals() as signals, runtime.started(ray_address, signals):
         cluster = Cluster(spec, logs, say, modules, joined=ray_address is not None)
         try:
             if not signals.count:
                 cluster.start()
                 cluster.watch(signals)
-            return 0
         except (DeadlineError, UnavailableError) as error:
             say(f"giving up: {error}")
-            return 1
+            code = 1
         finally:
             cluster.stop(signals)
+    say(f"ended: every process has stopped; logs in {logs}")
+    return code
 
 
 def check(spec: ClusterSpec) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,21 +21,10 @@ from corun.config.fields import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
 from corun.launch import runtime
 from corun.launch.control import Control, ScaleStatus, in_words, noted
-from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order, may_run
-from corun.launch.members import (
-    LOOPBACK,
-    MODULES,
-    ROUTER,
-    ProcessSpec,
-    listens_anywhere,
-    members,
-    router_address,
-)
+from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order
+from corun.launch.members import LOOPBACK, MODULES, ROUTER, ProcessSpec, listens_anywhere, members, router_address
 from corun.launch.placement import Shares, on_joined, on_own
-from corun.launch.progress import Progress
-from corun.launch.reconcile import failure, in_turn, steps, unsettled
-from corun.launch.signals import StopSignals
-from corun.launch.starting import Starting, next_steps
+from corun.launch.progress import Progress, next_steps
 from corun.launch.supervisor import ProcessState, ProcessStatus
 from corun.types import ClusterStatus, NodeState, NodeStatus, state_in_words
 
@@ -47,11 +36,12 @@ _POLL_S = 0.5
 class _Pool:
     """What is known about a pool through its routers."""
 
+    spec: PoolSpec
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
     """The address of each router's machine, in the order of `addresses`."""
     clients: tuple[Client, ...] = ()
-    ready: bool = False
+    is_ready: bool = False
     """True once every router had all wanted nodes of the pool in use. It stays true."""
     in_use: tuple[set[str], ...] = ()
     """For each router that answered the last question, the names of the nodes that it uses."""
@@ -81,19 +71,26 @@ class Cluster:
         self._shares: Shares
         self._nodes_ever: set[ProcessSpec] = set()
         self._scaling = ""  # The change that the user was told about and that is not done yet.
-        self._starting = Starting(say)
         # A restarted router must derive the same seeds, so that clients can continue their requests.
         self._seed_key = os.environ.get(SEED_KEY_VARIABLE) or secrets.token_hex(32)
 
     def start(self) -> None:
         """Place every process. Each one starts as soon as there is room for it, in no particular order."""
+        pools = self._spec.pools
         if len(runtime.living()) > 1 and not self._is_spread:
-            pool = next(pool for pool in self._spec.pools if is_loopback(pool.config(ROUTER).host))
+            pool = next(pool for pool in pools if is_loopback(pool.config(ROUTER).host))
             limit = "must be an address that the other machines reach"
             raise InvalidArgumentError(pool.where(ROUTER, "host"), pool.config(ROUTER).host, limit)
         self._fleet = Fleet("" if self._is_spread else runtime.own_host())
-        self._pools = {pool.name: self._routers(pool) for pool in self._spec.pools}
-        self._shares = self._share_out()
+        self._pools = {pool.name: self._routers(pool) for pool in pools}
+        gpus = int(runtime.api().cluster_resources().get("GPU", 0))
+        has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
+        cores = () if self._is_spread or has_threads else sorted(os.sched_getaffinity(0))
+        needs_gpus = installed_engine() == "gpu"
+        if self._is_joined:  # The machines that Ray has now say little: others may join later.
+            self._shares = on_joined(pools, has_gpus=gpus > 0 or needs_gpus, cores=cores)
+        else:
+            self._shares = on_own(pools, gpus=gpus, cores=cores, needs_gpus=needs_gpus)
         self._reconcile()
 
     def _routers(self, pool: PoolSpec) -> _Pool:
@@ -103,33 +100,26 @@ class Cluster:
         spread = [own, *sorted(runtime.hosts().keys() - {own})] if self._is_spread and listens_anywhere(pool) else [own]
         hosts = tuple(spread[index % len(spread)] for index in range(pool.count(ROUTER)))
         reached = [host if self._is_spread else LOOPBACK for host in hosts]
-        addresses = (router_address(pool, index, host) for index, host in enumerate(reached))
-        return _Pool(tuple(addresses), hosts)
+        return _Pool(pool, tuple(router_address(pool, index, host) for index, host in enumerate(reached)), hosts)
 
-    def _share_out(self) -> Shares:
-        pools = self._spec.pools
-        gpus = int(runtime.api().cluster_resources().get("GPU", 0))
-        has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
-        cores = () if self._is_spread or has_threads else sorted(os.sched_getaffinity(0))
-        if self._is_joined:  # The machines that Ray has now say little: others may join later.
-            return on_joined(pools, has_gpus=gpus > 0 or installed_engine() == "gpu", cores=cores)
-        return on_own(pools, gpus=gpus, cores=cores, needs_gpus=installed_engine() == "gpu")
-
-    def watch(self, signals: StopSignals) -> None:
+    def watch(self, signals: runtime.StopSignals) -> None:
         """Keep the wanted processes running until a stop signal arrives, and report what happens.
 
         Raises UnavailableError when the cluster cannot work any more, and DeadlineError if it was not ready in time.
         """
         deadline = time.monotonic() + _START_TIMEOUT_S
+        security = self._spec.security
         with ExitStack() as stack:
-            self._connect(stack)
+            for pool in self._pools.values():
+                made = (Client(address, tls=security.tls, token=security.cluster_token()) for address in pool.addresses)
+                pool.clients = tuple(stack.enter_context(client) for client in made)
             control = Control(self._spec)
             stack.enter_context(noted(control.name))
             while not signals.count:
-                if time.monotonic() > deadline and not all(pool.ready for pool in self._pools.values()):
+                if time.monotonic() > deadline and not self._is_ready:
                     raise DeadlineError(f"the cluster was not ready in {_START_TIMEOUT_S:.0f} s")
                 self._reconcile()
-                answers = [(pool, self._ask(pool)) for pool in self._spec.pools]
+                answers = [(pool, _ask(pool)) for pool in self._pools.values()]
                 statuses = self._fleet.statuses()  # Asked after the routers, so a node that they know shows as running.
                 self._tell_processes(statuses)
                 for pool, heard in answers:
@@ -138,41 +128,51 @@ class Cluster:
                 self._scale(control.report(self._scale_status(statuses)))
                 time.sleep(_POLL_S)
 
-    def _connect(self, stack: ExitStack) -> None:
-        security = self._spec.security
-        for pool in self._pools.values():
-            clients = (Client(address, tls=security.tls, token=security.cluster_token()) for address in pool.addresses)
-            pool.clients = tuple(stack.enter_context(client) for client in clients)
+    @property
+    def _is_ready(self) -> bool:
+        return all(pool.is_ready for pool in self._pools.values())
 
     def _reconcile(self) -> None:
-        """Do one round: forget ended processes, start missing processes, and ask surplus processes to end."""
+        """Do one round: forget ended processes, ask surplus processes to end, and start missing processes.
+
+        A stopping process that is wanted again starts once it has ended.
+        """
         for member in self._fleet.forget_ended():
             self._places.pop(member, None)
             self._say.change(member.name, "ended")
-        todo = steps(members(self._spec), self._fleet.running, self._fleet.stopping)
-        self._fleet.stop(todo.stop)
-        for member in todo.stop:
+        wanted, running, stopping = members(self._spec), self._fleet.running, self._fleet.stopping
+        surplus = [member for member in running if member not in wanted and member not in stopping]
+        surplus.sort(key=lambda member: (member.pool, member.role, -member.index))
+        self._fleet.stop(surplus)
+        for member in surplus:
             self._say(f"stopping {member.name}")
-        orders = [self._order(member) for member in todo.start]
-        later = self._later(orders)
-        hosts = {member: self._pools[member.pool].hosts[member.index] for member in todo.start if member.role == ROUTER}
+        orders = [self._order(member) for member in wanted if member not in running]
+        later = self._later([order.member for order in orders if order.share.is_part_of_gpu])
+        hosts = {
+            order.member: self._pools[order.member.pool].hosts[order.member.index]
+            for order in orders
+            if order.member.is_router
+        }
         self._fleet.start([order for order in orders if order.member not in later], hosts, later)
         for member in later:
             self._say.change(member.name, "waiting: engines that share a GPU start one after the other")
         for member in (member for member in hosts if member not in self._fleet.running):
             self._say.change(member.name, f"waiting: its machine, {hosts[member]}, is gone")
 
-    def _later(self, orders: Sequence[Order]) -> list[ProcessSpec]:
-        """Return the nodes that share a GPU and must wait for their turn to load."""
-        sharing = [order.member for order in orders if order.share.is_part_of_gpu]
+    def _later(self, sharing: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+        """Return those of the missing nodes that share a GPU that must wait: one starts at a time, and only while no
+        other node loads.
+
+        An engine takes its part of the memory that it finds free. It fails, or takes another amount, if the free memory
+        changes while it measures (vllm/v1/worker/gpu_worker.py: `determine_available_memory`). A node that restarts
+        after it died does not wait for a turn: its supervisor starts it at once, even while other nodes load.
+        """
         known = set[str]().union(*(pool.known for pool in self._pools.values()))
-        loading = [
-            member
+        is_loading = any(
+            not member.is_router and member.name not in known and status.state is not ProcessState.FAILED
             for member, status in self._fleet.last_statuses.items()
-            if not member.is_router and member.name not in known and status.state is not ProcessState.FAILED
-        ]
-        now = in_turn(sharing, loading)
-        return [member for member in sharing if member not in now]
+        )
+        return list(sharing if is_loading else sharing[1:])
 
     def _order(self, member: ProcessSpec) -> Order:
         if not member.is_router and member not in self._places:
@@ -200,25 +200,26 @@ class Cluster:
                 why = status.detail or ("being placed" if status.state is ProcessState.WAITING else "as asked")
                 self._say.change(member.name, f"{status.state.value}: {why}")
         self._deaths = {member: status.deaths for member, status in statuses.items()}
-        ready = [name for name, pool in self._pools.items() if pool.ready]
+        ready = [name for name, pool in self._pools.items() if pool.is_ready]
         if (failed := failure(members(self._spec), statuses, ready)) is not None:
             raise UnavailableError(f"{failed.name} {statuses[failed].detail}\nlogs in {self._logs}")
 
     def _tell_start(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> None:
         """Report what each node that no router uses yet is doing, until all pools are ready."""
-        if all(pool.ready for pool in self._pools.values()):
-            return
-        used = set[str]().union(*(nodes for pool in self._pools.values() for nodes in pool.in_use))
-        nodes = {member: status for member, status in statuses.items() if not member.is_router}
-        self._starting.tell({m.name: status.doing for m, status in nodes.items() if m.name not in used})
+        if not self._is_ready:
+            used = set[str]().union(*(nodes for pool in self._pools.values() for nodes in pool.in_use))
+            nodes = {member.name: status.doing for member, status in statuses.items() if not member.is_router}
+            self._say.starting({name: doing for name, doing in nodes.items() if name not in used})
 
-    def _ask(self, spec: PoolSpec) -> list[ClusterStatus]:
-        """Return the status from each router of a pool that answers."""
-        return [status for client in self._pools[spec.name].clients if (status := _status(client)) is not None]
+    def _hear(self, pool: _Pool, answers: Sequence[ClusterStatus]) -> None:
+        """Take what the routers of a pool say of its nodes, and report it.
 
-    def _hear(self, spec: PoolSpec, answers: Sequence[ClusterStatus]) -> None:
-        pool = self._pools[spec.name]
-        used = [{node.node.ref.node_id: node.node.slots for node in _ready(status)} for status in answers]
+        Raises UnavailableError if a router refused a node before the pool was ready.
+        """
+        used = [
+            {node.node.ref.node_id: node.node.slots for node in status.nodes if node.state is NodeState.READY}
+            for status in answers
+        ]
         pool.in_use = tuple(set(nodes) for nodes in used)
         if not answers:
             return
@@ -227,31 +228,21 @@ class Cluster:
         told: dict[str, NodeStatus] = {}
         for node in statuses:  # Also report nodes that only a later router knows: they let other nodes start.
             told.setdefault(node.node.ref.node_id, node)
-        self._tell_nodes(told, is_ready=pool.ready)
-        wanted = self._nodes(spec)
-        if not pool.ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
-            pool.ready = True
+        running = {member.name for member in self._fleet.running}
+        for name, node in told.items():
+            if name in running:
+                self._say.change(f"{name} in cluster", state_in_words(node.state, node.detail))
+            if node.state is NodeState.REFUSED and not pool.is_ready:
+                raise UnavailableError(f"the router refused {name}: {node.detail}")
+        wanted = {m.name for m in members(self._spec) if m.pool == pool.spec.name and not m.is_router}
+        if not pool.is_ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
+            pool.is_ready = True
             slots = sum(used[0][name] for name in wanted)
             line = f"ready: {','.join(pool.addresses)}, fingerprint {answers[0].fingerprint}, {slots} slots"
             with suppress(BrokenPipeError):
-                print(line if len(self._pools) == 1 else f"{line}, pool {spec.name}", flush=True)
-            self._say("try, in another terminal:\n" + "\n".join(f"  {c}" for c in next_steps(spec, pool.addresses[0])))
-
-    def _tell_nodes(self, nodes: Mapping[str, NodeStatus], *, is_ready: bool) -> None:
-        """Report the state that the routers give for each node. nodes: node states by node id.
-
-        Raises UnavailableError if a router refused a node before the pool was ready.
-        """
-        running = {member.name for member in self._fleet.running}
-        for name, node in nodes.items():
-            if name in running:
-                self._say.change(f"{name} in cluster", state_in_words(node.state, node.detail))
-            if node.state is NodeState.REFUSED and not is_ready:
-                raise UnavailableError(f"the router refused {name}: {node.detail}")
-
-    def _nodes(self, pool: PoolSpec) -> set[str]:
-        """Return the names of the wanted nodes of a pool."""
-        return {m.name for m in members(self._spec) if m.pool == pool.name and not m.is_router}
+                print(line if len(self._pools) == 1 else f"{line}, pool {pool.spec.name}", flush=True)
+            commands = "\n".join(f"  {command}" for command in next_steps(pool.spec, pool.addresses[0]))
+            self._say(f"try, in another terminal:\n{commands}")
 
     def _scale_status(self, statuses: Mapping[ProcessSpec, ProcessStatus]) -> ScaleStatus:
         """Return how far the nodes are from what is wanted. Tell the user when a change is done."""
@@ -286,33 +277,61 @@ class Cluster:
             self._say(f"scaling {self._scaling}")
         self._spec = wanted
 
-    def stop(self, signals: StopSignals) -> None:
+    def stop(self, signals: runtime.StopSignals) -> None:
         """Stop the routers, which drain, and then the nodes. A second stop signal kills what is still running."""
         for is_router in (True, False):
-            self._stop([member for member in self._fleet.running if member.is_router is is_router], signals)
-
-    def _stop(self, ending: Sequence[ProcessSpec], signals: StopSignals) -> None:
-        asked = 0
-        deadline = time.monotonic() + self._fleet.grace_s(ending) + STATUS_TIMEOUT_S
-        while running := [member for member, status in self._fleet.statuses(ending).items() if may_run(status)]:
-            names = ", ".join(member.name for member in running)
-            if asked < 1 + (signals.count > 1):
-                asked += 1
-                self._say(f"{'stopping' if asked == 1 else 'killing'} {names}")
-                self._fleet.stop(running)
-            if time.monotonic() > deadline:
-                self._say(f"{names} did not end in time")
-                return
-            time.sleep(_POLL_S / 5)
+            ending = [member for member in self._fleet.running if member.is_router is is_router]
+            asked = 0
+            deadline = time.monotonic() + self._fleet.grace_s(ending) + STATUS_TIMEOUT_S
+            while running := [member for member, status in self._fleet.statuses(ending).items() if status.may_run]:
+                names = ", ".join(member.name for member in running)
+                if asked < 1 + (signals.count > 1):
+                    asked += 1
+                    self._say(f"{'stopping' if asked == 1 else 'killing'} {names}")
+                    self._fleet.stop(running)
+                if time.monotonic() > deadline:
+                    self._say(f"{names} did not end in time")
+                    break
+                time.sleep(_POLL_S / 5)
 
 
-def _ready(status: ClusterStatus) -> list[NodeStatus]:
-    return [node for node in status.nodes if node.state is NodeState.READY]
+def _ask(pool: _Pool) -> list[ClusterStatus]:
+    """Return the status from each router of a pool that answers."""
+    found = []
+    for client in pool.clients:
+        with suppress(UnavailableError, DeadlineError):
+            found.append(client.get_cluster(timeout_s=STATUS_TIMEOUT_S))
+    return found
 
 
-def _status(client: Client) -> ClusterStatus | None:
-    """Return the status that a router reports, or None if the router does not answer."""
-    try:
-        return client.get_cluster(timeout_s=STATUS_TIMEOUT_S)
-    except (UnavailableError, DeadlineError):
-        return None
+def unsettled(
+    nodes: Collection[ProcessSpec],
+    wanted: Collection[ProcessSpec],
+    running: Collection[ProcessSpec],
+    stopping: Collection[ProcessSpec],
+    in_use: Mapping[str, Sequence[Collection[str]]],
+) -> frozenset[ProcessSpec]:
+    """Return the nodes that are not yet as wanted: running and in use by every router, or ended and in use by none.
+
+    in_use: for each pool, and for each of its routers that answers, the names of the nodes that it uses.
+    """
+
+    def is_settled(node: ProcessSpec) -> bool:
+        used, is_wanted = in_use[node.pool], node in wanted
+        runs_as_wanted = node not in stopping and (node in running) == is_wanted
+        return runs_as_wanted and bool(used) and all((node.name in names) == is_wanted for names in used)
+
+    return frozenset(node for node in nodes if not is_settled(node))
+
+
+def failure(
+    wanted: Sequence[ProcessSpec], statuses: Mapping[ProcessSpec, ProcessStatus], ready: Collection[str]
+) -> ProcessSpec | None:
+    """Return the failed process without which the cluster cannot go on, or None.
+
+    Before a pool is ready, this is any failed process of the pool. Later it is a failed process whose role has no other
+    process left in the pool. ready: the names of the pools that have been ready.
+    """
+    failed = [m for m in wanted if m in statuses and statuses[m].state is ProcessState.FAILED]
+    alive = {(m.pool, m.role) for m in wanted if m not in failed}
+    return next((m for m in failed if m.pool not in ready or (m.pool, m.role) not in alive), None)

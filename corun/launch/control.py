@@ -6,7 +6,6 @@ is scaled.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -14,8 +13,8 @@ import stat
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,6 @@ class ScaleStatus:
     failed: Mapping[ProcessSpec, str] = field(default_factory=dict)
     """The wanted nodes that cannot start, each with the reason."""
 
-    def of(self, pool: str, roles: Collection[str]) -> ScaleStatus:
-        """Return the same without the nodes of other pools and roles."""
-        return replace(
-            self,
-            unsettled=frozenset(node for node in self.unsettled if node.pool == pool and node.role in roles),
-            failed={node: why for node, why in self.failed.items() if node.pool == pool and node.role in roles},
-        )
-
 
 class _Board:
     """The actor with the wanted cluster. It lives as long as the `corun up` that made it."""
@@ -59,12 +50,19 @@ class _Board:
     def read(self) -> tuple[ClusterSpec, ScaleStatus]:
         return self._wanted, self._status
 
-    def want(self, before: ClusterSpec, after: ClusterSpec) -> bool:
-        """Replace the wanted cluster, unless it is not `before` any more. Return whether it was replaced."""
-        if self._wanted != before:
-            return False
-        self._wanted = after
-        return True
+    def change(self, pool: str, counts: Mapping[str, int]) -> Change | InvalidArgumentError:
+        """Want other numbers of processes. If they are not allowed, return the error, which Ray would wrap if raised."""
+        before = self._wanted
+        try:
+            name = before.pool(pool).name
+            if ROUTER in counts:
+                limit = "cannot change while it serves: nodes and clients know the routers by their addresses"
+                raise InvalidArgumentError(ROUTER, counts[ROUTER], limit)
+            self._wanted = before.scaled(name, counts)
+        except InvalidArgumentError as error:
+            return error
+        text = in_words(before, name, counts)
+        return Change(pool=name, counts=counts, text=text, had_failed=tuple(self._status.failed))
 
     def report(self, status: ScaleStatus) -> ClusterSpec:
         """Take what `corun up` saw. Return what is wanted now."""
@@ -87,7 +85,7 @@ class Control:
         if not answered:
             return None
         question, self._question = self._question, None
-        with contextlib.suppress(runtime.api().exceptions.RayActorError):
+        with suppress(runtime.api().exceptions.RayActorError):
             wanted: ClusterSpec = runtime.api().get(question)
             return wanted
         return None
@@ -144,18 +142,10 @@ def latest() -> Note | None:
     for path in _directory().glob("*.json"):
         if not Path(f"/proc/{path.stem}").exists():
             path.unlink(missing_ok=True)
-        elif (found := _read(path)) is not None:
-            living.append(found)
+            continue
+        with suppress(OSError, ValueError, TypeError):  # It is gone, or of another version.
+            living.append((path.stat().st_mtime, Note(**json.loads(path.read_text(encoding="utf-8")))))
     return max(living, key=lambda found: found[0])[1] if living else None
-
-
-def _read(path: Path) -> tuple[float, Note] | None:
-    """Return a note and the time it was written; None if this version cannot read it or the file is gone."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return path.stat().st_mtime, Note(**content)
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, timeout_s: float) -> str:
@@ -169,14 +159,18 @@ def scale(pool: str, counts: Mapping[str, int], *, ray_address: str | None, time
         DeadlineError: the change was not done in time; `corun up` continues with it.
     """
     deadline = time.monotonic() + timeout_s
-    note = latest() if ray_address is None else None
-    if note is None and ray_address is None:
-        raise UnavailableError("no corun up runs on this machine; give --ray-address, if one runs elsewhere")
-    if note is not None and note.auth_mode:
-        os.environ.setdefault(runtime.AUTH_MODE_VARIABLE, note.auth_mode)
-    with runtime.joined(note.address if note else str(ray_address), note.host if note else ""):
-        board = _find_board(note.name if note else "")
-        change = _write(board, pool, counts)
+    name, host = "", ""
+    if ray_address is None:
+        if (note := latest()) is None:
+            raise UnavailableError("no corun up runs on this machine; give --ray-address, if one runs elsewhere")
+        if note.auth_mode:
+            os.environ.setdefault(runtime.AUTH_MODE_VARIABLE, note.auth_mode)
+        name, host, ray_address = note.name, note.host, note.address
+    with runtime.joined(ray_address, host):
+        board = _find_board(name)
+        change: Change | InvalidArgumentError = _get(board.change.remote(pool, counts))
+        if isinstance(change, InvalidArgumentError):
+            raise change
         while not change.is_done(*_get(board.read.remote())):
             if time.monotonic() > deadline:
                 raise DeadlineError(f"not done within {timeout_s:g} s; corun up goes on with it, and says how")
@@ -205,23 +199,13 @@ class Change:
             raise UnavailableError(f"{self.text}: superseded by a later request, {numbers}")
         if status.spec != wanted:
             return False  # `corun up` has not read these numbers yet.
-        seen = status.of(self.pool, self.counts)
-        for node in sorted(seen.failed.keys() - set(self.had_failed), key=lambda node: node.name):
-            raise UnavailableError(f"{self.text}: {node.name} {seen.failed[node]}")
-        return not seen.unsettled
+        failed = [node for node in status.failed if self._concerns(node) and node not in self.had_failed]
+        for node in sorted(failed, key=lambda node: node.name):
+            raise UnavailableError(f"{self.text}: {node.name} {status.failed[node]}")
+        return not any(map(self._concerns, status.unsettled))
 
-
-def _write(board: Any, pool: str, counts: Mapping[str, int]) -> Change:
-    """Write other numbers of processes. Raises InvalidArgumentError if they are not allowed."""
-    while True:
-        before, status = _get(board.read.remote())
-        name = before.pool(pool).name
-        if ROUTER in counts:
-            limit = "cannot change while it serves: nodes and clients know the routers by their addresses"
-            raise InvalidArgumentError(ROUTER, counts[ROUTER], limit)
-        if _get(board.want.remote(before, before.scaled(name, counts))):
-            text = in_words(before, name, counts)
-            return Change(pool=name, counts=counts, text=text, had_failed=[*status.of(name, counts).failed])
+    def _concerns(self, node: ProcessSpec) -> bool:
+        return node.pool == self.pool and node.role in self.counts
 
 
 def in_words(before: ClusterSpec, pool: str, counts: Mapping[str, int]) -> str:

@@ -84,16 +84,14 @@ class _Placed:
     """A process that has an actor."""
 
     actor: Any
+    order: Order
     status: ProcessStatus
     """The last known status of the process."""
-    grace_s: float
     group: Group | None = None
     host: str = ""
     """The address of the machine that a router keeps; empty for a node."""
     node_id: str = ""
     """Ray's id of that machine."""
-    is_unplaced: bool = False
-    """True while no machine has room for the process."""
     is_lost: bool = False
     """True if the router was lost with that machine. Ray does not start it again."""
     question: Any = None
@@ -101,6 +99,19 @@ class _Placed:
     machine."""
     gone_at: float | None = None
     """The time at which the process is given up; None until it is asked to end."""
+
+    @property
+    def is_unplaced(self) -> bool:
+        """True while no machine has room for the process; the status says so."""
+        return self.group is not None and _is_waiting(self.status) and self.status.detail != ""
+
+    @property
+    def has_ended(self) -> bool:
+        if self.gone_at is None:
+            return self.is_lost
+        if time.monotonic() > self.gone_at or self.is_unplaced:
+            return True
+        return self.question is None and not self.status.may_run
 
 
 class Fleet:
@@ -122,13 +133,13 @@ class Fleet:
         """The status of each process when it last answered."""
         return {member: placed.status for member, placed in self._placed.items()}
 
-    def grace_s(self, members: Iterable[ProcessSpec]) -> float:
-        """Return the longest time in seconds that any member has between being asked to end and being killed."""
-        return max((self._placed[member].grace_s for member in members), default=0.0)
-
     @property
     def stopping(self) -> list[ProcessSpec]:
         return [member for member, placed in self._placed.items() if placed.gone_at is not None]
+
+    def grace_s(self, members: Iterable[ProcessSpec]) -> float:
+        """Return the longest time in seconds that any member has between being asked to end and being killed."""
+        return max((self._placed[member].order.grace_s for member in members), default=0.0)
 
     def start(
         self, orders: Sequence[Order], router_hosts: Mapping[ProcessSpec, str], later: Sequence[ProcessSpec] = ()
@@ -139,16 +150,18 @@ class Fleet:
         machine; a router is left out if it has none or if that machine is not alive. later: nodes that will start after
         these nodes and should be near them.
         """
-        by_member = {order.member: order for order in orders}
         alive = runtime.hosts()
-        for member, host in router_hosts.items():
-            if member in by_member and host in alive:
-                self._place(by_member[member], runtime.on(alive[host]), host=host, node_id=alive[host])
-        nodes = [order for order in orders if not order.member.is_router]
-        placement = runtime.on(alive[self._only_host]) if self._only_host else {"scheduling_strategy": "SPREAD"}
-        for order in (order for order in nodes if not order.share.gpus):
-            self._place(order, placement)
-        self._place_on_gpus({order.member: order for order in nodes if order.share.gpus}, later)
+        anywhere = runtime.on(alive[self._only_host]) if self._only_host else {"scheduling_strategy": "SPREAD"}
+        on_gpus = {}
+        for order in orders:
+            if order.member.is_router:
+                if (host := router_hosts.get(order.member)) in alive:
+                    self._place(order, runtime.on(alive[host]), host=host, node_id=alive[host])
+            elif order.share.gpus:
+                on_gpus[order.member] = order
+            else:
+                self._place(order, anywhere)
+        self._place_on_gpus(on_gpus, later)
 
     def _place_on_gpus(self, orders: Mapping[ProcessSpec, Order], later: Sequence[ProcessSpec]) -> None:
         reuse(self._groups, {member: order.share.gpus for member, order in orders.items()}, {*self._placed, *later})
@@ -171,7 +184,7 @@ class Fleet:
 
     def _place(self, order: Order, placement: Mapping[str, Any], **facts: Any) -> None:
         actor = runtime.api().remote(_Actor).options(num_cpus=0, max_restarts=-1, **placement).remote(order)
-        self._placed[order.member] = _Placed(actor, _waiting(order.member), order.grace_s, **facts)
+        self._placed[order.member] = _Placed(actor, order, _waiting(order.member), **facts)
 
     def stop(self, members: Iterable[ProcessSpec]) -> None:
         """Ask processes to end; asking again kills them. `forget_ended` notices when they have ended."""
@@ -179,12 +192,12 @@ class Fleet:
             placed.actor.stop.remote()
             # An older status does not tell whether the process has ended, so ask again.
             placed.question = placed.actor.status.remote()
-            placed.gone_at = placed.gone_at or time.monotonic() + placed.grace_s + _LATE_S
+            placed.gone_at = placed.gone_at or time.monotonic() + placed.order.grace_s + _LATE_S
 
     def forget_ended(self) -> list[ProcessSpec]:
         """Release the processes that ended after they were asked to, and the routers whose machine is gone. Return
         these processes."""
-        ended = [member for member, placed in self._placed.items() if _has_ended(placed)]
+        ended = [member for member, placed in self._placed.items() if placed.has_ended]
         for member in ended:
             runtime.api().kill(self._placed.pop(member).actor)
         for group in [group for group in self._groups if not any(member in self._placed for member in group.members)]:
@@ -203,38 +216,19 @@ class Fleet:
             for member, placed in asked.items():
                 if placed.question in answered:
                     placed.status, placed.question = _answer(member, placed.question), None
-                placed.is_lost = _is_dead(placed.status) and placed.node_id not in ("", *runtime.living())
+                # If the supervisor gave the process up, the status counts deaths. If it died itself, there are none.
+                is_dead = placed.status.state is ProcessState.FAILED and not placed.status.deaths
+                placed.is_lost = is_dead and placed.node_id not in ("", *runtime.living())
                 if placed.is_lost:
                     placed.status = replace(_waiting(member), detail=f"its machine, {placed.host}, is gone")
-                placed.is_unplaced = False
-                if placed.group is not None and _is_waiting(placed.status):
+                elif placed.group is not None and _is_waiting(placed.status):
                     placed.status = replace(placed.status, detail=_why(placed.group))
-                    placed.is_unplaced = placed.status.detail != ""
         return {member: placed.status for member, placed in asked.items()}
-
-
-def _has_ended(placed: _Placed) -> bool:
-    if placed.gone_at is None:
-        return placed.is_lost
-    if time.monotonic() > placed.gone_at or placed.is_unplaced:
-        return True
-    return placed.question is None and not may_run(placed.status)
-
-
-def may_run(status: ProcessStatus) -> bool:
-    """Return whether the process runs or will be restarted. A process that was never placed does not count: it can
-    start only once its actor runs."""
-    return status.state is ProcessState.RUNNING or (status.state is ProcessState.WAITING and status.deaths > 0)
 
 
 def _is_waiting(status: ProcessStatus) -> bool:
     """Return whether the process waits for a machine, and not for its next restart."""
     return status.state is ProcessState.WAITING and not status.deaths
-
-
-def _is_dead(status: ProcessStatus) -> bool:
-    """Return whether the supervisor itself died. If the supervisor gave the process up, the status counts deaths."""
-    return status.state is ProcessState.FAILED and not status.deaths
 
 
 def _waiting(member: ProcessSpec) -> ProcessStatus:
@@ -254,8 +248,7 @@ def _answer(member: ProcessSpec, question: Any) -> ProcessStatus:
 
 def _why(group: Group) -> str:
     """Return what a node that is not placed waits for; empty if its group is placed."""
-    state = runtime.api().util.placement_group_table(group.handle).get("state")
-    if state == "CREATED":
+    if runtime.api().util.placement_group_table(group.handle).get("state") == "CREATED":
         return ""
     size = f"{group.gpus:g} free GPU{'' if group.gpus <= 1 else 's'}"
     together = "" if len(group.members) == 1 else f" for each of {', '.join(member.name for member in group.members)}"

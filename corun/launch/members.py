@@ -18,8 +18,6 @@ LOOPBACK = "127.0.0.1"
 ROUTER = "router"
 MODULES: Mapping[str, str] = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
 """The module that runs for each role, as in `python -m MODULE`."""
-
-_ANY_HOST = ("0.0.0.0", "::")
 _TRIES = 64
 
 
@@ -32,8 +30,7 @@ class ProcessSpec:
     index: int
     """The number of this process among the processes of its role in its pool."""
     name: str
-    """The name of the process, and of its log file. For a node it is also the node id, which stays when it is started
-    again."""
+    """The name of the process, and of its log file. For a node it is also the node id."""
 
     @property
     def is_router(self) -> bool:
@@ -42,17 +39,14 @@ class ProcessSpec:
 
 def members(spec: ClusterSpec) -> tuple[ProcessSpec, ...]:
     """Return all processes of a cluster: for each pool its routers, then its prefill nodes, then its decode nodes."""
-    return tuple(
-        ProcessSpec(pool.name, role, index, _name(spec, pool, role, index))
-        for pool in spec.pools
-        for role in ROLES
-        for index in range(pool.count(role))
-    )
-
-
-def _name(spec: ClusterSpec, pool: PoolSpec, role: str, index: int) -> str:
-    prefix = f"{pool.name}." if len(spec.pools) > 1 else ""
-    return prefix + (role if role == ROUTER and pool.count(role) == 1 else f"{role}-{index}")
+    found = []
+    for pool in spec.pools:
+        prefix = f"{pool.name}." if len(spec.pools) > 1 else ""
+        for role in ROLES:
+            is_only = role == ROUTER and pool.count(role) == 1
+            names = [role] if is_only else [f"{role}-{index}" for index in range(pool.count(role))]
+            found += [ProcessSpec(pool.name, role, index, prefix + name) for index, name in enumerate(names)]
+    return tuple(found)
 
 
 def command(
@@ -82,7 +76,7 @@ def command(
 
 def listens_anywhere(pool: PoolSpec) -> bool:
     """Return whether the pool's routers listen on all addresses of their machine, so that any machine suits them."""
-    return pool.config(ROUTER).host in _ANY_HOST
+    return pool.config(ROUTER).host in ("0.0.0.0", "::")
 
 
 def router_address(pool: PoolSpec, index: int, own_host: str) -> str:
@@ -97,22 +91,24 @@ def with_free_ports(spec: ClusterSpec) -> ClusterSpec:
 
     Raises InvalidArgumentError for a port that cannot be listened on here.
     """
-    return replace(spec, pools=tuple(_with_free_ports(pool) for pool in spec.pools))
-
-
-def _with_free_ports(pool: PoolSpec) -> PoolSpec:
-    config, where = pool.config(ROUTER), pool.where(ROUTER, "port")
-    port = free_ports(config.host, config.port, pool.count(ROUTER), where)
-    return replace(pool, router={**pool.router, "port": port})
+    pools = []
+    for pool in spec.pools:
+        config = pool.config(ROUTER)
+        port = free_ports(config.host, config.port, pool.count(ROUTER), pool.where(ROUTER, "port"))
+        pools.append(replace(pool, router={**pool.router, "port": port}))
+    return replace(spec, pools=tuple(pools))
 
 
 def free_ports(host: str, port: int, count: int = 1, where: str = "port") -> int:
     """Return the first of `count` ports in a row that can all be listened on: `port` itself, or any free one for 0."""
     for tries_left in reversed(range(_TRIES if port == 0 else 1)):
         try:
-            first = _probe(host, port)
-            for following in range(first + 1, first + count):
-                _probe(host, following)
+            first = port
+            for index in range(count):
+                with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, first + index))
+                    first = first or probe.getsockname()[1]
         except (OSError, OverflowError) as error:
             if not tries_left:
                 limit = f"cannot be listened on at {host}: {error}"
@@ -120,10 +116,3 @@ def free_ports(host: str, port: int, count: int = 1, where: str = "port") -> int
         else:
             return first
     raise AssertionError("a try returns or raises")
-
-
-def _probe(host: str, port: int) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])

@@ -29,39 +29,38 @@ class Share:
         return 0 < self.gpus < 1
 
 
-@dataclass(frozen=True, slots=True)
 class Shares:
     """The share of every process of one launch. Processes that start later get the same shares, since a share may be
-    part of their contract."""
+    part of their contract.
 
-    gpus: Mapping[str, float]
-    """The number of GPUs of each node, by the name of its pool."""
-    cores: tuple[int, ...] = ()
-    """The cores of the only machine, which its nodes share; empty: cores are not shared."""
-    cores_each: int = 0
+    gpus: the number of GPUs of each node, by the name of its pool. cores: the cores of the only machine, which its
+    nodes share if they have no GPUs; empty: cores are not shared.
+    """
+
+    def __init__(self, pools: Sequence[PoolSpec], gpus: Mapping[str, float], cores: Sequence[int]) -> None:
+        self.gpus, self._cores = gpus, tuple(cores)
+        self._cores_each = max(1, len(cores) // sum(map(_nodes, pools))) if cores else 0
 
     def of(self, member: ProcessSpec, place: int) -> Share:
         """Return the share of one process. place: the lowest number that no other node has, from 0 on."""
         if member.is_router:
             return Share()
-        start = place * self.cores_each % (len(self.cores) - self.cores_each + 1)
-        return Share(gpus=self.gpus[member.pool], cores=self.cores[start : start + self.cores_each])
+        start = place * self._cores_each % (len(self._cores) - self._cores_each + 1)
+        return Share(self.gpus[member.pool], self._cores[start : start + self._cores_each])
 
 
 def on_joined(pools: Sequence[PoolSpec], *, has_gpus: bool, cores: Sequence[int]) -> Shares:
     """Return the shares on machines that may come and go.
 
     Each node gets as many whole GPUs as its tensor_parallel_size, or a fraction of them if its pool says how many nodes
-    share a GPU. A node waits for GPUs that are not there yet. has_gpus: the machines have GPUs, now or later. cores:
-    the cores of the only machine, which nodes without GPUs share; empty: cores are not shared.
+    share a GPU. A node waits for GPUs that are not there yet. has_gpus: the machines have GPUs, now or later.
     """
     each = {pool.name: _gpus_each(pool) if has_gpus or pool.nodes_per_gpu else 0.0 for pool in pools}
-    return _with_cores(each, pools, () if any(each.values()) else cores)
+    return Shares(pools, each, () if any(each.values()) else cores)
 
 
 def on_own(pools: Sequence[PoolSpec], *, gpus: int, cores: Sequence[int], needs_gpus: bool) -> Shares:
-    """Return the shares on this machine alone. cores: the cores that nodes without GPUs share; empty: cores are not
-    shared. needs_gpus: the engine runs on GPUs only.
+    """Return the shares on this machine alone. needs_gpus: the engine runs on GPUs only.
 
     If there are fewer GPUs than nodes, as many nodes as necessary share a GPU. A pool is excepted if it says how many
     nodes share a GPU, or if each of its nodes needs several GPUs.
@@ -71,18 +70,21 @@ def on_own(pools: Sequence[PoolSpec], *, gpus: int, cores: Sequence[int], needs_
     """
     fixed = [pool for pool in pools if pool.nodes_per_gpu or (pool.tensor_parallel_size > 1 and (gpus or needs_gpus))]
     sharing = [pool for pool in pools if pool not in fixed]
-    each = {pool.name: _gpus_each(pool) for pool in fixed}
-    left = gpus - sum(_gpus_needed(pool) for pool in fixed)
+    needed = {
+        pool.name: math.ceil(_nodes(pool) * pool.tensor_parallel_size / (pool.nodes_per_gpu or 1)) for pool in pools
+    }
+    left = gpus - sum(needed[pool.name] for pool in fixed)
     if left < 0 or (fixed and sharing and not left):
-        raise InvalidArgumentError(*_too_few(fixed[0], pools, gpus))
+        first = fixed[0]
+        name = "nodes_per_gpu" if first.nodes_per_gpu else "tensor_parallel_size"
+        needs = ", ".join(f"{_nodes(pool)} nodes of pool {pool.name} need {needed[pool.name]}" for pool in pools)
+        limit = f"must suit the GPUs of this machine: {needs}, it has {gpus}"
+        value = first.nodes_per_gpu or first.tensor_parallel_size
+        raise InvalidArgumentError(first.where("prefill", name), value, limit)
     per_gpu = max(1, math.ceil(sum(map(_nodes, sharing)) / left)) if left else 0
-    each |= {pool.name: math.floor(1000 / per_gpu) / 1000 if per_gpu else 0.0 for pool in sharing}
-    return _with_cores(each, pools, () if gpus else cores)
-
-
-def _with_cores(each: Mapping[str, float], pools: Sequence[PoolSpec], cores: Sequence[int]) -> Shares:
-    cores_each = max(1, len(cores) // sum(map(_nodes, pools))) if cores else 0
-    return Shares(gpus=each, cores=tuple(cores), cores_each=cores_each)
+    part = math.floor(1000 / per_gpu) / 1000 if per_gpu else 0.0
+    each = {pool.name: _gpus_each(pool) if pool in fixed else part for pool in pools}
+    return Shares(pools, each, () if gpus else cores)
 
 
 def _nodes(pool: PoolSpec) -> int:
@@ -91,18 +93,6 @@ def _nodes(pool: PoolSpec) -> int:
 
 def _gpus_each(pool: PoolSpec) -> float:
     return math.floor(1000 * pool.tensor_parallel_size / (pool.nodes_per_gpu or 1)) / 1000
-
-
-def _gpus_needed(pool: PoolSpec) -> int:
-    return math.ceil(_nodes(pool) * pool.tensor_parallel_size / (pool.nodes_per_gpu or 1))
-
-
-def _too_few(fixed: PoolSpec, pools: Sequence[PoolSpec], gpus: int) -> tuple[str, int, str]:
-    """Return the setting, value and limit that report too few GPUs."""
-    name = "nodes_per_gpu" if fixed.nodes_per_gpu else "tensor_parallel_size"
-    value = fixed.nodes_per_gpu or fixed.tensor_parallel_size
-    needs = ", ".join(f"{_nodes(pool)} nodes of pool {pool.name} need {_gpus_needed(pool)}" for pool in pools)
-    return fixed.where("prefill", name), value, f"must suit the GPUs of this machine: {needs}, it has {gpus}"
 
 
 @dataclass(eq=False, slots=True)

@@ -1,35 +1,83 @@
 """Whether a cluster would start on this machine: what it needs, and what the machine has. `corun up --check` shows it.
 
-This module starts nothing and loads nothing. The memory that is needed is an estimate from the size of the weights.
+This module starts nothing, loads nothing and imports nothing heavy. The memory that is needed is an estimate from the
+size of the weights.
 """
 
 from __future__ import annotations
 
-import socket
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec
-from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
+from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get, installed_engine
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.launch.machine import Machine, Weights, here, weights
-from corun.launch.members import LOOPBACK, ROUTER, members, with_free_ports
+from corun.launch.members import LOOPBACK, ROUTER, free_ports, members, with_free_ports
 from corun.launch.placement import on_own
+from corun.models import NOT_NEEDED, TINY
 
-GIB = 2**30
+PACKAGES = ("vllm", "torch", "nixl", "ray", "tokenizers", "safetensors", "aiohttp", "uvloop", "prometheus_client")
+"""The packages that the processes of a cluster import."""
+MIB, GIB = 2**20, 2**30
+TINY_BYTES = 64 * MIB
 PROCESS_BYTES = 3 * GIB // 2
 """The memory that a CPU engine takes in addition to weights and KV: torch, vLLM and its buffers."""
 GPU_BYTES = 2 * GIB
 """The least GPU memory that an engine takes in addition to weights: CUDA's context, captured graphs, activations and
 some KV."""
-SHARED_BYTES = 256 * 2**20
+SHARED_BYTES = 256 * MIB
 """The shared memory of Ray's store and of the processes of one engine."""
 OPEN_FILES = 4096
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NODES = ("prefill", "decode")
+_SMI_TIMEOUT_S = 20.0
+_HUB_TIMEOUT_S = 10.0
+_CONTAINER = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+"""The files below /sys/fs/cgroup with a container's limit of memory and what it uses."""
 
-State = Literal["ok", "slow", "fails"]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A snapshot of one machine. Sizes are in bytes."""
+
+    engine: str = ""
+    """The extra whose engine is installed, cpu or gpu; empty: none."""
+    engine_version: str = ""
+    missing: tuple[str, ...] = ()
+    """The names in `PACKAGES` that cannot be imported."""
+    gpus: tuple[int, ...] = ()
+    """The memory of each GPU."""
+    memory: int = 0
+    """The main memory that is still available, within the limit of the container."""
+    shared_memory: int = 0
+    """The free space in /dev/shm."""
+    cores: int = 1
+    open_files: int = 0
+    """The most files that one process may open."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """The weights of a model, in bytes."""
+
+    size: int
+    """The size of the weights as they are stored."""
+    stored_as: str = ""
+    """The type of the stored weights, as in bfloat16; empty: not known."""
+    to_fetch: int = 0
+    """The size that must still be fetched from the hub; 0 if the weights are on this machine."""
+    room: int = 0
+    """The free disk space where fetched weights would be put. It is set only if there is something to fetch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +87,126 @@ class Finding:
     what: str
     needs: str
     has: str
-    state: State
+    state: Literal["ok", "slow", "fails"]
+
+
+def here() -> Machine:
+    """Return what this machine has now."""
+    engine = installed_engine()
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = [int(meminfo["MemAvailable"].split()[0]) * 1024]
+    for limit, used in _CONTAINER:
+        with suppress(OSError, ValueError):  # "max" is no limit.
+            at = Path("/sys/fs/cgroup")
+            memory.append(max(0, int((at / limit).read_text()) - int((at / used).read_text())))
+    return Machine(
+        engine=engine,
+        engine_version=metadata.version(ENGINES[engine]) if engine else "",
+        missing=tuple(name for name in PACKAGES if importlib.util.find_spec(name) is None),
+        gpus=tuple(_gpu_memories()),
+        memory=min(memory),
+        shared_memory=_free("/dev/shm"),
+        cores=len(os.sched_getaffinity(0)),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+    )
+
+
+def _gpu_memories() -> Iterator[int]:
+    """Yield the memory in bytes of each GPU that CUDA_VISIBLE_DEVICES leaves, as nvidia-smi counts GPUs. Yield nothing
+    where there is no driver."""
+    words = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = None if visible is None else {one.strip() for one in visible.split(",")}
+    for line in done.stdout.splitlines():
+        index, uuid, memory = (word.strip() for word in line.split(","))
+        if wanted is None or {index, uuid} & wanted:
+            yield int(memory) * MIB
+
+
+def _free(path: str) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
+
+
+def weights(model: str) -> Weights:
+    """Return how large a model is. model: a directory, an id on the hub, or the built-in model.
+
+    Raises:
+        UnavailableError: the model has no weights, or it is not on this machine and the hub does not answer.
+    """
+    if model == TINY:
+        return Weights(size=TINY_BYTES)
+    if (path := Path(model).expanduser()).is_dir():
+        return _of_directory(path)
+    # This package comes with the engine, which a client does not have.
+    from huggingface_hub import HfApi, constants, snapshot_download  # noqa: PLC0415
+
+    with suppress(OSError, ValueError, UnavailableError):  # The model is not on this machine, or not completely.
+        return _of_directory(Path(snapshot_download(model, local_files_only=True, ignore_patterns=NOT_NEEDED)))
+    try:
+        files = HfApi().model_info(model, files_metadata=True, timeout=_HUB_TIMEOUT_S).siblings or []
+    except Exception as error:  # The hub's client raises its own errors and those of its HTTP library.
+        raise UnavailableError(f"{model} is not on this machine, and the hub does not answer: {error}") from error
+    names = [file for file in files if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename]
+    if not (size := sum(file.size or 0 for file in names)):
+        raise UnavailableError(f"{model} has no safetensors on the hub")
+    cache = Path(constants.HF_HUB_CACHE)
+    return Weights(size=size, to_fetch=size, room=_free(str(next(at for at in (cache, *cache.parents) if at.exists()))))
+
+
+def _of_directory(path: Path) -> Weights:
+    size = next(
+        (size for kind in ("safetensors", "bin") if (size := sum(f.stat().st_size for f in path.glob(f"*.{kind}")))), 0
+    )
+    if not size:
+        raise UnavailableError(f"there are no weights in {path}")
+    config = {}
+    with suppress(OSError, ValueError):
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return Weights(size=size, stored_as=str(config.get("torch_dtype") or config.get("dtype") or ""))
 
 
 def look(spec: ClusterSpec, machine: Machine | None = None, weigh: Callable[[str], Weights] = weights) -> list[Finding]:
     """Return what a cluster needs and what a machine, by default this one, has. weigh: returns the size of a model."""
-    return [*_Preflight(spec, machine or here(), weigh).findings()]
+    machine = machine or here()
+    needs = f"vLLM {VLLM_VERSION}"
+    if machine.engine:
+        has, is_right = f"{ENGINES[machine.engine]} {machine.engine_version}", machine.engine_version.split("+")[0]
+        found = [_finding("engine", needs, has, is_right == VLLM_VERSION)]
+    else:
+        found = [_finding("engine", needs, f"none; {how_to_get('cpu')}", is_ok=False)]
+    has = f"not {', '.join(machine.missing)}" if machine.missing else "all"
+    found.append(_finding("packages", "those of a cluster", has, not machine.missing))
+    loaded: dict[str, int] = {}
+    for pool in spec.pools:
+        finding, size = _model(pool, weigh)
+        found.append(finding)
+        if size is not None:
+            loaded[pool.name] = size
+    found += _gpus(spec, machine, loaded)
+    is_on_gpu = machine.engine == "gpu"
+    nodes = [(pool, role) for pool in spec.pools for role in _NODES for _ in range(pool.count(role))]
+    if len(loaded) == len(spec.pools):  # Otherwise the finding about the model says that its size is not known.
+        # CPU engines keep weights and KV in the main memory.
+        in_memory = sum(loaded[pool.name] + pool.config(role).kv_cache_gib * GIB for pool, role in nodes)
+        memory = len(nodes) * PROCESS_BYTES + (0 if is_on_gpu else in_memory)
+        has = f"{_gib(machine.memory)} free"
+        found.append(_finding("memory", f"about {_gib(memory)}", has, machine.memory >= memory))
+    cores = 1 if is_on_gpu else len(nodes)
+    needs = f"{cores}, one a CPU node" if cores > 1 else "1"
+    found.append(_finding("cores", needs, str(machine.cores), machine.cores >= cores, "slow"))
+    has = f"{_gib(machine.shared_memory)} free"
+    found.append(_finding("/dev/shm", _gib(SHARED_BYTES), has, machine.shared_memory >= SHARED_BYTES))
+    is_enough = machine.open_files >= OPEN_FILES
+    found.append(_finding("open files", f"{OPEN_FILES} a process", str(machine.open_files), is_enough, "slow"))
+    taken = [*_taken_ports(spec)]
+    return [*found, _finding("ports", "free ones", "; ".join(taken) or "free", not taken)]
 
 
 def failing(found: Sequence[Finding]) -> list[str]:
@@ -52,95 +214,41 @@ def failing(found: Sequence[Finding]) -> list[str]:
     return [one.what for one in found if one.state == "fails"]
 
 
-class _Preflight:
-    def __init__(self, spec: ClusterSpec, machine: Machine, weigh: Callable[[str], Weights]) -> None:
-        self._spec, self._machine, self._weigh = spec, machine, weigh
-        self._weights: dict[str, Weights] = {}  # By pool name, for pools whose model is available.
+def _model(pool: PoolSpec, weigh: Callable[[str], Weights]) -> tuple[Finding, int | None]:
+    """Return the finding about a pool's model, and the bytes of its weights in the type that they are loaded as; None
+    if the model cannot be had."""
+    what = f"model of {pool.name}"
+    try:
+        found = weigh(pool.model)
+    except UnavailableError as error:
+        return _finding(what, pool.model, str(error), is_ok=False), None
+    stored, asked = _SIZES.get(found.stored_as, 0), _SIZES.get(pool.config("decode").dtype, 0)
+    loaded = found.size * asked // stored if stored and asked else found.size
+    if found.to_fetch:
+        needs = f"{_gib(found.to_fetch)} of disk, to fetch it"
+        return _finding(what, needs, f"{_gib(found.room)} free", found.room > found.to_fetch), loaded
+    return _finding(what, pool.model, f"{_gib(found.size)} of weights"), loaded
 
-    def findings(self) -> Iterator[Finding]:
-        machine = self._machine
-        yield self._engine()
-        has = f"not {', '.join(machine.missing)}" if machine.missing else "all"
-        yield Finding("packages", "those of a cluster", has, _ok(not machine.missing))
-        for pool in self._spec.pools:
-            yield self._model(pool)
-        yield from self._gpus()
-        yield from self._memory()
-        yield self._cores()
-        has = f"{_gib(machine.shared_memory)} free"
-        yield Finding("/dev/shm", _gib(SHARED_BYTES), has, _ok(machine.shared_memory >= SHARED_BYTES))
-        few: State = "ok" if machine.open_files >= OPEN_FILES else "slow"
-        yield Finding("open files", f"{OPEN_FILES} a process", str(machine.open_files), few)
-        taken = [*_taken_ports(self._spec)]
-        yield Finding("ports", "free ones", "; ".join(taken) or "free", _ok(not taken))
 
-    def _engine(self) -> Finding:
-        needs, engine, version = f"vLLM {VLLM_VERSION}", self._machine.engine, self._machine.engine_version
-        if not engine:
-            return Finding("engine", needs, f"none; {how_to_get('cpu')}", "fails")
-        return Finding("engine", needs, f"{ENGINES[engine]} {version}", _ok(version.split("+")[0] == VLLM_VERSION))
-
-    def _model(self, pool: PoolSpec) -> Finding:
-        what = f"model of {pool.name}"
-        try:
-            found = self._weights[pool.name] = self._weigh(pool.model)
-        except UnavailableError as error:
-            return Finding(what, pool.model, str(error), "fails")
-        if found.to_fetch:
-            needs, has = f"{_gib(found.to_fetch)} of disk, to fetch it", f"{_gib(found.room)} free"
-            return Finding(what, needs, has, _ok(found.room > found.to_fetch))
-        return Finding(what, pool.model, f"{_gib(found.size)} of weights", "ok")
-
-    def _gpus(self) -> Iterator[Finding]:
-        """Find out how many GPUs there are, and whether each pool's share of their memory holds its model."""
-        gpus = self._machine.gpus
-        if self._machine.engine == "cpu":
-            unused = f", unused; {how_to_get('gpu')}" if gpus else ""
-            yield Finding("GPUs", "none: the engine is for CPUs", f"{len(gpus)}{unused}", "ok")
-            return
-        try:
-            shares = on_own(self._spec.pools, gpus=len(gpus), cores=(), needs_gpus=True).gpus
-        except InvalidArgumentError as error:
-            yield Finding("GPUs", error.limit, str(len(gpus)), "fails")
-            return
-        yield Finding("GPUs", "at least 1", str(len(gpus)), _ok(bool(gpus)))
-        for pool in self._spec.pools if gpus else ():
-            if pool.name in self._weights:
-                yield self._gpu_memory(pool, shares[pool.name])
-
-    def _gpu_memory(self, pool: PoolSpec, gpus_each: float) -> Finding:
+def _gpus(spec: ClusterSpec, machine: Machine, loaded: dict[str, int]) -> Iterator[Finding]:
+    """Find out how many GPUs there are, and whether each pool's share of their memory holds its model."""
+    gpus = machine.gpus
+    if machine.engine == "cpu":
+        unused = f", unused; {how_to_get('gpu')}" if gpus else ""
+        yield _finding("GPUs", "none: the engine is for CPUs", f"{len(gpus)}{unused}")
+        return
+    try:
+        shares = on_own(spec.pools, gpus=len(gpus), cores=(), needs_gpus=True).gpus
+    except InvalidArgumentError as error:
+        yield _finding("GPUs", error.limit, str(len(gpus)), is_ok=False)
+        return
+    yield _finding("GPUs", "at least 1", str(len(gpus)), bool(gpus))
+    for pool in (pool for pool in spec.pools if gpus and pool.name in loaded):
         config = pool.config("decode")
-        needs = self._loaded(pool) // config.tensor_parallel_size + GPU_BYTES
-        has = int(min(self._machine.gpus) * min(1.0, gpus_each) * config.gpu_memory_utilization)
+        needs = loaded[pool.name] // config.tensor_parallel_size + GPU_BYTES
+        has = int(min(gpus) * min(1.0, shares[pool.name]) * config.gpu_memory_utilization)
         what = f"GPU memory of {pool.name}"
-        return Finding(what, f"about {_gib(needs)} a node", f"{_gib(has)} a node", _ok(has >= needs))
-
-    def _memory(self) -> Iterator[Finding]:
-        """Find out whether the main memory is large enough. CPU engines keep weights and KV there."""
-        if len(self._weights) < len(self._spec.pools):
-            return  # The finding about the model already says that its size is not known.
-        needs = sum(pool.count(role) * self._each(pool, role) for pool in self._spec.pools for role in _NODES)
-        has = self._machine.memory
-        yield Finding("memory", f"about {_gib(needs)}", f"{_gib(has)} free", _ok(has >= needs))
-
-    def _each(self, pool: PoolSpec, role: str) -> int:
-        """Return the main memory in bytes that one node needs."""
-        if self._machine.engine == "gpu":
-            return PROCESS_BYTES
-        kv: int = pool.config(role).kv_cache_gib * GIB
-        return PROCESS_BYTES + kv + self._loaded(pool)
-
-    def _loaded(self, pool: PoolSpec) -> int:
-        """Return the size in bytes of the weights in the type that they are loaded as."""
-        found = self._weights[pool.name]
-        stored, asked = _SIZES.get(found.stored_as, 0), _SIZES.get(pool.config("decode").dtype, 0)
-        return found.size * asked // stored if stored and asked else found.size
-
-    def _cores(self) -> Finding:
-        nodes = sum(pool.count(role) for pool in self._spec.pools for role in _NODES)
-        needed = 1 if self._machine.engine == "gpu" else nodes
-        state: State = "ok" if self._machine.cores >= needed else "slow"
-        return Finding("cores", f"{needed}, one a CPU node" if needed > 1 else "1", str(self._machine.cores), state)
+        yield _finding(what, f"about {_gib(needs)} a node", f"{_gib(has)} a node", has >= needs)
 
 
 def _taken_ports(spec: ClusterSpec) -> Iterator[str]:
@@ -151,22 +259,16 @@ def _taken_ports(spec: ClusterSpec) -> Iterator[str]:
         yield str(error)
     for member in members(spec):
         for name, port in spec.pool(member.pool).ports(member.role, member.index).items():
-            if (member.role, name) != (ROUTER, "port") and _is_taken(port):
+            try:
+                _ = (member.role, name) == (ROUTER, "port") or free_ports(LOOPBACK, port)
+            except InvalidArgumentError:
                 yield f"{name} {port} of {member.name} is taken"
 
 
-def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return True
-    return False
-
-
-def _ok(is_ok: bool) -> State:
-    return "ok" if is_ok else "fails"
+def _finding(
+    what: str, needs: str, has: str, is_ok: bool = True, otherwise: Literal["slow", "fails"] = "fails"
+) -> Finding:
+    return Finding(what, needs, has, "ok" if is_ok else otherwise)
 
 
 def _gib(size: int) -> str:

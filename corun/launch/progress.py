@@ -1,10 +1,23 @@
-"""What the user of `corun up` is told. This module must not know the cluster."""
+"""What the user of `corun up` is told, and the commands to try once a cluster has started.
+
+This module must not know how processes are run.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
+
+from corun.client.request import DEFAULT_ADDRESS
+from corun.config.cluster_file import PoolSpec
+from corun.config.fields import is_loopback
+
+QUIET_S = 10.0
+"""The longest time in seconds without a message during a start."""
 
 
 class Progress:
@@ -13,11 +26,7 @@ class Progress:
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
         self._said: dict[str, str] = {}
-
-    @property
-    def quiet_s(self) -> float:
-        """The time in seconds since the last line."""
-        return time.monotonic() - self._last
+        self._stages: dict[str, tuple[str, float]] = {}  # The stage of each starting node, and when it began.
 
     def __call__(self, text: str) -> None:
         self._last = time.monotonic()
@@ -28,3 +37,39 @@ class Progress:
         if self._said.get(subject) != text:
             self._said[subject] = text
             self(f"{subject}: {text}")
+
+    def starting(self, doing: Mapping[str, str]) -> None:
+        """Report what the nodes that are not ready do now. doing: the stage by node name; empty: not known."""
+        now = time.monotonic()
+        waiting = []
+        for name, stage in doing.items():
+            if self._stages.get(name, ("", 0.0))[0] != stage:
+                self._stages[name] = stage, now
+                if stage:
+                    self(f"{name}: {stage}")
+            waiting.append(f"{name} ({stage}, {now - self._stages[name][1]:.0f} s)" if stage else name)
+        if waiting and time.monotonic() - self._last > QUIET_S:
+            self(f"waiting for {', '.join(waiting)}")
+
+
+def next_steps(pool: PoolSpec, address: str) -> list[str]:
+    """Return commands that a user may try first, with all options that they need to reach the cluster."""
+    security = pool.security
+    host, _, port = address.rpartition(":")
+    options = {
+        "router": "" if is_loopback(host) and port == DEFAULT_ADDRESS.rpartition(":")[2] else address,
+        "tls-ca": security.tls_ca,
+        "tls-name": security.tls_name,
+        "tls-cert": _beside(security.tls_ca, "client.pem") if security.tls_clients else "",
+        "tls-key": _beside(security.tls_ca, "client.key") if security.tls_clients else "",
+        "token-file": _beside(security.client_tokens_file, "client.token") if security.client_tokens_file else "",
+    }
+    words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
+    commands = (["generate", "Once upon a time", "--seed", "42"], ["status"])
+    return [shlex.join(["corun", *command, *words]) for command in commands]
+
+
+def _beside(path: str, name: str) -> str:
+    """Return the path of a client's own file, where `corun certs` puts it, or a placeholder if it is not there."""
+    found = Path(path).with_name(name)
+    return str(found) if found.exists() else f"YOUR-{name}"

@@ -1,6 +1,7 @@
 """The Ray that places the processes: either started on loopback for one launch, or a running Ray that is joined.
 
-This module owns the life of that Ray, its environment and the import of ray. It must not know what is placed.
+This module owns the life of that Ray, its environment, the import of ray, and the signals that end a launch. It must
+not know what is placed.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from corun.errors import UnavailableError
 from corun.launch.members import LOOPBACK
-from corun.launch.signals import StopSignals
 from corun.processes import descendants, end_tree
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NAMESPACE = "corun"
 AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
 """The variable that Ray sets where it starts with a token. A process that joins needs the same value."""
@@ -37,6 +40,35 @@ _LOCAL_RAY_ENVIRONMENT = {
 # Variables that Ray adds to the environment of its workers. The processes do not need them, and OMP_NUM_THREADS could
 # change bits of the output.
 _ADDED_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
+
+
+class StopSignals:
+    """Counts SIGINT, SIGTERM and SIGHUP. One asks for the end, two ask for a quick end, the third ends this process.
+
+    The handler raises no exception: an exception inside gRPC's or Ray's code could leave their locks held.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        # A signal that the parent process set to be ignored (nohup) stays ignored.
+        self._before = {n: signal.getsignal(n) for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+
+    def __enter__(self) -> StopSignals:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Install the handlers, again if other code has replaced them."""
+        for number in self._before:
+            signal.signal(number, self._received if self.count < 2 else signal.SIG_DFL)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.install()
 
 
 def api() -> Any:

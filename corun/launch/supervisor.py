@@ -53,14 +53,19 @@ class ProcessStatus:
     doing: str = ""
     """The stage of its start that the process reports; empty: it reports none."""
 
+    @property
+    def may_run(self) -> bool:
+        """True if the process runs or will be restarted. One that was never placed starts only once its actor runs."""
+        return self.state is ProcessState.RUNNING or (self.state is ProcessState.WAITING and self.deaths > 0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartPolicy:
     """When to start a process again, in seconds."""
 
     first_delay_s: float = 1.0
+    """The delay after the first quick death. It doubles with each further one, up to `max_delay_s`."""
     max_delay_s: float = 30.0
-    """The largest delay; the delay doubles with each quick death up to this."""
     settled_s: float = 60.0
     """The lifetime from which on a death does not count as quick."""
     max_quick_deaths: int = 3
@@ -129,9 +134,16 @@ class Supervisor:
                 break
             lived_s = time.monotonic() - started
             quick_deaths = quick_deaths + 1 if lived_s < self._policy.settled_s else 1
-            hopeless = code == USAGE_ERROR or quick_deaths >= self._policy.max_quick_deaths
-            self._record_death(code, lived_s, hopeless)
-            if hopeless:
+            is_hopeless = code == USAGE_ERROR or quick_deaths >= self._policy.max_quick_deaths
+            cause = f"killed by signal {abs(code)}" if code < 0 else f"exit code {code}"
+            self._status = replace(
+                self._status,
+                state=ProcessState.FAILED if is_hopeless else ProcessState.WAITING,
+                pid=0,
+                deaths=self._status.deaths + 1,
+                detail=f"{cause} after {lived_s:.0f} s\n{_tail(self._log, self._log_start)}".rstrip(),
+            )
+            if is_hopeless:
                 return
             self._stopping.wait(self._policy.delay_s(quick_deaths))
         self._status = replace(self._status, state=ProcessState.STOPPED, pid=0)
@@ -162,21 +174,9 @@ class Supervisor:
             self._process = None
             return process.wait()
 
-    def _record_death(self, code: int, lived_s: float, hopeless: bool) -> None:
-        cause = f"killed by signal {abs(code)}" if code < 0 else f"exit code {code}"
-        self._status = replace(
-            self._status,
-            state=ProcessState.FAILED if hopeless else ProcessState.WAITING,
-            pid=0,
-            deaths=self._status.deaths + 1,
-            detail=f"{cause} after {lived_s:.0f} s\n{_tail(self._log, self._log_start)}".rstrip(),
-        )
-
 
 def _tail(log: Path, start: int) -> str:
     """Return the last lines that a process wrote to its log from the offset `start` on."""
     with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])

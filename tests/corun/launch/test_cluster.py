@@ -1,119 +1,241 @@
-"""What the user of a cluster is told of its processes."""
+"""What a cluster does so that the processes that run become those that are wanted, and what its user is told."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from corun.config.cluster_file import ClusterSpec, PoolSpec
-from corun.launch.cluster import Cluster, _Pool
-from corun.launch.members import members
-from corun.launch.progress import Progress
+from corun.cli import parse
+from corun.config.cluster_file import ClusterSpec, PoolSpec, Security
+from corun.launch.cluster import Cluster, _Pool, failure, unsettled
+from corun.launch.members import ProcessSpec, members
+from corun.launch.placement import on_joined
+from corun.launch.progress import QUIET_S, Progress, next_steps
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
-SPEC = ClusterSpec(pools=(PoolSpec(common={"model": "m"}),))
-PREFILL = members(SPEC)[1]
+
+def spec(prefill: int = 1, decode: int = 1, **pool: Any) -> ClusterSpec:
+    counts = {"prefill": prefill, "decode": decode}
+    return ClusterSpec(pools=(PoolSpec(common={"model": "m"}, replicas=counts, **pool),))
 
 
-def told(capsys: pytest.CaptureFixture[str], *rounds: ProcessStatus) -> list[str]:
-    """Without the times."""
-    cluster = Cluster(SPEC, Path("logs"), Progress())
-    for status in rounds:
-        cluster._tell_processes({PREFILL: status})
+def wanted(prefill: int = 1, decode: int = 1) -> tuple[ProcessSpec, ...]:
+    return members(spec(prefill, decode))
+
+
+class Recorder:
+    """A fleet that only notes what it is told."""
+
+    def __init__(self, running: Sequence[ProcessSpec] = (), stopping: Sequence[ProcessSpec] = ()) -> None:
+        self.running, self.stopping = list(running), list(stopping)
+        self.last_statuses: dict[ProcessSpec, ProcessStatus] = {}
+        self.started: list[str] = []
+        self.stopped: list[str] = []
+
+    def forget_ended(self) -> list[ProcessSpec]:
+        return []
+
+    def start(self, orders: Any, hosts: Any, later: Any) -> None:
+        self.started += [order.member.name for order in orders]
+
+    def stop(self, ending: Sequence[ProcessSpec]) -> None:
+        self.stopped += [member.name for member in ending]
+
+
+def cluster(of: ClusterSpec, fleet: Any = None, *in_use: set[str]) -> Cluster:
+    made = Cluster(of, Path("logs"), Progress())
+    made._pools = {"main": _Pool(of.pool(), ("a:1",), ("a",), in_use=in_use)}
+    made._shares = on_joined(of.pools, has_gpus=True, cores=())
+    made._fleet = fleet or Recorder()
+    return made
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the messages, without their times."""
     return [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
 
 
-def status(state: ProcessState, pid: int = 0, deaths: int = 0) -> ProcessStatus:
-    detail = "exit code 1" if deaths else ""
-    return ProcessStatus(name=PREFILL.name, state=state, pid=pid, deaths=deaths, detail=detail)
+@pytest.mark.parametrize(
+    ("want", "run", "stopping", "started", "stopped"),
+    [
+        ((1, 1), (), "", ["router", "prefill-0", "decode-0"], []),
+        ((2, 3), (2, 3), "", [], []),
+        ((3, 1), (1, 3), "", ["prefill-1", "prefill-2"], ["decode-2", "decode-1"]),
+        ((1, 1), (1, 2), "decode-1", [], []),  # It is not asked again,
+        ((1, 2), (1, 2), "decode-1", [], []),  # and starts again only once it has ended.
+        ((1, 2), (1, 1), "", ["decode-1"], []),
+    ],
+)
+def test_missing_processes_are_started_and_surplus_ones_stopped(
+    want: tuple[int, int],
+    run: tuple[int, int] | tuple[()],
+    stopping: str,
+    started: list[str],
+    stopped: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    running = wanted(*run) if run else ()
+    fleet = Recorder(running, [member for member in running if member.name == stopping])
+    cluster(spec(*want), fleet)._reconcile()
+    assert (fleet.started, fleet.stopped) == (started, stopped)
+    assert ("router: waiting: its machine, a, is gone" in told(capsys)) == (not run)
 
 
-RUNS, AGAIN = status(ProcessState.RUNNING, 7), status(ProcessState.RUNNING, 8, 1)
-DEAD = status(ProcessState.WAITING, deaths=1)
-ALL = [
-    "prefill-0: process 7",
-    "prefill-0: waiting: exit code 1",
-    "prefill-0: process 8, start 2",
-]
+def test_nodes_on_one_gpu_start_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Recorder()
+    tested = cluster(spec(2, 2, nodes_per_gpu=4), fleet)
+    tested._reconcile()
+    assert fleet.started == ["router", "prefill-0"]
+    assert "decode-1: waiting: engines that share a GPU start one after the other" in told(capsys)
+    fleet.running = list(wanted(2, 2)[:2])
+    fleet.last_statuses = {fleet.running[1]: ProcessStatus(name="prefill-0", state=ProcessState.RUNNING)}
+    tested._reconcile()
+    assert fleet.started[2:] == []
+    tested._pools["main"].known = {"prefill-0"}
+    tested._reconcile()
+    assert fleet.started[2:] == ["prefill-1"]
 
 
-def test_what_a_node_does_is_told_until_it_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster(SPEC, Path("logs"), Progress())
-    cluster._pools = {"main": _Pool(("a:1",), ("a",))}
-    loading = replace(RUNS, doing="loading the weights")
-    cluster._tell_start({members(SPEC)[0]: replace(RUNS, doing="listening"), PREFILL: loading})
-    assert capsys.readouterr().err.endswith("] prefill-0: loading the weights\n")
-    cluster._pools["main"].in_use = ({"prefill-0"},)
-    cluster._tell_start({PREFILL: replace(RUNS, doing="something else")})
-    cluster._pools["main"] = _Pool(("a:1",), ("a",), ready=True)
-    cluster._tell_start({PREFILL: replace(RUNS, doing="something else")})
-    assert capsys.readouterr().err == ""
+def test_a_node_is_settled_once_every_router_uses_it_or_none_does() -> None:
+    def left(want: tuple[ProcessSpec, ...], run: tuple[ProcessSpec, ...], *used: str, stopping: str = "") -> list[str]:
+        nodes = [member for member in wanted(2, 2) if not member.is_router]
+        ending = [member for member in run if member.name == stopping]
+        found = unsettled(nodes, want, run, ending, {"main": [set(names.split()) for names in used]})
+        return sorted(member.name for member in found)
+
+    want, before = wanted(2, 1), wanted(1, 2)
+    assert left(want, before, "prefill-0 decode-0 decode-1") == ["decode-1", "prefill-1"]
+    all_used = "prefill-0 prefill-1 decode-0"
+    assert left(want, wanted(2, 2), all_used, stopping="decode-1") == ["decode-1"]
+    assert left(want, want, f"{all_used} decode-1") == ["decode-1"]
+    assert left(want, want, all_used, "prefill-0 decode-0") == ["prefill-1"]
+    assert left(want, want, all_used, all_used) == []
+    assert len(left(want, want)) == 4  # No router answers.
+
+
+@pytest.mark.parametrize(
+    ("failed", "is_ready", "fatal"),
+    [
+        ("", False, ""),
+        ("decode-1", False, "decode-1"),
+        ("decode-1", True, ""),
+        ("decode-0 decode-1", True, "decode-0"),
+        ("prefill-0", True, "prefill-0"),
+        ("router", True, "router"),
+    ],
+)
+def test_what_a_cluster_does_not_survive(failed: str, is_ready: bool, fatal: str) -> None:
+    statuses = {
+        m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
+        for m in wanted(1, 2)
+    }
+    found = failure(wanted(1, 2), statuses, ["main"] if is_ready else [])
+    assert (found.name if found else "") == fatal
 
 
 def test_a_change_of_numbers_is_told_when_it_begins_and_when_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster(SPEC, Path("logs"), Progress())
-    pool = cluster._pools["main"] = _Pool(("a:1",), ("a",), in_use=({"prefill-0", "decode-0"},))
-    more = SPEC.scaled("", {"decode": 2})
-    for wanted in (None, SPEC, more, more):
-        cluster._scale(wanted)
-    fleet: Any = SimpleNamespace(running=members(SPEC), stopping=[])
-    cluster._fleet = fleet
-    assert {node.name for node in cluster._scale_status({}).unsettled} == {"decode-1"}
-    fleet.running = members(more)
-    assert {node.name for node in cluster._scale_status({}).unsettled} == {"decode-1"}
-    pool.in_use = ({"prefill-0", "decode-0", "decode-1"},)
-    status = cluster._scale_status({})
-    assert (status.spec, status.unsettled, status.failed) == (more, frozenset(), {})
-    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["scaling decode 1 → 2", "scaled decode 1 → 2"]
+    fleet = Recorder(wanted())
+    tested = cluster(spec(), fleet, {"prefill-0", "decode-0"})
+    more = spec().scaled("", {"decode": 2})
+    for want in (None, spec(), more, more, more.scaled("main", {"prefill": 1})):  # The last is the default: no change.
+        tested._scale(want)
+    assert {node.name for node in tested._scale_status({}).unsettled} == {"decode-1"}
+    fleet.running = list(members(more))
+    assert {node.name for node in tested._scale_status({}).unsettled} == {"decode-1"}
+    tested._pools["main"].in_use = ({"prefill-0", "decode-0", "decode-1"},)
+    status = tested._scale_status({})
+    assert (status.unsettled, status.failed) == (frozenset(), {})
+    assert told(capsys) == ["scaling decode 1 → 2", "scaled decode 1 → 2"]
 
 
 def test_a_node_that_cannot_start_ends_a_change(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster(SPEC, Path("logs"), Progress())
-    cluster._pools["main"] = _Pool(("a:1",), ("a",), in_use=({"prefill-0", "decode-0"},))
-    cluster._scale(SPEC.scaled("", {"decode": 2}))
-    *_, new = members(cluster._spec)
-    fleet: Any = SimpleNamespace(running=members(cluster._spec), stopping=[])
-    cluster._fleet = fleet
+    tested = cluster(spec(), Recorder(wanted(1, 2)), {"prefill-0", "decode-0"})
+    tested._scale(spec().scaled("", {"decode": 2}))
+    *_, new = wanted(1, 2)
     failed = ProcessStatus(name=new.name, state=ProcessState.FAILED, detail="exit code 2")
-    assert cluster._scale_status({new: failed}).failed == {new: "exit code 2\nlogs in logs"}
-    assert capsys.readouterr().err.endswith("scaled decode 1 → 2, without decode-1\n")
+    assert tested._scale_status({new: failed}).failed == {new: "exit code 2\nlogs in logs"}
+    assert told(capsys)[-1] == "scaled decode 1 → 2, without decode-1"
 
 
-def test_a_death_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, RUNS, RUNS, DEAD, DEAD, AGAIN, AGAIN) == ALL
+PREFILL = wanted()[1]
 
 
-def test_a_death_between_two_looks_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """A look may take longer than the process waits for its next start."""
-    assert told(capsys, RUNS, AGAIN, AGAIN) == ALL
+def life(pid: int, deaths: int = 0) -> ProcessStatus:
+    """Return the status of a prefill node; pid 0: it waits for its next start."""
+    state = ProcessState.RUNNING if pid else ProcessState.WAITING
+    return ProcessStatus(name="prefill-0", state=state, pid=pid, deaths=deaths, detail="exit code 1" if deaths else "")
 
 
-def test_a_second_death_like_the_first_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    third = status(ProcessState.RUNNING, 9, 2)
-    assert told(capsys, RUNS, DEAD, AGAIN, third, third) == [
-        *ALL,
-        "prefill-0: waiting: exit code 1",
-        "prefill-0: process 9, start 3",
+RUNS, DEAD, AGAIN = life(7), life(0, 1), life(8, 1)
+DEATH = ["prefill-0: process 7", "prefill-0: waiting: exit code 1", "prefill-0: process 8, start 2"]
+
+
+@pytest.mark.parametrize(
+    ("lives", "expected"),
+    [
+        ([RUNS, RUNS, DEAD, DEAD, AGAIN, AGAIN], DEATH),
+        ([RUNS, AGAIN, AGAIN], DEATH),  # It died and started between two looks.
+        (
+            [RUNS, DEAD, AGAIN, life(9, 2), life(9, 2)],
+            [*DEATH, "prefill-0: waiting: exit code 1", "prefill-0: process 9, start 3"],
+        ),
+        # Deaths on a machine that is gone do not count.
+        ([AGAIN, RUNS, AGAIN], [*DEATH[1:], *DEATH]),
+    ],
+)
+def test_every_death_is_told(lives: list[ProcessStatus], expected: list[str], capsys: Any) -> None:
+    tested = cluster(spec())
+    for status in lives:
+        tested._tell_processes({PREFILL: status})
+    assert told(capsys) == expected
+
+
+def test_what_a_node_does_is_told_until_it_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    tested = cluster(spec())
+    loading = replace(RUNS, doing="loading the weights")
+    tested._tell_start({wanted()[0]: replace(RUNS, doing="listening"), PREFILL: loading})
+    assert told(capsys) == ["prefill-0: loading the weights"]
+    tested._pools["main"].in_use = ({"prefill-0"},)
+    tested._tell_start({PREFILL: replace(RUNS, doing="something else")})
+    tested._pools["main"].in_use, tested._pools["main"].is_ready = (), True
+    tested._tell_start({PREFILL: replace(RUNS, doing="something else")})
+    assert told(capsys) == []
+
+
+def test_each_stage_is_told_once_and_a_long_one_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    say = Progress()
+    for stage in ("", "importing vLLM", "importing vLLM", "loading the weights"):
+        say.starting({"decode-0": stage, "prefill-0": ""})
+    assert told(capsys) == ["decode-0: importing vLLM", "decode-0: loading the weights"]
+    for now in (QUIET_S, QUIET_S + 1, 2 * QUIET_S, 3 * QUIET_S):  # noqa: B007
+        say.starting({"decode-0": "loading the weights", "prefill-0": ""})
+    assert told(capsys) == [
+        "waiting for decode-0 (loading the weights, 11 s), prefill-0",
+        "waiting for decode-0 (loading the weights, 30 s), prefill-0",
     ]
+    now = 100.0
+    say.starting({})
+    assert told(capsys) == []
 
 
-def test_deaths_on_a_machine_that_is_gone_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
-    elsewhere = (status(ProcessState.RUNNING, 17), status(ProcessState.RUNNING, 18, 1))
-    assert told(capsys, AGAIN, *elsewhere)[-3:] == [
-        "prefill-0: process 17",
-        "prefill-0: waiting: exit code 1",
-        "prefill-0: process 18, start 2",
-    ]
-
-
-def test_a_count_that_is_the_default_is_no_change(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster(SPEC, Path("logs"), Progress())
-    cluster._scaling = "decode 1 → 2"
-    cluster._scale(SPEC.scaled("main", {"prefill": 1}))
-    assert cluster._scaling == "decode 1 → 2"
-    assert capsys.readouterr().err == ""
+def test_the_next_steps_are_commands_that_reach_the_cluster(tmp_path: Path) -> None:
+    pool = PoolSpec(common={"model": "tiny"})
+    assert next_steps(pool, "127.0.0.1:50051")[0] == "corun generate 'Once upon a time' --seed 42"
+    assert next_steps(pool, "127.0.0.1:7001")[1] == "corun status --router 127.0.0.1:7001"
+    (tmp_path / "client.token").write_text("x")
+    files = {"tls_ca": str(tmp_path / "ca.pem"), "client_tokens_file": str(tmp_path / "clients.tokens")}
+    security = Security(**files, tls_name="corun", tls_clients=True)
+    for command in next_steps(replace(pool, security=security), "10.0.0.7:50051"):
+        assert command.endswith(
+            f" --router 10.0.0.7:50051 --tls-ca {tmp_path}/ca.pem --tls-name corun --tls-cert YOUR-client.pem"
+            f" --tls-key YOUR-client.key --token-file {tmp_path}/client.token"
+        )
+        parse(command.replace("'Once upon a time'", "Once").split()[1:])

@@ -14,9 +14,8 @@ import pytest
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.config.extras import VLLM_VERSION
 from corun.errors import UnavailableError
-from corun.launch import machine
-from corun.launch.machine import Machine, Weights, weights
-from corun.launch.preflight import GIB, Finding, failing, look
+from corun.launch import preflight
+from corun.launch.preflight import GIB, MIB, Finding, Machine, Weights, failing, look, weights
 
 LAPTOP = Machine(
     engine="cpu", engine_version=VLLM_VERSION, memory=16 * GIB, shared_memory=GIB, cores=2, open_files=1 << 20
@@ -109,7 +108,7 @@ def test_ports_that_are_taken() -> None:
 
 class TestMachine:
     def test_this_one_is_seen(self) -> None:
-        seen = machine.here()
+        seen = preflight.here()
         assert seen.cores > 0
         assert seen.memory > 2**20
         assert seen.open_files > 100
@@ -117,7 +116,7 @@ class TestMachine:
     def test_missing_packages_are_found_without_importing_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else real(name))
-        assert "nixl" in machine.here().missing
+        assert "nixl" in preflight.here().missing
 
     def test_gpus_are_those_that_are_visible(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         smi = tmp_path / "nvidia-smi"
@@ -128,7 +127,7 @@ class TestMachine:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
             if visible is not None:
                 monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-            assert [gpu // machine.MIB for gpu in machine.here().gpus] == memory
+            assert [gpu // MIB for gpu in preflight.here().gpus] == memory
 
     def test_a_directory_is_weighed(self, tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="no weights"):
