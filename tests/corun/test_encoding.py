@@ -70,13 +70,13 @@ def protobuf(head: tuple[str, int, int], **fields: Any) -> pb.GenerateResponse:
     )
 
 
-@pytest.mark.parametrize("head", HEADS, ids=[head[0][:4] for head in HEADS])
 @pytest.mark.parametrize("name", CASES)
-def test_messages_are_those_of_the_protobuf_library(name: str, head: tuple[str, int, int]) -> None:
-    encoded = ResponseEncoder(*head).encode(**CASES[name])
-    expected = protobuf(head, **CASES[name])
-    assert pb.GenerateResponse.FromString(encoded) == expected
-    assert encoded == expected.SerializeToString(deterministic=True)
+def test_messages_are_those_of_the_protobuf_library(name: str) -> None:
+    for head in HEADS:
+        encoded = ResponseEncoder(*head).encode(**CASES[name])
+        expected = protobuf(head, **CASES[name])
+        assert pb.GenerateResponse.FromString(encoded) == expected
+        assert encoded == expected.SerializeToString(deterministic=True)
 
 
 def test_random_messages_are_too() -> None:
@@ -94,24 +94,11 @@ def test_random_messages_are_too() -> None:
 
 
 def test_every_field_of_the_message_is_known_to_the_encoder() -> None:
-    """Whoever adds a field to the message has to add it here and there."""
-    assert {field.name: field.number for field in pb.GenerateResponse.DESCRIPTOR.fields} == {
-        "request_id": 1,
-        "sample_index": 2,
-        "seed": 3,
-        "text": 4,
-        "token_ids": 5,
-        "logprobs": 6,
-        "finish_reason": 7,
-        "receipt": 8,
-        "prompt_token_ids": 9,
-        "fingerprint": 10,
-        "token_texts": 11,
-    }
+    """Whoever adds a field to the message has to add it to the encoder and to the cases."""
+    known = {name for case in CASES.values() for name in case} | {"request_id", "sample_index", "seed", "finish_reason"}
+    assert {field.name for field in pb.GenerateResponse.DESCRIPTOR.fields} == known
 
 
-@pytest.mark.parametrize("bits", range(64))
-def test_varints_of_every_length(bits: int) -> None:
-    value = 2**bits
-    assert pb.GenerateResponse.FromString(b"\x18" + varint(value)).seed == value
-    assert pb.GenerateResponse.FromString(b"\x18" + varint(value - 1)).seed == value - 1
+def test_varints_of_every_length() -> None:
+    for value in (2**bits - less for bits in range(64) for less in (0, 1)):
+        assert pb.GenerateResponse.FromString(b"\x18" + varint(value)).seed == value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import typing
 from dataclasses import fields, make_dataclass
 from enum import Enum
@@ -38,9 +37,7 @@ from corun.types import (
 from corun.v1 import cluster_service_pb2, prefill_service_pb2, registry_service_pb2, types_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)
-UINT64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(max_size=20)
-SEED = st.integers(0, 2**63 - 1)
 TOKENS = st.lists(UINT32, max_size=8).map(tuple)
 
 PARAMS = st.builds(
@@ -274,34 +271,8 @@ def test_a_list_that_may_be_unset_is_refused() -> None:
         codec._mirror(kind, prefill_service_pb2.BlockIds)
 
 
-@given(SEED, UINT64)
-def test_wide_integers(seed: int, count: int) -> None:
-    case = VerifyCase(prompt_token_ids=(1,), sampling_params=SamplingParams(), seed=seed)
-    assert codec.verify_case_from_proto(codec.verify_case_to_proto(case)).seed == seed
-    load = NodeLoad(steps=count, tokens=count)
-    assert codec.node_load_from_proto(codec.node_load_to_proto(load)) == load
-
-
-@given(st.integers(0, 2**32 - 1).filter(lambda bits: (bits & 0x7F80_0000) != 0x7F80_0000))
-def test_logprobs_keep_their_bits(bits: int) -> None:
-    (logprob,) = struct.unpack("<f", struct.pack("<I", bits))
-    message = cluster_service_pb2.GenerateResponse(logprobs=[logprob])
-    back = cluster_service_pb2.GenerateResponse.FromString(message.SerializeToString())
-    assert struct.pack("<f", back.logprobs[0]) == struct.pack("<I", bits)
-
-
-@given(PARAMS)
-def test_both_ends_have_one_digest_of_the_params(params: SamplingParams) -> None:
-    message = codec.sampling_params_to_proto(params)
-    back = codec.sampling_params_from_proto(types_pb2.SamplingParams.FromString(message.SerializeToString()))
-    assert back.digest() == params.digest()
-
-
-def test_unset_params_are_the_defaults() -> None:
+def test_unset_params_are_the_defaults_and_a_set_zero_is_none() -> None:
     assert codec.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
-
-
-def test_a_set_zero_is_no_default() -> None:
     assert codec.sampling_params_from_proto(types_pb2.SamplingParams(temperature=0)).greedy
     for name in ("top_p", "max_tokens", "repetition_penalty", "n"):
         zero: dict[str, Any] = {name: 0}
@@ -316,14 +287,9 @@ def test_an_enum_that_is_not_its_protobuf_enum_is_refused() -> None:
             codec._enum(Enum("NodeState", changed), cluster_service_pb2.NodeState, "node.state")
 
 
-def test_finish_reason_and_condition() -> None:
+def test_enum_values() -> None:
     for reason in (None, *FinishReason):
         assert codec.finish_reason_from_proto(codec.finish_reason_to_proto(reason)) is reason
-    for condition in Condition:
-        assert codec.condition_from_proto(codec.condition_to_proto(condition)) is condition
-
-
-def test_unknown_enum_values() -> None:
     with pytest.raises(InvalidArgumentError, match=r"condition = 0: must be one of alone, crowded"):
         codec.condition_from_proto(cluster_service_pb2.CONDITION_UNSPECIFIED)
     with pytest.raises(InvalidArgumentError, match=r"node\.role = 0: must be one of prefill, decode"):
@@ -338,27 +304,19 @@ def test_generate_request() -> None:
     assert request.HasField("seed")
     request = codec.generate_request([1, 2], SamplingParams())
     assert (list(request.token_ids.ids), request.HasField("seed")) == ([1, 2], False)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "field"),
-    [
+    bad: list[tuple[Any, dict[str, Any], str]] = [
         ("", {}, "prompt.text"),
         ("\ud800", {}, "prompt.text"),
-        ([], {}, "prompt.token_ids"),
         ([1, -1], {}, "prompt.token_ids[1]"),
         ([2**32], {}, "prompt.token_ids[0]"),
         (b"hi", {}, "prompt.token_ids"),
-        (None, {}, "prompt.token_ids"),
         ("hi", {"seed": -1}, "seed"),
-        ("hi", {"seed": 2**63}, "seed"),
         ("hi", {"request_id": "x" * 129}, "request_id"),
-    ],
-)
-def test_bad_generate_requests(prompt: Any, options: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        codec.generate_request(prompt, SamplingParams(), **options)
-    assert caught.value.field == field
+    ]
+    for prompt, options, field in bad:
+        with pytest.raises(InvalidArgumentError) as caught:
+            codec.generate_request(prompt, SamplingParams(), **options)
+        assert caught.value.field == field
 
 
 def test_verify_request() -> None:
