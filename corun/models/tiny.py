@@ -61,7 +61,8 @@ def ensure(path: str | os.PathLike[str] | None = None) -> Path:
     path: where to make it; by default in the user's cache. Several processes may call this at once, since the
     directory appears whole or not at all. Raises InvalidArgumentError if the directory holds anything else.
     """
-    target = Path(path) if path is not None else _cache_root() / f"tiny-{version()}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = Path(path) if path is not None else cache / "corun" / f"tiny-{version()}"
     if _is_ours(target):
         return target
     is_foreign = target.exists() and (not target.is_dir() or any(target.iterdir()))
@@ -71,8 +72,15 @@ def ensure(path: str | os.PathLike[str] | None = None) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         partial.chmod(0o755)
-        _write(partial)
-        _publish(partial, target)
+        for name, content in _json_files().items():
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            (partial / name).write_text(text, encoding="utf-8")
+        save_file(dict(_tensors()), partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "VERSION").write_text(version(), encoding="utf-8")
+        partial.rename(target)
+    except OSError:
+        if not _is_ours(target):  # If it is ours, another process was first, with the same bytes.
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
@@ -86,29 +94,9 @@ def version() -> str:
     return hashlib.sha256(recipe.encode()).hexdigest()[:12]
 
 
-def _cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "corun"
-
-
 def _is_ours(target: Path) -> bool:
     marker = target / "VERSION"
     return marker.is_file() and marker.read_text(encoding="utf-8") == version()
-
-
-def _publish(partial: Path, target: Path) -> None:
-    try:
-        partial.rename(target)
-    except OSError:
-        if not _is_ours(target):  # If it is ours, another process was first, with the same bytes.
-            raise
-
-
-def _write(directory: Path) -> None:
-    for name, content in _json_files().items():
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        (directory / name).write_text(text, encoding="utf-8")
-    save_file(dict(_tensors()), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "VERSION").write_text(version(), encoding="utf-8")
 
 
 def _json_files() -> dict[str, dict[str, Any]]:
@@ -164,10 +152,9 @@ def _byte_symbols() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def _merges() -> list[tuple[str, str]]:
+def _merges() -> list[list[str]]:
     space = _byte_symbols()[ord(" ")]
-    pairs = (pair.replace("_", space).split("+") for pair in _MERGES.split())
-    return [(left, right) for left, right in pairs]
+    return [pair.replace("_", space).split("+") for pair in _MERGES.split()]
 
 
 def _vocabulary() -> dict[str, int]:
@@ -198,7 +185,7 @@ def _tokenizer(vocab: dict[str, int]) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: index for token, index in vocab.items() if token not in _SPECIAL_TOKENS},
-            "merges": [list(pair) for pair in _merges()],
+            "merges": _merges(),
         },
     }
 
@@ -210,7 +197,11 @@ def _tensors() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
         yield from _layer(f"model.layers.{layer}")
     yield "model.norm.weight", np.ones(_HIDDEN, np.float32)
     head = _random("lm_head.weight", (len(vocab), _HIDDEN), _HEAD_GAIN / math.sqrt(_HIDDEN))
-    yield "lm_head.weight", head * _row_scales()[:, None]
+    space = _byte_symbols()[ord(" ")]
+    starts_word = [token in (",", ".") or (token.startswith(space) and len(token) > 2) for token in vocab]
+    scales = np.where(starts_word, 1.0, _RARE_ROW_SCALE).astype(np.float32)
+    scales[vocab[_SPECIAL_TOKENS[0]]] = _END_ROW_SCALE
+    yield "lm_head.weight", head * scales[:, None]
 
 
 def _layer(prefix: str) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
@@ -241,14 +232,3 @@ def _random(name: str, shape: tuple[int, int], std: float) -> npt.NDArray[np.flo
     unit = math.sqrt(4 * (65536**2 - 1) / 12)
     weights: npt.NDArray[np.float32] = centred.astype(np.float32) * np.float32(std / unit)
     return weights.reshape(shape)
-
-
-def _row_scales() -> npt.NDArray[np.float32]:
-    return np.array([_row_scale(token) for token in _vocabulary()], np.float32)
-
-
-def _row_scale(token: str) -> float:
-    if token == _SPECIAL_TOKENS[0]:
-        return _END_ROW_SCALE
-    starts_word = token.startswith(_byte_symbols()[ord(" ")]) and len(token) > 2
-    return 1.0 if starts_word or token in (",", ".") else _RARE_ROW_SCALE

@@ -11,6 +11,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from threading import Thread
 from typing import Any
@@ -75,18 +76,16 @@ class Metrics:
         self.registry.register(_View(lambda: GaugeMetricFamily(self._prefix + name, text, labels=labels), read))
 
 
+@dataclass(eq=False)
 class _View(Collector):
     """Shows values that are read when they are asked for."""
 
-    def __init__(
-        self, family: Callable[[], CounterMetricFamily | GaugeMetricFamily], read: Callable[[], Values]
-    ) -> None:
-        self._family = family
-        self._read = read
+    family: Callable[[], CounterMetricFamily | GaugeMetricFamily]
+    read: Callable[[], Values]
 
     def collect(self) -> Iterable[Metric]:
-        family = self._family()
-        for labels, value in self._read().items():
+        family = self.family()
+        for labels, value in self.read().items():
             family.add_metric(labels, value)
         return [family]
 
@@ -133,11 +132,19 @@ class MetricsServer:
 
     async def stop(self) -> None:
         """Stop listening. If this is cancelled, only the wait for the end is."""
-        if self._running is not None:
-            ending = Thread(target=_end, args=self._running, name="metrics end")
-            self._running = None
-            ending.start()
-            await asyncio.to_thread(ending.join)
+        if self._running is None:
+            return
+        server, thread = self._running
+        self._running = None
+
+        def end() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        ending = Thread(target=end, name="metrics end")
+        ending.start()
+        await asyncio.to_thread(ending.join)
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
         probe = self._probes.get(environ["PATH_INFO"])
@@ -165,12 +172,6 @@ class _Handler(WSGIRequestHandler):
         """Log nothing, because requests come every few seconds."""
 
 
-def _end(server: WSGIServer, thread: Thread) -> None:
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 class _LoopCollector(Collector):
     """Lets the running event loop read a registry, because gauges look at objects that only the loop may touch."""
 
@@ -186,12 +187,9 @@ class _LoopCollector(Collector):
 
     def _collect(self, made: Future[list[Metric]]) -> None:
         try:
-            made.set_result([_without_times(metric) for metric in self._registry.collect()])
+            metrics = list(self._registry.collect())
+            for metric in metrics:  # prometheus_client adds a series beside each one: when it was made.
+                metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            made.set_result(metrics)
         except Exception as error:
             made.set_exception(error)
-
-
-def _without_times(metric: Metric) -> Metric:
-    """Remove when the metric was made, which prometheus_client adds as a series of its own beside each series."""
-    metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-    return metric

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from corun import __version__
 from corun.config.extras import how_to_get
@@ -72,12 +72,6 @@ class Span:
 
 OFF = Span()
 """The span to use when there is no tracing."""
-
-
-class Call(Protocol):
-    """The part of a gRPC call being answered that this module needs."""
-
-    def invocation_metadata(self) -> Any: ...
 
 
 class _Recorded(Span):
@@ -137,9 +131,9 @@ class _Tracing:
         own = {"service.name": service, "service.instance.id": instance, "service.version": __version__}
         given = OTELResourceDetector().detect().attributes
         resource = Resource.create({name: value for name, value in own.items() if name not in given})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self._tracer = self._provider.get_tracer("corun", __version__)
+        self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self.provider.get_tracer("corun", __version__)
         self._trace = trace
         self.failed = trace.Status(trace.StatusCode.ERROR)
 
@@ -152,9 +146,6 @@ class _Tracing:
         trace = self._trace
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if context.sampled else trace.TraceFlags.DEFAULT)
         return trace.NonRecordingSpan(trace.SpanContext(context.trace_id, context.span_id, True, flags))
-
-    def shutdown(self) -> None:
-        self._provider.shutdown()
 
 
 _running: list[_Tracing] = []
@@ -195,15 +186,15 @@ async def stop() -> None:
     """Send the last spans, or give up on them after SHUTDOWN_TIMEOUT_S."""
     while _running:
         # The loop would wait for the end of one of its own threads, so this is another one.
-        ending = threading.Thread(target=_running.pop().shutdown, name="last spans", daemon=True)
+        ending = threading.Thread(target=_running.pop().provider.shutdown, name="last spans", daemon=True)
         ending.start()
         await asyncio.to_thread(ending.join, SHUTDOWN_TIMEOUT_S)
         if ending.is_alive():
             log.warning("the last spans could not be sent within %g s", SHUTDOWN_TIMEOUT_S)
 
 
-def of_call(call: Call, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
-    """Return a span for a call that is being answered, within the caller's span if there is one."""
+def of_call(call: Any, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
+    """Return a span for a call that is being answered (its gRPC context), within the caller's span if there is one."""
     if not _running:
         return OFF
     context = read(call.invocation_metadata() or ())
@@ -211,7 +202,7 @@ def of_call(call: Call, name: str, attributes: Mapping[str, Value] | None = None
     return _Recorded(_running[0], _running[0].start(name, parent, attributes))
 
 
-def caller_of(call: Call) -> Span:
+def caller_of(call: Any) -> Span:
     """Return the caller's own span, to make spans within it; OFF if the caller has none. Do not end it."""
     if not _running or (context := read(call.invocation_metadata() or ())) is None:
         return OFF
