@@ -19,14 +19,11 @@ import tyro
 
 import corun
 from corun.cli.batch import Batch
-from corun.cli.certs import Certs
 from corun.cli.fingerprint import Fingerprint
-from corun.cli.gateway import Gateway
 from corun.cli.generate import Generate
-from corun.cli.model import Model
-from corun.cli.scale import Scale
 from corun.cli.status import Status
-from corun.cli.up import Up
+from corun.cli.tools import Certs, Gateway, Model
+from corun.cli.up import Scale, Up
 from corun.cli.verify import Verify
 from corun.errors import (
     ContractMismatchError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -67,12 +67,12 @@ class Batch:
             raise InvalidArgumentError("output", str(self.output), "must not be the input")
         rows = [self._seeded(row) for row in read_prompts(self.input, self.sampling.params())]
         todo = unfinished(rows, self.output)
-        run = _Run(len(rows) - len(todo))
+        run = _Run(self, todo)
         try:
             with self.output.open("a", encoding="utf-8") as sink, ProgressBar(len(todo), "prompts") as bar:
-                asyncio.run(self._run_all(todo, run, sink, bar))
+                asyncio.run(run.all(sink, bar))
         finally:
-            print(run.summary(len(rows), self.output), file=sys.stderr)
+            print(run.summary(len(rows)), file=sys.stderr)
         return 2 if run.refused else 0
 
     def _seeded(self, row: PromptRow) -> PromptRow:
@@ -80,13 +80,30 @@ class Batch:
             return row
         return replace(row, seed=derive_seed(check_seed(self.seed).to_bytes(8, "little"), row.id))
 
-    async def _run_all(self, todo: list[PromptRow], run: _Run, sink: TextIO, bar: ProgressBar) -> None:
-        rows = iter(todo)
-        async with self.cluster.async_client() as client:
-            workers = [
-                asyncio.create_task(self._work(client, rows, run, sink, bar))
-                for _ in range(min(self.concurrency, len(todo)))
-            ]
+
+class _Run:
+    """The rows of one run that had no result before it, and what became of them."""
+
+    def __init__(self, batch: Batch, todo: Sequence[PromptRow]) -> None:
+        self._batch, self._todo = batch, todo
+        self._finished = 0
+        self.refused: list[str] = []
+
+    async def all(self, sink: TextIO, bar: ProgressBar) -> None:
+        """Run the rows, a bounded number at once. Write each result as it comes."""
+        rows = iter(self._todo)
+
+        async def work() -> None:
+            for row in rows:  # All workers share the iterator: each takes the next row.
+                done = await self._generate(client, row)
+                if done is not None:
+                    sink.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
+                    sink.flush()
+                    self._finished += 1
+                bar.advance()
+
+        async with self._batch.cluster.async_client() as client:
+            workers = [asyncio.create_task(work()) for _ in range(min(self._batch.concurrency, len(self._todo)))]
             try:
                 await asyncio.gather(*workers)
             finally:
@@ -94,50 +111,31 @@ class Batch:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _work(
-        self, client: AsyncClient, rows: Iterator[PromptRow], run: _Run, sink: TextIO, bar: ProgressBar
-    ) -> None:
-        for row in rows:  # All workers share the iterator: each takes the next row.
-            done = await self._generate(client, row, run)
-            if done is not None:
-                sink.write(to_line(result_row(row.id, row.prompt, row.params, done)) + "\n")
-                sink.flush()
-                run.finished += 1
-            bar.advance()
-
-    async def _generate(self, client: AsyncClient, row: PromptRow, run: _Run) -> Generation | None:
+    async def _generate(self, client: AsyncClient, row: PromptRow) -> Generation | None:
         """Run one row. Return None if the cluster refuses its prompt."""
-        deadline = Deadline(self.cluster.timeout_s)
+        deadline = Deadline(self._batch.cluster.timeout_s)
         while True:
             try:
                 return await client.generate(
-                    row.prompt, row.params, seed=row.seed, priority=self.priority, timeout_s=deadline.remaining_s
+                    row.prompt, row.params, seed=row.seed, priority=self._batch.priority, timeout_s=deadline.remaining_s
                 )
             except OverloadedError as error:
                 delay = retry_delay_s(error, deadline)
             except InvalidArgumentError as error:
-                run.refused.append(str(located(row.where, error)))
+                self.refused.append(str(located(row.where, error)))
                 return None
             await asyncio.sleep(delay)
 
-
-class _Run:
-    """The counts of finished and refused rows in one run."""
-
-    def __init__(self, before: int) -> None:
-        self.before = before
-        self.finished = 0
-        self.refused: list[str] = []
-
-    def summary(self, total: int, output: Path) -> str:
+    def summary(self, total: int) -> str:
+        """Return what to tell of the run. total: the number of rows of the input."""
         lines = [f"refused {line}" for line in self.refused[:MAX_SHOWN_REFUSALS]]
         if len(self.refused) > MAX_SHOWN_REFUSALS:
             lines.append(f"refused {len(self.refused) - MAX_SHOWN_REFUSALS} more")
-        left = total - self.before - self.finished - len(self.refused)
-        parts = [f"{self.finished} finished", f"{self.before} were there before" if self.before else ""]
-        parts += [f"{len(self.refused)} refused" if self.refused else "", f"{left} left" if left else ""]
+        before, left = total - len(self._todo), len(self._todo) - self._finished - len(self.refused)
+        counts = {"were there before": before, "refused": len(self.refused), "left": left}
+        parts = [f"{self._finished} finished", *(f"{count} {what}" for what, count in counts.items() if count)]
         again = "; run the same command again to continue" if left else ""
-        return "\n".join([*lines, f"{output}: {', '.join(filter(None, parts))} of {total} prompts{again}"])
+        return "\n".join([*lines, f"{self._batch.output}: {', '.join(parts)} of {total} prompts{again}"])
 
 
 def unfinished(rows: list[PromptRow], output: Path) -> list[PromptRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,7 +55,7 @@ class Fingerprint:
             return 0
         print(status.fingerprint)
         if self.explain:
-            _explain(of_cluster(status))
+            _explain(_first(_contracts(status)))
         return 0
 
     def _status(self) -> ClusterStatus:
@@ -66,54 +67,60 @@ class Fingerprint:
 
     def _diff(self, first: str, second: str) -> int:
         differences = differing(self._read(first), self._read(second))
-        for name, values in differences.items():
-            if self.json:
+        if self.json:
+            for name, values in differences.items():
                 print(to_line({"field": name, "values": list(values)}))
-        if not self.json:
-            _show_differences(first, second, differences)
+        elif differences:
+            table = Table("field", first, second, box=box.SIMPLE_HEAD, pad_edge=False)
+            for name, values in sorted(differences.items()):
+                table.add_row(name, *values)
+            _console().print(table)
+        else:
+            print("no field differs")
         return 3 if differences else 0
 
     def _read(self, name: str) -> Contracts:
+        """Return the contracts of a file, of the cluster, or of one of its nodes."""
         if Path(name).is_file():
             return of_file(Path(name))
         status = self._status()
-        return of_cluster(status) if name == "cluster" else of_node(status, name)
+        if name == "cluster":
+            return _first(_contracts(status))
+        for node in status.nodes:
+            if node.node.ref.node_id == name:
+                return _first([(NodeState.READY, Contract.from_json(node.node.contract_json))])
+        known = ", ".join(node.node.ref.node_id for node in status.nodes)
+        raise InvalidArgumentError("diff", name, f"must be a file, 'cluster' or one of the nodes {known}")
 
 
-def of_cluster(status: ClusterStatus) -> Contracts:
-    """Return the contracts of the cluster: for each role, the contract of the first node that is not refused."""
-    found: Contracts = {}
-    for node in status.nodes:
-        if node.state is not NodeState.REFUSED:
-            found.setdefault(node.node.role, Contract.from_json(node.node.contract_json))
-    return found
+def _contracts(status: ClusterStatus) -> list[tuple[NodeState, Contract]]:
+    nodes = [node for node in status.nodes if node.state is not NodeState.REFUSED]  # A refused one may have none.
+    return [(node.state, Contract.from_json(node.node.contract_json)) for node in nodes]
 
 
-def of_node(status: ClusterStatus, node_id: str) -> Contracts:
-    """Return the contract of one node. Raises InvalidArgumentError if the cluster has no such node."""
-    for node in status.nodes:
-        if node.node.ref.node_id == node_id:
-            return {node.node.role: Contract.from_json(node.node.contract_json)}
-    known = ", ".join(node.node.ref.node_id for node in status.nodes)
-    raise InvalidArgumentError("diff", node_id, f"must be a file, 'cluster' or one of the nodes {known}")
+def _first(found: Iterable[tuple[NodeState, Contract]]) -> Contracts:
+    """Return for each role the first contract of a node that is not refused."""
+    contracts: Contracts = {}
+    for state, contract in found:
+        if state is not NodeState.REFUSED:
+            contracts.setdefault(contract.role, contract)
+    return contracts
 
 
 def of_file(path: Path) -> Contracts:
-    """Return the contracts that `corun fingerprint --json` printed: for each role, the first that was not refused.
+    """Return the contracts that `corun fingerprint --json` printed.
 
     Raises InvalidArgumentError if the file is not such output or holds no contract.
     """
-    found: Contracts = {}
+    lines = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             values = json.loads(line)
-            state, contract = NodeState(values["state"]), Contract.from_json(json.dumps(values["contract"]))
+            lines.append((NodeState(values["state"]), Contract.from_json(json.dumps(values["contract"]))))
         except (KeyError, TypeError, ValueError):
             limit = "must be the output of corun fingerprint --json"
             raise InvalidArgumentError(f"{path}:{number}", line, limit) from None
-        if state is not NodeState.REFUSED:
-            found.setdefault(contract.role, contract)
-    if not found:
+    if not (found := _first(lines)):
         raise InvalidArgumentError("diff", str(path), "must hold a contract: the output of corun fingerprint --json")
     return found
 
@@ -137,16 +144,6 @@ def _explain(contracts: Contracts) -> None:
     for name, value in rows.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         table.add_row(name, text or "(none)")
-    _console().print(table)
-
-
-def _show_differences(first: str, second: str, differences: dict[str, tuple[str, str]]) -> None:
-    if not differences:
-        print("no field differs")
-        return
-    table = Table("field", first, second, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, values in sorted(differences.items()):
-        table.add_row(name, *values)
     _console().print(table)
 
 

@@ -38,7 +38,10 @@ class Generate:
     sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
 
     def run(self) -> int:
-        prompt, params = self._prompt(), self.sampling.params()
+        if bool(self.prompt) == bool(self.token_ids):
+            raise InvalidArgumentError("prompt", self.prompt, "must be given, as text or as --token-ids, not both")
+        prompt: Prompt = self.prompt or self.token_ids
+        params = self.sampling.params()
         assembler = Assembler(params.n, None if isinstance(prompt, str) else prompt)
         with self.cluster.client() as client, SampleWriter(params.n) as writer:
             for chunk in client.stream(
@@ -51,18 +54,13 @@ class Generate:
         print(to_line(result_row(done.request_id, prompt, params, done)) if self.json else receipts(done))
         return 0
 
-    def _prompt(self) -> Prompt:
-        if bool(self.prompt) == bool(self.token_ids):
-            raise InvalidArgumentError("prompt", self.prompt, "must be given, as text or as --token-ids, not both")
-        return self.prompt or self.token_ids
-
 
 class SampleWriter:
     """Writes text sample by sample. The current sample is written as its text comes; each later sample waits until the
     samples before it have ended."""
 
     def __init__(self, n: int) -> None:
-        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._texts = [""] * n  # The text that was not written yet.
         self._ended = [False] * n
         self._current = 0
         self._in_line = False
@@ -76,20 +74,17 @@ class SampleWriter:
             sys.stdout.write("\n")
 
     def write(self, chunk: Chunk) -> None:
-        self._texts[chunk.sample_index].append(chunk.text)
+        self._texts[chunk.sample_index] += chunk.text
         self._ended[chunk.sample_index] |= chunk.finish_reason is not None
-        self._write_current()
-        while self._ended[self._current] and self._current + 1 < len(self._ended):
+        while True:
+            text, self._texts[self._current] = self._texts[self._current], ""
+            sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
+            self._in_line = True
+            if not self._ended[self._current] or self._current + 1 == len(self._ended):
+                break
             self._current += 1
             sys.stdout.write("\n\n")
-            self._write_current()
         sys.stdout.flush()
-
-    def _write_current(self) -> None:
-        text = "".join(self._texts[self._current])
-        self._texts[self._current].clear()
-        sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
-        self._in_line = True
 
 
 def for_terminal(text: str) -> str:
@@ -99,21 +94,19 @@ def for_terminal(text: str) -> str:
 
 def receipts(done: Generation) -> str:
     """Return the seed and the receipt of each sample, to be printed after the text."""
-    return "\n\n".join(_receipt(done, index) for index in range(len(done.samples)))
-
-
-def _receipt(done: Generation, index: int) -> str:
-    sample = done.samples[index]
-    receipt = sample.receipt
-    lines = {
-        "sample": str(index) if len(done.samples) > 1 else "",
-        "seed": str(sample.seed),
-        "finish reason": f"{sample.finish_reason.value}, {len(sample.token_ids)} tokens",
-        "logprobs": " ".join(map(str, map(short_fp32, sample.logprobs))),
-        "request id": receipt.request_id,
-        "fingerprint": receipt.fingerprint,
-        "prompt digest": receipt.prompt_digest,
-        "output digest": receipt.output_digest,
-        "nodes": f"{receipt.prefill_node} -> {receipt.decode_node}",
-    }
-    return "\n".join(f"{name:<14} {value}" for name, value in lines.items() if value)
+    parts = []
+    for index, sample in enumerate(done.samples):
+        receipt = sample.receipt
+        lines = {
+            "sample": str(index) if len(done.samples) > 1 else "",
+            "seed": str(sample.seed),
+            "finish reason": f"{sample.finish_reason.value}, {len(sample.token_ids)} tokens",
+            "logprobs": " ".join(map(str, map(short_fp32, sample.logprobs))),
+            "request id": receipt.request_id,
+            "fingerprint": receipt.fingerprint,
+            "prompt digest": receipt.prompt_digest,
+            "output digest": receipt.output_digest,
+            "nodes": f"{receipt.prefill_node} -> {receipt.decode_node}",
+        }
+        parts.append("\n".join(f"{name:<14} {value}" for name, value in lines.items() if value))
+    return "\n\n".join(parts)

@@ -25,6 +25,10 @@ TOKEN_BYTES = 32
 SEED_KEY_BYTES = 32
 SERVER = ExtendedKeyUsageOID.SERVER_AUTH
 CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
+KEY_USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 
 
 def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[Path]:
@@ -37,13 +41,17 @@ def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[
     if not hosts:
         raise InvalidArgumentError("hosts", list(hosts), "must be at least one host name or address")
     directory.mkdir(parents=True, exist_ok=True)
-    authority, authority_key = _authority(days)
-    written = [*_write(directory, "ca", authority, authority_key)]
+    ca_key, issuer = ec.generate_private_key(ec.SECP256R1()), _subject("corun authority")
+    signs = x509.KeyUsage(**{use: use in ("key_cert_sign", "crl_sign") for use in KEY_USES})
+    authority = _unsigned("corun authority", ca_key, issuer, days).add_extension(signs, critical=True)
+    authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    written = _write(directory, "ca", authority.sign(ca_key, hashes.SHA256()), ca_key)
     for name, names, uses in (("member", hosts, [SERVER, CLIENT]), ("client", ["client"], [CLIENT])):
         key = ec.generate_private_key(ec.SECP256R1())
-        unsigned = _unsigned(f"corun {name}", key, authority.subject, days).add_extension(_names(names), critical=False)
+        unsigned = _unsigned(f"corun {name}", key, issuer, days)
+        unsigned = unsigned.add_extension(x509.SubjectAlternativeName([*map(_name, names)]), critical=False)
         unsigned = unsigned.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        written += _write(directory, name, unsigned.sign(authority_key, hashes.SHA256()), key)
+        written += _write(directory, name, unsigned.sign(ca_key, hashes.SHA256()), key)
     client = secrets.token_hex(TOKEN_BYTES)
     texts = {
         "cluster.token": secrets.token_hex(TOKEN_BYTES),
@@ -54,41 +62,19 @@ def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[
     return [*written, *(_new(directory / name, f"{text}\n".encode(), 0o600) for name, text in texts.items())]
 
 
-def _authority(days: int) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _subject("corun authority")
-    signs = x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=True,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    unsigned = _unsigned("corun authority", key, name, days)
-    unsigned = unsigned.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return unsigned.add_extension(signs, critical=True).sign(key, hashes.SHA256()), key
-
-
 def _unsigned(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name, days: int) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
     builder = x509.CertificateBuilder(issuer_name=issuer, subject_name=_subject(name), public_key=key.public_key())
-    builder = builder.serial_number(x509.random_serial_number())
     # The clocks of machines differ, so the certificate is valid from one hour ago.
-    return builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(
-        now + datetime.timedelta(days=days)
+    return (
+        builder.serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
     )
 
 
 def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _names(hosts: Sequence[str]) -> x509.SubjectAlternativeName:
-    return x509.SubjectAlternativeName([_name(host) for host in hosts])
 
 
 def _name(host: str) -> x509.GeneralName:
@@ -98,15 +84,11 @@ def _name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write(
-    directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
-) -> tuple[Path, Path]:
+def _write(directory: Path, name: str, signed: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
     pem = serialization.Encoding.PEM
     secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return (
-        _new(directory / f"{name}.pem", certificate.public_bytes(pem), 0o644),
-        _new(directory / f"{name}.key", secret, 0o600),
-    )
+    certificate = _new(directory / f"{name}.pem", signed.public_bytes(pem), 0o644)
+    return [certificate, _new(directory / f"{name}.key", secret, 0o600)]
 
 
 def _new(path: Path, content: bytes, mode: int) -> Path:

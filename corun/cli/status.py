@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import time
 from collections.abc import Iterable
@@ -18,15 +17,7 @@ from rich.text import Text
 from corun.cli.options import OptionalFloat, RouterOptions
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
-from corun.types import (
-    GONE_AS_PLANNED,
-    AuditStatus,
-    ClusterStatus,
-    NodeRole,
-    NodeState,
-    NodeStatus,
-    state_in_words,
-)
+from corun.types import GONE_AS_PLANNED, ClusterStatus, NodeRole, NodeState, NodeStatus, state_in_words
 
 SLOTS_PER_LINE = 64
 _STYLES = {
@@ -62,18 +53,15 @@ class Status:
         with self.cluster.client() as client:
             status = client.get_cluster()
             if self.watch is None:
-                self._show(status)
+                if self.json:
+                    print(to_line(status_to_dict(status)))
+                else:
+                    Console(highlight=False, markup=False).print(picture(status, self.cluster.router))
                 return 0 if is_serving(status) else 4
             with Live(picture(status, self.cluster.router), auto_refresh=False) as live:
                 while True:
                     time.sleep(self.watch)
                     live.update(picture(client.get_cluster(), self.cluster.router), refresh=True)
-
-    def _show(self, status: ClusterStatus) -> None:
-        if self.json:
-            print(to_line(status_to_dict(status)))
-        else:
-            Console(highlight=False, markup=False).print(picture(status, self.cluster.router))
 
 
 def is_serving(status: ClusterStatus) -> bool:
@@ -83,24 +71,26 @@ def is_serving(status: ClusterStatus) -> bool:
 
 def picture(status: ClusterStatus, address: str) -> RenderableType:
     """Return the whole status, for a terminal."""
-    head = Text.assemble(("router ", "bold"), f"{status.router_id} at {address}")
-    model = Text.assemble(("model ", "bold"), status.model.name if status.model else "none: no node has joined")
-    contract = Text.assemble(("fingerprint ", "bold"), status.fingerprint or "none: no node has joined")
-    queue = Text.assemble(
-        ("queue ", "bold"),
-        f"{status.queued_samples} of {status.max_queued_samples} samples waiting",
-        (", finished ", "bold"),
-        str(status.finished_samples),
-        (", mismatches ", "bold"),
-        (str(status.mismatches), "red" if status.mismatches else ""),
+    audit = status.audit
+    audits = _facts(
+        audited=f"{audit.matched + audit.mismatched} ({audit.same_node} on the same node)",
+        mismatches=audit.mismatched,
+        failed=audit.failed,
+        skipped=audit.skipped,
+        waiting=audit.waiting,
     )
-    audits = _audits(status.audit)
+    if audit.last_mismatch:
+        audits.append(f"\nlast mismatch {audit.last_mismatch}", "red" if audit.mismatched else "")
     slots = [slot_map(node) for node in status.nodes if node.node.role is NodeRole.DECODE and node.node.slots]
     return Group(
-        head,
-        model,
-        contract,
-        queue,
+        _facts(router=f"{status.router_id} at {address}"),
+        _facts(model=status.model.name if status.model else "none: no node has joined"),
+        _facts(fingerprint=status.fingerprint or "none: no node has joined"),
+        _facts(
+            queue=f"{status.queued_samples} of {status.max_queued_samples} samples waiting",
+            finished=status.finished_samples,
+            mismatches=status.mismatches,
+        ),
         audits,
         "",
         _node_table(status.nodes),
@@ -108,21 +98,13 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
     )
 
 
-def _audits(audit: AuditStatus) -> Text:
-    red = "red" if audit.mismatched else ""
-    text = Text.assemble(
-        ("audited ", "bold"),
-        f"{audit.matched + audit.mismatched} ({audit.same_node} on the same node)",
-        (", mismatches ", "bold"),
-        (str(audit.mismatched), red),
-        (", failed ", "bold"),
-        str(audit.failed),
-        (", skipped ", "bold"),
-        str(audit.skipped),
-        (", waiting ", "bold"),
-        str(audit.waiting),
-    )
-    return text.append(f"\nlast mismatch {audit.last_mismatch}", red) if audit.last_mismatch else text
+def _facts(**facts: object) -> Text:
+    """Return a line of names in bold, each with its value. Mismatches are red if there are any."""
+    text = Text()
+    for name, value in facts.items():
+        text.append(f"{', ' if text else ''}{name} ", "bold")
+        text.append(str(value), "red" if name == "mismatches" and value else "")
+    return text
 
 
 def slot_map(node: NodeStatus) -> RenderableType:
@@ -135,7 +117,7 @@ def slot_map(node: NodeStatus) -> RenderableType:
 
 def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
     """Return the status as plain values for JSON, with contracts as objects."""
-    values: dict[str, Any] = _plain(asdict(status))
+    values = asdict(status, dict_factory=lambda items: {name: getattr(value, "value", value) for name, value in items})
     for node in values["nodes"]:
         node["node"]["contract"] = json.loads(node["node"].pop("contract_json") or "null")
     return {"serving": is_serving(status), **values}
@@ -157,33 +139,14 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
     for name in ("node", "role", "state", "load", "done", "heard"):
         table.add_column(name, overflow="fold")  # Nothing is cut off, however narrow the terminal.
     for status in nodes:
-        node = status.node
+        node, load = status.node, status.load
         state = Text(state_in_words(status.state, status.detail))
         if status.detail != GONE_AS_PLANNED:
             state.stylize(_STYLES[status.state], 0, len(status.state.value))
-        ref = node.ref
+        busy, done = f"{load.queued_prompt_tokens} queued tokens", f"{load.tokens} tokens"
+        if node.role is NodeRole.DECODE:
+            busy, done = f"{load.used_slots}/{node.slots} slots", f"{done}\n{load.steps} steps"
+        busy += f"\n{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
-        table.add_row(f"{ref.node_id}\n@{ref.generation}", node.role.value, state, _load(status), _done(status), heard)
+        table.add_row(f"{node.ref.node_id}\n@{node.ref.generation}", node.role.value, state, busy, done, heard)
     return table
-
-
-def _load(status: NodeStatus) -> str:
-    load, node = status.load, status.node
-    blocks = f"{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
-    if node.role is NodeRole.PREFILL:
-        return f"{load.queued_prompt_tokens} queued tokens\n{blocks}"
-    return f"{load.used_slots}/{node.slots} slots\n{blocks}"
-
-
-def _done(status: NodeStatus) -> str:
-    if status.node.role is NodeRole.PREFILL:
-        return f"{status.load.tokens} tokens"
-    return f"{status.load.tokens} tokens\n{status.load.steps} steps"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value.value if isinstance(value, enum.Enum) else value

@@ -1,10 +1,11 @@
-"""`corun up`: run a whole cluster with one command. The work is done in `corun.launch`, which needs the serving
-packages."""
+"""`corun up` and `corun scale`: run a whole cluster with one command, and change it.
+
+The work is done in `corun.launch`, which needs the serving packages."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from corun.config.cluster_file import CONFIGS, ROLES, ClusterSpec, PoolSpec, Security, absolute, read
+from corun.config.cluster_file import CONFIGS, ROLES, ClusterSpec, PoolSpec, Security, absolute, check_replicas, read
 from corun.config.docs import describe
 from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
@@ -88,14 +89,14 @@ class Up:
     def _look(self, spec: ClusterSpec) -> int:
         """Show what would run, and what this machine lacks for it. Return 1 if the cluster would not start here."""
         console = Console(highlight=False, markup=False)
-        console.print(picture(spec))
+        console.print(_table(("pool", "role", "replicas", "model", "slots", "TP", "nodes/GPU", "ports"), _rows(spec)))
         if self.ray_address is not None:
             console.print(f"\nnot looked at: the machines of the Ray cluster at {self.ray_address}")
             return 0
         preflight = importlib.import_module("corun.launch.preflight")
         found = preflight.look(spec)
         console.print()
-        console.print(findings(found))
+        console.print(_table(("", "needs", "has", ""), ((one.what, one.needs, one.has, one.state) for one in found)))
         if failing := preflight.failing(found):
             console.print(f"\nit would not start here: {', '.join(failing)}")
         return 1 if failing else 0
@@ -105,35 +106,36 @@ class Up:
         names = ("prefill", "decode", *(name for part in SETTINGS.values() for name in part))
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         security = {known.name: value for known in fields(Security) if (value := getattr(self.security, known.name))}
-        if self.file is None:
-            return ClusterSpec(pools=(_pool(_absolute(given), Security(**_absolute(security))),))
-        for name, value in {**given, **security}.items():
-            raise InvalidArgumentError(name, value, f"must be left out: {self.file} says it")
-        return read(self.file)
+        if self.file is not None:
+            for name, value in {**given, **security}.items():
+                raise InvalidArgumentError(name, value, f"must be left out: {self.file} says it")
+            return read(self.file)
+        given, security = (
+            {name: absolute(name, value, Path.cwd()) for name, value in values.items()} for values in (given, security)
+        )
+        tables: dict[str, Any] = {
+            part: {name: given[name] for name in names if name in given} for part, names in SETTINGS.items()
+        }
+        pool = PoolSpec(
+            common={"model": TINY, **tables.pop("common")},
+            **tables,
+            replicas={role: given[role] for role in ("prefill", "decode") if role in given},
+            security=Security(**security),
+        )
+        return ClusterSpec(pools=(pool,))
 
 
-def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: absolute(name, value, Path.cwd()) for name, value in values.items()}
-
-
-def _pool(given: Mapping[str, Any], security: Security) -> PoolSpec:
-    """Return the only pool of a cluster that has no file."""
-    tables: dict[str, Any] = {
-        part: {name: given[name] for name in names if name in given} for part, names in SETTINGS.items()
-    }
-    return PoolSpec(
-        common={"model": TINY, **tables.pop("common")},
-        **tables,
-        replicas={role: given[role] for role in ("prefill", "decode") if role in given},
-        security=security,
-    )
-
-
-def picture(spec: ClusterSpec) -> Table:
-    """Return a table, for a terminal, of what a spec would run: a line for each role of each pool."""
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("pool", "role", "replicas", "model", "slots", "TP", "nodes/GPU", "ports"):
+    for name in names:
         table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _rows(spec: ClusterSpec) -> Iterator[Sequence[str]]:
+    """Yield what a spec would run: the words of a line for each role of each pool."""
     for pool in spec.pools:
         for role in ROLES:
             config, count = pool.config(role), pool.count(role)
@@ -141,21 +143,64 @@ def picture(spec: ClusterSpec) -> Table:
             model, size, sharing = "", "", ""
             if role != "router":
                 model, size, sharing = pool.model, str(config.tensor_parallel_size), str(pool.nodes_per_gpu or "")
-            table.add_row(pool.name, role, str(count), model, slots, size, sharing, _ports(pool, role, count))
-    return table
-
-
-def findings(found: Sequence[Any]) -> Table:
-    """Return a table, for a terminal, of what a cluster needs of a machine and what the machine has."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "needs", "has", ""):
-        table.add_column(name, overflow="fold")
-    for one in found:
-        table.add_row(one.what, one.needs, one.has, one.state)
-    return table
+            yield pool.name, role, str(count), model, slots, size, sharing, _ports(pool, role, count)
 
 
 def _ports(pool: PoolSpec, role: str, count: int) -> str:
     last = pool.ports(role, count - 1)
     ranges = {name: f"{first}" + (f"-{last[name]}" if count > 1 else "") for name, first in pool.ports(role, 0).items()}
     return ", ".join(text if name == "port" else f"{name} {text}" for name, text in ranges.items()) or "any"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Change how many nodes a running cluster has.
+
+    New nodes join as soon as there is room for them. Surplus nodes drain: their work ends there, or continues on other
+    nodes with the same bits. The command returns once the nodes are as wanted.
+
+    examples:
+      corun scale prefill=3
+      corun scale prefill=2 decode=4
+      corun scale big.decode=2                              of pool big, where there are several
+      corun scale decode=4 --ray-address 10.0.0.7:6379      of a corun up on another machine of that Ray
+    """
+
+    counts: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[POOL.]ROLE=N")]]
+    """The wanted number of nodes: prefill=N or decode=N."""
+    ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """The Ray cluster that corun up runs on, which this machine must be a host of; by default that of the last corun up
+    on this machine."""
+    timeout_s: float = 900.0
+    """Longest wait for the change, in seconds."""
+
+    def run(self) -> int:
+        if not 0 < self.timeout_s <= 86_400:
+            raise InvalidArgumentError("timeout_s", self.timeout_s, "must be in (0, 86400] seconds")
+        pool, counts = parse_counts(self.counts)
+        with needs_extra("corun scale", "cpu"):
+            control = importlib.import_module("corun.launch.control")
+            done: str = control.scale(pool, counts, ray_address=self.ray_address, timeout_s=self.timeout_s)
+        print(f"scaled {done}")
+        return 0
+
+
+def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
+    """Return the name of the pool, empty if none is named, and the numbers of its processes by role.
+
+    Raises InvalidArgumentError for a word that is not [POOL.]ROLE=N, and for several pools at once.
+    """
+    if not words:
+        raise InvalidArgumentError("counts", (), "must name a role and a number, as in prefill=3")
+    pools, counts = set(), {}
+    for word in words:
+        name, _, number = word.partition("=")
+        pool, _, role = name.rpartition(".")
+        if role not in ROLES or not (number.isascii() and number.removeprefix("-").isdigit()):
+            raise InvalidArgumentError("counts", word, f"must be [POOL.]ROLE=N, with a role of {', '.join(ROLES)}")
+        check_replicas(name, int(number))
+        pools.add(pool)
+        counts[role] = int(number)
+    if len(pools) > 1:
+        raise InvalidArgumentError("counts", words, "must be of one pool at a time")
+    return pools.pop(), counts

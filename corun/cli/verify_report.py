@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,8 +68,6 @@ class Report:
     equal: Counter[Condition] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
     fingerprints: set[str] = field(default_factory=set)
-    _first: dict[NamedCase, VerifyResult] = field(default_factory=dict)
-    """The first whole result of each case."""
 
     @property
     def match(self) -> bool:
@@ -81,25 +79,13 @@ class Report:
         """The number of runs without a result."""
         return self.num_runs - self.runs.total()
 
-    def add(self, named: NamedCase, result: VerifyResult) -> None:
-        self.runs[result.condition] += 1
-        if result.receipt is not None:
-            self.fingerprints.add(result.receipt.fingerprint)
-            self._first.setdefault(named, result)
-        if reason := _difference(named, self._first.get(named), result):
-            self.differ(named, result.condition, reason)
+    def add(self, named: NamedCase, condition: Condition, difference: str) -> None:
+        """Count one run. difference: why it is not as expected; empty if it is."""
+        self.runs[condition] += 1
+        if difference:
+            self.differences.append(Difference(name=named.name, condition=condition, reason=difference))
         else:
-            self.equal[result.condition] += 1
-
-    def differ(self, named: NamedCase, condition: Condition, reason: str) -> None:
-        self.differences.append(Difference(name=named.name, condition=condition, reason=reason))
-
-    def case(self, named: NamedCase) -> VerifyCase:
-        """Return the case to run next. It carries the output digest of its first run, which later calls must repeat."""
-        first = self._first.get(named)
-        if named.case.output_digest or first is None or first.receipt is None:
-            return named.case
-        return replace(named.case, output_digest=first.receipt.output_digest)
+            self.equal[condition] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
@@ -122,9 +108,10 @@ class Verification:
         self, cases: Sequence[NamedCase], conditions: Sequence[Condition] = (), *, order_seed: int = 0
     ) -> None:
         self._cases = cases
-        self.conditions = all_if_none(conditions)
+        self._conditions = all_if_none(conditions)
         self._order_seed = order_seed
-        self.report = Report(num_cases=len(cases), num_runs=len(cases) * len(self.conditions))
+        self._first: dict[NamedCase, VerifyResult] = {}  # The first whole result of each case.
+        self.report = Report(num_cases=len(cases), num_runs=len(cases) * len(self._conditions))
 
     def run(
         self, client: Client, *, timeout_s: float = TIMEOUT_S, on_result: Callable[[], None] = lambda: None
@@ -134,23 +121,61 @@ class Verification:
         timeout_s: the time for the cases of one call, at most 256.
         """
         for start, cases in _calls(self._cases):
-            part = _Part(self, cases, self._order_seed + start, on_result)
+            # The indices of the cases without a result. A router ends a call that takes too long, so there may be more.
+            owed = {condition: list(range(len(cases))) for condition in self._conditions}
             deadline = Deadline(timeout_s)
-            while part.owed:
-                part.call(client, deadline)
+            while owed:
+                before = sum(map(len, owed.values()))
+                try:
+                    for _ in self._call(client, cases, owed, deadline, self._order_seed + start):
+                        on_result()
+                except DeadlineError:
+                    if sum(map(len, owed.values())) == before or not deadline.remaining_s:
+                        raise
         return self.report
 
+    def _call(
+        self,
+        client: Client,
+        cases: Sequence[NamedCase],
+        owed: dict[Condition, list[int]],
+        deadline: Deadline,
+        order_seed: int,
+    ) -> Iterator[VerifyResult]:
+        """Make one call, for the cases that the first condition still owes and all conditions that owe the same cases.
 
-def run(
-    client: Client,
-    cases: Sequence[NamedCase],
-    conditions: Sequence[Condition] = (),
-    *,
-    order_seed: int = 0,
-    timeout_s: float = TIMEOUT_S,
-) -> Report:
-    """Run every case under every condition; see `Verification`."""
-    return Verification(cases, conditions, order_seed=order_seed).run(client, timeout_s=timeout_s)
+        Yield each result once it is in the report. Raises DeadlineError if the router ended the call.
+        """
+        indices = next(iter(owed.values())).copy()
+        conditions = [condition for condition, left in owed.items() if left == indices]
+        asked = [self._case(cases[index]) for index in indices]
+        timeout_s = deadline.remaining_s or None
+        for result in client.verify(asked, conditions, order_seed=order_seed, timeout_s=timeout_s):
+            condition = result.condition
+            index = indices[result.case_index] if result.case_index < len(indices) else -1
+            if index not in owed.get(condition, ()):
+                raise DataLossError(
+                    f"the router answered case {result.case_index} under {condition.value}, which was not asked"
+                )
+            owed[condition].remove(index)
+            if not owed[condition]:
+                del owed[condition]
+            if result.receipt is not None:
+                self.report.fingerprints.add(result.receipt.fingerprint)
+                self._first.setdefault(cases[index], result)
+            difference = _difference(cases[index], self._first.get(cases[index]), result)
+            self.report.add(cases[index], condition, difference)
+            yield result
+        for condition in conditions:  # A case that was not run is not verified.
+            for index in owed.pop(condition, ()):
+                self.report.add(cases[index], condition, "the router gave no answer")
+
+    def _case(self, named: NamedCase) -> VerifyCase:
+        """Return the case to run next. It carries the output digest of its first run, which later calls must repeat."""
+        first = self._first.get(named)
+        if named.case.output_digest or first is None or first.receipt is None:
+            return named.case
+        return replace(named.case, output_digest=first.receipt.output_digest)
 
 
 def _calls(cases: Sequence[NamedCase]) -> Iterator[tuple[int, list[NamedCase]]]:
@@ -168,63 +193,6 @@ def _calls(cases: Sequence[NamedCase]) -> Iterator[tuple[int, list[NamedCase]]]:
         yield start, part
 
 
-class _Part:
-    """Cases that are run together. They may take several calls, since a router ends a call that takes too long."""
-
-    def __init__(
-        self, whole: Verification, cases: Sequence[NamedCase], order_seed: int, on_result: Callable[[], None]
-    ) -> None:
-        self.owed = {condition: list(range(len(cases))) for condition in whole.conditions}
-        """The indices of the cases without a result, by condition."""
-        self._report = whole.report
-        self._cases = cases
-        self._order_seed = order_seed
-        self._on_result = on_result
-
-    def call(self, client: Client, deadline: Deadline) -> None:
-        """Make one call, for the cases that the first condition still owes and all conditions that owe the same cases.
-
-        Raises DeadlineError if the call gave no result, or if no time is left.
-        """
-        indices = next(iter(self.owed.values())).copy()
-        conditions = [condition for condition, owed in self.owed.items() if owed == indices]
-        before = self._num_owed
-        results = client.verify(
-            [self._report.case(self._cases[index]) for index in indices],
-            conditions,
-            order_seed=self._order_seed,
-            timeout_s=deadline.remaining_s or None,
-        )
-        try:
-            self._collect(indices, results)
-        except DeadlineError:
-            if self._num_owed == before or not deadline.remaining_s:
-                raise
-            return
-        for condition in conditions:  # A case that was not run is not verified.
-            for index in self.owed.pop(condition, ()):
-                self._report.runs[condition] += 1
-                self._report.differ(self._cases[index], condition, "the router gave no answer")
-
-    @property
-    def _num_owed(self) -> int:
-        return sum(map(len, self.owed.values()))
-
-    def _collect(self, indices: Sequence[int], results: Iterable[VerifyResult]) -> None:
-        for result in results:
-            condition = result.condition
-            index = indices[result.case_index] if result.case_index < len(indices) else -1
-            if index not in self.owed.get(condition, ()):
-                raise DataLossError(
-                    f"the router answered case {result.case_index} under {condition.value}, which was not asked"
-                )
-            self.owed[condition].remove(index)
-            if not self.owed[condition]:
-                del self.owed[condition]
-            self._report.add(self._cases[index], result)
-            self._on_result()
-
-
 def built_in_cases(status: ClusterStatus, count: int = BUILT_IN_CASES) -> list[NamedCase]:
     """Return prompts of token ids for any model: several lengths, greedy and seeded, with and without penalties.
 
@@ -237,7 +205,22 @@ def built_in_cases(status: ClusterStatus, count: int = BUILT_IN_CASES) -> list[N
     max_model_len = min(node.max_model_len for node in nodes)
     max_tokens = min(_BUILT_IN_OUTPUT, max(1, max_model_len // 4))
     room = min(_MAX_PROMPT, max_model_len - max_tokens)
-    return [_built_in_case(i, vocab_size, 1 + (i * 37) % room, max_tokens) for i in range(count)]
+    found = []
+    for index in range(count):
+        length = 1 + (index * 37) % room
+        stream = hashlib.shake_256(b"corun.verify" + struct.pack("<I", index)).digest(4 * length)
+        params = SamplingParams(
+            temperature=(0.0, 0.7, 1.0)[index % 3],
+            top_p=0.95 if index % 4 == 1 else 1.0,
+            top_k=40 if index % 4 == 2 else 0,
+            presence_penalty=0.5 if index % 4 == 3 else 0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
+        prompt = tuple(word % vocab_size for word in struct.unpack(f"<{length}I", stream))
+        case = VerifyCase(prompt_token_ids=prompt, sampling_params=params, seed=1000 + index)
+        found.append(NamedCase(name=f"built-in-{index}", case=case))
+    return found
 
 
 def _difference(named: NamedCase, first: VerifyResult | None, result: VerifyResult) -> str:
@@ -256,7 +239,9 @@ def _difference(named: NamedCase, first: VerifyResult | None, result: VerifyResu
 def _differences(
     named: NamedCase, expected: Receipt, text_digest: str, result: VerifyResult, found: Receipt
 ) -> Iterator[str]:
-    known = ", as the audit did" if named.audit and _output(named.audit) == _output(found) else ""
+    audit = named.audit
+    is_as_audited = audit and (audit.output_digest, audit.finish_reason) == (found.output_digest, found.finish_reason)
+    known = ", as the audit did" if is_as_audited else ""
     if not result.match or found.output_digest != expected.output_digest:
         yield f"expected {expected.output_digest}, got {found.output_digest}{known}"
     if found.fingerprint != expected.fingerprint:
@@ -265,31 +250,8 @@ def _differences(
         if not value:
             yield f"the router gave no {name}: it cannot be checked"
     for name, words in _SAME.items():
-        was, now = getattr(expected, name), getattr(found, name)
+        was, now = (getattr(value, "value", value) for value in (getattr(expected, name), getattr(found, name)))
         if was and was != now:
-            yield f"its {words} {_shown(was)}, is {_shown(now)}{known}"
+            yield f"its {words} {was}, is {now}{known}"
     if result.text_digest != text_digest:
         yield "its text is not that of its tokens" if named.text_digest else "its text is another than it was first"
-
-
-def _output(receipt: Receipt) -> tuple[str, object]:
-    return receipt.output_digest, receipt.finish_reason
-
-
-def _shown(value: Any) -> object:
-    return getattr(value, "value", value)
-
-
-def _built_in_case(index: int, vocab_size: int, length: int, max_tokens: int) -> NamedCase:
-    stream = hashlib.shake_256(b"corun.verify" + struct.pack("<I", index)).digest(4 * length)
-    prompt = tuple(word % vocab_size for word in struct.unpack(f"<{length}I", stream))
-    params = SamplingParams(
-        temperature=(0.0, 0.7, 1.0)[index % 3],
-        top_p=0.95 if index % 4 == 1 else 1.0,
-        top_k=40 if index % 4 == 2 else 0,
-        presence_penalty=0.5 if index % 4 == 3 else 0.0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-    )
-    case = VerifyCase(prompt_token_ids=prompt, sampling_params=params, seed=1000 + index)
-    return NamedCase(name=f"built-in-{index}", case=case)

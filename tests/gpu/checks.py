@@ -149,7 +149,7 @@ def paper(bench: Bench) -> Iterator[Found]:
 def verify_conditions(bench: Bench) -> Iterator[Found]:
     """Do what `corun verify` does."""
     cases = verify_report.built_in_cases(bench.client.get_cluster(), bench.count(verify_report.BUILT_IN_CASES))
-    found = verify_report.run(bench.client, cases, timeout_s=bench.remaining_s)
+    found = verify_report.Verification(cases).run(bench.client, timeout_s=bench.remaining_s)
     for condition in Condition:
         reasons = [str(one.to_dict()) for one in found.differences if one.condition is condition]
         detail = {"differences": reasons[:4]} if reasons else {}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from corun import Client
-from corun.cli.verify_report import Report, run
+from corun.cli.verify_report import Report, Verification
 from corun.config.fields import RouterConfig
 from corun.params import SamplingParams
 from corun.receipt import output_digest
@@ -395,7 +395,7 @@ def files(directory: Path) -> list[Path]:
 
 def replay(address: str, named: NamedCase) -> Report:
     with Client(address) as client:
-        return run(client, [named])
+        return Verification([named]).run(client)
 
 
 async def lie(fake: FakeCluster) -> tuple[LocalNode, LocalNode]:

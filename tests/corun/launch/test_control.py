@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from corun.cli import main
-from corun.cli.scale import parse_counts
+from corun.cli.up import parse_counts
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch.control import Change, Note, ScaleStatus, _Board, in_words, latest
