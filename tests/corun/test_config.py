@@ -1,15 +1,255 @@
-"""Configs are checked when made, and command lines give them or a usage error."""
+"""Settings: their limits, what a cluster's file may say of them, and what a process makes of file and flags."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corun.config.cluster_file import _TYPES, CONFIGS, ClusterSpec, PoolSpec, Security, _keys, path_settings, read, toml
 from corun.config.fields import DecodeConfig, MemberConfig, NodeConfig, PrefillConfig, RouterConfig
 from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
+from tests.secrets import Secrets
+
+WHOLE = """
+[pools.main]
+model = "org/model"
+dtype = "float32"
+threads = 2
+
+[pools.main.router]
+port = 7001
+audit_fraction = 1
+
+[pools.main.prefill]
+replicas = 2
+chunk_size = 64
+port = 7101
+
+[pools.main.decode]
+slots = 8
+smaller_steps = false
+threads = 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "cluster.toml"
+
+
+def spec(file: Path, text: str) -> ClusterSpec:
+    file.write_text(text)
+    found = read(file)
+    found.check()
+    return found
+
+
+def test_a_file_gives_the_configs(file: Path) -> None:
+    pool = spec(file, WHOLE).pool()
+    assert pool.config("router") == RouterConfig(port=7001, audit_fraction=1)
+    assert pool.config("prefill", node_id="p") == PrefillConfig(
+        model="org/model", dtype="float32", threads=2, chunk_size=64, port=7101, node_id="p"
+    )
+    assert pool.config("decode") == DecodeConfig(
+        model="org/model", dtype="float32", threads=1, slots=8, smaller_steps=False
+    )
+    assert [pool.count(role) for role in CONFIGS] == [1, 2, 1]
+    assert [pool.ports("prefill", index) for index in range(2)] == [{"port": 7101}, {"port": 7102}]
+    assert (pool.ports("router", 1), pool.ports("decode", 5)) == ({"port": 7002}, {})
+    assert spec(file, '[pools.a]\nmodel = "tiny"').pool("a").config("decode") == DecodeConfig(model="tiny")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("slots = 8", "slot = 8", r"[pools.main.decode] slot = 8: is not a key here; the nearest is slots"),
+        ("slots = 8", "slots = -1", r"[pools.main.decode] slots = -1: must be an integer in [0, 4096]"),
+        ("slots = 8", 'slots = "8"', r"[pools.main.decode] slots = '8': must be an integer"),
+        ("slots = 8", "slots = true", r"[pools.main.decode] slots = True: must be an integer"),
+        ("smaller_steps = false", "smaller_steps = 0", r"[pools.main.decode] smaller_steps = 0: must be true or false"),
+        ("slots = 8", "slots = {}", r"[pools.main.decode] slots = {}: must be an integer"),
+        ("slots = 8", "replicas = 0", r"[pools.main.decode] replicas = 0: must be at least 1"),
+        ("threads = 2", "threads = -1", r"[pools.main] threads = -1: must be an integer in [0"),
+        ("threads = 2", "slots = 2", r"[pools.main] slots = 2: belongs in [pools.main.decode]"),
+        ("slots = 8", 'model = "b"', r"[pools.main.decode] model = 'b': belongs in [pools.main]"),
+        ("slots = 8", 'node_id = "b"', r"[pools.main.decode] node_id = 'b': is for whoever starts the process"),
+        ("slots = 8", 'tls_ca = "b"', r"[pools.main.decode] tls_ca = 'b': belongs in [security]"),
+        ("port = 7001", "port = 70000", r"[pools.main.router] port = 70000: must be an integer in [0, 65535]"),
+        ("port = 7001", "port = 7102", r"[pools.main.prefill] port = 7101: must leave 7102 to"),
+        ("port = 7101", "port = 65535", r"[pools.main.prefill] port = 65536: must be an integer in"),
+        ("port = 7001", 'host = "0.0.0.0"', r"host = '0.0.0.0': is a public address, so [security] needs tls_cert"),
+        ('model = "org/model"', "", r"[pools.main] model = '': must be given"),
+        ('model = "org/model"', 'model = ""', r"[pools.main] model = '': must not be empty"),
+        ('model = "org/model"', "model = 1", r"[pools.main] model = 1: must be text"),
+        ("[pools.main.decode]", "[pools.main.decoder]", r"[pools.main] decoder = a table: is not a key here"),
+        ("[pools.main.decode]", "[pool.main.decode]", r"cluster.toml: pool = a table: is not a key here; the nearest"),
+        ("[pools.main]", "[security]\ntls_cert = 'x'\n[pools.main]", "[security] tls_key = '': must be given"),
+        ("[pools.main]", "[security]\ninsecure = 1\n[pools.main]", "[security] insecure = 1: must be true or false"),
+        ("[pools.main]", '[pools."a b"]\nmodel = "m"\n[pools.main]', "must be called with up to 63"),
+    ],
+)
+def test_what_is_wrong_says_where(file: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        spec(file, WHOLE.replace(old, new, 1))
+    assert message in str(caught.value)
+    assert "cluster.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["port = ", "", "[security]", "[pools]", "pools = 1", "[pools]\nmain = 1"])
+def test_a_file_needs_a_pool(file: Path, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"cluster\.toml: |must be a readable TOML file: Invalid value"):
+        spec(file, text)
+
+
+def test_a_file_holds_no_secret(file: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="use seed_key_file") as caught:
+        spec(file, WHOLE.replace("port = 7001", 'seed_key = "c0ffee"'))
+    assert "c0ffee" not in str(caught.value)
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Secrets.make(tmp_path / "secrets")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").touch()
+    (tmp_path / "audits").mkdir()
+    (tmp_path / "seed.key").write_text("00" * 8)
+    names = {"tls_cert": "member.pem", "tls_key": "member.key", "tls_ca": "ca.pem"}
+    names |= {"cluster_token_file": "cluster.token", "client_tokens_file": "clients.tokens"}
+    security = "\n".join(f'{key} = "secrets/{name}"' for key, name in names.items())
+    monkeypatch.chdir("/")
+    found = spec(
+        file,
+        f'[security]\n{security}\n[pools.main]\nmodel = "weights"\n[pools.main.router]\nhost = "0.0.0.0"\n'
+        'audit_dir = "audits"\nseed_key_file = "seed.key"',
+    )
+    router = found.pool().config("router")
+    assert (router.tls_cert, router.audit_dir) == (str(tmp_path / "secrets/member.pem"), str(tmp_path / "audits"))
+    assert router.seed_key_bytes == b"\0" * 8
+    decode = found.pool().config("decode")
+    assert (decode.model, decode.tls_ca) == (str(tmp_path / "weights"), str(tmp_path / "secrets/ca.pem"))
+    assert found.security.cluster_token() == decode.cluster_token()
+
+
+def test_every_path_is_known() -> None:
+    names = {known.name for cls in CONFIGS.values() for known in fields(cls)}
+    like_a_path = {name for name in names if name.endswith(("_file", "_dir", "_cert", "_key", "_ca"))}
+    assert like_a_path - {"seed_key"} == path_settings()
+
+
+def test_every_setting_has_a_type_that_a_file_can_give() -> None:
+    for types in _keys().values():
+        assert {name for name, hint in types.items() if hint not in _TYPES} == set()
+
+
+def test_every_setting_is_checked_or_may_be_anything() -> None:
+    unchecked = {known.name for cls in CONFIGS.values() for known in fields(cls) if "check" not in known.metadata}
+    assert unchecked - path_settings() == {"tls_name", "tls_clients", "share_kv", "smaller_steps"}
+
+
+def test_a_link_stays_a_link(tmp_path: Path, file: Path) -> None:
+    """A mounted secret is one: its renewal changes where it leads."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "now").symlink_to("old")
+    (tmp_path / "old" / "seed.key").write_text("00" * 8)
+    (tmp_path / "seed.key").symlink_to("now/seed.key")
+    found = spec(file, '[pools.main]\nmodel = "m"\n[pools.main.router]\nseed_key_file = "seed.key"')
+    assert found.pool().config("router").seed_key_file == str(tmp_path / "seed.key")
+
+
+def test_making_a_config_reads_no_file(file: Path) -> None:
+    names = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file")
+    pool = spec(file, "[security]\n" + "\n".join(f"{name} = '/none/{name}'" for name in names) + WHOLE).pool()
+    for role in CONFIGS:
+        with pytest.raises(InvalidArgumentError, match=r"cluster\.toml: \[security\] tls_cert = .*readable file"):
+            pool.check_files(role)
+    for name, value, limit in (
+        ("audit_dir", "/none", "must be a directory"),
+        ("audit_dir", "/dev/null", "must be a directory"),
+        ("seed_key_file", "/none", "No such file"),
+    ):
+        values: dict[str, Any] = {name: value}
+        config = RouterConfig(**values)
+        with pytest.raises(InvalidArgumentError, match=f"{name} = '{value}': .*{limit}"):
+            config.check_files()
+
+
+def test_a_pool_survives_its_way_through_a_file(file: Path) -> None:
+    pool = PoolSpec(
+        name="a-b_1",
+        common={"model": 'o\\"rg/m\u00f6\n\x7fdel', "threads": 2, "nixl_port": 7, "drain_grace_s": 1e-05},
+        router={"audit_fraction": 1, "share_kv": False, "metrics_port": 0, "audit_dir": "/x"},
+        decode={"slots": 8},
+        replicas={"decode": 3},
+        nodes_per_gpu=2,
+        security=Security(tls_ca="/ca.pem", insecure=True),
+    )
+    for each in (pool, PoolSpec(common={"model": "m"})):
+        file.write_text(toml(each), encoding="utf-8")
+        assert replace(read(file).pool(), source="") == each
+
+
+def test_two_pools_share_no_port(file: Path) -> None:
+    two = '[pools.a]\nmodel = "m"\n[pools.b]\nmodel = "m"\n'
+    with pytest.raises(InvalidArgumentError, match=r"\[pools.b.router\] port = 50051: must leave 50051 to .*pools.a"):
+        spec(file, two)
+    found = spec(file, f"{two}[pools.b.router]\nport = 50052")
+    assert [pool.name for pool in found.pools] == ["a", "b"]
+    with pytest.raises(InvalidArgumentError, match="pool = '': must be one of a, b"):
+        found.pool()
+    with pytest.raises(InvalidArgumentError, match="pool = 'c': must be one of a, b"):
+        found.pool("c")
+
+
+def test_nodes_per_gpu(file: Path) -> None:
+    def of(words: str) -> PoolSpec:
+        found = spec(file, f'[pools.main]\nmodel = "m"\n{words}').pool()
+        found.check()
+        return found
+
+    assert of("").nodes_per_gpu is None
+    assert of("nodes_per_gpu = 3").nodes_per_gpu == 3
+    for value in ("0", "33", "true", "1.0", '"2"'):
+        with pytest.raises(
+            InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = .* must be (an integer|at least 1)"
+        ):
+            of(f"nodes_per_gpu = {value}")
+    with pytest.raises(InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = 2: must be left out: .* 4 GPUs"):
+        of("nodes_per_gpu = 2\ntensor_parallel_size = 4")
+    with pytest.raises(InvalidArgumentError, match=r"\[pools.main.decode\] nodes_per_gpu = 2: belongs in"):
+        of("[pools.main.decode]\nnodes_per_gpu = 2")
+
+
+def test_scaled(file: Path) -> None:
+    found = spec(file, WHOLE)
+    more = found.scaled("", {"prefill": 3, "decode": 2})
+    assert [more.pool().count(role) for role in CONFIGS] == [1, 3, 2]
+    assert found.pool().count("prefill") == 2
+    for counts in ({"prefill": 0}, {"decode": -1}, {"decode": 10_000}):
+        with pytest.raises(InvalidArgumentError, match="replicas"):
+            found.scaled("main", counts)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"decode": {"slots": -1}}, "slots"),
+        ({"router": {"port": 65536}}, "port"),
+        ({"router": {"host": ""}}, "host"),
+        ({"prefill": {"chunk_size": 0}}, "chunk_size"),
+        ({"replicas": {"prefill": 0}}, "prefill"),
+        ({"replicas": {"decode": -1}}, "decode"),
+        ({"router": {"audit_fraction": 2.0}}, "audit_fraction"),
+    ],
+)
+def test_values_of_a_command_line_are_called_as_there(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        PoolSpec(common={"model": "m"}, **values).check()
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -39,7 +279,7 @@ from corun.errors import InvalidArgumentError
     ],
 )
 def test_limits(cls: type[MemberConfig], name: str, values: list[Any]) -> None:
-    """One setting of each kind, and those with limits of their own; `test_spec` looks that each setting has a check."""
+    """One setting of each kind, and those with limits of their own. Another test looks that each has a check."""
     model = {} if cls is RouterConfig else {"model": "m"}
     for value in values:
         with pytest.raises(InvalidArgumentError, match=r"must be|must not") as caught:
@@ -59,24 +299,56 @@ def test_a_secret_stays_out_of_the_error() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_parse() -> None:
+def test_flags_give_a_config_or_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse(DecodeConfig, ["--model", "m", "--slots", "8", "--router", "a:1", "b:2"])
     assert config == DecodeConfig(model="m", slots=8, router=("a:1", "b:2"))
     assert parse(RouterConfig, []) == RouterConfig()
     assert parse(RouterConfig, ["--metrics-port", "9"]) == RouterConfig(metrics_port=9)
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
+    for argv, text in (
         (["--model", "m", "--slots", "-1"], "node: slots = -1: must be an integer in [0, 4096]"),
         (["--model", "m", "--slots", "many"], "--slots"),
         (["--model", "m", "--bogus", "1"], "--bogus"),
         ([], "--model"),
-    ],
-)
-def test_usage_errors(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(DecodeConfig, argv, prog="node")
-    assert caught.value.code == 2
-    assert text in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parse(DecodeConfig, argv, prog="node")
+        assert caught.value.code == 2
+        assert text in capsys.readouterr().err
+
+
+class TestProcess:
+    """`--config cluster.toml --pool NAME`."""
+
+    def test_values_of_the_file_are_defaults(self, file: Path) -> None:
+        file.write_text(WHOLE)
+        assert parse(RouterConfig, ["--config", str(file), "--port", "1"]) == RouterConfig(port=1, audit_fraction=1)
+        argv = [f"--config={file}", "--pool", "main", "--router", "r:1", "--threads", "7", "--smaller-steps"]
+        assert parse(DecodeConfig, argv) == DecodeConfig(
+            model="org/model", dtype="float32", threads=7, slots=8, router=("r:1",)
+        )
+
+    def test_secrets_of_others_need_not_be_there(self, tmp_path: Path, file: Path) -> None:
+        (tmp_path / "cluster.token").write_text("t" * 32)
+        names = 'cluster_token_file = "cluster.token"\nclient_tokens_file = "clients.tokens"'
+        file.write_text(f"[security]\n{names}\n{WHOLE}")
+        assert parse(PrefillConfig, ["--config", str(file)]).cluster_token() == "t" * 32
+
+    @pytest.mark.parametrize(
+        ("cls", "flags", "message"),
+        [
+            (DecodeConfig, ["--config", "FILE", "--pool", "x"], "prog: pool = 'x': must be one of main"),
+            (DecodeConfig, ["--pool", "x"], "must come with --config"),
+            (DecodeConfig, ["--config", "/none"], "config = '/none': must be a readable TOML file: No such file"),
+            (DecodeConfig, ["--config", "FILE", "--slots", "-1"], "prog: slots = -1: must be an integer"),
+            (RouterConfig, ["--config", "FILE", "--seed-key", "c0ffee"], "use seed_key_file"),
+            (RouterConfig, ["--config"], "--config: expected one argument"),
+        ],
+    )
+    def test_usage_errors(
+        self, cls: type[Any], flags: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file.write_text(WHOLE)
+        with pytest.raises(SystemExit) as caught:
+            parse(cls, [str(file) if word == "FILE" else word for word in flags], prog="prog")
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
