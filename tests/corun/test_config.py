@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+import stat
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corun.cli import main
 from corun.config.cluster_file import _TYPES, CONFIGS, ClusterSpec, PoolSpec, Security, _keys, path_settings, read, toml
-from corun.config.fields import DecodeConfig, MemberConfig, NodeConfig, PrefillConfig, RouterConfig
+from corun.config.fields import (
+    DecodeConfig,
+    MemberConfig,
+    NodeConfig,
+    PrefillConfig,
+    RouterConfig,
+    TlsConfig,
+    is_loopback,
+)
 from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
+from corun.launch.members import command, members
 from tests.secrets import Secrets
 
 WHOLE = """
@@ -35,6 +46,11 @@ slots = 8
 smaller_steps = false
 threads = 1
 """
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    return Secrets.make(tmp_path_factory.mktemp("secrets"))
 
 
 @pytest.fixture
@@ -352,3 +368,96 @@ class TestProcess:
             parse(cls, [str(file) if word == "FILE" else word for word in flags], prog="prog")
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_all_of_tls_or_none(secrets: Secrets) -> None:
+    with pytest.raises(InvalidArgumentError, match="TLS between members needs"):
+        RouterConfig(tls_cert=secrets.path("member.pem"), tls_key=secrets.path("member.key"))
+    with pytest.raises(InvalidArgumentError, match="tls_clients"):
+        RouterConfig(tls_clients=True)
+    with pytest.raises(InvalidArgumentError, match="every client may act as a node"):
+        RouterConfig(client_tokens_file=secrets.path("clients.tokens"))
+    with pytest.raises(InvalidArgumentError, match="PEM file"):
+        TlsConfig(ca=secrets.path("cluster.token"))
+    with pytest.raises(InvalidArgumentError, match="readable file"):
+        TlsConfig(ca=secrets.path("none.pem"))
+    with pytest.raises(InvalidArgumentError, match="both, or neither"):
+        TlsConfig(cert=secrets.path("member.pem"))
+
+
+def test_values_show_no_secret(secrets: Secrets) -> None:
+    config = RouterConfig(**secrets.settings)
+    shown = f"{config!r} {secrets.member!r} {secrets.client!r}"
+    assert not [text for text in secrets.texts if text in shown]
+    assert "c0ffee" not in repr(RouterConfig(seed_key="c0ffee"))
+
+
+def test_a_command_line_takes_no_secret(secrets: Secrets, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--seed-key", "c0ffee"], ["--seed-key=c0ffee"], ["--seed_key", "c0ffee"]):
+        with pytest.raises(SystemExit) as caught:
+            parse(RouterConfig, argv)
+        assert caught.value.code == 2
+        shown = capsys.readouterr().err
+        assert "use seed_key_file" in shown
+        assert "c0ffee" not in shown
+
+
+def test_a_seed_key_comes_from_a_file(secrets: Secrets, tmp_path: Path) -> None:
+    assert len(parse(RouterConfig, ["--seed-key-file", secrets.path("seed.key")]).seed_key_bytes) == 32
+    path = tmp_path / "key"
+    path.write_text("not-hexadecimal-at-all")
+    with pytest.raises(InvalidArgumentError, match="hexadecimal") as caught:
+        RouterConfig(seed_key_file=str(path)).check_files()
+    assert "not-hex" not in str(caught.value)
+
+
+def test_what_up_starts_gets_paths_only(secrets: Secrets, tmp_path: Path) -> None:
+    security = Security(**secrets.settings, tls_clients=True)
+    pool = PoolSpec(common={"model": "m"}, router={"host": "0.0.0.0"}, security=security)
+    first, *nodes = members(ClusterSpec(pools=(pool,)))
+    file = tmp_path / "cluster.toml"
+    file.write_text(toml(pool))
+    assert not [text for text in secrets.texts if text in file.read_text()]
+    router = command(pool, first, file=file, host="")
+    assert parse(RouterConfig, router[3:]) == RouterConfig(host="0.0.0.0", tls_clients=True, **secrets.settings)
+    for node, config in zip(nodes, (PrefillConfig, DecodeConfig), strict=True):
+        argv = command(pool, node, file=file, routers=("10.0.0.1:1",), host="10.0.0.2")
+        assert parse(config, argv[3:]).cluster_token_file == secrets.path("cluster.token")
+        assert not [text for text in secrets.texts if text in " ".join(argv)]
+
+
+def test_a_public_address_needs_tls_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    assert main(["up", "--host", "0.0.0.0", "--port", "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "host = '0.0.0.0': is a public address, so it needs --tls-cert, --tls-key" in shown
+    assert "--insecure" in shown
+
+
+def test_part_of_it_is_not_enough(secrets: Secrets) -> None:
+    def check(**security: Any) -> None:
+        PoolSpec(common={"model": "m"}, router={"host": "0.0.0.0"}, security=Security(**security)).check()
+
+    for missing in ("tls_ca", "client_tokens_file", "cluster_token_file"):
+        with pytest.raises(InvalidArgumentError, match=f"needs --{missing.replace('_', '-')} as well"):
+            check(**{**secrets.settings, missing: ""})
+    check(**secrets.settings)
+    check(insecure=True)
+    PoolSpec(common={"model": "m"}).check()
+
+
+def test_loopback() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "localhost.example.org"))
+
+
+def test_certs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "new"
+    assert main(["certs", str(directory), "--hosts", "10.0.0.7", "r.example.org"]) == 0
+    written = capsys.readouterr().out.split()
+    assert sorted(written) == sorted(str(path) for path in directory.iterdir())
+    secret = [path for path in directory.iterdir() if path.suffix in {".key", ".token", ".tokens"}]
+    assert len(secret) == 7
+    assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
+    assert main(["certs", str(directory)]) == 2
+    assert "must not hold ca.pem already" in capsys.readouterr().err

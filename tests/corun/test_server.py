@@ -1,4 +1,4 @@
-"""The server over a real socket: typed errors, health, limits, impatience, cancellation, lifecycle."""
+"""The server over a real socket: typed errors, health, limits, impatience, TLS and tokens, cancellation, lifecycle."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corun.cli import issue_certs, main
+from corun.client.client import AsyncClient, Client
+from corun.config.fields import TlsConfig
 from corun.errors import (
     CorunError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
     OverloadedError,
+    UnauthenticatedError,
     UnavailableError,
     from_rpc_error,
 )
 from corun.rpc import health, server
 from corun.rpc.auth import Gate, bearer, read_client_tokens
-from corun.rpc.channel import channel
+from corun.rpc.channel import Access, channel
 from corun.rpc.interceptor import caller, has_more_fields, peer_host
 from corun.rpc.server import GrpcServer, join_address, run, server_options
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc as pb_grpc
+from corun.v1 import decode_service_pb2 as decode_pb
+from corun.v1 import decode_service_pb2_grpc
 from tests.fuzz.http2 import DATA, END_STREAM, WINDOW_UPDATE, Connection, call, frame, headers, hello, status_of
+from tests.secrets import Secrets
 
 LIMIT = 64 * 1024
 DEADLINE_S = 60
@@ -86,10 +93,21 @@ class Servicer(pb_grpc.ClusterServiceServicer):
         await context.abort(grpc.StatusCode.NOT_FOUND, "by itself")
 
 
+class Decode(decode_service_pb2_grpc.DecodeServiceServicer):
+    """A service for members only."""
+
+    async def Release(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return decode_pb.ReleaseResponse()
+
+    async def StreamSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        yield decode_pb.StreamStepsResponse(step=0)
+
+
 @contextlib.asynccontextmanager
-async def serving(servicer: Servicer, **options: Any) -> AsyncIterator[GrpcServer]:
-    server = GrpcServer(max_message_bytes=LIMIT, **options)
-    server.add(pb_grpc.add_ClusterServiceServicer_to_server, servicer)
+async def serving(servicer: Servicer | None = None, **options: Any) -> AsyncIterator[GrpcServer]:
+    server = GrpcServer(**{"max_message_bytes": LIMIT, **options})
+    server.add(pb_grpc.add_ClusterServiceServicer_to_server, servicer or Servicer())
+    server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, Decode())
     await server.start()
     try:
         yield server
@@ -117,6 +135,21 @@ def stub_of(connection: Any) -> Any:
     return pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
 
 
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    return Secrets.make(tmp_path_factory.mktemp("secrets"))
+
+
+def gate_of(secrets: Secrets, line: str = "") -> Gate:
+    path = secrets.directory / "limited.tokens"
+    path.write_text(f"client: {secrets.token('client')} {line}\n")
+    return Gate(cluster=secrets.token("cluster"), clients=read_client_tokens("f", str(path)))
+
+
+def release(link: Any, message: bytes = b"") -> Any:
+    return link.unary_unary("/corun.v1.DecodeService/Release")(message, timeout=DEADLINE_S)
+
+
 def raw(connection: Any, method: str, data: bytes) -> Any:
     """A call with bytes of our choice: unary, or the first message of a stream."""
     if method == "Generate":
@@ -124,9 +157,9 @@ def raw(connection: Any, method: str, data: bytes) -> Any:
     return connection.unary_unary(f"/{SERVICE}/{method}")(data, timeout=DEADLINE_S)
 
 
-async def failure(call: Callable[[], Any]) -> CorunError:
+async def failure(call: Any) -> CorunError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call()
+        await call
     return from_rpc_error(caught.value)
 
 
@@ -141,7 +174,7 @@ async def texts(stub: Any, text: str = "") -> list[str]:
 @pytest.mark.parametrize("call", [get, texts], ids=["unary", "stream"])
 async def test_typed_errors_arrive_whole(call: Callable[[Any], Any]) -> None:
     async with connected(Servicer(OverloadedError("the queue is full", 0.5))) as stub:
-        error = await failure(lambda: call(stub))
+        error = await failure(call(stub))
         assert isinstance(error, OverloadedError)
         assert (error.message, error.retry_after_s) == ("the queue is full", 0.5)
 
@@ -150,7 +183,7 @@ async def test_typed_errors_arrive_whole(call: Callable[[Any], Any]) -> None:
 async def test_internals_stay_in_the_log(call: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
     async with connected(Servicer(RuntimeError("/secret/path"))) as stub:
         with caplog.at_level(logging.ERROR):
-            error = await failure(lambda: call(stub))
+            error = await failure(call(stub))
     assert isinstance(error, InternalError)
     assert "secret" not in str(error)
     error_id = str(error).removeprefix("internal error, id ")
@@ -162,7 +195,7 @@ async def test_internals_stay_in_the_log(call: Callable[[Any], Any], caplog: pyt
 async def test_a_handler_may_abort_by_itself() -> None:
     async with connected(Servicer()) as stub:
         call = stub.Verify(pb.VerifyRequest(), timeout=DEADLINE_S)
-        error = await failure(call.read)
+        error = await failure(call.read())
         assert (type(error), str(error)) == (NotFoundError, "by itself")
 
 
@@ -187,16 +220,16 @@ async def test_a_big_message_is_refused_by_name(method: str, size: int, caplog: 
 
 async def test_a_big_message_is_not_even_sent() -> None:
     async with connected(Servicer(), max_message_bytes=1000) as stub:
-        error = await failure(lambda: texts(stub, "x" * 2000))
+        error = await failure(texts(stub, "x" * 2000))
     assert isinstance(error, InvalidArgumentError)
     assert "must be at most 1000 bytes" in str(error)
 
 
 async def test_a_message_at_the_limit_is_taken_and_rubbish_is_not() -> None:
     overhead = pb.GenerateRequest(text="x" * (LIMIT - 100)).ByteSize() - (LIMIT - 100)
-    async with serving(Servicer()) as server, channel(server.address) as connection:
+    async with serving() as server, channel(server.address) as connection:
         assert await texts(stub_of(connection), "x" * (LIMIT - overhead)) == ["one"]
-        error = await failure(lambda: raw(connection, "GetCluster", b"\xff"))
+        error = await failure(raw(connection, "GetCluster", b"\xff"))
         assert str(error) == "message = 1 bytes: must be valid protobuf"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await raw(connection, "Nothing", b"")
@@ -221,7 +254,7 @@ def test_groups_hide_no_fields_and_rubbish_is_left_to_the_parser(data: bytes, mo
 @pytest.mark.parametrize("path", [GET_CLUSTER, GENERATE])
 async def test_a_message_that_does_not_come_whole_ends_the_call(path: bytes) -> None:
     sent = (frame(DATA, END_STREAM, 1), frame(DATA, 0, 1, b""), frame(DATA, 0, 1, b"\0\0\0\0\x09abc"))
-    async with serving(Servicer(), client_timeout_s=IMPATIENT_S) as server:
+    async with serving(client_timeout_s=IMPATIENT_S) as server:
         for data, status in zip(sent, (INVALID_ARGUMENT, DEADLINE_EXCEEDED, DEADLINE_EXCEEDED), strict=True):
             async with raw_connection(server) as link:
                 link.send(headers(1, path) + data)
@@ -275,14 +308,14 @@ async def test_a_client_that_stopped_reading_and_leaves_closes_the_handler() -> 
 
 
 async def test_health() -> None:
-    async with serving(Servicer()) as server, channel(server.address) as connection:
+    async with serving() as server, channel(server.address) as connection:
         stub: Any = health_pb2_grpc.HealthStub(connection)
 
         async def check(service: str) -> Any:
             return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)).status
 
         assert await check("") == STATUSES.NOT_SERVING
-        assert isinstance(await failure(lambda: check(SERVICE)), NotFoundError)
+        assert isinstance(await failure(check(SERVICE)), NotFoundError)
         await server.set_serving("", True)
         await server.set_serving(SERVICE, True)
         assert await check("") == await check(SERVICE) == STATUSES.SERVING
@@ -294,13 +327,13 @@ async def test_health_is_watched_by_so_many_and_one_that_leaves_does_not_silence
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(health, "MAX_WATCHERS", 2)
-    async with serving(Servicer()) as server, channel(server.address) as connection:
+    async with serving() as server, channel(server.address) as connection:
         stub: Any = health_pb2_grpc.HealthStub(connection)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(2)]
         for watch in watches:
             assert (await watch.read()).status == STATUSES.NOT_SERVING
         late = stub.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
-        assert isinstance(await failure(late.read), OverloadedError)
+        assert isinstance(await failure(late.read()), OverloadedError)
         watches[0].cancel()
         await asyncio.sleep(0.1)
         await server.set_serving("", True)
@@ -330,7 +363,7 @@ async def test_stop_gives_running_calls_their_grace() -> None:
 
 
 async def test_a_port_in_use_is_an_error() -> None:
-    async with serving(Servicer()) as server:
+    async with serving() as server:
         assert server.port > 0
         with pytest.raises(UnavailableError, match=f"cannot listen on 127.0.0.1:{server.port}"):
             await GrpcServer(port=server.port).start()
@@ -437,3 +470,141 @@ async def test_what_a_handler_leaves_behind_does_not_keep_its_call(monkeypatch: 
     for timer in timers:
         timer.cancel()
     assert len(timers) == 50
+
+
+async def test_a_router_and_its_client_must_fit(secrets: Secrets, tmp_path: Path) -> None:
+    other = Secrets.make(tmp_path)
+    async with serving(tls=secrets.tls_of("member"), mutual=False) as server:
+        async with AsyncClient(server.address, tls=secrets.tls, timeout_s=DEADLINE_S) as client:
+            assert (await client.get_cluster()).router_id == "r"
+        async with AsyncClient(server.address, tls=other.tls, connect_timeout_s=0.3) as client:
+            with pytest.raises(UnavailableError, match="over TLS: the certificates may not be those"):
+                await client.get_cluster()
+        async with AsyncClient(server.address, connect_timeout_s=0.3) as client:
+            with pytest.raises(UnavailableError, match=r"no router answers at .* without TLS"):
+                await client.get_cluster()
+
+
+async def test_members_must_show_a_certificate_of_their_authority(secrets: Secrets, tmp_path: Path) -> None:
+    stranger = Secrets.make(tmp_path).tls_of("member")
+    mixed = TlsConfig(ca=secrets.path("ca.pem"), cert=stranger.cert, key=stranger.key)
+    async with serving(tls=secrets.tls_of("member")) as server:
+        for tls in (secrets.tls, mixed):
+            async with channel(server.address, access=Access(tls=tls, token=secrets.token("cluster"))) as link:
+                assert isinstance(await failure(release(link)), UnavailableError)
+        async with channel(server.address, access=secrets.member) as link:
+            await release(link)
+
+
+async def test_a_name_other_than_the_address(secrets: Secrets, tmp_path: Path) -> None:
+    issue_certs.make(tmp_path, ["members.corun"])
+    other = Secrets(tmp_path)
+    async with serving(tls=other.tls_of("member"), mutual=False) as server:
+        named = TlsConfig(ca=other.path("ca.pem"), name="members.corun")
+        async with AsyncClient(server.address, tls=named, timeout_s=DEADLINE_S) as client:
+            assert (await client.get_cluster()).router_id == "r"
+        async with AsyncClient(server.address, tls=other.tls, connect_timeout_s=0.3) as client:
+            with pytest.raises(UnavailableError):
+                await client.get_cluster()
+
+
+async def test_a_key_of_another_certificate(secrets: Secrets) -> None:
+    tls = TlsConfig(cert=secrets.path("member.pem"), key=secrets.path("client.key"), ca=secrets.path("ca.pem"))
+    with pytest.raises(InvalidArgumentError, match=r"tls_key = .*client\.key.*must be that of .*member\.pem"):
+        await GrpcServer(tls=tls).start()
+
+
+async def test_each_service_wants_its_own(secrets: Secrets) -> None:
+    async with serving(gate=gate_of(secrets), max_message_bytes=1024) as server:
+        for token in ("", "wrong-" * 5, secrets.token("client")):
+            async with channel(server.address, access=Access(token=token)) as link:
+                stream = link.unary_stream("/corun.v1.DecodeService/StreamSteps")(b"", timeout=DEADLINE_S)
+                # A refused message is not read, however long it is.
+                for refused in (release(link), stream.read(), release(link, b"x" * 10_000_000)):
+                    assert isinstance(await failure(refused), UnauthenticatedError)
+        async with channel(server.address, access=Access(token=secrets.token("cluster"))) as link:
+            await release(link)
+
+
+async def test_both_clients_send_theirs(secrets: Secrets) -> None:
+    async with serving(gate=gate_of(secrets)) as server:
+        async with AsyncClient(server.address, token="wrong-" * 5, timeout_s=DEADLINE_S) as client:
+            with pytest.raises(UnauthenticatedError, match="needs a client's token"):
+                await client.get_cluster()
+        with Client(server.address, token=secrets.token("client"), timeout_s=DEADLINE_S) as blocking:
+            assert (await asyncio.to_thread(blocking.get_cluster)).router_id == "r"
+        async with AsyncClient(server.address, token=secrets.token("client"), timeout_s=DEADLINE_S) as client:
+            assert (await client.get_cluster()).router_id == "r"
+
+
+async def test_health_needs_none_and_reflection_is_off(secrets: Secrets) -> None:
+    async with serving(gate=gate_of(secrets)) as server, channel(server.address) as link:
+        health: Any = health_pb2_grpc.HealthStub(link)
+        await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=DEADLINE_S)
+        call = link.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(timeout=DEADLINE_S).read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_requests_at_once(secrets: Secrets) -> None:
+    """A call that ends, or whose client leaves, makes room for the next."""
+    access = Access(token=secrets.token("client"))
+    limited = gate_of(secrets, "max_requests=1")
+    async with connected(Servicer(), server={"gate": limited}, access=access) as stub:
+        for _ in range(3):
+            first = stub.Generate(pb.GenerateRequest(text="forever"), timeout=DEADLINE_S)
+            assert (await first.read()).text == "one"
+            error = await failure(texts(stub))
+            assert isinstance(error, OverloadedError)
+            assert error.retry_after_s == 1.0
+            first.cancel()
+            while limited._running["client"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+
+async def test_streams_of_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_STREAMS", 2)
+    async with connected(Servicer()) as stub:
+        calls = [stub.Generate(pb.GenerateRequest(text="forever"), timeout=DEADLINE_S) for _ in range(2)]
+        for call in calls:
+            await call.read()
+        third = stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)
+        await asyncio.sleep(0.2)
+        assert not third.done()
+        calls[0].cancel()
+        assert (await third).router_id == "r"
+
+
+async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+    async with serving() as limited:
+        links = [await asyncio.open_connection("127.0.0.1", limited.port) for _ in range(8)]
+        refused = 0
+        for reader, _ in links:
+            # A server that keeps a connection says its settings first.
+            refused += not await asyncio.wait_for(reader.read(1), DEADLINE_S)
+        assert refused >= 4
+        for _, writer in links:
+            writer.close()
+
+
+async def test_the_options_and_the_variable_of_a_command(
+    secrets: Secrets, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tls=secrets.tls_of("member"), mutual=False, gate=gate_of(secrets)) as server:
+        argv = ["status", "--router", server.address, "--tls-ca", secrets.path("ca.pem"), "--json"]
+
+        assert await asyncio.to_thread(main, argv) == 2
+        assert "needs a client's token" in capsys.readouterr().err
+        with_token = [*argv, "--token-file", secrets.path("client.token")]
+        assert await asyncio.to_thread(main, with_token) == 4  # There are no nodes.
+        assert '"router_id":"r"' in capsys.readouterr().out.replace(" ", "")
+        monkeypatch.setenv("CORUN_TOKEN_FILE", secrets.path("client.token"))
+        assert await asyncio.to_thread(main, argv) == 4
+        assert not [text for text in secrets.texts if text in "".join(capsys.readouterr())]
+
+
+def test_a_token_that_is_none_is_refused_where_it_is_given() -> None:
+    with pytest.raises(InvalidArgumentError, match="a token of 5 characters"):
+        Access(token="short")
