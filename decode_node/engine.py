@@ -18,9 +18,8 @@ from typing import Any
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
-from corun.node.kv.handle import owner_of
+from corun.node.kv.handle import OWNER_PARAM, owner_of, read_id
 from corun.node.kv.handshake import UNDER_WAY
-from corun.node.kv.owners import OWNER_PARAM, read_id
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import decode_contract, model_contract
 from corun.observe import stages

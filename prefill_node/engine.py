@@ -14,8 +14,7 @@ from typing import Any
 from corun.config.fields import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
-from corun.node.kv.handle import bound, is_checked, owner
-from corun.node.kv.owners import CHECK_PARAM, OWNER_PARAM
+from corun.node.kv.handle import CHECK_PARAM, OWNER_PARAM, bound, is_checked, owner
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import model_contract, prefill_contract
 from corun.params import check_lengths

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
-from corun.node.kv.owners import SEPARATORS
+from corun.node.kv.handle import SEPARATORS
 from corun.observe.tracing import Lap, Value, caller_of
 from corun.rpc import codec
 from corun.rpc.interceptor import Context

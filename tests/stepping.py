@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.node.kv.owners import CHECK_PARAM, OWNER_PARAM
+from corun.node.kv.handle import CHECK_PARAM, OWNER_PARAM
 from corun.node.vllm import start as nodes
 from corun.types import NixlEndpoint, NodeRole
 from tests.loading import environment

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from corun.node.vllm import switches
+from corun.node.vllm import pin
 from corun_bench.conditions import cpu, smi
 from corun_bench.kernels import attention, invariance, ops
 from corun_bench.kernels.ops import Kernel, Place, UnavailableKernelError
@@ -100,7 +100,7 @@ def facts(device: str) -> dict[str, Any]:
 def measure_all(spec: Spec, rank: int, write: Write) -> None:
     """Measure every task of a spec; rank 0 writes the results."""
     if spec.pinned:
-        switches.set_switches(spec.device)
+        pin.set_switches(torch.backends, spec.device)
     device = torch.device(spec.device, rank) if spec.device == "cuda" else torch.device("cpu")
     if spec.device == "cuda":
         torch.cuda.set_device(device)

@@ -17,10 +17,8 @@ import numpy as np
 import pytest
 import zmq
 
-from corun.node.kv.checks import Claim, Peer, Verdict
 from corun.node.kv.handshake import UNDER_WAY
-from corun.node.kv.owners import Owned
-from corun.node.kv.stamps import StampTable
+from corun.node.kv.stamps import Claim, Owned, PeerTable, StampTable, Verdict
 from tests.loading import load
 
 FOREVER = 10.0**9
@@ -33,7 +31,14 @@ def module() -> ModuleType:
 
 
 @pytest.fixture
-def connector(module: ModuleType) -> Any:
+def judged(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Judge:
+    judge = Judge()
+    monkeypatch.setattr(module, "judge", judge)
+    return judge
+
+
+@pytest.fixture
+def connector(module: ModuleType, judged: Judge) -> Any:
     """A connector whose worker holds the KV of "a", "b" and "c", and has an inbox instead of a NIXL agent."""
     nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker")
     # No agent is made, so there is none to end.
@@ -50,34 +55,24 @@ def connector(module: ModuleType) -> Any:
     worker.use_mla = worker.enable_heterogeneous_attn_post_process = worker._has_mamba = worker.use_host_buffer = False
     worker._is_hma_required = worker.enable_permute_local_kv = False
     worker.dst_num_blocks = {"p0": 64}
-    worker._recving_metadata = {}
-    worker._invalid_block_ids = queue.Queue()
-    worker.consumer_notification_counts_by_req = defaultdict(int)
-    worker._recving_transfers = defaultdict(list)
-    worker._failed_recv_reqs = queue.Queue()
+    worker._recving_metadata, worker._handshake_futures = {}, {}
+    worker._engine_last_active, worker._engine_clock_offset = {}, {}
+    worker._invalid_block_ids, worker._failed_recv_reqs = queue.Queue(), queue.Queue()
+    worker.consumer_notification_counts_by_req, worker._recving_transfers = defaultdict(int), defaultdict(list)
     worker._lease_extension = 30
-    worker._reqs_to_send = dict.fromkeys("abc", FOREVER)
-    worker._reqs_to_process = set("abc")
+    worker._reqs_to_send, worker._reqs_to_process = dict.fromkeys("abc", FOREVER), set("abc")
     worker._remote_agents = defaultdict(dict)
-    worker._handshake_futures = {}
     worker._handshake_lock = threading.RLock()
-    worker._engine_last_active = {}
-    worker._engine_clock_offset = {}
     worker._evict_stale_engines = lambda: None
     made = object.__new__(module.CorunNixlConnector)
     made.connector_worker = worker
     made.failures = []
     worker._log_failure = lambda failure_type, **_: made.failures.append(failure_type)
-    made._said = {}
-    made._released = {}
-    made._readers = {}
+    made._said, made._released, made._readers, made._handshakes, made._claims, made._stamps = {}, {}, {}, {}, {}, {}
     made.expired = 0
-    made._handshakes = {}
-    made._claims = {}
     made.handoffs = module.Handoffs()
     made.table = StampTable(8)
     made.watch(lambda blocks: np.array([5] * len(blocks), np.uint64))
-    made._checks = Checks()
     return made
 
 
@@ -110,20 +105,16 @@ class Agent:
         self.told.append((agent, notif_msg))
 
 
-class Checks:
+class Judge:
     """Judges as a test says; remembers what it was asked."""
 
     def __init__(self) -> None:
         self.refusals: dict[str, str] = {}
-        self.judged: list[tuple[Any, ...]] = []
-        self.addresses: dict[str, int] = {}
+        self.asked: list[tuple[Any, ...]] = []
 
-    def learn(self, engine_id: str, address: int) -> None:
-        self.addresses[engine_id] = address
-
-    def judge(self, claims: list[Claim], *where: Any) -> list[Verdict]:
-        self.judged += [(claim, *where) for claim in claims]
-        return [Verdict(self.refusals.get(claim.request_id, ""), checked=True) for claim in claims]
+    def __call__(self, reads: list[tuple[Claim, Any]], *where: Any) -> list[Verdict]:
+        self.asked.append((reads, *where))
+        return [Verdict(self.refusals.get(claim.request_id, ""), checked=True) for claim, _ in reads]
 
 
 def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = True) -> None:
@@ -150,30 +141,26 @@ def sent(connector: Any) -> set[str]:
     return finished
 
 
-def test_nothing_ends_by_itself(connector: Any) -> None:
-    assert sent(connector) == set()
-    assert connector.held() == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize("released", [[*order] for n in (1, 2, 3) for order in itertools.permutations("abc", n)])
+@pytest.mark.parametrize("released", [[*order] for n in range(4) for order in itertools.permutations("abc", n)])
 def test_a_release_ends_its_own_leases_and_no_other(connector: Any, released: list[str]) -> None:
-    """Whatever their place: vLLM stops looking at the first live lease."""
+    """Whatever their place: vLLM stops looking at the first live lease. Nothing ends by itself."""
     for name in released:
         connector.release(name, name)
     assert sent(connector) == set(released)
-    assert connector.held() == [name for name in "abc" if name not in released]
+    assert connector.held() == {"names": [name for name in "abc" if name not in released], "expired": 0}
     assert sent(connector) == set()
-    assert connector.expired == 0
 
 
 def test_leases_still_expire_in_order(connector: Any) -> None:
     worker = connector.connector_worker
     worker._reqs_to_send = {"a": 0.0, "b": FOREVER, "c": FOREVER}
+    connector.share("a", ["s", "t"])  # These readers never come, and are forgotten with the lease.
     connector.release("c", "c")
     assert sent(connector) == {"a", "c"}
     worker._reqs_to_send["b"] = 0.0
     assert sent(connector) == {"b"}
-    assert connector.expired == 2  # What was released has not waited in vain.
+    assert connector.expired == 2, "what was released has not waited in vain"
+    assert connector._readers == {}
 
 
 def test_a_release_before_the_lease_begins_waits_for_it(connector: Any) -> None:
@@ -192,146 +179,86 @@ def test_a_release_of_what_was_read_is_forgotten(connector: Any, module: ModuleT
     assert connector._released == {}
 
 
-def test_a_read_and_a_release_in_one_step_free_once(connector: Any) -> None:
-    connector.release("b", "b")
-    connector.connector_worker.inbox.append(b"b:1")
-    assert sent(connector) == {"b"}
-    assert connector.held() == ["a", "c"]
-    assert connector.connector_worker._reqs_to_process == {"a", "c"}
-    assert connector.expired == 0
+SCENES: dict[str, tuple[list[str], list[tuple[list[bytes], str, str]]]] = {
+    "a read and a release in one step free once": ([], [([b"b:1"], "b", "b")]),
+    "the last of several readers frees": (
+        ["s", "t"],
+        [([b"b/s:1"], "", ""), ([b"b/b:1"], "", ""), ([b"b/t:1"], "", "b")],
+    ),
+    "notices of one step count one by one": (["s"], [([b"b/b:1", b"HB:b,c", b"b/s:1", b"c/c:1"], "", "bc")]),
+    "a release of one reader leaves the others": (["s"], [([], "b", ""), ([b"b/s:1"], "", "b")]),
+    # Its read is acknowledged, or vLLM gives it up, and its router releases it as well.
+    "a reader counts once, whatever is said of it": (["s"], [([b"b/s:1", b"b/s:1"], "s", ""), ([], "b", "b")]),
+    "who is no reader frees nothing": ([], [([], "s", "")]),
+    # It was sent by a decode node that had not heard of the end yet, and read in the very step of the release.
+    "a heartbeat does not outlive a release": ([], [([b"HB:b,c"], "b", ""), ([], "", "b")]),
+}
 
 
-def test_kv_with_several_readers_is_freed_after_the_last_one(connector: Any) -> None:
-    worker = connector.connector_worker
-    assert connector.share("b", ["s", "t"])
-    for reader in (b"s", b"b"):
-        worker.inbox.append(b"b/" + reader + b":1")
-        assert sent(connector) == set()
-    worker.inbox.append(b"b/t:1")
-    assert sent(connector) == {"b"}
-    assert connector.held() == ["a", "c"]
+@pytest.mark.parametrize(("readers", "steps"), SCENES.values(), ids=SCENES)
+def test_kv_is_freed_after_its_last_reader(
+    connector: Any, readers: list[str], steps: list[tuple[list[bytes], str, str]]
+) -> None:
+    """A step: the notices that come, the reader of "b" that is released, and whose KV is freed."""
+    if readers:
+        assert connector.share("b", readers)
+    for notices, released, freed in [*steps, ([], "", "")]:
+        connector.connector_worker.inbox += notices
+        if released:
+            connector.release("b", released)
+        assert sent(connector) == set(freed)
+    left = {name for name in "abc" if not any(name in freed for _, _, freed in steps)}
+    assert set(connector.held()["names"]) == connector.connector_worker._reqs_to_process == left
     assert connector._readers == {}
-
-
-def test_thanks_that_come_in_one_step_count_one_by_one(connector: Any) -> None:
-    connector.share("b", ["s"])
-    connector.connector_worker.inbox += [b"b/b:1", b"HB:b,c", b"b/s:1", b"c/c:1"]
-    assert sent(connector) == {"b", "c"}
-
-
-def test_a_release_of_one_reader_leaves_the_others(connector: Any) -> None:
-    connector.share("b", ["s"])
-    connector.release("b", "b")
-    assert sent(connector) == set()
-    connector.connector_worker.inbox.append(b"b/s:1")
-    assert sent(connector) == {"b"}
     assert connector.expired == 0
 
 
-def test_a_reader_is_taken_once_whatever_is_said_of_him(connector: Any) -> None:
-    """His read is thanked for, or vLLM gives it up, and his router releases him as well."""
-    connector.share("b", ["s"])
-    connector.connector_worker.inbox += [b"b/s:1", b"b/s:1"]
-    connector.release("b", "s")
-    assert sent(connector) == set()
-    connector.release("b", "b")
-    assert sent(connector) == {"b"}
-
-
-def test_what_is_freed_or_will_be_is_not_shared(connector: Any) -> None:
+def test_what_cannot_be_read_in_time_is_not_shared(connector: Any) -> None:
+    """It is freed, or will be by its last reader or by the end of its lease."""
     connector.release("b", "b")
     assert not connector.share("b", ["s"])
     assert not connector.share("unknown", ["s"])
     connector.connector_worker.inbox.append(b"a:1")
     assert sent(connector) == {"a", "b"}
     assert not connector.share("a", ["s"])
-
-
-def test_what_another_reader_could_not_read_in_time_is_not_shared(connector: Any) -> None:
-    connector.connector_worker._reqs_to_send["b"] = time.perf_counter() + 9.0
-    assert not connector.share("b", ["s"])
-    connector.connector_worker.inbox.append(b"HB:b/b")  # Its reader renews it.
+    connector.connector_worker._reqs_to_send["c"] = time.perf_counter() + 9.0
+    assert not connector.share("c", ["s"])
+    connector.connector_worker.inbox.append(b"HB:c/c")  # Its reader renews it.
     sent(connector)
-    assert connector.share("b", ["s"])
-
-
-def test_a_reader_that_is_none_frees_nothing(connector: Any) -> None:
-    connector.release("b", "s")
-    assert sent(connector) == set()
-    assert connector.held() == ["a", "b", "c"]
+    assert connector.share("c", ["s"])
 
 
 def test_heartbeats_of_readers_renew_the_lease(connector: Any) -> None:
-    worker = connector.connector_worker
-    worker._reqs_to_send = dict.fromkeys("abc", 0.0)
-    worker.inbox.append(b"HB:b/s,b/t,c,a/a")
+    connector.connector_worker._reqs_to_send = dict.fromkeys("abc", 0.0)
+    connector.connector_worker.inbox.append(b"HB:b/s,b/t,c,a/a")
     assert sent(connector) == set()
 
 
-def test_readers_that_never_come_are_forgotten_with_the_lease(connector: Any) -> None:
-    connector.share("a", ["s", "t"])
-    connector.connector_worker._reqs_to_send["a"] = 0.0
-    assert sent(connector) == {"a"}
-    assert connector._readers == {}
-    assert connector.expired == 1
+def answers(connector: Any, *attempts: Any) -> None:
+    """Handshakes take their turn among `attempts`: a future, or an error that they fail with at once."""
 
-
-def test_a_heartbeat_does_not_outlive_a_release(connector: Any) -> None:
-    """Sent by a decode node that had not heard of the end yet, and read in the very step of the release."""
-    connector.release("b", "b")
-    connector.connector_worker.inbox.append(b"HB:b,c")
-    freed = sent(connector) | sent(connector)
-    assert freed == {"b"}
-    assert connector.held() == ["a", "c"]
-
-
-def test_connect_is_complete_when_the_handshake_is(connector: Any) -> None:
-    worker = connector.connector_worker
-    handshake: Future[Any] = Future()
-    worker._handshake_initiation_executor = SimpleNamespace(submit=lambda *args: handshake)
-    assert connector.connect(*PEER) == UNDER_WAY
-    assert connector.connect(*PEER) == UNDER_WAY
-    handshake.set_result(({(0, 0): "agent"}, 0.0))
-    assert connector.connect(*PEER) == ""
-    assert connector.connect(*PEER) == ""
-    assert connector._handshakes == {}
-    assert connector._checks.addresses == {"p0": 8192}, "the rank that this rank reads from"
-
-
-def test_a_failed_handshake_is_told_once_and_then_tried_again(connector: Any) -> None:
-    worker = connector.connector_worker
-    handshakes = [Future[Any](), Future[Any]()]
-    attempts = iter(handshakes)
-    worker._handshake_initiation_executor = SimpleNamespace(submit=lambda *args: next(attempts))
-    assert connector.connect(*PEER) == UNDER_WAY
-    handshakes[0].set_exception(RuntimeError("another KV layout"))
-    assert connector.connect(*PEER) == "another KV layout"
-    assert connector.connect(*PEER) == UNDER_WAY
-    handshakes[1].set_result(({(0, 0): "agent"}, 0.0))
-    assert connector.connect(*PEER) == ""
-
-
-def fails_with(error: Exception) -> Any:
-    def submit(*_: Any) -> Future[Any]:
+    def future(attempt: Any) -> Future[Any]:
+        if isinstance(attempt, Future):
+            return attempt
         failed: Future[Any] = Future()
-        failed.set_exception(error)
+        failed.set_exception(attempt)
         return failed
 
-    return SimpleNamespace(submit=submit)
+    turns = map(future, attempts)
+    connector.connector_worker._handshake_initiation_executor = SimpleNamespace(submit=lambda *args: next(turns))
 
 
-WHY_NOT = {
-    "a closed port": (zmq.Again(), "it has not answered the NIXL handshake for 5 s"),
-    "another hash": (RuntimeError("NIXL compatibility hash mismatch. Local: 1, Remote: 2."), "it has other weights"),
-    "another engine": (RuntimeError("Remote NIXL agent engine ID mismatch. Expected a,received b."), "another engine"),
-    "without words": (AssertionError(), "AssertionError"),
-}
-
-
-@pytest.mark.parametrize(("error", "words"), WHY_NOT.values(), ids=WHY_NOT)
-def test_why_a_handshake_fails_is_said_in_words(connector: Any, error: Exception, words: str) -> None:
-    connector.connector_worker._handshake_initiation_executor = fails_with(error)
-    assert words in connector.connect(*PEER)
+def test_a_failed_handshake_is_told_once_and_then_tried_again_until_it_is_complete(connector: Any) -> None:
+    first, second = Future[Any](), Future[Any]()
+    answers(connector, first, second)
+    assert connector.connect(*PEER) == connector.connect(*PEER) == UNDER_WAY
+    first.set_exception(RuntimeError("another KV layout"))
+    assert connector.connect(*PEER) == "another KV layout"
+    assert connector.connect(*PEER) == UNDER_WAY
+    second.set_result(({(0, 0): "agent"}, 0.0))
+    assert connector.connect(*PEER) == connector.connect(*PEER) == ""
+    assert connector._handshakes == {}
+    assert connector._stamps == {"p0": 8192}, "the rank that this rank reads from"
 
 
 def test_a_handshake_that_keeps_failing_is_logged_when_the_reason_changes(
@@ -340,26 +267,33 @@ def test_a_handshake_that_keeps_failing_is_logged_when_the_reason_changes(
     """Without a traceback: the router tries every 5 s."""
     lines: list[str] = []
     monkeypatch.setattr(module.log, "error", lambda text, *parts: lines.append(text % parts))
-    worker = connector.connector_worker
-    for error in (zmq.Again(), zmq.Again(), RuntimeError("another KV layout"), RuntimeError("another KV layout")):
-        worker._handshake_initiation_executor = fails_with(error)
+    answers(connector, zmq.Again(), zmq.Again(), *[RuntimeError("another KV layout")] * 2)
+    for _ in range(4):
         assert connector.connect(*PEER)
     assert ["p0" in line for line in lines] == [True, True]
     assert "another KV layout" in lines[1]
-    worker._log_failure(failure_type="transfer_failed", req_id="r")
+    connector.connector_worker._log_failure(failure_type="transfer_failed", req_id="r")
     assert connector.failures == ["transfer_failed"], "all else is vLLM's own"
 
 
-def test_a_peer_that_cannot_be_read_ahead_is_told_in_words(connector: Any) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the peer is gone")
-
-    worker = connector.connector_worker
+@pytest.mark.parametrize("state", ["DONE", "ERR"])
+def test_a_first_read_takes_the_null_block_and_then_its_stamp(connector: Any, state: str) -> None:
+    """Its failure is told in words."""
+    worker, agent = connector.connector_worker, connector.connector_worker.nixl_wrapper
     worker.num_blocks = worker._physical_blocks_per_logical_kv_block = 1
     worker.src_xfer_handles_by_block_size, worker.dst_xfer_side_handles = {16: 1}, {"p0": {1: 2}}
-    worker._compute_desc_ids = lambda *args: [0]
-    worker.nixl_wrapper.make_prepped_xfer = broken
-    assert connector.warm("p0") == "the peer is gone"
+    worker._compute_desc_ids = lambda blocks, count, *_: [blocks, count]
+    worker._remote_agents["p0"] = {(0, 1): "agent of p0"}
+    connector._stamps["p0"] = 4096
+    agent.states["transfer"] = state
+    agent.transfer = agent.check_xfer_state
+    fetched: list[Any] = []
+    connector.table.fetch = lambda *args: fetched.append(args[1]) or [TimeoutError("no stamp")]
+    assert connector.warm("p0") == ("no stamp" if state == "DONE" else "the transfer ended as ERR")
+    assert agent.made == [("READ", 1, [([0],), 1], 2, [([0, 1],), 64], b"")]
+    peer = PeerTable(agent="agent of p0", address=4096, num_blocks=32)
+    assert fetched == ([[(peer, (0,))]] if state == "DONE" else [])
+    assert connector.warm("unknown") != "", "an error on the way is an answer, too"
 
 
 def received(connector: Any) -> tuple[set[str], set[int]]:
@@ -368,80 +302,45 @@ def received(connector: Any) -> tuple[set[str], set[int]]:
     return finished, connector.get_block_ids_with_load_errors()
 
 
-def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: Any) -> None:
-    """Told earlier, the peer could give the blocks to another prompt before they are judged."""
+def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: Any, judged: Judge) -> None:
+    """Told earlier, by the transfer itself, the peer could give the blocks to another prompt before they are judged."""
     agent = connector.connector_worker.nixl_wrapper
+    assert agent.make_prepped_xfer("READ", 1, [2], 3, [4], notif_msg=b"p-a:2") == "transfer"
+    assert agent.made == [("READ", 1, [2], 3, [4], b"")]
     reads(connector, "a")
     assert received(connector) == (set(), set())
-    assert (connector._checks.judged, agent.told) == ([], [])
+    assert (judged.asked, agent.told) == ([], [])
     agent.states["read a"] = "DONE"
+    connector._stamps["p0"] = 4096
     assert received(connector) == ({"a"}, set())
-    assert connector._checks.judged == [(claim("a"), agent, {"p0": Peer(agent="agent of p0", num_blocks=32)})]
+    peer = PeerTable(agent="agent of p0", address=4096, num_blocks=32)
+    assert judged.asked == [([(claim("a"), peer)], connector.table, connector._digests, agent)]
     assert agent.told == [("agent of p0", b"p-a:2")]
     assert (connector.handoffs.checked, connector.handoffs.refused, connector._claims) == (1, 0, {})
 
 
-def test_the_stamps_of_all_reads_of_a_step_are_waited_for_together(
-    connector: Any, module: ModuleType, monkeypatch: Any
-) -> None:
-    """All rows stand still meanwhile: k reads of a node that has stopped must not cost k timeouts."""
-    monkeypatch.setattr("corun.node.kv.checks.FETCH_TIMEOUT_S", 0.01)
-    agent = connector.connector_worker.nixl_wrapper
-    events: list[str] = []
-
-    def initialize(*_: Any) -> str:
-        name = f"stamps {len(events)}"
-        agent.states[name] = "PROC"
-        return name
-
-    def post(handle: str) -> str:
-        events.append("posted")
-        return "PROC"
-
-    def release(handle: str) -> None:
-        if handle.startswith("stamps"):
-            events.append("given up")
-
-    agent.get_xfer_descs, agent.initialize_xfer = lambda *_: None, initialize
-    agent.transfer, agent.release_xfer_handle = post, release
-    connector._checks = module.ReadChecks(StampTable(8), lambda blocks: np.zeros(len(blocks), np.uint64))
-    connector._checks.learn("p0", 4096)
-    for name in ("a", "b"):
-        reads(connector, name, state="DONE")
-    assert received(connector)[0] == {"a", "b"}
-    assert events == ["posted", "posted", "given up", "given up"]
-    assert connector.handoffs.refused == 2
-
-
-def test_transfers_themselves_tell_nobody(connector: Any) -> None:
-    agent = connector.connector_worker.nixl_wrapper
-    assert agent.make_prepped_xfer("READ", 1, [2], 3, [4], notif_msg=b"p-a:2") == "transfer"
-    assert agent.made == [("READ", 1, [2], 3, [4], b"")]
-
-
-def test_a_refused_read_fails_its_own_request_only(connector: Any) -> None:
-    connector._checks.refusals = {"p-b": "block 0 of 3 is not this prompt's"}
+def test_a_refused_read_fails_its_own_request_only(connector: Any, judged: Judge) -> None:
+    judged.refusals = {"p-b": "block 0 of 3 is not this prompt's"}
     for name in "abc":
         reads(connector, name, state="DONE")
     connector.connector_worker._recving_metadata["b"].local_block_ids = ([7, 8],)
     assert received(connector) == ({"a", "b", "c"}, {7, 8})
+    assert [reads for reads, *_ in judged.asked] == [[(claim(name), None) for name in "abc"]], "all together"
     assert [notice for _, notice in connector.connector_worker.nixl_wrapper.told] == [b"p-a:2", b"p-c:2"]
     assert (connector.handoffs.refused, connector._claims) == (1, {})
     connector.get_kv_connector_stats()
-    assert connector.handoffs.failed == 1
+    found = connector.figures()
+    assert [found[name] for name in ("count", "bytes", "failed", "checked", "refused")] == [3, 3, 1, 3, 1]
 
 
-def test_a_read_that_nobody_claimed_is_refused(connector: Any) -> None:
-    reads(connector, "a", state="DONE", claimed=False)
+@pytest.mark.parametrize(("state", "claimed", "refused"), [("DONE", False, 1), ("ERR", True, 0)])
+def test_what_failed_or_was_never_claimed_is_not_judged(
+    connector: Any, judged: Judge, state: str, claimed: bool, refused: int
+) -> None:
+    """It is not used either."""
+    reads(connector, "a", state=state, claimed=claimed)
     assert received(connector) == ({"a"}, {1, 2, 3})
-    assert connector._checks.judged == []
-    assert connector.handoffs.refused == 1
-
-
-def test_a_transfer_that_failed_is_not_judged(connector: Any) -> None:
-    reads(connector, "a", state="ERR")
-    assert received(connector) == ({"a"}, {1, 2, 3})
-    assert (connector._checks.judged, connector._claims, connector.handoffs.refused) == ([], {}, 0)
+    assert (judged.asked, connector._claims, connector.handoffs.refused) == ([], {}, refused)
 
 
 def test_a_peer_that_cannot_be_told_frees_its_blocks_by_itself(connector: Any) -> None:
@@ -507,57 +406,14 @@ def test_claims_hold_the_engines_block_ids(connector: Any, module: ModuleType) -
     assert connector._claims == {"a": claim("a")}
 
 
-def bound(connector: Any, facts: dict[str, Any], *, ranks: int = 2, **model: Any) -> str:
-    """The hash that peers must have, for a model of these settings."""
-    nixl = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+def test_the_condition_of_handshakes_is_ours(connector: Any, module: ModuleType, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "condition", lambda worker, make_hash, facts: f"{make_hash.__name__} {facts}")
+    payload = load("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata").NixlHandshakePayload
     worker = connector.connector_worker
-    values = {"model": "/models/a", "dtype": "bfloat16", "heads": 2, "size": 16, "layers": 4, **model}
-    config = SimpleNamespace(
-        model=values["model"],
-        dtype=values["dtype"],
-        get_total_num_kv_heads=lambda: values["heads"],
-        get_head_size=lambda: values["size"],
-        get_total_num_hidden_layers=lambda: values["layers"],
-    )
-    worker.vllm_config = SimpleNamespace(
-        model_config=config,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
-    )
-    worker.backend_name, worker.transfer_topo.cross_layers_blocks, worker.world_size = "CPU_ATTN", False, ranks
-    own = nixl.compute_nixl_compatibility_hash(worker.vllm_config, "CPU_ATTN", False)
-    worker.compat_hash, worker.xfer_handshake_metadata = own, nixl.NixlHandshakePayload(own, b"agent")
-    connector.bind(facts)
-    assert worker.xfer_handshake_metadata == nixl.NixlHandshakePayload(worker.compat_hash, b"agent")
-    assert config.model == values["model"], "the engine's own settings stay"
-    return str(worker.compat_hash)
-
-
-FACTS = {"weights_digest": "a", "threads": 2}
-
-
-def test_a_handshake_needs_equal_facts(connector: Any) -> None:
-    """Weights, for one: vLLM's own hash leaves them out."""
-    assert bound(connector, FACTS) == bound(connector, dict(reversed(FACTS.items())))
-    others = [
-        bound(connector, {**FACTS, "weights_digest": "b"}),
-        bound(connector, {**FACTS, "threads": 1}),
-        bound(connector, FACTS, ranks=1),
-        bound(connector, FACTS, dtype="float16"),
-        bound(connector, FACTS, layers=5),
-    ]
-    assert len({bound(connector, FACTS), *others}) == 6
-
-
-def test_where_the_model_lies_is_no_condition_of_a_handshake(connector: Any) -> None:
-    """vLLM's own hash has its path; the weights' digest, which is in ours, says what the path cannot."""
-    assert bound(connector, FACTS) == bound(connector, FACTS, model="/another/copy")
-
-
-def test_a_hash_that_vllm_makes_otherwise_is_refused(connector: Any, module: ModuleType, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "compute_nixl_compatibility_hash", lambda *_: "another version's")
-    with pytest.raises(RuntimeError, match=r"NIXL compatibility hash .* 0\.26\.0"):
-        bound(connector, FACTS)
+    worker.xfer_handshake_metadata = payload("vllm's", b"agent")
+    connector.bind({"threads": 2})
+    assert worker.compat_hash == "compute_nixl_compatibility_hash {'threads': 2}"
+    assert worker.xfer_handshake_metadata == payload(worker.compat_hash, b"agent")
 
 
 def test_memory_of_the_dead_is_let_go_between_reads_only(connector: Any, module: ModuleType, monkeypatch: Any) -> None:

@@ -68,10 +68,6 @@ def test_what_changed_places_is_noticed() -> None:
     assert of(memory, 4, 5) == of(memory, 5, 4)[::-1] != of(memory, 5, 4)
 
 
-def test_zero_means_not_computed() -> None:
-    assert of([torch.zeros((2, WORDS), dtype=torch.int32)], 0, 1) == [1, 1]
-
-
 @pytest.mark.parametrize("at_a_time", [1, WORDS, 3 * WORDS, 10**9])
 def test_the_size_of_the_parts_does_not_matter(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = of(layers(), *range(BLOCKS))
@@ -79,7 +75,9 @@ def test_the_size_of_the_parts_does_not_matter(at_a_time: int, monkeypatch: pyte
     assert of(layers(), *range(BLOCKS)) == whole
 
 
-def test_weights_are_odd_and_differ() -> None:
+def test_weights_are_odd_and_differ_and_no_digest_is_zero() -> None:
+    """Zero means that it was not computed."""
+    assert of([torch.zeros((2, WORDS), dtype=torch.int32)], 0, 1) == [1, 1]
     weights = digest.weights(10_000)
     assert len(set(weights.tolist())) == 10_000
     assert all(weights % 2)

@@ -1,7 +1,8 @@
-"""What an engine is refused for, before it serves."""
+"""What an engine is refused for before it serves, and how it answers."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,8 @@ import zmq
 from corun.config.fields import PrefillConfig
 from corun.errors import UnavailableError
 from corun.node.vllm import pin
-from corun.node.vllm.start import nixl_endpoint, refuse_changed_config, refuse_unfit
+from corun.node.vllm.start import answer, nixl_endpoint, refuse_unfit
 from tests.loading import load
-
-FIT = {
-    "platform": "cuda",
-    "attention_backend": "FLASH_ATTN",
-    "kv_cache_kinds": ["FullAttentionSpec"],
-    "runner": "v2 GPUModelRunner",
-}
 
 
 def test_the_port_of_handshakes_is_held_until_the_engine_listens() -> None:
@@ -36,26 +30,6 @@ def test_the_port_of_handshakes_is_held_until_the_engine_listens() -> None:
         listener.bind(f"tcp://127.0.0.1:{port}")
         with pytest.raises(UnavailableError, match=f"cannot be answered at 127.0.0.1:{port}: Address already in use"):
             nixl_endpoint(PrefillConfig(model="m", nixl_port=port), "e")
-
-
-def test_full_attention_is_fit() -> None:
-    refuse_unfit(FIT)
-    refuse_unfit({**FIT, "platform": "cpu", "runner": "v1 CPUModelRunner", "attention_backend": "CPU_ATTN"})
-
-
-@pytest.mark.parametrize(
-    ("seen", "reason"),
-    [
-        ({"attention_backend": "FLASHMLA"}, "attention backend FLASHMLA must be one of"),
-        ({"kv_cache_kinds": ["FullAttentionSpec", "MambaSpec"]}, "MambaSpec in its KV cache"),
-        ({"kv_cache_kinds": ["SlidingWindowSpec"]}, "SlidingWindowSpec in its KV cache"),
-        ({"runner": "v1 GPUModelRunner"}, "model runner is 'v1 GPUModelRunner' in the engine, but was set to 'v2 G"),
-        ({"platform": "cpu"}, "model runner is 'v2 GPUModelRunner' in the engine, but was set to 'v1 CPUModelRunner'"),
-    ],
-)
-def test_what_cannot_keep_the_contract_is_refused(seen: dict[str, object], reason: str) -> None:
-    with pytest.raises(UnavailableError, match=reason):
-        refuse_unfit({**FIT, **seen})
 
 
 def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: Any) -> Any:
@@ -84,8 +58,24 @@ def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: 
     )
 
 
-GPU = {"platform": "cuda", "attention_split_kv": "max 1 in graphs"}
+GPU = {
+    "platform": "cuda",
+    "attention_backend": "FLASH_ATTN",
+    "kv_cache_kinds": ["FullAttentionSpec"],
+    "runner": "v2 GPUModelRunner",
+    "attention_split_kv": "max 1 in graphs",
+}
+CPU = {
+    **GPU,
+    "platform": "cpu",
+    "attention_backend": "CPU_ATTN",
+    "runner": "v1 CPUModelRunner",
+    "attention_split_kv": "off",
+}
+MAX_32 = {**GPU, "attention_split_kv": "max 32 in graphs"}
+SPLITS = {**CPU, "attention_split_kv": "on"}
 ON_CPU = {"async_scheduling": False, "inductor": {}}  # vLLM's choice there
+PREFILL_ON_CPU = {**ON_CPU, "role": "kv_producer"}
 
 
 @pytest.mark.parametrize(
@@ -93,19 +83,24 @@ ON_CPU = {"async_scheduling": False, "inductor": {}}  # vLLM's choice there
     [
         ({}, GPU),
         ({"tensor_parallel_size": 4}, GPU),
-        ({"role": "kv_producer"}, {**GPU, "attention_split_kv": "max 32 in graphs"}),
-        (ON_CPU, {"platform": "cpu", "attention_split_kv": "off"}),
-        ({**ON_CPU, "role": "kv_producer"}, {"platform": "cpu", "attention_split_kv": "on"}),
+        ({"role": "kv_producer"}, MAX_32),
+        (ON_CPU, CPU),
+        (PREFILL_ON_CPU, SPLITS),
     ],
 )
-def test_settings_that_vllm_kept_are_fine(settings: dict[str, Any], seen: dict[str, str]) -> None:
-    refuse_changed_config(config(**settings), seen)
+def test_what_keeps_the_contract_is_fit(settings: dict[str, Any], seen: dict[str, Any]) -> None:
+    refuse_unfit(config(**settings), seen)
 
 
 @pytest.mark.parametrize(
     ("settings", "seen", "reason"),
     [
-        ({"async_scheduling": False}, GPU, "async_scheduling is 'False' in the engine, but was set to 'True'"),
+        ({}, {**GPU, "attention_backend": "FLASHMLA"}, "attention backend FLASHMLA must be one of"),
+        ({}, {**GPU, "kv_cache_kinds": ["FullAttentionSpec", "MambaSpec"]}, "it has MambaSpec in its KV cache"),
+        ({}, {**GPU, "kv_cache_kinds": ["SlidingWindowSpec"]}, "SlidingWindowSpec in its KV cache"),
+        ({}, {**GPU, "runner": "v1 GPUModelRunner"}, "the model runner is 'v1 GPUModelRunner' in the engine, but was"),
+        (ON_CPU, {**CPU, "runner": "v2 GPUModelRunner"}, "was set to 'v1 CPUModelRunner'"),
+        ({"async_scheduling": False}, GPU, "vLLM's async_scheduling is 'False' in the engine, but was set to 'True'"),
         ({"async_scheduling": None}, GPU, "async_scheduling is 'None'"),
         ({"enable_prefix_caching": True}, GPU, "enable_prefix_caching is 'True'"),
         # Both come from a model's config.json alone.
@@ -115,24 +110,16 @@ def test_settings_that_vllm_kept_are_fine(settings: dict[str, Any], seen: dict[s
         ({"enable_flashinfer_autotune": True}, GPU, "enable_flashinfer_autotune is 'True'"),
         ({"fuse_allreduce_rms": True}, GPU, "fuse_allreduce_rms is 'True'"),
         ({"tensor_parallel_size": 4, "disable_custom_all_reduce": False}, GPU, "disable_custom_all_reduce is 'False'"),
-        (
-            {"inductor": {"combo_kernels": False}},
-            GPU,
-            "inductor deterministic is 'None' in the engine, but was set to 'T",
-        ),
+        ({"inductor": {"combo_kernels": False}}, GPU, "inductor deterministic is 'None' in the engine, but was set to"),
         ({"inductor": {**pin.GPU_INDUCTOR, "combo_kernels": True}}, GPU, "inductor combo_kernels is 'True'"),
-        ({}, {**GPU, "attention_split_kv": "max 32 in graphs"}, "split-KV is 'max 32 in graphs'"),
-        (
-            ON_CPU,
-            {"platform": "cpu", "attention_split_kv": "on"},
-            "split-KV is 'on' in the engine, but was set to 'off'",
-        ),
-        ({**ON_CPU, "role": "kv_producer"}, {"platform": "cpu", "attention_split_kv": "off"}, "split-KV is 'off'"),
+        ({}, MAX_32, "attention's split-KV is 'max 32 in graphs'"),
+        (ON_CPU, SPLITS, "split-KV is 'on' in the engine, but was set to 'off'"),
+        (PREFILL_ON_CPU, CPU, "split-KV is 'off'"),
     ],
 )
-def test_settings_that_vllm_changed_are_refused(settings: dict[str, Any], seen: dict[str, str], reason: str) -> None:
+def test_what_cannot_keep_the_contract_is_refused(settings: dict[str, Any], seen: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnavailableError, match=reason):
-        refuse_changed_config(config(**settings), seen)
+        refuse_unfit(config(**settings), seen)
 
 
 async def test_a_step_is_handed_on_whole_and_counted_where_vllm_counts() -> None:
@@ -163,3 +150,32 @@ async def test_a_step_is_handed_on_whole_and_counted_where_vllm_counts() -> None
     llm.logger_manager = None
     await llm._pump()
     assert taken[1:] == [[output]]
+
+
+class Llm:
+    """The calls of `AsyncLLM` that an answer takes."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.result: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def is_sleeping(self) -> bool:
+        return await self.result
+
+
+async def test_a_question_ends_with_its_answer_or_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM leaves it unanswered when the engine dies."""
+    monkeypatch.setattr("corun.node.vllm.start.ANSWER_POLL_S", 0.01)
+    llm, other, failing = Llm(), Llm(), Llm()
+    asking = asyncio.create_task(answer(llm))
+    await asyncio.sleep(0.03)
+    assert not asking.done()
+    llm.errored = True
+    with pytest.raises(UnavailableError, match="the engine died"):
+        await asking
+    assert llm.result.cancelled()
+    other.result.set_result(False)
+    await answer(other)
+    failing.result.set_exception(RuntimeError("EngineDeadError"))
+    with pytest.raises(UnavailableError, match="the engine died"):
+        await answer(failing)

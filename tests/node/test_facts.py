@@ -70,18 +70,14 @@ def test_what_ends_an_output_is_in_the_contract(directory: Path, tmp_path: Path)
     assert diff(first, second) == {"decode.eos_token_ids": ("[509]", "[7, 509]")}
 
 
-def test_without_that_file_the_models_config_says_what_ends_an_output(directory: Path) -> None:
+def test_the_end_tokens_are_those_of_generation_config_and_else_of_config(directory: Path) -> None:
+    """A token that the model does not have can never be drawn. Held back by `min_tokens`, it would end the engine on a
+    CPU; on a GPU it would be written into another request's logits (v1/worker/gpu/sample/logit_bias.py)."""
     change(directory / "config.json", eos_token_id=[3, 1])
+    change(directory / "generation_config.json", eos_token_id=[-1, 509, 512])
     assert contract_of(directory).decode.eos_token_ids == (509,)  # type: ignore[union-attr]
     (directory / "generation_config.json").unlink()
     assert contract_of(directory).decode.eos_token_ids == (1, 3)  # type: ignore[union-attr]
-
-
-def test_an_end_token_that_the_model_does_not_have_is_none(directory: Path) -> None:
-    """Such a token can never be drawn. Held back by `min_tokens`, it would end the engine on a CPU; on a GPU it would
-    be written into another request's logits (v1/worker/gpu/sample/logit_bias.py)."""
-    change(directory / "generation_config.json", eos_token_id=[-1, 509, 512])
-    assert contract_of(directory).decode.eos_token_ids == (509,)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -99,20 +95,17 @@ def test_what_kernels_are_chosen_by_is_in_the_contract(
     assert {name: pair[1] for name, pair in differences.items()} == {field: text}
 
 
-@pytest.mark.parametrize("name", ["params.json", "hf_quant_config.json", "my_quantize_config.json"])
-def test_files_that_vllm_reads_beside_config_json_are_in_its_digest(directory: Path, name: str) -> None:
-    before = facts.config_digest(directory)
-    (directory / name).write_text('{"quantized": true}')
-    first = facts.config_digest(directory)
-    (directory / name).write_text('{"quantized": false}')
-    assert len({before, first, facts.config_digest(directory)}) == 3
-
-
-def test_files_that_move_no_bit_are_not_in_it(directory: Path) -> None:
-    before = facts.config_digest(directory)
+def test_files_that_vllm_reads_beside_config_json_are_in_its_digest_and_no_others(directory: Path) -> None:
+    digests = {facts.config_digest(directory)}
+    for name in ("params.json", "hf_quant_config.json", "my_quantize_config.json"):
+        for text in ('{"quantized": true}', '{"quantized": false}'):
+            (directory / name).write_text(text)
+            digests.add(facts.config_digest(directory))
+    assert len(digests) == 7
+    last = facts.config_digest(directory)
     for name in ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "README.md"):
         (directory / name).write_text("{}")
-    assert facts.config_digest(directory) == before
+        assert facts.config_digest(directory) == last
 
 
 def test_libraries_that_read_a_models_files_are_in_the_contract(directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,21 +29,13 @@ class Transport:
         self.table.flags = ctypes.cast(self.flags, ctypes.POINTER(ctypes.c_uint32))
         self.table.keys = ctypes.cast(self.keys, ctypes.c_void_p)
         self.table.vals = ctypes.cast(self.vals, ctypes.POINTER(ctypes.c_void_p))
-        self.uct_cuda_ipc_create_cache = SimpleFunction(self.create)
-        self.uct_cuda_ipc_destroy_cache = SimpleFunction(self.destroyed.append)
+        self.uct_cuda_ipc_create_cache = partial(self.create)
+        self.uct_cuda_ipc_destroy_cache = partial(self.destroyed.append)
         self.status = 0
 
     def create(self, made: Any, name: bytes) -> int:
         made._obj.value = 7
         return self.status
-
-
-class SimpleFunction(SimpleNamespace):
-    def __init__(self, call: Any) -> None:
-        super().__init__(call=call)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
 
 
 def mappings(monkeypatch: pytest.MonkeyPatch, transport: Transport, key: type[ctypes.Structure]) -> Mappings:
@@ -76,13 +68,13 @@ def test_the_layouts_are_those_of_the_known_versions() -> None:
     assert ctypes.sizeof(ucx_mappings._Table) == 40
 
 
-def test_without_ucx_there_is_nothing_to_let_go(tmp_path: Path) -> None:
+def test_without_ucx_there_is_nothing_to_let_go() -> None:
     assert ucx_mappings._loaded("libuct_cuda") is None
     assert ucx_mappings._loaded("libc.") is not None
 
 
 def test_an_unknown_version_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    library = SimpleNamespace(ucp_get_version_string=SimpleFunction(lambda: b"1.99.0"))
+    library = SimpleNamespace(ucp_get_version_string=partial(lambda: b"1.99.0"))
     monkeypatch.setattr(ucx_mappings, "_loaded", lambda name: library)
     assert ucx_mappings.of_this_process() is None
     assert "1.99.0" in caplog.text

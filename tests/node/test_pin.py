@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -33,16 +34,12 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unset_variables_are_set_for_children_too() -> None:
-    pin.pin(NAMES)
+    for _ in range(2):  # The same value again is fine.
+        pin.pin(NAMES)
     assert {name: os.environ[name] for name in NAMES} == NAMES
     script = "import os; print(os.environ['CORUN_TEST_A'], os.environ['CORUN_TEST_B'])"
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert child.stdout.split() == ["1", "x"]
-
-
-def test_the_same_value_again_is_fine() -> None:
-    pin.pin(NAMES)
-    pin.pin(NAMES)
 
 
 @pytest.mark.parametrize("value", ["0", "", "1 "])
@@ -60,18 +57,11 @@ def test_split_kv_is_prefill_only_on_cpu() -> None:
     """An isolated prompt is its own batch; a decode step must not depend on how many rows it has."""
     prefill, decode = (pin.cpu_settings(role, [0, 2]) for role in (NodeRole.PREFILL, NodeRole.DECODE))
     assert (prefill["VLLM_CPU_ATTN_SPLIT_KV"], decode["VLLM_CPU_ATTN_SPLIT_KV"]) == ("1", "0")
-    assert prefill["VLLM_CPU_OMP_THREADS_BIND"] == decode["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
-    assert prefill["VLLM_USE_V2_MODEL_RUNNER"] == decode["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-
-
-@pytest.mark.parametrize("role", NodeRole)
-def test_runners_differ_by_platform_and_nothing_is_pinned_twice(role: NodeRole) -> None:
-    cpu, gpu = pin.cpu_settings(role, [0]), pin.gpu_settings(role)
-    assert gpu["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert gpu["NVIDIA_TF32_OVERRIDE"] == "0"
-    for settings in (cpu, gpu):
-        assert all(isinstance(value, str) and value for value in settings.values())
-        assert not settings.keys() & pin.PLUMBING.keys()
+    assert {**prefill, "VLLM_CPU_ATTN_SPLIT_KV": "0"} == decode
+    assert decode["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
+    assert (decode["VLLM_USE_V2_MODEL_RUNNER"], pin.gpu_settings(NodeRole.DECODE)["VLLM_USE_V2_MODEL_RUNNER"]) == tuple(
+        "01"
+    )
 
 
 def test_cores_are_the_first_of_those_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,27 +76,24 @@ def free(**variables: str) -> tuple[str, ...]:
     return pin.environment(variables)
 
 
-def test_free_variables_enter_the_contract_in_order() -> None:
-    found = free(VLLM_MLA_DISABLE="1", NCCL_NTHREADS="256", HOME="/root", MKL_NUM_THREADS="", MY_NCCL_ALGO="x")
-    assert found == ("MKL_NUM_THREADS=", "NCCL_NTHREADS=256", "VLLM_MLA_DISABLE=1")
+def test_free_variables_enter_the_contract_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin, "_pinned", {"NCCL_PROTO": "Simple"})  # Pinned ones do not.
+    variables = {"VLLM_MLA_DISABLE": "1", "NCCL_NTHREADS": "256", "MKL_NUM_THREADS": "", "CUTE_DSL_ARCH": "x"}
+    compilers = dict.fromkeys(("CUDA_FORCE_PTX_JIT", "CUDA_DISABLE_PTX_JIT"), "1")
+    found = free(**variables, **compilers, HOME="/root", MY_NCCL_ALGO="x", NCCL_PROTO="Simple")
+    assert found == tuple(f"{name}={value}" for name, value in sorted((variables | compilers).items()))
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("VLLM_LOGGING_LEVEL", "VLLM_CACHE_ROOT", "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_VERSION"),
-        "CUTE_DSL_CACHE_DIR",
         *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "OMP_NUM_THREADS", "VLLM_API_KEY", "CUDA_VISIBLE_DEVICES"),
-        *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER", "OTEL_SERVICE_NAME", "PROMETHEUS_MULTIPROC_DIR"),
+        *("OTEL_EXPORTER_OTLP_ENDPOINT", "PROMETHEUS_MULTIPROC_DIR", "CUTE_DSL_CACHE_DIR"),
     ],
 )
 def test_harmless_variables_and_paths_of_caches_do_not(name: str) -> None:
     assert free(**{name: "/somewhere"}) == ()
-
-
-def test_pinned_variables_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pin, "_pinned", {"NCCL_PROTO": "Simple"})
-    assert free(NCCL_PROTO="Simple", NCCL_BUFFSIZE="1") == ("NCCL_BUFFSIZE=1",)
 
 
 @pytest.mark.parametrize("name", pin.MUST_BE_UNSET)
@@ -116,31 +103,18 @@ def test_some_variables_must_be_unset(name: str) -> None:
 
 
 def test_a_file_is_named_by_its_content(tmp_path: Path) -> None:
+    """The same files at other places are the same fact. Of what is loaded before all other libraries, vLLM itself adds
+    two files of its environment."""
     for directory in ("a", "b"):
         (tmp_path / directory).mkdir()
-        (tmp_path / directory / "topology.xml").write_text("x")
-    found = {free(NCCL_TOPO_FILE=str(tmp_path / name / "topology.xml")) for name in ("a", "b")}
-    assert found == {(f"NCCL_TOPO_FILE=sha256:{hashlib.sha256(b'x').hexdigest()}",)}
+        (tmp_path / directory / "one").write_text("x")
+        (tmp_path / directory / "two").write_text("y")
+    x, y = (f"sha256:{hashlib.sha256(content).hexdigest()}" for content in (b"x", b"y"))
+    assert {free(NCCL_TOPO_FILE=f"{tmp_path}/{name}/one") for name in "ab"} == {(f"NCCL_TOPO_FILE={x}",)}
+    found = {free(LD_PRELOAD=f"{tmp_path}/{name}/one:{tmp_path}/{name}/two libm.so.6") for name in "ab"}
+    assert found == {(f"LD_PRELOAD={x} {y} libm.so.6",)}
     with pytest.raises(InvalidArgumentError, match="must be unset, or name a file"):
         free(NCCL_CONF_DIR=str(tmp_path))
-
-
-def test_what_is_loaded_before_all_other_libraries_is_named_by_its_content(tmp_path: Path) -> None:
-    """The same files at other places are the same fact; vLLM itself adds two of its environment's."""
-    for directory in ("a", "b"):
-        (tmp_path / directory).mkdir()
-        (tmp_path / directory / "libgomp.so.1").write_text("x")
-        (tmp_path / directory / "libiomp5.so").write_text("y")
-    both = "{0}/libgomp.so.1:{0}/libiomp5.so"
-    found = {free(LD_PRELOAD=both.format(tmp_path / name)) for name in ("a", "b")}
-    digests = [hashlib.sha256(content).hexdigest() for content in (b"x", b"y")]
-    assert found == {(f"LD_PRELOAD=sha256:{digests[0]} sha256:{digests[1]}",)}
-    assert free(LD_PRELOAD=f"{tmp_path}/a/libgomp.so.1 libm.so.6") == (f"LD_PRELOAD=sha256:{digests[0]} libm.so.6",)
-
-
-@pytest.mark.parametrize("name", ["CUDA_FORCE_PTX_JIT", "CUDA_DISABLE_PTX_JIT", "CUTE_DSL_ARCH"])
-def test_variables_of_kernel_compilers_enter_the_contract(name: str) -> None:
-    assert free(**{name: "1"}) == (f"{name}=1",)
 
 
 def test_what_torch_sets_while_it_compiles_is_no_fact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -168,12 +142,11 @@ PLATFORMS = {"cpu": pin.cpu_settings(NodeRole.DECODE, [0, 1]), "cuda": pin.gpu_s
 def seen(platform: str) -> dict[str, Any]:
     """What a worker reports that was left as it was set."""
     settings = PLATFORMS[platform]
-    switches = pin.CPU_SWITCHES if platform == "cpu" else pin.GPU_SWITCHES
     return {
         "platform": platform,
         "variables": dict(settings),
         "vllm_envs": {name: value for name, value in settings.items() if name.startswith("VLLM_")},
-        "switches": {name: str(value) for name, value in switches.items()},
+        "switches": {name: str(value) for name, value in pin.SWITCHES[platform].items()},
         "threads": 2 if platform == "cpu" else 0,
     }
 
@@ -226,3 +199,49 @@ def test_the_blas_policy_says_what_was_read_back() -> None:
 )
 def test_a_node_sees_its_peers_gpus_after_its_own(visible: str, seen: str) -> None:
     assert pin.own_gpus_first(visible, 4) == seen
+
+
+SCRIPT = """
+import json, sys
+import torch
+from corun.node.vllm import pin
+
+platform, change = sys.argv[1:]
+torch.set_float32_matmul_precision("highest")  # as vLLM's worker does before
+before = pin.read_switches(torch.backends, platform)
+pin.set_switches(torch.backends, platform)
+found = [before, pin.read_switches(torch.backends, platform)]
+exec(change, {"torch": torch})
+print(json.dumps([*found, pin.read_switches(torch.backends, platform)]))
+"""
+CHANGED = {
+    "cpu": "torch.set_float32_matmul_precision('medium')",
+    # One statement a switch, written as a user would.
+    "cuda": """
+torch.backends.cuda.preferred_blas_library("cublas")
+torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+torch.backends.cudnn.rnn.fp32_precision = "tf32"
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, True)
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+torch.backends.cuda.matmul.allow_fp16_accumulation = True
+torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.deterministic = False
+""",
+}
+
+
+@pytest.mark.parametrize("platform", CHANGED)
+def test_every_switch_is_set_and_read_where_torch_holds_it(platform: str) -> None:
+    """In a fresh process; no GPU is needed to hold them."""
+    command = [sys.executable, "-c", SCRIPT, platform, CHANGED[platform]]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    before, after, changed = json.loads(child.stdout)
+    assert before.keys() == after.keys()
+    assert after == {name: str(value) for name, value in pin.SWITCHES[platform].items()}
+    if platform == "cpu":
+        assert before["mkldnn.conv.fp32_precision"] == "none"
+        assert changed == {**after, "mkldnn.matmul.fp32_precision": "bf16"}
+    else:
+        assert before["cudnn.conv.fp32_precision"] == "tf32"
+        assert {name for name in after if after[name] != changed[name]} == pin.GPU_SWITCHES.keys()
+        assert changed["cuda.matmul.allow_bf16_reduced_precision_reduction"] == "(False, True)"

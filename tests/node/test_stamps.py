@@ -1,10 +1,12 @@
-"""The stamps of blocks, alone and between two real NIXL agents."""
+"""The stamps of blocks: who gets which, alone and between two real NIXL agents, and what a reader makes of them."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,21 +14,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.node.kv.checks import Claim, Peer, ReadChecks
-from corun.node.kv.stamps import DIGEST, OWNER, PeerTable, StampTable, runs, stamps, stranger
+from corun.node.kv.stamps import (
+    DIGEST,
+    OWNER,
+    Claim,
+    Owned,
+    PeerTable,
+    Prefills,
+    StampTable,
+    Verdict,
+    compare,
+    judge,
+    runs,
+    stamps,
+)
 
 A, B = 2**64 - 2, 123
 """Owners; the first one's stamps pass 2^64."""
+CLAIM = Claim(owner=B, engine_id="engine", request_id="r", theirs=(8, 9, 2), ours=(1, 2, 3))
 
 
 def rows(*owners: int) -> Any:
     return np.array([[owner, 0] for owner in owners], np.uint64)
 
 
-def test_stamps_count_up_and_wrap() -> None:
+def test_stamps_count_up_and_wrap_and_lie_in_the_first_column() -> None:
     assert stamps(A, 0, 4).tolist() == [2**64 - 2, 2**64 - 1, 0, 1]
     assert stamps(A, 2, 2).tolist() == [0, 1]
     assert stamps(5, 2**64 - 5, 1).tolist() == [0]
+    assert (OWNER, DIGEST) == (0, 1), "other builds read them"
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20))
@@ -47,22 +63,65 @@ def test_an_owner_is_written_over_what_was_there() -> None:
     assert table.rows[[0, 3, 5]].tolist() == [[0, 0]] * 3
 
 
+def request(name: str = "r", prompt: int = 40, **params: Any) -> Any:
+    given = {"do_remote_decode": True, "corun_owner": 100, "corun_check": True, **params}
+    return SimpleNamespace(request_id=name, num_prompt_tokens=prompt, num_computed_tokens=0, kv_transfer_params=given)
+
+
+def test_each_prefill_has_its_own_account_of_blocks() -> None:
+    """It counts over the chunks of a prompt, and begins again when the request has lost its blocks."""
+    prefills = Prefills()
+    for name, owner in (("r", 100), ("s", 200)):
+        prefills.begin(request(name, corun_owner=owner))
+    assert prefills.give("r", [7, 3], anew=False) == Owned(100, 0, (7, 3))
+    assert prefills.give("r", [], anew=False) is None
+    assert prefills.give("r", [9], anew=False) == Owned(100, 2, (9,))
+    assert prefills.give("s", [2], anew=False) == Owned(200, 0, (2,))
+    assert prefills.give("r", [1, 2, 3], anew=True) == Owned(100, 0, (1, 2, 3))
+    prefills.end("r")
+    prefills.end("never began")
+    assert prefills.give("r", [3], anew=False) is None
+    assert len(prefills) == 1
+
+
+@pytest.mark.parametrize("params", [{"do_remote_decode": False}, None])
+def test_what_nobody_may_read_gets_no_owner(params: dict[str, Any] | None) -> None:
+    prefills, reader = Prefills(), request(**(params or {}))
+    if params is None:
+        reader.kv_transfer_params = None
+    prefills.begin(reader)
+    assert len(prefills) == 0
+    assert prefills.give("r", [1], anew=False) is None
+
+
+def test_a_chosen_prompt_is_signed_once_and_whole_by_the_step_that_completes_it() -> None:
+    prefills, running = Prefills(), request(prompt=40)
+    prefills.begin(running)
+    prefills.begin(request("not chosen", prompt=16, corun_check=False))
+    prefills.give("r", [7, 3], anew=False)
+    assert prefills.completed("r", 32) == ()
+    running.num_computed_tokens = 32
+    prefills.give("r", [9], anew=False)
+    assert prefills.completed("r", 7) == ()
+    assert prefills.completed("r", 8) == (7, 3, 9)
+    running.num_computed_tokens = 40
+    assert prefills.completed("r", 1) == ()
+    prefills.give("not chosen", [8], anew=False)
+    assert prefills.completed("not chosen", 16) == prefills.completed("unknown", 16) == ()
+
+
 STRANGERS = {
     "swapped": (rows(B + 1, B), "block 0 of 2 is not this prompt's (2 are not)"),
     "another owner's last block": (rows(B, B + 1, A), "block 2 of 3 is not this prompt's (1 are not)"),
-    "never written": (rows(B, 0), "block 1 of 2"),
-    "one off": (rows(B + 1, B + 2), "block 0 of 2"),
+    "never written": (rows(B, 0), "block 1 of 2 is not this prompt's (1 are not)"),
+    "one off": (rows(B + 1, B + 2), "block 0 of 2 is not this prompt's (2 are not)"),
+    "its owner's": (rows(B, B + 1, B + 2), ""),
 }
 
 
-@pytest.mark.parametrize(("found", "reason"), STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_noticed(found: Any, reason: str) -> None:
-    assert reason in stranger(found, B)
-
-
-def test_the_owner_is_no_stranger() -> None:
-    assert stranger(rows(B, B + 1, B + 2), B) == ""
-    assert stranger(rows(*stamps(A, 0, 4).tolist()), A) == ""
+@pytest.mark.parametrize(("found", "refusal"), STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_noticed(found: Any, refusal: str) -> None:
+    assert compare(CLAIM, found, lambda blocks: np.zeros(len(blocks))) == Verdict(refusal)
 
 
 class Pair:
@@ -74,17 +133,19 @@ class Pair:
         logging.getLogger("nixl").setLevel(logging.ERROR)
         self.writer, self.reader = StampTable(64), StampTable(32)
         self.agents = [nixl_agent(name, nixl_agent_config()) for name in ("writer", "reader")]
-        self.memory = [
-            table.register(agent) for table, agent in zip((self.writer, self.reader), self.agents, strict=True)
-        ]
-        self.peer = PeerTable(
-            agent=self.agents[1].add_remote_agent(self.agents[0].get_agent_metadata()),
-            address=self.writer.address,
-            num_blocks=64,
-        )
+        tables = zip((self.writer, self.reader), self.agents, strict=True)
+        self.memory = [table.register(agent) for table, agent in tables]
+        name = self.agents[1].add_remote_agent(self.agents[0].get_agent_metadata())
+        self.peer = PeerTable(agent=name, address=self.writer.address, num_blocks=64)
 
     def fetch(self, *blocks: int) -> Any:
-        return self.reader.fetch(self.agents[1], self.peer, blocks, 5.0)
+        (found,) = self.reader.fetch(self.agents[1], [(self.peer, blocks)], 5.0)
+        return found
+
+    def judge(self, *claims: Claim, peer: PeerTable | None = None, agent: Any = None) -> list[Verdict]:
+        """Judge reads from a peer, whose blocks' contents have the digest 9 here."""
+        reads = [(claim, peer or self.peer) for claim in claims]
+        return judge(reads, self.reader, lambda blocks: np.array([9] * len(blocks)), agent or self.agents[1])
 
     def close(self) -> None:
         self.agents[1].remove_remote_agent(self.peer.agent)
@@ -100,71 +161,29 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def test_rows_come_over_in_the_order_asked_for(pair: Pair) -> None:
+SCATTERED = tuple(range(1, 64, 2))
+"""Too far apart for the reader's table to hold what lies between."""
+
+
+@pytest.mark.parametrize(
+    "blocks", [(0,), (63,), (5, 6, 7), (7, 5, 6, 60), range(31, -1, -1), range(41, 12, -1), SCATTERED], ids=str
+)
+def test_rows_come_over_in_the_order_asked_for(pair: Pair, blocks: Sequence[int]) -> None:
     pair.writer.rows[:] = np.arange(128, dtype=np.uint64).reshape(64, 2) + np.uint64(2**63)
-    scattered = tuple(range(1, 64, 2))  # Too far apart for the reader's table to hold what lies between.
-    for blocks in (
-        (0,),
-        (63,),
-        (5, 6, 7),
-        (7, 5, 6, 60),
-        tuple(range(31, -1, -1)),
-        tuple(range(41, 12, -1)),
-        scattered,
-    ):
-        assert pair.fetch(*blocks).tolist() == pair.writer.rows[list(blocks)].tolist()
-
-
-def test_a_later_fetch_sees_a_later_owner(pair: Pair) -> None:
-    pair.writer.own([3, 4], A, 0)
-    assert stranger(pair.fetch(3, 4), A) == ""
-    pair.writer.own([4], B, 0)
-    assert "block 1 of 2" in stranger(pair.fetch(3, 4), A)
+    assert pair.fetch(*blocks).tolist() == pair.writer.rows[list(blocks)].tolist()
+    pair.writer.own([63, 0], A, 0)  # A later fetch sees a later owner.
+    assert pair.fetch(*blocks).tolist() == pair.writer.rows[list(blocks)].tolist()
 
 
 @pytest.mark.parametrize("blocks", [(), (64,), (-1,), (0, 2**32 - 1), tuple(range(33))], ids=str)
 def test_rows_that_no_table_has_are_not_asked_for(pair: Pair, blocks: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="blocks"):
-        pair.fetch(*blocks)
-
-
-def checks(pair: Pair, digests: Any = None) -> ReadChecks:
-    made = ReadChecks(pair.reader, digests or (lambda blocks: np.array([9] * len(blocks), np.uint64)))
-    made.learn("engine", pair.peer.address)
-    return made
-
-
-def judge(pair: Pair, checker: ReadChecks, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "owner": B,
-        "engine_id": "engine",
-        "request_id": "r",
-        "theirs": (8, 9, 2),
-        "ours": (1, 2, 3),
-    }
-    claim = Claim(**{**values, **changes})
-    (verdict,) = checker.judge([claim], pair.agents[1], dict.fromkeys(["engine", "other"], source(pair.peer.agent)))
-    return verdict
-
-
-def source(agent: str) -> Peer:
-    return Peer(agent=agent, num_blocks=64)
-
-
-def test_the_owners_kv_is_accepted(pair: Pair) -> None:
-    pair.writer.own([8, 9, 2], B, 0)
-    verdict = judge(pair, checks(pair))
-    assert (verdict.refusal, verdict.checked) == ("", False)
-    pair.writer.sign([8, 9, 2], np.array([9, 9, 9], np.uint64))
-    verdict = judge(pair, checks(pair))
-    assert (verdict.refusal, verdict.checked) == ("", True)
+    assert isinstance(pair.fetch(*blocks), ValueError)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another owner": ({"owner": B + 1}, "block 0 of 3 is not this prompt's"),
     "other blocks": ({"theirs": (8, 9, 3)}, "block 2 of 3 is not this prompt's"),
     "another order": ({"theirs": (9, 8, 2)}, "block 0 of 3"),
-    "an unknown engine": ({"engine_id": "other"}, "where other keeps its stamps is not known"),
     "fewer blocks than ours": ({"theirs": (8, 9)}, "2 blocks were offered for 3"),
     "a block that is not there": ({"theirs": (8, 9, 64)}, "the stamps could not be read"),
 }
@@ -173,53 +192,65 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_is_not_the_claim_is_refused(pair: Pair, changes: dict[str, Any], reason: str) -> None:
     pair.writer.own([8, 9, 2], B, 0)
-    assert reason in judge(pair, checks(pair), **changes).refusal
+    assert pair.judge(CLAIM) == [Verdict("")]
+    (verdict,) = pair.judge(replace(CLAIM, **changes))
+    assert reason in verdict.refusal
 
 
-@pytest.mark.parametrize("signed", [(9, 9, 8), (9, 9, 0), (0, 9, 9)])
+def test_a_peer_whose_stamps_are_not_known_is_refused(pair: Pair) -> None:
+    (verdict,) = judge([(CLAIM, None)], pair.reader, lambda blocks: np.zeros(3), pair.agents[1])
+    assert verdict.refusal == "where engine keeps its stamps is not known"
+
+
+@pytest.mark.parametrize("signed", [(9, 9, 9), (9, 9, 8), (9, 9, 0), (0, 9, 9)])
 def test_bits_that_changed_on_the_way_are_refused(pair: Pair, signed: tuple[int, ...]) -> None:
     pair.writer.own([8, 9, 2], B, 0)
     pair.writer.sign([8, 9, 2], np.array(signed, np.uint64))
-    verdict = judge(pair, checks(pair))
+    (verdict,) = pair.judge(CLAIM)
     assert verdict.checked
-    assert "changed on the way (1 did)" in verdict.refusal
+    assert ("changed on the way (1 did)" in verdict.refusal) == (signed != (9, 9, 9))
 
 
-def test_a_peer_that_is_gone_is_a_refusal(pair: Pair) -> None:
-    class Broken:
-        def get_xfer_descs(self, *_: Any) -> Any:
-            raise RuntimeError("the peer is gone")
+class Broken:
+    """An agent whose transfers end as the test says."""
 
-    (verdict,) = checks(pair).judge(
-        [Claim(owner=B, engine_id="engine", request_id="r", theirs=(1,), ours=(1,))],
-        Broken(),
-        {"engine": source("writer")},
-    )
-    assert verdict.refusal == "the stamps could not be read: the peer is gone"
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.events: list[str] = []
+
+    def get_xfer_descs(self, *_: Any) -> Any: ...
+
+    def initialize_xfer(self, *_: Any) -> Any: ...
+
+    def transfer(self, handle: Any) -> Any:
+        self.events.append("posted")
+        return self.check_xfer_state(handle)
+
+    def check_xfer_state(self, _: Any) -> Any:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def release_xfer_handle(self, _: Any) -> None:
+        self.events.append("released")
 
 
-def test_stamps_that_do_not_come_are_a_refusal(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow:
-        released = 0
+BROKEN = {
+    "gone": (RuntimeError("the peer is gone"), "the stamps could not be read: the peer is gone"),
+    "failed": ("ERR", "the stamps could not be read: the transfer ended as ERR"),
+    "silent": ("PROC", "the stamps could not be read: the transfer did not end within 0.02 s"),
+}
 
-        def get_xfer_descs(self, *_: Any) -> Any: ...
 
-        def initialize_xfer(self, *_: Any) -> Any: ...
-
-        def transfer(self, _: Any) -> str:
-            return "PROC"
-
-        check_xfer_state = transfer
-
-        def release_xfer_handle(self, _: Any) -> None:
-            self.released += 1
-
-    monkeypatch.setattr("corun.node.kv.checks.FETCH_TIMEOUT_S", 0.02)
-    slow = Slow()
-    claim = Claim(owner=B, engine_id="engine", request_id="r", theirs=(1,), ours=(1,))
-    verdicts = checks(pair).judge([claim, claim], slow, {"engine": source("writer")})
-    assert ["did not end within 0.02 s" in verdict.refusal for verdict in verdicts] == [True, True]
-    assert slow.released == 2
+@pytest.mark.parametrize(("state", "reason"), BROKEN.values(), ids=BROKEN)
+def test_stamps_that_do_not_come_are_a_refusal(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, state: Any, reason: str
+) -> None:
+    """Those of all reads of a step are waited for together: all rows stand still meanwhile."""
+    monkeypatch.setattr("corun.node.kv.stamps.FETCH_TIMEOUT_S", 0.02)
+    agent = Broken(state)
+    assert pair.judge(CLAIM, CLAIM, agent=agent) == [Verdict(reason)] * 2
+    assert agent.events == ["posted", "posted", "released", "released"]
 
 
 def test_reads_of_one_step_are_judged_each_by_its_own_stamps(pair: Pair) -> None:
@@ -228,10 +259,7 @@ def test_reads_of_one_step_are_judged_each_by_its_own_stamps(pair: Pair) -> None
     for owner, blocks in ((A, (8, 9)), (B, many), (B + 500, (3, 60))):
         pair.writer.own(blocks, owner, 0)
     wanted = [(A, (8, 9)), (A, (64, 65)), (B, many), (A, (3, 60)), (B + 500, (3, 60))]
-    claims = [
-        Claim(owner=owner, engine_id="engine", request_id="r", theirs=theirs, ours=theirs) for owner, theirs in wanted
-    ]
-    verdicts = checks(pair).judge(claims, pair.agents[1], {"engine": source(pair.peer.agent)})
+    verdicts = pair.judge(*(replace(CLAIM, owner=owner, theirs=theirs, ours=theirs) for owner, theirs in wanted))
     assert [verdict.refusal for verdict in verdicts] == [
         "",
         "the stamps could not be read: blocks 64 to 65 of 64",
@@ -239,8 +267,3 @@ def test_reads_of_one_step_are_judged_each_by_its_own_stamps(pair: Pair) -> None
         "block 0 of 2 is not this prompt's (2 are not)",
         "",
     ]
-
-
-def test_columns() -> None:
-    """They are read by other builds."""
-    assert (OWNER, DIGEST) == (0, 1)

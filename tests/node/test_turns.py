@@ -45,10 +45,13 @@ def waits(turn: DecodeTurn) -> bool:
 
 
 def test_decode_waits_while_prefill_computes_and_no_longer_than_its_limit(path: Path) -> None:
-    prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.5)
-    decode.wait()
+    prefill, decode, due = PrefillTurn(path), DecodeTurn(path, 0.5), DecodeTurn(path, 0.01)
+    for turn in (decode, due):
+        turn.wait()
     prefill.hold(True)
     assert waited(decode) > 0.05
+    assert not waits(due)
+    assert not waits(DecodeTurn(path, 0.0))
     prefill.hold(False)
     assert not waits(decode)
 
@@ -61,39 +64,18 @@ def test_decode_goes_on_as_soon_as_prefill_is_done(path: Path) -> None:
     assert 0.02 < waited(decode) < 30
 
 
-def test_a_step_that_is_due_does_not_wait(path: Path) -> None:
-    prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.05)
-    decode.wait()
-    prefill.hold(True)
-    time.sleep(0.06)
-    assert not waits(decode)
-
-
-def test_without_a_limit_nobody_waits(path: Path) -> None:
-    prefill, decode = PrefillTurn(path), DecodeTurn(path, 0.0)
-    prefill.hold(True)
-    decode.wait()
-    assert not waits(decode)
-
-
 def test_several_prefill_engines_and_other_gpus(path: Path, tmp_path: Path) -> None:
+    """Holding again and leaving again change nothing."""
     first, second = PrefillTurn(path), PrefillTurn(path)
     here, elsewhere = DecodeTurn(path, 60.0), DecodeTurn(lock_of("GPU-2", tmp_path), 60.0)
-    first.hold(True)
-    second.hold(True)
-    assert (first.is_held, second.is_held) == (True, True)
+    for turn in (first, first, second):
+        turn.hold(True)
     assert elsewhere._is_free()
-    first.hold(False)
-    assert not here._is_free()
+    for _ in range(2):
+        first.hold(False)
+        assert not here._is_free()
     second.hold(False)
     assert here._is_free()
-
-
-def test_holding_again_and_leaving_again_change_nothing(path: Path) -> None:
-    prefill, decode = PrefillTurn(path), DecodeTurn(path, 60.0)
-    for busy in (True, True, False, False):
-        prefill.hold(busy)
-        assert decode._is_free() != busy
 
 
 def test_a_dead_prefill_engine_holds_nothing(path: Path) -> None:
@@ -112,12 +94,11 @@ def test_a_dead_prefill_engine_holds_nothing(path: Path) -> None:
     assert decode._is_free()
 
 
-def test_a_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_not_ours_or_cannot_be_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert lock_file("GPU-1", tmp_path) is not None
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    assert lock_file("GPU-1", tmp_path) is None
-
-
-def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert lock_file("GPU-1", tmp_path / "file" / "locks") is None
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert lock_file("GPU-1", tmp_path) is None

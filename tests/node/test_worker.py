@@ -1,13 +1,13 @@
-"""What a worker says of what it loaded."""
+"""What a worker says of what it loaded and of its processor, and how it lays out KV."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
-from corun.node.vllm import processor
 from tests.loading import load
 
 
@@ -39,31 +39,9 @@ def model(torch: Any) -> Any:
     return model
 
 
-def test_a_worker_tells_what_its_processor_is(worker: Any) -> None:
-    found = worker.NodeWorker.model_facts(SimpleNamespace(weights_digest="w"))
-    here = processor.read()
-    assert (found["device"], found["cpu_features"]) == (here.name, list(here.features))
-    assert found["cpu_caches"] == list(here.caches)
-
-
-def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
-    worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and MIG give a process fewer than the GPU has."""
-    on_cpu = worker.NodeWorker._observe_device(SimpleNamespace())
-    assert (on_cpu["multiprocessors"], on_cpu["kernel_packages"]) == (0, [])
-    monkeypatch.setattr(worker.current_platform, "is_cpu", lambda: False)
-    properties = SimpleNamespace(multi_processor_count=66)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", {"cuda:1": properties}.__getitem__)
-    node = SimpleNamespace(device="cuda:1", _max_splits=lambda: 1, _graphs=lambda: "g")
-    found = worker.NodeWorker._observe_device(node)
-    assert (found["multiprocessors"], found["kernel_packages"]) == (66, [])
-
-
 def test_the_digest_is_of_names_shapes_dtypes_and_bytes(worker: Any, torch: Any, model: Any) -> None:
     digest = worker.weights_digest(model)
     assert len(digest) == 64
-    assert worker.weights_digest(model) == digest
     for name in ("wide", "strided", "half_precision", "scalar", "flags"):
         old = getattr(model, name)
         changed = old.clone(memory_format=torch.preserve_format)
@@ -94,11 +72,106 @@ def test_parts_are_all_rows_in_order(worker: Any, torch: Any, monkeypatch: pytes
     assert torch.equal(torch.cat(parts), rows)
 
 
-def test_runners_of_one_class_name_are_told_apart(worker: Any) -> None:
-    def runner(module: str) -> Any:
-        return type("GPUModelRunner", (), {"__module__": f"vllm.v1.worker.{module}"})()
+def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
+    worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and MIG give a process fewer than the GPU has."""
+    attention = SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=1)
+    graphs = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[4, 2])
+    config = SimpleNamespace(attention_config=attention, compilation_config=graphs)
+    node = SimpleNamespace(device="cuda:1", vllm_config=config)
+    on_cpu = worker.NodeWorker._observe_device(node)
+    assert (on_cpu["multiprocessors"], on_cpu["kernel_packages"]) == (0, [])
+    monkeypatch.setattr(worker.current_platform, "is_cpu", lambda: False)
+    properties = SimpleNamespace(multi_processor_count=66)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {"cuda:1": properties}.__getitem__)
+    assert worker.NodeWorker._observe_device(node) == {
+        "attention_split_kv": "max 1 in graphs",
+        "graph": "FULL [2, 4]",
+        "multiprocessors": 66,
+        "kernel_packages": [],
+    }
 
-    assert worker.runner_name(runner("gpu.model_runner")) == "v2 GPUModelRunner"
-    assert worker.runner_name(runner("gpu_model_runner")) == "v1 GPUModelRunner"
-    assert worker.runner_name(runner("cpu.model_runner")) == "v2 GPUModelRunner"
-    assert worker.runner_name(runner("cpu_model_runner")) == "v1 GPUModelRunner"
+
+def test_runners_of_one_class_name_are_told_apart(worker: Any) -> None:
+    for module, generation in (("gpu.", "v2"), ("gpu_", "v1"), ("cpu.", "v2"), ("cpu_", "v1")):
+        runner = type("GPUModelRunner", (), {"__module__": f"vllm.v1.worker.{module}model_runner"})()
+        assert worker.runner_name(runner) == f"{generation} GPUModelRunner"
+
+
+ASKED = {name: name for name in ("stamp_address", "connect", "warm", "mapped_pids", "unmap")}
+ASKED |= {"share_kv": "share", "release_kv": "release", "held_kv": "held", "handoffs": "figures"}
+"""The connector's methods, by the names that engines call."""
+
+
+def test_what_engines_ask_of_the_connector_reaches_it(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = MagicMock(spec=load("corun.node.kv.connector").CorunNixlConnector)
+    monkeypatch.setattr(worker, "get_kv_transfer_group", lambda: connector)
+    node = object.__new__(worker.NodeWorker)
+    for name in ASKED:
+        getattr(node, name)("r", ["s"])
+    assert connector.method_calls == [getattr(call, name)("r", ["s"]) for name in ASKED.values()]
+
+
+X86 = """\
+processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 143
+model name\t: Intel(R) Xeon(R) Processor
+flags\t\t: fpu sse2 smep avx2 f16c fma avx512f avx512_bf16 misalignsse amx_tile amx_bf16
+
+processor\t: 1
+flags\t\t: fpu
+"""
+ARM = """\
+processor\t: 0
+Features\t: fp asimd evtstrm aes asimdhp sve bf16 i8mm
+CPU implementer\t: 0x41
+CPU part\t: 0xd40
+"""
+XEON = "Intel(R) Xeon(R) Processor, vendor_id GenuineIntel, cpu family 6, model 143"
+EXTENSIONS = ["amx_bf16", "amx_tile", "avx2", "avx512_bf16", "avx512f", "f16c", "fma", "sse2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "extensions"),
+    [
+        (X86, XEON, EXTENSIONS),
+        (X86.replace("fpu sse2 smep", "sse2 erms fpu"), XEON, EXTENSIONS),  # order, and other flags
+        (X86.replace(" amx_tile amx_bf16", ""), XEON, EXTENSIONS[2:]),  # a virtual machine of that name
+        (ARM, "CPU implementer 0x41, CPU part 0xd40", ["asimd", "asimdhp", "bf16", "fp", "i8mm", "sve"]),
+        ("", "", []),
+    ],
+)
+def test_a_processor_is_its_model_and_the_extensions_that_kernels_are_chosen_by(
+    worker: Any, text: str, name: str, extensions: list[str]
+) -> None:
+    assert worker.processor(text) == (name, extensions)
+
+
+def test_a_worker_tells_what_its_processor_is(worker: Any) -> None:
+    found = worker.NodeWorker.model_facts(SimpleNamespace(weights_digest="w"))
+    assert found["device"]
+    assert found["cpu_features"] == sorted(found["cpu_features"]) != []
+    assert len(found["cpu_caches"]) == 3
+    assert found == worker.NodeWorker.model_facts(SimpleNamespace(weights_digest="w"))
+
+
+def config(torch: Any, kind: str) -> Any:
+    vllm = load("vllm.v1.kv_cache_interface")
+    sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    group = vllm.KVCacheGroupSpec(["a", "b", "c"], getattr(vllm, kind)(**sizes))
+    tensors = [vllm.KVCacheTensor(size=10 * 64, shared_by=[name]) for name in "abc"]
+    return vllm.KVCacheConfig(num_blocks=10, kv_cache_tensors=tensors, kv_cache_groups=[group])
+
+
+def test_the_layers_of_a_block_lie_side_by_side(worker: Any, torch: Any) -> None:
+    before = config(torch, "FullAttentionSpec")
+    packed = worker.packed(before)
+    found = [(one.offset, one.block_stride, one.size, one.shared_by) for one in packed.kv_cache_tensors]
+    assert found == [(0, 192, 1920, ["a"]), (64, 192, 1920, ["b"]), (128, 192, 1920, ["c"])]
+    assert all(tensor.block_stride == 0 for tensor in before.kv_cache_tensors), "the caller's was changed"
+    assert worker.packed(packed) is packed
+    other = config(torch, "MLAAttentionSpec")
+    assert worker.packed(other) is other

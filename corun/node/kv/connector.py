@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
@@ -28,31 +28,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
 
-from corun.node.kv.checks import Claim, Peer, ReadChecks, Verdict
 from corun.node.kv.digest import KvDigest, region_words
-from corun.node.kv.handshake import UNDER_WAY, condition, in_words
-from corun.node.kv.owners import OWNER_PARAM, READER, Owned, Prefills
-from corun.node.kv.side_channel import sealed
-from corun.node.kv.stamps import StampTable, finish
+from corun.node.kv.handle import OWNER_PARAM, READER
+from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
+from corun.node.kv.stamps import Claim, Owned, PeerTable, Prefills, StampTable, Verdict, finish, judge
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
 
-# A release of KV that was read at the same moment finds nothing to free; it is forgotten after this time.
 RELEASE_TTL_S = 60.0
+"""A release of KV that was read at the same moment finds nothing to free; it is forgotten after this time."""
 WARM_TIMEOUT_S = 10.0
 HEARTBEAT = b"HB:"
 """The prefix of vLLM's messages that renew leases (nixl/pull_worker.py: `_get_new_notifs`)."""
 SHARED_LEASE_S = 10.0
 """The least time that a KV lease must last when another reader is added, which still has to begin and renew it."""
-TOKEN_FILE_KEY = "cluster_token_file"
-"""The key in the connector's extra configuration for the path of the cluster's token."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Handoffs:
-    """The NIXL READs since start. Seconds are the sum over the reads, each from post to completion; parallel reads
-    overlap."""
+    """The NIXL READs since start: the first four fields are those of `corun.types.KvReads`."""
 
     count: int = 0
     bytes: int = 0
@@ -64,7 +59,7 @@ class Handoffs:
     refused: int = 0
     """The number of completed reads whose KV was not what the handle claims."""
     check_seconds: float = 0.0
-    """The time, in seconds, that all checks took in the engine's own thread."""
+    """The time that all checks took in the engine's own thread."""
 
 
 class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
@@ -85,17 +80,17 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     """Pull mode: a decode node reads the KV that a prefill node holds."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        _seal(vllm_config.kv_transfer_config.get_from_extra_config(TOKEN_FILE_KEY, ""))
+        _seal(vllm_config.kv_transfer_config.get_from_extra_config("cluster_token_file", ""))
         super().__init__(vllm_config, role, kv_cache_config)
         self.handoffs = Handoffs()
         self.expired = 0
-        """Prefill: the number of prompts since start whose KV was neither read nor released before its lease ended."""
         self._released: dict[str, float] = {}  # request id -> when to forget the release
         self._readers: dict[str, set[str]] = {}  # request id -> readers that have not read yet, for shared KV only
         self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
         self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
         self._prefills = Prefills()
         self._claims: dict[str, Claim] = {}  # request id -> the claim of the running read
+        self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
 
     # The scheduler's half.
 
@@ -139,17 +134,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.watch(KvDigest(_regions(worker, kv_caches.values())).of)
 
     def watch(self, digests: Callable[[Sequence[int]], Any]) -> None:
-        """Insert the check between vLLM's reads and their use."""
-        worker = self.connector_worker
+        """Insert the check between vLLM's reads and their use. Transfers themselves send no notice to the peer."""
+        worker, agent = self.connector_worker, self.connector_worker.nixl_wrapper
         self._digests = digests
-        self._checks = ReadChecks(self.table, digests)
-        self._pop_done = worker._pop_done_transfers
-        worker._pop_done_transfers = self._pop_judged
-        worker.nixl_wrapper.make_prepped_xfer = _silent(worker.nixl_wrapper.make_prepped_xfer)
-        self._get_notices = worker.nixl_wrapper.get_new_notifs
-        worker.nixl_wrapper.get_new_notifs = self._last_notices
-        self._log_other_failure = worker._log_failure
-        worker._log_failure = self._log_failure
+        self._pop_done, worker._pop_done_transfers = worker._pop_done_transfers, self._pop_judged
+        self._get_notices, agent.get_new_notifs = agent.get_new_notifs, self._last_notices
+        self._log_other_failure, worker._log_failure = worker._log_failure, self._log_failure
+        make = agent.make_prepped_xfer
+
+        def make_silent(*args: Any, notif_msg: bytes = b"", **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        agent.make_prepped_xfer = make_silent
 
     def bind(self, facts: Mapping[str, Any]) -> None:
         """Make `facts`, which vLLM's own hash omits, a condition of every handshake with this worker, in place of the
@@ -166,10 +162,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         super().handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Record the claims of the reads that begin, before the worker turns their block ids into its kernels' ids."""
         meta = self._connector_metadata
         for name, read in meta.reqs_to_recv.items():
             if name in meta.owners and read.local_block_ids:  # A read without blocks was aborted before it began.
-                self._claims[name] = _claim(meta.owners[name], read)
+                (theirs,), (ours,) = read.remote.block_ids, read.local_block_ids
+                self._claims[name] = Claim(
+                    owner=meta.owners[name],
+                    engine_id=read.remote.engine_id,
+                    request_id=read.remote.request_id,
+                    theirs=tuple(theirs),
+                    ours=tuple(ours),
+                )
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
@@ -185,10 +189,12 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         read = sorted(done - set(worker._failed_recv_reqs.queue))
         claims = {name: self._claims[name] for name in read if name in self._claims}
         began = time.monotonic()
-        verdicts = dict(zip(claims, self._judge(list(claims.values())), strict=True))
+        reads = [(claim, self._table_of(claim.engine_id)) for claim in claims.values()]
+        verdicts = judge(reads, self.table, self._digests, worker.nixl_wrapper) if reads else []
+        found = dict(zip(claims, verdicts, strict=True))
         self.handoffs.check_seconds += time.monotonic() - began
         for name in read:
-            claim, verdict = claims.get(name), verdicts.get(name, Verdict("nobody said whose KV it must be"))
+            claim, verdict = claims.get(name), found.get(name, Verdict("nobody said whose KV it must be"))
             self.handoffs.checked += verdict.checked
             if verdict.refusal:
                 self.handoffs.refused += 1
@@ -198,17 +204,14 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                 self._thank(claim)
         return done
 
-    def _judge(self, claims: Sequence[Claim]) -> Sequence[Verdict]:
-        if not claims:
-            return ()
-        peers = {engine_id: self._source(engine_id) for engine_id in {claim.engine_id for claim in claims}}
-        return self._checks.judge(claims, self.connector_worker.nixl_wrapper, peers)
-
-    def _source(self, engine_id: str) -> Peer:
+    def _table_of(self, engine_id: str) -> PeerTable | None:
+        """Return a connected peer's stamp table; None if it is not known where that is."""
         worker = self.connector_worker
         info = worker.transfer_topo.get_engine_info(engine_id)
         num_blocks = worker.dst_num_blocks[engine_id] // info.remote_physical_blocks_per_logical
-        return Peer(agent=self._peer(engine_id), num_blocks=num_blocks)
+        if (address := self._stamps.get(engine_id)) is None:
+            return None
+        return PeerTable(agent=self._peer(engine_id), address=address, num_blocks=num_blocks)
 
     def _thank(self, claim: Claim) -> None:
         """Tell the prefill node that its blocks have been read, as vLLM's transfer would do (nixl/pull_worker.py)."""
@@ -256,10 +259,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _last_notices(self) -> dict[str, list[bytes]]:
         """Return the peers' messages in vLLM's form, which has no readers. A prefill gets one notice, after the last
         reader's."""
-        return {
-            agent: [passed for notice in notices if (passed := self._in_vllms_words(notice))]
-            for agent, notices in self._get_notices().items()
-        }
+        found = self._get_notices()
+        return {agent: [*filter(None, map(self._in_vllms_words, notices))] for agent, notices in found.items()}
 
     def _in_vllms_words(self, notice: bytes) -> bytes:
         """Return a message in vLLM's form; empty if vLLM must not get it, because other readers have yet to read."""
@@ -284,9 +285,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         if self._was_last(request_id, reader):
             self._released[request_id] = time.monotonic() + RELEASE_TTL_S
 
-    def held(self) -> list[str]:
-        """Return the requests whose KV waits to be read, soonest expiry first."""
-        return list(self.connector_worker._reqs_to_send)
+    def held(self) -> dict[str, Any]:
+        """Return the finished prefills whose KV waits to be read, soonest expiry first, and how many have expired since
+        start, because their KV was neither read nor released before its lease ended."""
+        return {"names": list(self.connector_worker._reqs_to_send), "expired": self.expired}
+
+    def stamp_address(self) -> int:
+        """Return the address where readers of this worker's KV find the stamps of its blocks."""
+        return self.table.address
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the KV reads since start, by the names of `Handoffs`."""
+        return asdict(self.handoffs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         worker = self.connector_worker
@@ -316,14 +326,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:
         """Begin the handshake with a prefill engine. Call this again while it returns `UNDER_WAY`.
 
-        Args:
-            stamp_addresses: where each of the peer's ranks keeps the stamps of its blocks.
-
-        Returns:
-            `UNDER_WAY`, or in words why the handshake failed; then the next call begins another. Empty: it is complete.
+        If it failed, return why, in words, and the next call begins another: an exception of a worker is logged with a
+        traceback and loses its type. stamp_addresses: where each of the peer's ranks keeps the stamps of its blocks.
         """
         worker = self.connector_worker
-        self._checks.learn(engine_id, stamp_addresses[worker.tp_rank])
+        self._stamps[engine_id] = stamp_addresses[worker.tp_rank]
         future = self._handshakes.get(engine_id) or worker._ensure_handshake(engine_id, host, port, tp_size)
         if future is not None and not future.done():
             self._handshakes[engine_id] = future
@@ -349,32 +356,33 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def warm(self, engine_id: str) -> str:
         """Read a connected peer's null block and its stamp, so that the set-up cost of a first transfer is paid here.
-
-        Returns:
-            In words why the read failed or took longer than 10 s; empty if it succeeded.
-        """
+        Return in words why that failed or took longer than 10 s; empty if it succeeded."""
+        agent = self.connector_worker.nixl_wrapper
+        result: Any
         try:
-            self._read_null_block(engine_id)
+            (result,) = finish(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
+            if result is None:
+                wanted: Any = [(self._table_of(engine_id), (0,))]
+                (result,) = self.table.fetch(agent, wanted, WARM_TIMEOUT_S)
         except Exception as error:  # NIXL's errors share no base class.
-            return in_words(error)
-        return ""
+            result = error
+        return in_words(result) if isinstance(result, Exception) else ""
 
-    def _read_null_block(self, engine_id: str) -> None:
+    def _null_block(self, engine_id: str) -> Any:
+        """Return a transfer of a peer's null block, not started."""
         worker = self.connector_worker
-        agent, info = worker.nixl_wrapper, worker.transfer_topo.get_engine_info(engine_id)
+        info = worker.transfer_topo.get_engine_info(engine_id)
 
         def descriptors(num_blocks: int, split: int) -> Any:
             return worker._compute_desc_ids(([*range(split)],), num_blocks, None, split)
 
-        handle = agent.make_prepped_xfer(
+        return worker.nixl_wrapper.make_prepped_xfer(
             "READ",
             worker.src_xfer_handles_by_block_size[info.remote_block_size],
             descriptors(worker.num_blocks, worker._physical_blocks_per_logical_kv_block),
             worker.dst_xfer_side_handles[engine_id][worker.tp_rank],
             descriptors(worker.dst_num_blocks[engine_id], info.remote_physical_blocks_per_logical),
         )
-        finish(agent, handle, WARM_TIMEOUT_S)
-        self._checks.warm(engine_id, agent, self._peer(engine_id), WARM_TIMEOUT_S)
 
     def mapped_pids(self) -> list[int]:
         """Return the ids of the processes whose GPU memory is mapped here for reading."""
@@ -382,7 +390,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return sorted(mappings.pids()) if mappings else []
 
     def unmap(self, pids: Collection[int]) -> bool:
-        """Unmap the GPU memory of processes that have died. Return False if a peer is being read or connected now."""
+        """Unmap the GPU memory of processes that have died. Return False if a peer is being read or connected now; then
+        call again."""
         worker = self.connector_worker
         if any(worker._recving_transfers.values()) or worker._handshake_futures:
             return False
@@ -399,39 +408,14 @@ def _seal(token_file: str) -> None:
         base_scheduler.zmq_ctx = base_worker.zmq_ctx = sealed(read_token("cluster_token_file", token_file))
 
 
-def _claim(owner: int, read: Any) -> Claim:
-    """Make the claim of a read from vLLM's `ReqMeta`, before the worker turns its block ids into its kernels' ids."""
-    (theirs,), (ours,) = read.remote.block_ids, read.local_block_ids
-    return Claim(
-        owner=owner,
-        engine_id=read.remote.engine_id,
-        request_id=read.remote.request_id,
-        theirs=tuple(theirs),
-        ours=tuple(ours),
-    )
-
-
-def _silent(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap vLLM's function that makes transfers, so that they send no notice to the peer when they are done."""
-
-    def make_silent(*args: Any, notif_msg: bytes = b"", **kwargs: Any) -> Any:
-        return make(*args, **kwargs)
-
-    return make_silent
-
-
 def _regions(worker: Any, caches: Iterable[Any]) -> list[Any]:
     """Return the regions that the worker registered, as rows of int32 words, one row for each logical block."""
-    ratio = worker._physical_blocks_per_logical_kv_block
     memory = {cache.untyped_storage().data_ptr(): cache for cache in caches}
-    return [
-        region_words(_owner_of(address, memory), address, size * ratio, worker._logical_num_blocks)
-        for address, size in zip(
-            worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank], worker.block_len_per_layer, strict=True
-        )
-    ]
-
-
-def _owner_of(address: int, memory: Mapping[int, Any]) -> Any:
-    """Return the tensor whose storage has the largest start address that is not above `address`."""
-    return memory[max(start for start in memory if start <= address)]
+    found = []
+    for address, size in zip(
+        worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank], worker.block_len_per_layer, strict=True
+    ):
+        owner = memory[max(start for start in memory if start <= address)]
+        block_bytes = size * worker._physical_blocks_per_logical_kv_block
+        found.append(region_words(owner, address, block_bytes, worker._logical_num_blocks))
+    return found

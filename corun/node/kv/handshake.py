@@ -1,7 +1,8 @@
-"""NIXL handshakes: what both ends must have in common, and why a handshake fails, in words.
+"""NIXL handshakes: who takes part, what both ends must have in common, and why a handshake fails, in words.
 
-Owns: the condition that replaces vLLM's own, and the wording. Must not know: when handshakes are made, transfers. It
-gets vLLM's objects but does not import vLLM, so that a node can use its constants before the environment is pinned.
+Owns: the sockets, sealed with the cluster's token, the condition that replaces vLLM's own, and the wording. Must not
+know: when handshakes are made, transfers. It gets vLLM's objects but does not import vLLM, so that a node can use its
+constants before the environment is pinned.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 UNDER_WAY = "under way"
 """The answer of a connector while a handshake has neither succeeded nor failed."""
-_MAX_CHARS = 300
-"""The largest number of characters that are kept of an error message that is not ours."""
+MAX_REQUEST_BYTES = 64 * 1024
 _KNOWN = {
     "NIXL compatibility hash mismatch": (
         "it has other weights, another vLLM, torch or driver, another device or another number of threads"
@@ -25,6 +27,38 @@ _KNOWN = {
     "engine ID mismatch": "another engine answers there; it may have restarted a moment ago",
 }
 """Our words for a failure, by a part of vLLM's own message (nixl/base_worker.py: `_nixl_handshake`)."""
+
+
+def sealed(token: str) -> Callable[[int, str], AbstractContextManager[Any]]:
+    """Return a function that makes sockets in place of vLLM's `zmq_ctx` (nixl/utils.py): a ROUTER listens, any other
+    socket connects.
+
+    They use CurveZMQ with keys derived from the token, so a process without the token can neither send nor read
+    messages. This matters because a reply tells where a node's KV lies and how to reach it. All members share the keys;
+    the public key is as secret as the token.
+    """
+    secret = z85.encode(hashlib.sha256(b"corun NIXL side channel 1\0" + token.encode()).digest())
+    public = zmq.curve_public(secret)
+
+    @contextmanager
+    def open_socket(socket_type: int, address: str) -> Iterator[Any]:
+        context = zmq.Context()
+        try:
+            socket = context.socket(socket_type)
+            socket.setsockopt(zmq.IPV6, int("[" in address))
+            socket.curve_publickey, socket.curve_secretkey = public, secret
+            if socket_type == zmq.ROUTER:
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+                socket.curve_server = True
+                socket.bind(address)
+            else:
+                socket.curve_serverkey = public
+                socket.connect(address)
+            yield socket
+        finally:
+            context.destroy(linger=0)
+
+    return open_socket
 
 
 def condition(worker: Any, make_hash: Callable[[Any, str, bool], str], facts: Mapping[str, Any]) -> str:
@@ -46,24 +80,19 @@ def condition(worker: Any, make_hash: Callable[[Any, str, bool], str], facts: Ma
 
     if made(worker.vllm_config) != worker.compat_hash:
         raise RuntimeError("vLLM makes its NIXL compatibility hash otherwise than 0.26.0: what it covers is not known")
-    text = json.dumps([made(_without_path(worker.vllm_config)), worker.world_size, facts], sort_keys=True)
+    without_path = copy.copy(worker.vllm_config)
+    without_path.model_config = copy.copy(without_path.model_config)
+    without_path.model_config.model = ""
+    text = json.dumps([made(without_path), worker.world_size, facts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def in_words(error: BaseException) -> str:
-    """Return in words why a handshake or a first read failed."""
+    """Return in words why a handshake or a first read failed, at most 300 characters of a message that is not ours."""
     if isinstance(error, zmq.Again):
         return (
             "it has not answered the NIXL handshake for 5 s: its NIXL port may be closed to this node, or its cluster "
             "token another one"
         )
     text = str(error) or type(error).__name__
-    return next((words for part, words in _KNOWN.items() if part in text), text[:_MAX_CHARS])
-
-
-def _without_path(config: Any) -> Any:
-    """Return a copy of a `VllmConfig` whose model has no path; the original stays as it is."""
-    config = copy.copy(config)
-    config.model_config = copy.copy(config.model_config)
-    config.model_config.model = ""
-    return config
+    return next((words for part, words in _KNOWN.items() if part in text), text[:300])

@@ -28,12 +28,10 @@ def lock_file(gpu: str, directory: Path | None = None) -> Path | None:
     found = directory or Path(tempfile.gettempdir()) / f"corun-{os.getuid()}"
     try:
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = found.stat(follow_symlinks=False).st_uid
+        if found.stat(follow_symlinks=False).st_uid != os.getuid():
+            raise PermissionError(f"{found} is another user's")
     except OSError as error:
         log.warning("engines on one GPU take no turns: %s", error)
-        return None
-    if owner != os.getuid():
-        log.warning("engines on one GPU take no turns: %s is another user's", found)
         return None
     return found / f"gpu-{gpu}"
 
@@ -51,9 +49,6 @@ class _Lock:
 
     def _leave(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 class PrefillTurn(_Lock):

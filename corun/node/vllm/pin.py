@@ -1,12 +1,13 @@
 """The settings that can change a bit: they are set in one place before the device starts and read back afterwards.
 
 Owns: the list of such settings for each platform and role, which other environment variables enter the contract, and
-the comparison of all of them with the report of the engine's processes. Must not know: vLLM's or torch's Python API, so
-that it can run before either is imported; corun/node/vllm/switches.py sets torch's part.
+the comparison of all of them with the report of the engine's processes. Must not import vLLM or torch, since it runs
+before them: a worker that has loaded torch hands in `torch.backends`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,8 @@ CPU_SWITCHES: dict[str, Switch] = {
     "mkldnn.conv.fp32_precision": "ieee",
     "mkldnn.rnn.fp32_precision": "ieee",
 }
-"""The switches of a CPU engine, by their names under `torch.backends`."""
+"""The switches of a CPU engine, by their names under `torch.backends`. For TF32, only torch's `fp32_precision` is used:
+its older `allow_tf32` flags cannot be read once both have been used."""
 GPU_SWITCHES: dict[str, Switch] = {
     "cuda.preferred_blas_library": "cublaslt",
     "cuda.matmul.fp32_precision": "ieee",
@@ -107,6 +109,7 @@ GPU_SWITCHES: dict[str, Switch] = {
     "cudnn.benchmark": False,
     "cudnn.deterministic": True,
 }
+SWITCHES = {"cpu": CPU_SWITCHES, "cuda": GPU_SWITCHES}
 
 # With both settings, no kernel is chosen by timing. `TORCHINDUCTOR_DETERMINISTIC` does not help: Dynamo resets what it
 # sets after the first compiled frame (torch/_dynamo/convert_frame.py, torch.use_deterministic_algorithms).
@@ -194,9 +197,35 @@ def own_gpus_first(visible: str, devices: int) -> str:
     return ",".join([*own, *(str(index) for index in range(devices) if str(index) not in own)])
 
 
-def pinned() -> dict[str, str]:
-    """Return the variables that this process has pinned."""
-    return dict(_pinned)
+def set_switches(backends: Any, platform: str) -> None:
+    """Set every switch of "cpu" or "cuda" in `torch.backends`. Call this before the first matrix product of the
+    process."""
+    for name, value in SWITCHES[platform].items():
+        owner, attribute = _find(backends, name)
+        if callable(getattr(owner, attribute)):
+            getattr(owner, attribute)(value)
+        else:
+            setattr(owner, attribute, value)
+
+
+def read_switches(backends: Any, platform: str) -> dict[str, str]:
+    """Return every switch of "cpu" or "cuda" as torch holds it now."""
+    found = {}
+    for name in SWITCHES[platform]:
+        owner, attribute = _find(backends, name)
+        value = getattr(owner, attribute)
+        if callable(value):  # It sets its argument. Without an argument it returns a member of an enumeration.
+            value = value().name.lower()
+        elif attribute.endswith("_precision_reduction"):  # The switch is a pair; its second half has another name.
+            value = (value, getattr(owner, f"{attribute}_split_k"))
+        found[name] = str(value)
+    return found
+
+
+def _find(backends: Any, name: str) -> tuple[Any, str]:
+    """Return the object under `torch.backends` that holds a switch, and the attribute's name."""
+    *path, attribute = name.split(".")
+    return functools.reduce(getattr, path, backends), attribute
 
 
 def watched(variables: Mapping[str, str]) -> dict[str, str]:
@@ -219,17 +248,15 @@ def environment(variables: Mapping[str, str]) -> tuple[str, ...]:
     free = {name: variables[name] for name in names}
     if unfit := next((name for name in MUST_BE_UNSET if name in free), None):
         raise InvalidArgumentError(f"environment variable {unfit}", free[unfit], "must be unset")
-    return tuple(f"{name}={_text(name, value)}" for name, value in free.items())
-
-
-def _text(name: str, value: str) -> str:
-    """Return the value, or the digest of a file that it names: the same path may hold another file elsewhere."""
-    if name == LD_PRELOAD:
-        return " ".join(_content(name, file) for file in value.replace(":", " ").split())
-    return _content(name, value)
+    found = []
+    for name, value in free.items():
+        parts = value.replace(":", " ").split() if name == LD_PRELOAD else [value]
+        found.append(f"{name}={' '.join(_content(name, part) for part in parts)}")
+    return tuple(found)
 
 
 def _content(name: str, value: str) -> str:
+    """Return the value, or the digest of a file that it names: the same path may hold another file elsewhere."""
     path = Path(value).expanduser()
     if not path.is_absolute():
         return value
@@ -248,7 +275,7 @@ def refuse_changed(seen: Mapping[str, Any]) -> None:
     for name, value in _pinned.items():
         refuse_other(f"environment variable {name}", seen["variables"].get(name, "(unset)"), value)
         refuse_other(f"vllm.envs.{name}", seen["vllm_envs"].get(name, value), value)
-    for name, switch in (CPU_SWITCHES if seen["platform"] == "cpu" else GPU_SWITCHES).items():
+    for name, switch in SWITCHES[seen["platform"]].items():
         refuse_other(f"torch.backends.{name}", seen["switches"].get(name, "(unknown)"), str(switch))
     if cores := _pinned.get("VLLM_CPU_OMP_THREADS_BIND"):
         refuse_other("torch.get_num_threads()", str(seen["threads"]), str(len(cores.split(","))))

@@ -1,11 +1,13 @@
-"""The base of both schedulers: it reserves KV for whole sequences, has blocks zeroed, and can show the stock scheduler
-a part of the queue.
-
-Must not know: prefill, decode, connectors.
+"""The base of both schedulers: it reserves KV for whole sequences, has blocks zeroed, can show the stock scheduler a
+part of the queue, and ends with the node. Must not know: prefill, decode, connectors.
 """
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +20,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from corun.node.vllm.gpu_lock import lock_file
-from corun.node.vllm.orphans import end_with_parent
 from corun.node.workarounds import busy_wait
+
+log = logging.getLogger(__name__)
 
 
 class ZeroedKVCacheConfig(KVCacheConfig):  # type: ignore[misc]
@@ -59,18 +62,16 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def free_blocks(self, admitted: Iterable[Request]) -> int:
         """Return the number of free KV blocks that are not reserved for the `admitted` requests' remaining tokens."""
-        owed = sum(max(0, self.blocks_of(request) - self._blocks_held(request)) for request in admitted)
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return free - owed
+        for request in admitted:
+            held = sum(map(len, self.kv_cache_manager.get_block_ids(request.request_id)))
+            free -= max(0, self.blocks_of(request) - held)
+        return free
 
     def blocks_of(self, request: Request) -> int:
         """Return the number of KV blocks of the whole sequence, over all KV cache groups."""
         tokens: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         return -(-tokens // int(self.block_size)) * len(self.kv_cache_config.kv_cache_groups)
-
-    def _blocks_held(self, request: Request) -> int:
-        groups: tuple[list[int], ...] = self.kv_cache_manager.get_block_ids(request.request_id)
-        return sum(map(len, groups))
 
     @contextmanager
     def showing_waiting(self, shown: Iterable[Request]) -> Iterator[None]:
@@ -86,3 +87,22 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
             for request in reversed(list(self.waiting)):
                 waiting.prepend_request(request)
             self.waiting = waiting
+
+
+def end_with_parent() -> None:
+    """End this process, from now on, as soon as its parent process has ended. Do nothing if `multiprocessing` did not
+    start this process.
+
+    A killed node cannot end its engine, which would keep memory and a device. vLLM's workers watch this process, but it
+    does not watch the node.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        log.error("the node's process has ended, and so does its engine")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -54,21 +54,16 @@ class Trace:
 
 def first_difference(a: Trace, b: Trace) -> str:
     """Return the first stage of the model whose bits differ; empty if no bits differ."""
-    for layer, (left, right) in enumerate(zip(a.kv, b.kv, strict=True)):
-        if not same_bits(left, right):
-            return f"the KV of layer {layer} of {len(a.kv)}"
-    if not same_bits(a.hidden, b.hidden):
-        return "the last hidden state"
-    if not same_bits(a.logits, b.logits):
-        return "the logits (lm_head)"
+    layers = enumerate(zip(a.kv, b.kv, strict=True))
+    tensors = [(f"the KV of layer {layer} of {len(a.kv)}", *pair) for layer, pair in layers]
+    tensors += [("the last hidden state", a.hidden, b.hidden), ("the logits (lm_head)", a.logits, b.logits)]
+    for stage, left, right in tensors:
+        # As bytes, 0.0 is not -0.0, and NaN equals itself.
+        if not torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)):
+            return stage
     if a.logprob != b.logprob:
         return "the log probability"
     return "" if a.token == b.token else "the drawn token"
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype hold the same bytes: 0.0 is not -0.0, and NaN equals itself."""
-    return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
 
 
 class Stepper:
@@ -154,13 +149,25 @@ class Stepper:
         output = SchedulerOutput.make_empty()
         cached = CachedRequestData.make_empty()
         for sequence, _ in tokens:
-            if sequence.name not in self._known:
-                output.scheduled_new_reqs.append(_new(sequence))
+            if sequence.name in self._known:
+                cached.req_ids.append(sequence.name)
+                cached.num_computed_tokens.append(sequence.computed)
+                cached.num_output_tokens.append(sequence.drawn)
+                cached.new_block_ids.append(None)
                 continue
-            cached.req_ids.append(sequence.name)
-            cached.num_computed_tokens.append(sequence.computed)
-            cached.num_output_tokens.append(sequence.drawn)
-            cached.new_block_ids.append(None)
+            prompt = list(sequence.prompt)
+            new = NewRequestData(
+                req_id=sequence.name,
+                prompt_token_ids=prompt,
+                mm_features=[],
+                sampling_params=sequence.sampling,
+                pooling_params=None,
+                block_ids=(list(sequence.blocks),),
+                num_computed_tokens=sequence.computed,
+                lora_request=None,
+                prefill_token_ids=prompt,
+            )
+            output.scheduled_new_reqs.append(new)
         output.scheduled_cached_reqs = cached
         output.num_scheduled_tokens = {sequence.name: count for sequence, count in tokens}
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
@@ -184,21 +191,6 @@ class Stepper:
             logprob=np.float32(result.logprobs.logprobs[row][0]).tobytes(),
             token=result.sampled_token_ids[row][0],
         )
-
-
-def _new(sequence: TestSequence) -> NewRequestData:
-    prompt = list(sequence.prompt)
-    return NewRequestData(
-        req_id=sequence.name,
-        prompt_token_ids=prompt,
-        mm_features=[],
-        sampling_params=sequence.sampling,
-        pooling_params=None,
-        block_ids=(list(sequence.blocks),),
-        num_computed_tokens=sequence.computed,
-        lora_request=None,
-        prefill_token_ids=prompt,
-    )
 
 
 @contextmanager

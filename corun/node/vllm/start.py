@@ -38,11 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def vllm_distribution() -> str:
-    """Return the installed vLLM distribution, as "name version".
-
-    Raises:
-        UnavailableError: none is installed, or it has another version than the one this project was built against.
-    """
+    """Return the installed vLLM distribution, as "name version". Raises UnavailableError if none is installed, or
+    another version than the one this project was built against."""
     found = {one.name: one.version for one in metadata.distributions() if one.name in ENGINES.values()}
     for name, version in found.items():
         if version.split("+")[0] != VLLM_VERSION:
@@ -53,14 +50,17 @@ def vllm_distribution() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """The facts about a started engine that the rest of the node needs."""
+    """The facts about a started engine that the rest of the node needs. Lengths and sizes are in tokens."""
 
-    kv_blocks: int  # The KV blocks that requests can use: block 0 is vLLM's null block.
-    block_size: int  # tokens
-    max_model_len: int  # tokens
+    kv_blocks: int
+    """The KV blocks that requests can use."""
+    block_size: int
+    max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    finding: str  # The finding of the self-test; empty: the node is certified.
+    """The model's end tokens, ascending: from generation_config.json, else from config.json."""
+    finding: str
+    """The finding of the self-test; empty: the node is certified."""
 
 
 def free_port(host: str) -> int:
@@ -72,12 +72,8 @@ def free_port(host: str) -> int:
 
 
 def nixl_endpoint(config: NodeConfig, engine_id: str) -> NixlEndpoint:
-    """Return where this node's NIXL handshakes are answered. The port is the configured one, or else a free one, and
-    stays reserved for this process.
-
-    Raises:
-        UnavailableError: the port is taken.
-    """
+    """Return where this node's NIXL handshakes are answered. The port is the configured one, or else a free one; it is
+    reserved, which raises UnavailableError if it is taken."""
     port = reserve(config.nixl_host, config.nixl_port)
     return NixlEndpoint(engine_id=engine_id, host=config.nixl_host, port=port, tp_size=config.tensor_parallel_size)
 
@@ -191,27 +187,20 @@ def facts(llm: Any, *, finding: str) -> EngineFacts:
     """Read the facts from the configuration of a started `AsyncLLM`."""
     model = llm.vllm_config.model_config
     cache = llm.vllm_config.cache_config
-    return EngineFacts(
-        kv_blocks=cache.num_gpu_blocks - 1,
-        block_size=cache.block_size,
-        max_model_len=model.max_model_len,
-        vocab_size=model.get_vocab_size(),
-        eos_token_ids=_eos_token_ids(model),
-        finding=finding,
-    )
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    """Read the model's end tokens, ascending: from generation_config.json, else from config.json.
-
-    Numbers that are no tokens of the model are left out. They cannot be drawn, and with `min_tokens` vLLM would write
-    to their places in the logits, which crashes an engine on CPU and changes another request's row on a GPU.
-    """
     found = model.try_get_generation_config().get("eos_token_id")
     if found is None:
         found = getattr(model.hf_text_config, "eos_token_id", None)
     ids = [] if found is None else [found] if isinstance(found, int) else list(found)
-    return tuple(sorted({one for one in ids if 0 <= one < model.get_vocab_size()}))
+    return EngineFacts(
+        kv_blocks=cache.num_gpu_blocks - 1,  # Block 0 is vLLM's null block.
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        vocab_size=model.get_vocab_size(),
+        # Numbers that are no tokens of the model cannot be drawn, and with `min_tokens` vLLM would write to their
+        # places in the logits, which crashes an engine on CPU and changes another request's row on a GPU.
+        eos_token_ids=tuple(sorted({one for one in ids if 0 <= one < model.get_vocab_size()})),
+        finding=finding,
+    )
 
 
 def step_llm() -> Any:
@@ -235,18 +224,16 @@ def step_llm() -> Any:
                     outputs = await self.engine_core.get_output_async()
                     if outputs.outputs:
                         self.on_outputs(outputs.outputs)
-                    if self.logger_manager is not None:
-                        self._count(outputs)
+                    if self.logger_manager is None:
+                        continue
+                    # Update vLLM's metrics of steps, as its own loop does. Those of requests need its output processor.
+                    step = IterationStats() if outputs.outputs else None
+                    if step is not None:
+                        step.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
+                    self.logger_manager.record(outputs.scheduler_stats, step, engine_idx=outputs.engine_index)
             except Exception:
                 log.exception("the engine's output loop ended")
                 self.on_dead()
-
-        def _count(self, outputs: Any) -> None:
-            """Update vLLM's metrics of steps, as its own loop does. Metrics of requests need its output processor."""
-            step = IterationStats() if outputs.outputs else None
-            if step is not None:
-                step.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
-            self.logger_manager.record(outputs.scheduler_stats, step, engine_idx=outputs.engine_index)
 
     return StepLLM
 
@@ -285,10 +272,8 @@ async def answer(llm: Any) -> None:
 
 
 def computed_s(contract: Contract) -> float:
-    """Return the CPU time of the engine's main threads, in seconds: they compute, while NIXL's threads always spin.
-
-    Return 0 if a GPU computes, since a thread that waits for the GPU may spin.
-    """
+    """Return the CPU time of the engine's main threads, in seconds: they compute, while NIXL's threads always spin. It
+    is 0 if a GPU computes, since a thread that waits for the GPU may spin."""
     return 0.0 if contract.model.cuda else cpu_seconds(os.getpid())
 
 
@@ -304,18 +289,14 @@ async def observe(llm: Any) -> dict[str, Any]:
     digest = hashlib.sha256("".join(rank.pop("weights_digest") for rank in ranks).encode()).hexdigest()
     if any(rank != ranks[0] for rank in ranks):
         raise UnavailableError(f"the engine's workers do not agree on their settings: {ranks}")
-    refuse_unfit(ranks[0])
     pin.refuse_changed(ranks[0])
-    refuse_changed_config(llm.vllm_config, ranks[0])
+    refuse_unfit(llm.vllm_config, ranks[0])
     return {**ranks[0], "weights_digest": digest}
 
 
 async def certify(llm: Any) -> str:
-    """Run the self-test of every worker on the loaded model.
-
-    Returns:
-        What changed a bit, and in which stage of the model first; empty if nothing did.
-    """
+    """Run the self-test of every worker on the loaded model. Return what changed a bit, and in which stage of the model
+    first; empty if nothing did."""
     stages.enter("testing itself: every layer, bit by bit")
     began = time.monotonic()
     differences: list[str] = await call_workers(llm, "certify", timeout_s=CERTIFY_TIMEOUT_S)
@@ -324,16 +305,15 @@ async def certify(llm: Any) -> str:
     return finding
 
 
-def refuse_unfit(seen: Mapping[str, Any]) -> None:
-    """Refuse an engine that cannot keep the contract.
+def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:
+    """Refuse an engine that cannot keep the contract, by its `VllmConfig` and its workers' report.
 
     Raises:
         UnavailableError: the attention backend is not one whose decode is known not to split. Or the model keeps more
             than full attention's KV: vLLM does not mark the blocks that such a model failed to load
             (nixl/base_worker.py: `_handle_failed_transfer`), and would decode from them. Or vLLM chose another model
-            runner.
+            runner, or another value of asynchronous scheduling or of a setting that can change a bit.
     """
-    pin.refuse_other("the model runner", seen["runner"], RUNNERS[seen["platform"]])
     if seen["attention_backend"] not in ATTENTION_BACKENDS:
         limit = f"must be one of {', '.join(ATTENTION_BACKENDS)}"
         raise UnavailableError(
@@ -343,30 +323,25 @@ def refuse_unfit(seen: Mapping[str, Any]) -> None:
         raise UnavailableError(
             f"this model cannot keep the contract: it has {', '.join(sorted(unknown))} in its KV cache"
         )
-
-
-def refuse_changed_config(config: Any, seen: Mapping[str, Any]) -> None:
-    """Compare the settings that we asked for with those that vLLM uses (its `VllmConfig`, and the workers' report).
-
-    Raises:
-        UnavailableError: a setting that can change a bit, or asynchronous scheduling, has another value.
-    """
-    parallel = config.parallel_config
+    platform, split, parallel = seen["platform"], seen["attention_split_kv"], config.parallel_config
     found = {
-        "async_scheduling": (config.scheduler_config.async_scheduling, seen["platform"] != "cpu"),  # platforms/cpu.py
-        "enable_prefix_caching": (config.cache_config.enable_prefix_caching, False),
-        "disable_cascade_attn": (config.model_config.disable_cascade_attn, True),
-        "enable_flashinfer_autotune": (config.kernel_config.enable_flashinfer_autotune, False),
+        "the model runner": (seen["runner"], RUNNERS[platform]),
+        "vLLM's async_scheduling": (config.scheduler_config.async_scheduling, platform != "cpu"),  # platforms/cpu.py
+        "vLLM's enable_prefix_caching": (config.cache_config.enable_prefix_caching, False),
+        "vLLM's disable_cascade_attn": (config.model_config.disable_cascade_attn, True),
+        "vLLM's enable_flashinfer_autotune": (config.kernel_config.enable_flashinfer_autotune, False),
         # A model's config.json alone can ask for these two.
-        "speculative decoding": (config.speculative_config is not None, False),
-        "is_diffusion": (config.model_config.is_diffusion, False),
-        "fuse_allreduce_rms": (bool(config.compilation_config.pass_config.fuse_allreduce_rms), False),
-        "disable_custom_all_reduce": (parallel.disable_custom_all_reduce or parallel.tensor_parallel_size <= 2, True),
+        "vLLM's speculative decoding": (config.speculative_config is not None, False),
+        "vLLM's is_diffusion": (config.model_config.is_diffusion, False),
+        "vLLM's fuse_allreduce_rms": (bool(config.compilation_config.pass_config.fuse_allreduce_rms), False),
+        "vLLM's disable_custom_all_reduce": (
+            parallel.disable_custom_all_reduce or parallel.tensor_parallel_size <= 2,
+            True,
+        ),
+        "attention's split-KV": (split, SPLIT_KV.get((platform, config.kv_transfer_config.kv_role), split)),
     }
-    if seen["platform"] != "cpu":
+    if platform != "cpu":
         inductor = config.compilation_config.inductor_compile_config
-        found |= {f"inductor {name}": (inductor.get(name), value) for name, value in pin.GPU_INDUCTOR.items()}
+        found |= {f"vLLM's inductor {name}": (inductor.get(name), value) for name, value in pin.GPU_INDUCTOR.items()}
     for name, (value, expected) in found.items():
-        pin.refuse_other(f"vLLM's {name}", str(value), str(expected))
-    split = SPLIT_KV.get((seen["platform"], config.kv_transfer_config.kv_role), seen["attention_split_kv"])
-    pin.refuse_other("attention's split-KV", seen["attention_split_kv"], split)
+        pin.refuse_other(name, str(value), str(expected))

@@ -12,9 +12,10 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.utils.import_utils import has_deep_gemm
 
-from corun.node.vllm import pin, processor, switches
+from corun.node.vllm import pin
 from corun.node.workarounds import busy_wait
 from corun.observe import stages
 
@@ -37,9 +38,26 @@ else:
 
 KERNEL_PACKAGES: dict[str, Callable[[], bool]] = {"deep_gemm": has_deep_gemm, "flashinfer": has_flashinfer}
 """The kernel packages that vLLM uses only if it finds that they can run here, which their versions do not tell."""
+DRIVER = Path("/proc/driver/nvidia/version")
+CPUINFO = Path("/proc/cpuinfo")
+CPU_NAMES = ("model name", "Model", "Processor")
+CPU_MODELS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part")
+CPU_EXTENSIONS = {
+    "flags": ("amx", "avx", "f16c", "fma", "sse"),  # x86
+    "Features": ("asimd", "bf16", "fp", "i8mm", "sme", "sve"),  # Arm
+}
+"""The prefixes of the names of vector and matrix extensions, by the line of /proc/cpuinfo that lists them."""
+CACHE_SIZES = (188, 191, 194)
+"""The numbers of glibc's _SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE and _SC_LEVEL3_CACHE_SIZE, which have no names
+in Python: the sizes of the data caches, in bytes; 0: not known."""
 HASH_THREADS = 16
 PART_BYTES = 16 * 1024 * 1024
 log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
+
+
+def _of_connector(name: str) -> Callable[..., Any]:
+    """Return a worker's method that calls the connector's method of this name, with the same arguments."""
+    return lambda self, *args: getattr(get_kv_transfer_group(), name)(*args)
 
 
 class NodeWorker(PlatformWorker):  # type: ignore[misc]
@@ -48,7 +66,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     weights_digest = ""
 
     def init_device(self) -> None:
-        switches.set_switches(current_platform.device_type)
+        pin.set_switches(torch.backends, current_platform.device_type)
         if current_platform.is_cpu():
             busy_wait.nap_instead()
             busy_wait.poll_with_timeout()
@@ -84,42 +102,36 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         """Return everything that this process can see, after loading, that may change a bit."""
         backend = self.model_runner.attn_groups[0][0].backend
         groups = self.model_runner.kv_cache_config.kv_cache_groups
+        variables = pin.watched(os.environ)
+        parsed = {name: getattr(envs, name) for name in variables if name in envs.environment_variables}
         return {
             **self.model_facts(),
             "attention_backend": backend.get_name(),
             "kv_cache_kinds": sorted({type(group.kv_cache_spec).__name__ for group in groups}),
             "runner": runner_name(self.model_runner),
             **self._observe_device(),
-            **self._observe_settings(),
-        }
-
-    def _observe_settings(self) -> dict[str, Any]:
-        """Return the settings that corun/node/vllm/pin.py names, as they are in this process now."""
-        platform = current_platform.device_type
-        variables = pin.watched(os.environ)
-        parsed = {name: getattr(envs, name) for name in variables if name in envs.environment_variables}
-        return {
-            "platform": platform,
+            # The settings that corun/node/vllm/pin.py names, as they are in this process now.
+            "platform": current_platform.device_type,
             "variables": variables,
             "vllm_envs": {name: str(int(v) if isinstance(v, bool) else v) for name, v in parsed.items()},
-            "switches": switches.read_switches(platform),
+            "switches": pin.read_switches(torch.backends, current_platform.device_type),
         }
 
     def model_facts(self) -> dict[str, Any]:
         """Return the facts that must be equal on all peers that exchange KV with this process. Only the model must be
         loaded before."""
         on_cpu = current_platform.is_cpu()
-        cpu = processor.read()
+        cpu, features = processor(CPUINFO.read_text())
         return {
             "weights_digest": self.weights_digest,
             "threads": torch.get_num_threads() if on_cpu else 0,  # With a GPU, CPU threads compute nothing.
             "torch": str(torch.__version__),
             "cpu_isa": torch.backends.cpu.get_cpu_capability(),
-            "cpu_features": list(cpu.features) if on_cpu else [],
-            "cpu_caches": list(cpu.caches) if on_cpu else [],
+            "cpu_features": features if on_cpu else [],
+            "cpu_caches": [os.sysconf(size) for size in CACHE_SIZES] if on_cpu else [],
             "machine": platform.machine(),
-            "device": cpu.name if on_cpu else torch.cuda.get_device_name(self.device),
-            "driver": "" if on_cpu else _nvidia_driver(),
+            "device": cpu if on_cpu else torch.cuda.get_device_name(self.device),
+            "driver": "" if on_cpu else DRIVER.read_text().partition("\n")[0].split("  ")[1].strip(),
             "cuda": "" if on_cpu else torch.version.cuda or "",
         }
 
@@ -127,60 +139,43 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         if current_platform.is_cpu():
             split_kv = "on" if envs.VLLM_CPU_ATTN_SPLIT_KV else "off"
             return {"attention_split_kv": split_kv, "multiprocessors": 0, "kernel_packages": []}
+        max_splits = int(self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph)
+        compilation = self.vllm_config.compilation_config
         return {
-            "attention_split_kv": f"max {self._max_splits()} in graphs",
-            "graph": self._graphs(),
+            "attention_split_kv": f"max {max_splits} in graphs",
+            "graph": f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}",
             "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
             # To be usable, FlashInfer also needs nvcc or ready-made kernels, and DeepGEMM needs the CUDA toolkit.
             "kernel_packages": [name for name, usable in KERNEL_PACKAGES.items() if usable()],
         }
 
-    def _max_splits(self) -> int:
-        return int(self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph)
+    # The engine asks these of every rank; corun/node/kv/connector.py says what they do and return.
+    share_kv = _of_connector("share")
+    release_kv = _of_connector("release")
+    held_kv = _of_connector("held")
+    handoffs = _of_connector("figures")
+    stamp_address = _of_connector("stamp_address")
+    connect = _of_connector("connect")
+    warm = _of_connector("warm")
+    mapped_pids = _of_connector("mapped_pids")
+    unmap = _of_connector("unmap")
 
-    def _graphs(self) -> str:
-        compilation = self.vllm_config.compilation_config
-        return f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}"
 
-    def share_kv(self, request_id: str, readers: Sequence[str]) -> bool:
-        """Keep the KV of a finished prefill for these readers, too. Return False if it is freed or soon will be."""
-        return bool(get_kv_transfer_group().share(request_id, readers))
+def processor(cpuinfo: str) -> tuple[str, list[str]]:
+    """Return from the text of /proc/cpuinfo the name of the first processor, and its sorted extensions.
 
-    def release_kv(self, request_id: str, reader: str) -> None:
-        """Remove a reader from the KV of a finished prefill; after the last reader the KV is freed."""
-        get_kv_transfer_group().release(request_id, reader)
-
-    def held_kv(self) -> dict[str, Any]:
-        """Return the finished prefills whose KV waits to be read, and how many have expired since start."""
-        group = get_kv_transfer_group()
-        return {"names": list(group.held()), "expired": group.expired}
-
-    def handoffs(self) -> dict[str, float]:
-        """Return the figures of the KV reads since start (`corun.node.kv.connector.Handoffs`)."""
-        return asdict(get_kv_transfer_group().handoffs)
-
-    def stamp_address(self) -> int:
-        """Return the address where readers of this worker's KV find the stamps of its blocks."""
-        return int(get_kv_transfer_group().table.address)
-
-    def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:
-        """Begin the NIXL handshake with a prefill engine. Call this again while it returns `UNDER_WAY`.
-
-        If it failed, return why, in words: an exception of a worker is logged with a traceback and loses its type.
-        """
-        return str(get_kv_transfer_group().connect(engine_id, host, port, tp_size, stamp_addresses))
-
-    def warm(self, engine_id: str) -> str:
-        """Pay the set-up cost of a first transfer from a connected prefill engine. If that fails, return why."""
-        return str(get_kv_transfer_group().warm(engine_id))
-
-    def mapped_pids(self) -> list[int]:
-        """Return the ids of the processes whose GPU memory is mapped here for reading."""
-        return list(get_kv_transfer_group().mapped_pids())
-
-    def unmap(self, pids: Sequence[int]) -> bool:
-        """Unmap the GPU memory of processes that have died. Return False if that is impossible now; then call again."""
-        return bool(get_kv_transfer_group().unmap(pids))
+    oneDNN and vLLM choose kernels by CPUID in more detail than ATen reports (AMX, AVX512-BF16), and MKL also by the
+    vendor's model. vLLM's attention and oneDNN split their work by the sizes of the caches, which decides the order of
+    sums. Two virtual machines with the same model name may differ in all of this.
+    """
+    lines = (line.partition(":") for line in cpuinfo.split("\n\n", maxsplit=1)[0].splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    name = next((fields[name] for name in CPU_NAMES if name in fields), "")
+    models = [f"{part} {fields[part]}" for part in CPU_MODELS if part in fields]
+    listed = {
+        one for line, parts in CPU_EXTENSIONS.items() for one in fields.get(line, "").split() if one.startswith(parts)
+    }
+    return ", ".join([name, *models] if name else models), sorted(listed)
 
 
 def packed(config: Any) -> Any:
@@ -267,8 +262,3 @@ class _Hasher:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor as [nbytes] uint8."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _nvidia_driver() -> str:
-    with open("/proc/driver/nvidia/version") as file:
-        return file.readline().split("  ")[1].strip()

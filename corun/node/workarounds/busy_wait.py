@@ -34,7 +34,7 @@ def nap_instead() -> None:
     """Sleep, from now on, where vLLM would yield. Raises AttributeError if vLLM has no such function."""
     if not callable(shm_broadcast.sched_yield):
         raise AttributeError("vllm.distributed.device_communicators.shm_broadcast.sched_yield")
-    shm_broadcast.sched_yield = _nap
+    shm_broadcast.sched_yield = lambda: time.sleep(NAP_S)
 
 
 def poll_with_timeout() -> None:
@@ -49,7 +49,3 @@ def poll_with_timeout() -> None:
             super().__setattr__(name, POLL_US if name == "pthrDelay" else value)
 
     nixl.nixlBind.nixlAgentConfig = Config
-
-
-def _nap() -> None:
-    time.sleep(NAP_S)

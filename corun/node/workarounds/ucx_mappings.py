@@ -70,8 +70,14 @@ class Mappings:
         Raises RuntimeError if UCX has no memory left.
         """
         for index, pid in self._peers():
-            if pid in pids:
-                self._drop(index, pid)
+            if pid not in pids:
+                continue
+            fresh = ctypes.c_void_p()
+            if status := self._transport.uct_cuda_ipc_create_cache(ctypes.byref(fresh), f"dead:{pid}".encode()):
+                raise RuntimeError(f"UCX cannot make a cache of mappings: status {status}")
+            old = self._table.vals[index]
+            self._table.vals[index] = fresh.value
+            self._transport.uct_cuda_ipc_destroy_cache(old)
 
     def _peers(self) -> Iterator[tuple[int, int]]:
         """Yield the bucket and the process id of each entry."""
@@ -79,14 +85,6 @@ class Mappings:
         for index in range(table.n_buckets):
             if not (table.flags[index >> 4] >> ((index & 15) << 1)) & 3:
                 yield index, int(keys[index].pid)
-
-    def _drop(self, index: int, pid: int) -> None:
-        fresh = ctypes.c_void_p()
-        if status := self._transport.uct_cuda_ipc_create_cache(ctypes.byref(fresh), f"dead:{pid}".encode()):
-            raise RuntimeError(f"UCX cannot make a cache of mappings: status {status}")
-        old = self._table.vals[index]
-        self._table.vals[index] = fresh.value
-        self._transport.uct_cuda_ipc_destroy_cache(old)
 
 
 def of_this_process() -> Mappings | None:
