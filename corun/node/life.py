@@ -33,7 +33,7 @@ EXIT_QUARANTINED = 3
 """A router said that this generation may have given wrong bits. Only a new process, which tests itself, may be used."""
 NEWS_TIMEOUT_S = 0.5
 """The time for routers to learn that the engine is stuck, before its streams end, or that it takes no new work."""
-TELL_TIMEOUT_S = 5.0
+QUARANTINE_TIMEOUT_S = 5.0
 """The time for all routers to learn that a quarantined node must not be used."""
 log = logging.getLogger(__name__)
 
@@ -159,29 +159,14 @@ class Life:
         self._watches.append(watch)
         return watch
 
-    async def until_over(self, stop: asyncio.Event) -> CorunError | None:
-        """Wait until the process has to end. Return the error that forces it, or None if it was asked to stop."""
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain and close. Raises the error if one ends the node before that."""
         stopped = asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait((stopped, self._ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
-        return None if stop.is_set() else self._ended.result()
-
-    async def drain(self) -> None:
-        """Wait for the running work. After `drain_grace_s` seconds, end what is left, so that other nodes do it."""
-        service, grace_s = self._role.service, self._config.drain_grace_s
-        deadline = asyncio.get_running_loop().time() + grace_s
-        # Only the engine's worker knows when the last KV was read, and it must be polled.
-        while await self._is_busy():
-            if asyncio.get_running_loop().time() >= deadline:
-                log.warning("work still runs after %g s: other nodes have to do it", grace_s)
-                service.give_up(f"it was told to stop {grace_s:g} s ago")
-                return
-            await asyncio.sleep(0.05)
-
-    async def refuse(self, error: CorunError | None) -> None:
-        """Take no new work and tell the routers. error: what ends the process; None if it was asked to stop."""
+        error = None if stop.is_set() else self._ended.result()
         self._role.service.draining = self.agent.draining = True
         if error is None:
             self.agent.tell()
@@ -189,15 +174,10 @@ class Life:
             self._say(str(error))
         await self._tell_health()
         await self.agent.heard(NEWS_TIMEOUT_S)  # A node without running work ends right after this.
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then drain and close. Raises the error if one ends the node before that."""
-        error = await self.until_over(stop)
-        await self.refuse(error)
         if error is None:
-            await self.drain()
+            await self._drain()
         elif isinstance(error, DataLossError):
-            await self.say_farewell()
+            await self.agent.heard(QUARANTINE_TIMEOUT_S)
         await self.close()
         if error is not None:
             raise error
@@ -209,9 +189,17 @@ class Life:
         await self.server.stop(grace_s)
         await self._role.engine.close()
 
-    async def say_farewell(self) -> None:
-        """Wait until every router knows that the node must not be used any more, at most `TELL_TIMEOUT_S`."""
-        await self.agent.heard(TELL_TIMEOUT_S)
+    async def _drain(self) -> None:
+        """Wait for the running work. After `drain_grace_s` seconds, end what is left, so that other nodes do it."""
+        service, grace_s = self._role.service, self._config.drain_grace_s
+        deadline = asyncio.get_running_loop().time() + grace_s
+        # Only the engine's worker knows when the last KV was read, and it must be polled.
+        while await self._is_busy():
+            if asyncio.get_running_loop().time() >= deadline:
+                log.warning("work still runs after %g s: other nodes have to do it", grace_s)
+                service.give_up(f"it was told to stop {grace_s:g} s ago")
+                return
+            await asyncio.sleep(0.05)
 
     def _note_quarantine(self, reason: str) -> None:
         """Give up all work at once, even in a drain, because the running work may be wrong."""

@@ -57,7 +57,10 @@ class NodeMetrics(Metrics):
         super().__init__("corun_node_")
         text = "What this node is; always 1. The fingerprint is of its own part of the contract"
         labels = ("node", "generation", "role", "model", "version", "fingerprint")
-        self.gauges_of("info", text, labels, lambda: {_facts(node): 1})
+        names = (node.ref.node_id, node.ref.generation, node.role.value, node.model, __version__)
+        self.gauges_of(
+            "info", text, labels, lambda: {(*names, Contract.from_json(node.contract_json).fingerprint()): 1}
+        )
         text = "Whether the node's self-test found that no company changes a bit"
         self.gauge("certified", text).set(not node.finding)
         self.gauge("serving", "Whether the node takes work").set_function(is_serving)
@@ -72,9 +75,3 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return [metric for metric in self._registry.collect() if metric.name in self._names]
-
-
-def _facts(node: NodeInfo) -> tuple[str, ...]:
-    """Return what a node is, as the values of the labels of its info."""
-    fingerprint = Contract.from_json(node.contract_json).fingerprint()
-    return node.ref.node_id, node.ref.generation, node.role.value, node.model, __version__, fingerprint

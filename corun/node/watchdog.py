@@ -60,14 +60,27 @@ class Pulse:
             await asyncio.sleep(self._interval_s)
 
     async def _ask(self) -> None:
-        question = asyncio.ensure_future(self._engine.answer())
-        silence = _Silence(self._engine, self._interval_s)
+        """Ask one question and wait for its answer. Only time in which this process did not hang counts as silence."""
+        loop, engine = asyncio.get_running_loop(), self._engine
+        at, steps = loop.time(), engine.steps
+        computed_s: float | None = None  # Read only during a silence, because reading takes some milliseconds.
+        silent_s = 0.0  # the time without an answer and without a step
+        idle_s = 0.0  # the time without an answer, without a step and without computing
+        question = asyncio.ensure_future(engine.answer())
         try:
             while not (await asyncio.wait((question,), timeout=self._interval_s))[0]:
-                silence.grow()
-                if silence.total_s >= self._restart_s:
-                    raise UnavailableError(f"the engine has not answered for {silence.total_s:.0f} s")
-                if silence.idle_s >= self._timeout_s:
+                last, at = at, loop.time()
+                if engine.steps != steps:
+                    steps, silent_s, idle_s = engine.steps, 0.0, 0.0
+                    continue
+                counted_s = min(at - last, 2 * self._interval_s)
+                before, computed_s = computed_s, engine.computed_s()
+                computes = before is not None and computed_s - before >= max(COMPUTING_SHARE * (at - last), 1e-9)
+                silent_s += counted_s
+                idle_s = 0.0 if computes else idle_s + counted_s
+                if silent_s >= self._restart_s:
+                    raise UnavailableError(f"the engine has not answered for {silent_s:.0f} s")
+                if idle_s >= self._timeout_s:
                     await self._say(f"its engine is stuck: no answer and no step for {self._timeout_s:g} s")
             question.result()
         finally:
@@ -79,36 +92,3 @@ class Pulse:
         log.error("%s", stuck) if stuck else log.warning("the engine answers again")
         self.stuck = stuck
         await self._told(stuck)
-
-
-class _Silence:
-    """The time that a question has been without an answer. Time in which this process itself hung does not count."""
-
-    def __init__(self, engine: Engine, interval_s: float) -> None:
-        self.total_s = 0.0
-        """The time without an answer and without a step."""
-        self.idle_s = 0.0
-        """The time without an answer, without a step and without computing."""
-        self._engine = engine
-        self._interval_s = interval_s
-        self._at = asyncio.get_running_loop().time()
-        self._steps = engine.steps
-        self._computed_s: float | None = None  # Read only during a silence, because reading takes some milliseconds.
-
-    def grow(self) -> None:
-        now = asyncio.get_running_loop().time()
-        passed_s, self._at = now - self._at, now
-        counted_s = min(passed_s, 2 * self._interval_s)
-        if self._has_stepped():
-            self.total_s = self.idle_s = 0.0
-            return
-        self.total_s += counted_s
-        self.idle_s = 0.0 if self._has_computed(COMPUTING_SHARE * passed_s) else self.idle_s + counted_s
-
-    def _has_stepped(self) -> bool:
-        before, self._steps = self._steps, self._engine.steps
-        return self._steps != before
-
-    def _has_computed(self, least_s: float) -> bool:
-        before, self._computed_s = self._computed_s, self._engine.computed_s()
-        return before is not None and self._computed_s - before >= max(least_s, 1e-9)

@@ -9,13 +9,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from corun.errors import UnavailableError
-from corun.node.vllm.start import answer
 from corun.node.watchdog import Pulse
 from corun.processes import cpu_seconds
 
@@ -66,11 +63,6 @@ class Watch:
 
         await asyncio.wait_for(poll(), DEADLINE_S)
 
-    async def stays_well(self) -> None:
-        await asyncio.sleep(5 * TIMEOUT_S)
-        assert self.told == []
-        assert not self.task.done()
-
 
 @asynccontextmanager
 async def watching(restart_s: float = DEADLINE_S) -> AsyncIterator[Watch]:
@@ -80,55 +72,38 @@ async def watching(restart_s: float = DEADLINE_S) -> AsyncIterator[Watch]:
     await asyncio.wait((watch.task,))
 
 
-async def test_an_engine_that_answers_is_asked_again_and_again() -> None:
-    async with watching() as watch:
-        await watch.until(lambda: watch.engine.questions > 5)
-        assert watch.told == []
-
-
 async def test_silence_is_told_once_and_its_end_too() -> None:
     async with watching() as watch:
+        await watch.until(lambda: watch.engine.questions > 5)
         for _ in range(2):
             watch.engine.hanging = True
             await watch.until(lambda: watch.pulse.stuck == STUCK)
+            asked = watch.engine.questions
             await asyncio.sleep(2 * TIMEOUT_S)
+            assert watch.engine.questions == asked, "one question at a time"
             watch.engine.hanging = False
             await watch.until(lambda: not watch.pulse.stuck)
         assert watch.told == [STUCK, "", STUCK, ""]
 
 
-async def test_one_question_at_a_time() -> None:
-    async with watching() as watch:
-        watch.engine.hanging = True
-        await watch.until(lambda: bool(watch.pulse.stuck))
-        asked = watch.engine.questions
-        await asyncio.sleep(2 * TIMEOUT_S)
-        assert watch.engine.questions == asked
-
-
-async def test_steps_are_a_sign_of_life() -> None:
-    async with watching() as watch:
+async def test_steps_and_a_long_step_on_a_cpu_are_signs_of_life() -> None:
+    async with watching() as watch, watching() as other:
         loop = asyncio.get_running_loop()
-        watch.engine.hanging = True
+        watch.engine.hanging = other.engine.hanging = True
         watch.engine.given = lambda: int(loop.time() * 1000)
-        await watch.stays_well()
+        other.engine.computed = loop.time
+        await asyncio.sleep(5 * TIMEOUT_S)
+        for one in (watch, other):
+            assert one.told == []
+            assert not one.task.done()
         watch.engine.given = lambda: 0
-        await watch.until(lambda: watch.told == [STUCK])
-
-
-async def test_a_long_step_on_a_cpu_is_no_silence() -> None:
-    """It is one only for `restart_s`."""
-    async with watching() as watch:
-        loop = asyncio.get_running_loop()
-        watch.engine.hanging = True
-        watch.engine.computed = loop.time
-        await watch.stays_well()
-        watch.engine.computed = lambda: 0.01 * loop.time()  # Some thread wakes now and then.
-        await watch.until(lambda: watch.told == [STUCK])
+        other.engine.computed = lambda: 0.01 * loop.time()  # Some thread wakes now and then.
+        await watch.until(lambda: watch.told == other.told == [STUCK])
 
 
 @pytest.mark.parametrize("computes", [False, True])
 async def test_a_silence_ends_in_the_end(computes: bool) -> None:
+    """Even that of an engine that computes."""
     async with watching(restart_s=3 * TIMEOUT_S) as watch:
         loop = asyncio.get_running_loop()
         watch.engine.hanging = True
@@ -162,43 +137,6 @@ async def test_a_node_that_stood_still_does_not_blame_its_engine() -> None:
             assert watch.told == []
         finally:
             real.time = now  # type: ignore[method-assign]
-
-
-class Llm:
-    """The calls of `AsyncLLM` that an answer takes."""
-
-    def __init__(self) -> None:
-        self.errored = False
-        self.result: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    async def is_sleeping(self) -> bool:
-        return await self.result
-
-
-async def test_the_question_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM leaves it unanswered when the engine dies."""
-    monkeypatch.setattr("corun.node.vllm.start.ANSWER_POLL_S", 0.01)
-    llm = Llm()
-    asking = asyncio.create_task(answer(llm))
-    await asyncio.sleep(0.03)
-    assert not asking.done()
-    llm.errored = True
-    with pytest.raises(UnavailableError, match="the engine died"):
-        await asking
-    assert llm.result.cancelled()
-
-
-async def test_an_answer_is_an_answer() -> None:
-    llm = Llm()
-    llm.result.set_result(False)
-    await answer(llm)
-    failing: Any = SimpleNamespace(errored=False, is_sleeping=_fail)
-    with pytest.raises(UnavailableError):
-        await answer(failing)
-
-
-async def _fail() -> bool:
-    raise RuntimeError("EngineDeadError")
 
 
 def test_computing_is_seen() -> None:

@@ -16,8 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corun.config.fields import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
-from corun.node import life as main_module
-from corun.node import membership as agent_module
+from corun.node import life as life_module
 from corun.node.life import Role, live, live_and_leave, node_info, node_ref, start_tracing
 from corun.observe.endpoints import observed
 from corun.observe.metrics import Metrics
@@ -114,7 +113,7 @@ class Life:
 
 @asynccontextmanager
 async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "", **settings: Any) -> AsyncIterator[Life]:
-    monkeypatch.setattr(agent_module, "RETRY_S", 0.01)
+    monkeypatch.setattr("corun.node.membership.RETRY_S", 0.01)
     router = Router()
     async with serving(router) as server:
         life = Life(router, server.address, finding, **settings)
@@ -131,76 +130,50 @@ async def life(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Life]:
         yield life
 
 
+PROBES = {"/livez": 200, "/startedz": 200, "/readyz": 503}
+"""The probe answers of a node that takes no work, but has no other fault."""
+
+
 async def test_a_node_that_fails_its_self_test_says_so_and_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(monkeypatch, finding="the KV of layer 3 moved") as life:
+    """Probes do not restart it: a restarted node would fail again, and nobody could ask it why."""
+    async with living(monkeypatch, finding="the KV of layer 3 moved", metrics_port=0) as life:
         assert life.router.registered[0].finding == "the KV of layer 3 moved"
         assert [await life.health(), await life.health("")] == ["NOT_SERVING", "NOT_SERVING"]
+        assert await life.probes() == PROBES
         life.stop.set()
         await life.end()
         assert life.engine.stopped
 
 
-async def test_a_node_registers_when_it_serves(life: Life) -> None:
-    assert [await life.health(), await life.health("")] == ["SERVING", "SERVING"]
-    assert not life.router.beats[-1].draining
-
-
-async def test_a_node_drains_before_it_stops(life: Life) -> None:
+async def test_a_node_drains_before_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Running work ends first. Until then routers see a draining node, and its health is NOT_SERVING."""
-    life.service.busy = True
-    life.stop.set()
-    await until(lambda: life.router.beats[-1].draining)
-    assert life.service.draining
-    assert [await life.health(), await life.health("")] == ["NOT_SERVING", "NOT_SERVING"]
-    assert not life.engine.stopped
-    life.service.busy = False
-    await life.end()
-    assert life.engine.stopped
-    with pytest.raises(grpc.aio.AioRpcError):
-        await life.health()
-
-
-PROBES = {"/livez": 200, "/startedz": 200, "/readyz": 503}
-"""The probe answers of a node that takes no work, but has no other fault."""
-
-
-async def test_probes_let_a_node_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     async with living(monkeypatch, metrics_port=0) as life:
+        assert [await life.health(), await life.health("")] == ["SERVING", "SERVING"]
         assert await life.probes() == {**PROBES, "/readyz": 200}
+        assert not life.router.beats[-1].draining
         life.service.busy = True
         life.stop.set()
         await until(lambda: life.router.beats[-1].draining)
+        assert life.service.draining
+        assert [await life.health(), await life.health("")] == ["NOT_SERVING", "NOT_SERVING"]
         assert await life.probes() == PROBES
+        assert not life.engine.stopped
         life.service.busy = False
         await life.end()
+        assert life.engine.stopped
+        with pytest.raises(grpc.aio.AioRpcError):
+            await life.health()
 
 
-async def test_probes_do_not_restart_a_node_that_failed_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted node would fail again, and nobody could ask it why."""
-    async with living(monkeypatch, finding="the KV of layer 3 moved", metrics_port=0) as life:
-        assert await life.probes() == PROBES
-
-
-async def test_probes_do_not_restart_a_node_whose_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may go on; if it does not, the node ends by itself."""
-    async with living(monkeypatch, engine_timeout_s=0.05, metrics_port=0) as life:
-        life.engine.hanging = True
-        await until_health(life, "NOT_SERVING")
-        assert await life.probes() == PROBES
-
-
-async def test_a_dead_engine_ends_the_node(life: Life) -> None:
-    """The node ends at once, whatever is running, and a supervisor starts a new generation."""
-    life.service.busy = True
-    life.engine.on_death()
-    with pytest.raises(UnavailableError, match="the engine died"):
-        await life.end()
-    assert life.engine.stopped
-
-
-async def test_a_node_that_cannot_tell_its_load_ends(life: Life) -> None:
-    """Only a call to an idle engine shows that it died. A node that stays up without membership is of no use."""
-    life.service.failure = RuntimeError("the engine is dead")
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_a_dead_engine_ends_the_node(life: Life, is_seen: bool) -> None:
+    """The node ends at once, whatever is running, and a supervisor starts a new generation. If the engine is idle, only
+    the question for its load shows that it died. A node that stays up without membership is of no use."""
+    life.service.busy = is_seen
+    if is_seen:
+        life.engine.on_death()
+    else:
+        life.service.failure = RuntimeError("the engine is dead")
     with pytest.raises(UnavailableError, match="the engine died"):
         await life.end()
     assert life.engine.stopped
@@ -221,13 +194,15 @@ def stuck(life: Life) -> str:
 
 
 async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(monkeypatch, engine_timeout_s=0.1) as life:
+    """Probes do not restart the node: the engine may go on; if it does not, the node ends by itself."""
+    async with living(monkeypatch, engine_timeout_s=0.1, metrics_port=0) as life:
         life.service.busy = life.engine.hanging = True
         await until(lambda: bool(stuck(life)))
         assert stuck(life) == "its engine is stuck: no answer and no step for 0.1 s"
         await until(lambda: bool(life.service.given_up))
         assert (life.service.closed, life.service.given_up) == (stuck(life), [stuck(life)])
         await until_health(life, "NOT_SERVING")
+        assert await life.probes() == PROBES
         life.engine.hanging = False
         await until(lambda: not stuck(life))
         assert life.service.closed == ""
@@ -302,9 +277,9 @@ async def test_exit_codes(error: CorunError | None, code: int, monkeypatch: pyte
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(main_module, "live", ended)
-    monkeypatch.setattr(main_module.os, "_exit", leave)
-    monkeypatch.setattr(main_module.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(life_module, "live", ended)
+    monkeypatch.setattr(life_module.os, "_exit", leave)
+    monkeypatch.setattr(life_module.logging, "shutdown", lambda: None)
     with pytest.raises(SystemExit) as caught:
         await live_and_leave(PrefillConfig(model="m"), None, asyncio.Event(), None)  # type: ignore[arg-type]
     assert caught.value.code == code
