@@ -1,0 +1,329 @@
+"""What all commands have in common: help, errors, exit codes; and the commands that ask a router one thing."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from corun.cli import COMMANDS, main
+from corun.cli.generate import for_terminal
+from corun.cli.status import picture
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    InternalError,
+    InvalidArgumentError,
+    OverloadedError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from corun.receipt import Receipt, output_digest
+from corun.types import GONE_AS_PLANNED, AuditStatus, NodeRole, NodeState
+from tests.corun.cli.conftest import PROMPT, read_rows, write_rows
+from tests.corun.fake_cluster import FINGERPRINT, WAIT_S, FakeCluster, contract
+
+
+def ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
+    """Return exit code, stdout and stderr of a command line that argparse ends."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    _, listed, _ = ended(capsys, "--help")
+    for name, kind in COMMANDS.items():
+        line = next(line for line in listed.splitlines() if f"• {name}" in line)
+        assert (kind.__doc__ or "").partition("\n")[0] in line
+        code, text, _ = ended(capsys, name, "--help")
+        assert (code, f"corun {name}" in text.partition("examples:\n")[2]) == (0, True)
+    assert ended(capsys, "--version") == (0, "corun 0.1.0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        ([], ""),
+        (["generate", "--frobnicate"], ""),
+        (["generate", "x", "--seed", "y"], ""),
+        (["generate", "x", "--priority", "urgent"], ""),
+        (["stauts"], "perhaps you meant: corun status\n"),
+        (["genrate", "x"], "perhaps you meant: corun generate\n"),
+        (["bench", "reprot"], "perhaps you meant: corun bench report\n"),
+        (["frobnicate"], "must be one of up, scale, gateway"),
+        (["bench", "frobnicate"], "it must be one of compare, report, kernels, router, serve"),
+    ],
+)
+def test_usage_errors_exit_2_and_say_what_was_meant(
+    argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = ended(capsys, *argv)
+    assert (code, out, meant in err) == (2, "", True), err
+    assert not meant or err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgumentError("prompt.text", "x", "must be y"), 2),
+        (PermissionDeniedError("priority", "high", "must be normal or lower for client me"), 2),
+        (ContractMismatchError("they differ", {"dtype": ("a", "b")}), 3),
+        (UnavailableError("no prefill node has joined"), 4),
+        (OverloadedError("queue full", 1), 4),
+        (InternalError("internal error, id 7"), 1),
+    ],
+)
+def test_errors_are_one_line_with_an_exit_code(corun: Any, fake: FakeCluster, error: CorunError, code: int) -> None:
+    fake.errors.append(error)
+    done = corun("generate", PROMPT)
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith("corun: ")
+    assert done.err.count("\n") == 1
+
+
+def test_no_router_is_exit_4(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--router", "127.0.0.1:1", "--connect-timeout-s", "0.2"]) == 4
+    assert "no router answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_the_commands_need_no_serving_packages() -> None:
+    heavy = {"ray", "torch", "vllm", "numpy", "tokenizers", "nixl"}
+    code = f"import sys, corun.cli; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "told"),
+    [
+        (["up"], "corun.launch", "make setup"),
+        (["model"], "corun.models.tiny", "make setup"),
+        (["gateway"], "corun.gateway.app", "pip install '.[router]'"),
+        (["certs", "secrets"], "corun.cli.issue_certs", "pip install '.[router]'"),
+        (["bench", "report", "result.json", "-o", "page"], "corun_bench.report.views", "pip install '.[bench]'"),
+    ],
+)
+def test_a_bare_install_says_what_is_missing(
+    command: list[str], module: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # As if the package were not there.
+    assert main(command) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_model_prints_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("safetensors")
+    assert main(["model", str(tmp_path / "tiny")]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
+
+
+# generate
+
+
+def test_generate_prints_text_then_seed_and_receipt(corun: Any) -> None:
+    done = corun("generate", PROMPT, "--seed", 42, "--max-tokens", 5)
+    reference = json.loads(corun("generate", PROMPT, "--seed", 42, "--max-tokens", 5, "--json").out)
+    text, _, receipt = done.out.partition("\n")
+    assert (done.code, text, len(text)) == (0, reference["text"], 5)
+    fields = {line[:14].strip(): line[15:] for line in receipt.splitlines()}
+    assert (fields["seed"], fields["fingerprint"]) == ("42", FINGERPRINT)
+    assert fields["output digest"] == reference["receipt"]["output_digest"]
+    assert fields["finish reason"] == "length, 5 tokens"
+
+
+def test_generate_json_is_one_object(corun: Any) -> None:
+    stops = ("--stop", "a", "--stop", "b c")
+    done = corun("generate", "--token-ids", 1, 2, "--logprobs", "--n", 2, "--seed", 3, "--json", *stops)
+    assert done.out.count("\n") == 1
+    row = json.loads(done.out)
+    assert (row["prompt"], row["seed"], row["params"]["n"], row["params"]["stop"]) == ([1, 2], 3, 2, ["a", "b c"])
+    assert [sample["sample_index"] for sample in row["samples"]] == [0, 1]
+    assert row["samples"][0]["token_ids"] == row["token_ids"]
+    assert output_digest(row["token_ids"], row["logprobs"]) == row["receipt"]["output_digest"]
+    assert Receipt.from_dict(row["receipt"]).seed == 3
+
+
+def test_generate_shows_samples_one_after_another(corun: Any) -> None:
+    options = ("generate", PROMPT, "--seed", 4, "--n", 3, "--max-tokens", 6)
+    texts = [sample["text"] for sample in json.loads(corun(*options, "--json").out)["samples"]]
+    assert corun(*options).out.startswith("\n\n".join(texts) + "\nsample         0\n")
+
+
+def test_generate_refuses_what_no_router_needs_to_see(corun: Any, fake: FakeCluster) -> None:
+    assert corun("generate").code == 2
+    assert corun("generate", "x", "--token-ids", 1).code == 2
+    done = corun("generate", PROMPT, "--top-p", 1.5)
+    assert (done.code, done.err) == (2, "corun: sampling_params.top_p = 1.5: must be in [1e-09, 1]\n")
+    assert not fake.requests
+
+
+def test_commands_say_how_urgent_they_are(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", {"prompt": "a"})
+    assert corun("generate", "x", "--priority", "high").code == 0
+    assert corun("generate", "x").code == 0
+    assert corun("batch", rows, "-o", tmp_path / "1.jsonl").code == 0
+    assert corun("batch", rows, "-o", tmp_path / "2.jsonl", "--priority", "normal").code == 0
+    assert [request.priority for request in fake.requests] == [1, 2, 3, 2]
+
+
+def test_a_model_cannot_command_the_terminal() -> None:
+    assert for_terminal("ok\tü\n\x1b[2J\x07") == "ok\tü\n\\x1b[2J\\x07"
+
+
+def test_generate_streams(fake: FakeCluster, start: Any) -> None:
+    fake.gate.clear()
+    with start("generate", PROMPT) as process:
+        assert len(process.stdout.read(1)) == 1  # Before the second token exists.
+        fake.gate.set()
+        assert "receipt" not in process.stdout.read()
+        assert process.wait(WAIT_S) == 0
+
+
+def test_ctrl_c_exits_130_without_a_traceback(fake: FakeCluster, start: Any) -> None:
+    fake.gate.clear()
+    with start("generate", PROMPT) as process:
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(WAIT_S), process.stderr.read()) == (130, "")
+    assert fake.cancelled.wait(WAIT_S)
+
+
+def test_a_reader_that_leaves_is_no_error(start: Any) -> None:
+    with start("fingerprint", "--explain") as process:
+        process.stdout.close()
+        assert (process.wait(WAIT_S), process.stderr.read()) == (141, "")
+
+
+# status
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_status_shows_slots_nodes_queue_audits_and_fingerprint(corun: Any, fake: FakeCluster) -> None:
+    done = corun("status")
+    lines = [line.strip() for line in done.out.splitlines()]
+    assert done.code == 0
+    assert "■■" + "□" * 62 in lines
+    assert "□" * 35 + "■" in lines
+    for text in ("router-a", FINGERPRINT, "2 of 4096", "finished 7, mismatches 0"):
+        assert text in done.out
+    for text in ("prefill-0", "decode-0", "3/100 slots", "2" * 16):
+        assert text in done.out
+    assert "audited 0 (0 on the same node), mismatches 0, failed 0, skipped 0, waiting 0" in lines
+    audit = AuditStatus(matched=9, mismatched=1, failed=2, skipped=3, same_node=4, waiting=5, last_mismatch="[b] d1")
+    fake.status = replace(fake.status, audit=audit)
+    out = corun("status").out
+    assert "audited 10 (4 on the same node), mismatches 1, failed 2, skipped 3, waiting 5" in out
+    assert "last mismatch [b] d1" in out
+    assert json.loads(corun("status", "--json").out)["audit"] == asdict(audit)
+
+
+@pytest.mark.parametrize(
+    ("state", "detail", "shown"),
+    [
+        (NodeState.REFUSED, "model.dtype: [bold]x[/] != y", "refused: model.dtype: [bold]x[/] != y"),
+        (NodeState.LOST, GONE_AS_PLANNED, "decode    gone as planned"),  # It was told to end.
+    ],
+)
+def test_status_says_why_a_node_is_not_used(
+    corun: Any, fake: FakeCluster, state: NodeState, detail: str, shown: str
+) -> None:
+    prefill, decode = fake.status.nodes
+    fake.status = replace(fake.status, nodes=(prefill, replace(decode, state=state, detail=detail)))
+    done = corun("status")
+    assert (done.code, shown in re.sub(r"(?<=decode) +", "    ", done.out)) == (4, True), done.out
+
+
+def test_status_json(corun: Any) -> None:
+    done = corun("status", "--json")
+    status = json.loads(done.out)
+    node = status["nodes"][1]
+    assert (done.out.count("\n"), status["serving"], status["fingerprint"]) == (1, True, FINGERPRINT)
+    assert (node["state"], node["load"]["slots_in_use"], node["node"]["role"]) == ("ready", [0, 1, 99], "decode")
+    assert node["node"]["contract"]["decode"]["slots"] == 100
+
+
+def test_status_of_an_empty_cluster(corun: Any, fake: FakeCluster) -> None:
+    fake.status = replace(fake.status, nodes=(), fingerprint="")
+    done = corun("status")
+    assert (done.code, "no node has joined" in done.out) == (4, True)
+
+
+def test_status_without_unicode(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}.items():
+        monkeypatch.setenv(name, value)
+    with start("status") as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err, "##" + "." * 62 in out) == (0, "", True)
+
+
+def test_the_node_table_fits_80_columns(fake: FakeCluster) -> None:
+    nodes = [
+        replace(node, load=replace(node.load, tokens=1_234_567, steps=123_456, used_kv_blocks=12_345))
+        for node in fake.status.nodes
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(picture(replace(fake.status, nodes=tuple(nodes)), fake.address))
+    text = console.export_text()
+    for node in fake.status.nodes:
+        assert node.node.ref.generation in text
+        assert re.search(rf"^{node.node.ref.node_id} .* ago *$", text, flags=re.MULTILINE), text
+
+
+# fingerprint
+
+
+def change_contracts(fake: FakeCluster, **model: str) -> None:
+    nodes = [replace(n, node=replace(n.node, contract_json=contract(n.node.role, **model))) for n in fake.status.nodes]
+    fake.status = replace(fake.status, nodes=tuple(nodes))
+
+
+def test_fingerprint_is_one_line_or_explained(corun: Any, fake: FakeCluster) -> None:
+    assert corun("fingerprint").out == FINGERPRINT + "\n"
+    change_contracts(fake, driver="")
+    out = corun("fingerprint", "--explain").out
+    for name in ("model.weights_digest", "prefill.chunk_size", "decode.sampler"):
+        assert name in out
+    assert re.search(r"^model\.driver +\(none\)$", out, flags=re.MULTILINE)
+    fake.status = replace(fake.status, nodes=(), fingerprint="")
+    assert corun("fingerprint").code == 4
+
+
+def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+    saved = tmp_path / "monday.jsonl"
+    saved.write_text(corun("fingerprint", "--json").out)
+    assert len(read_rows(saved)) == 2
+    same = corun("fingerprint", "--diff", saved, "cluster")
+    assert (same.code, same.out) == (0, "no field differs\n")
+    change_contracts(fake, driver="9")
+    different = corun("fingerprint", "--diff", saved, "cluster", "--json")
+    assert (different.code, json.loads(different.out)) == (3, {"field": "model.driver", "values": ["x", "9"]})
+    assert "model.driver" in corun("fingerprint", "--diff", saved, "decode-0").out
+    bad = write_rows(tmp_path / "bad", {})
+    assert corun("fingerprint", "--diff", bad, "cluster").code == 2
+
+
+def test_fingerprint_diff_of_nodes(corun: Any, fake: FakeCluster) -> None:
+    prefill, decode = fake.status.nodes
+    ref = replace(decode.node.ref, node_id="decode-1")
+    other = replace(decode.node, ref=ref, contract_json=contract(NodeRole.DECODE, dtype="y"))
+    refused = replace(decode, node=other, state=NodeState.REFUSED)
+    fake.status = replace(fake.status, nodes=(prefill, decode, refused))
+    done = corun("fingerprint", "--diff", "decode-0", "decode-1", "--json")
+    assert (done.code, json.loads(done.out)["field"]) == (3, "model.dtype")
+    unknown = corun("fingerprint", "--diff", "decode-0", "decode-7")
+    assert (unknown.code, "prefill-0, decode-0, decode-1" in unknown.err) == (2, True)
+    assert corun("fingerprint", "--diff", "cluster", "decode-0").code == 0
