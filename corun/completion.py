@@ -117,7 +117,7 @@ class Assembler:
         samples = tuple(_join(index, chunks) for index, chunks in enumerate(self._chunks))
         sent = prompt_digest(self._prompt_token_ids)
         for sample in samples:
-            check_receipt(sample)
+            _check_receipt(sample)
             if sample.receipt.prompt_digest != sent:
                 raise DataLossError(f"sample {sample.index} was computed from another prompt than the one sent")
         return Generation(
@@ -125,11 +125,8 @@ class Assembler:
         )
 
 
-def check_receipt(sample: Sample) -> None:
-    """Raise DataLossError if a sample differs from its receipt.
-
-    The output digest is checked only if the sample has log probabilities, since it covers them.
-    """
+def _check_receipt(sample: Sample) -> None:
+    """Raise DataLossError if a sample differs from its receipt. The output digest needs log probabilities."""
     receipt = sample.receipt
     facts: dict[str, tuple[object, object]] = {
         "seed": (sample.seed, receipt.seed),
@@ -163,16 +160,15 @@ def _join(index: int, chunks: Sequence[Chunk]) -> Sample:
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
         finish_reason=last.finish_reason,
         receipt=last.receipt,
-        token_texts=with_rest([piece for chunk in chunks for piece in chunk.token_texts], text),
+        token_texts=_with_rest([piece for chunk in chunks for piece in chunk.token_texts], text),
     )
 
 
-def with_rest(token_texts: Sequence[str], text: str) -> tuple[str, ...]:
-    """Return the texts of a sample's last tokens, with the rest of the text appended to the last token's.
+def _with_rest(token_texts: Sequence[str], text: str) -> tuple[str, ...]:
+    """Return the texts of a sample's tokens, the last one's with the rest of the text.
 
-    text: the sample's text since the first of these tokens. The rest is what came after the last token, to finish a
-    character that this token left unfinished.
+    The rest is what came after the last token, to finish a character that this token left unfinished.
     """
-    *others, last = token_texts or ("",)
-    rest = text[sum(map(len, token_texts)) :]
-    return (*others, last + rest) if token_texts else ()
+    if not token_texts:
+        return ()
+    return (*token_texts[:-1], token_texts[-1] + text[sum(map(len, token_texts)) :])

@@ -105,9 +105,7 @@ def output_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
 
 def records_digest(records: bytes | bytearray) -> str:
     """Return the output digest of records that are already packed: token id and fp32 bits, 8 bytes per token."""
-    digest = hashlib.sha256(_OUTPUT_TAG)
-    digest.update(records)
-    return digest.hexdigest()
+    return hashlib.sha256(_OUTPUT_TAG + records).hexdigest()
 
 
 def records_tokens_digest(records: bytes | bytearray) -> str:
@@ -118,19 +116,16 @@ def records_tokens_digest(records: bytes | bytearray) -> str:
 
 def prompt_digest(token_ids: Iterable[int]) -> str:
     """Return the SHA-256 over a prompt's token ids, each a little-endian uint32."""
-    return _ids_digest(_PROMPT_TAG, token_ids)
+    ids = tuple(token_ids)
+    return hashlib.sha256(_PROMPT_TAG + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
 def tokens_digest(token_ids: Iterable[int]) -> str:
     """Return the SHA-256 over an output's token ids, each a little-endian uint32."""
-    return _ids_digest(_TOKENS_TAG, token_ids)
+    ids = tuple(token_ids)
+    return hashlib.sha256(_TOKENS_TAG + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
 def text_digest(text: str) -> str:
     """Return the SHA-256 over an output's text in UTF-8."""
     return hashlib.sha256(_TEXT_TAG + text.encode()).hexdigest()
-
-
-def _ids_digest(tag: bytes, token_ids: Iterable[int]) -> str:
-    ids = tuple(token_ids)
-    return hashlib.sha256(tag + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()

@@ -37,29 +37,62 @@ log = logging.getLogger(__name__)
 
 
 class Span:
-    """A span that is not recorded. Either use it as a context manager or call `end`, once."""
+    """A span, or `OFF`, which records nothing. Either use it as a context manager or call `end`, once."""
 
-    metadata: Metadata = ()
-    """The metadata that makes a call part of this span."""
+    def __init__(self, tracing: _Tracing | None = None, span: Any = None) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._has_failed = False
+        self.metadata: Metadata = ()
+        """The metadata that makes a call part of this span."""
+        if tracing is not None:
+            context = span.get_span_context()
+            sampled = bool(context.trace_flags.sampled)
+            self.metadata = TraceContext(context.trace_id, context.span_id, sampled).metadata()
 
     def child(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
         """Return a span within this one. It begins now."""
-        return self
+        if self._tracing is None:
+            return self
+        return Span(self._tracing, self._tracing.start(name, self._span, attributes))
 
     def laps(self, laps: Sequence[Lap], attributes: Mapping[str, Value] | None = None) -> None:
         """Add finished spans within this one."""
+        if self._tracing is None:
+            return
+        zero = _zero_ns()  # All laps share one zero, so that they meet exactly.
+        for name, began, ended in laps:
+            span = self._tracing.start(name, self._span, attributes, at=zero + round(began * 1e9))
+            span.end(zero + round(ended * 1e9))
 
     def note(self, attributes: Mapping[str, Value]) -> None:
         """Add attributes that have become known."""
+        if self._tracing is not None:
+            self._span.set_attributes(attributes)
 
     def event(self, name: str, at: float) -> None:
         """Add an event. at: its time on the running loop's clock."""
+        if self._tracing is not None:
+            self._span.add_event(name, timestamp=_zero_ns() + round(at * 1e9))
 
     def fail(self, error: BaseException) -> None:
         """Note that the work of this span has failed. Only the kind of the first error is kept."""
+        if self._tracing is None or self._has_failed:
+            return
+        self._has_failed = True
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):  # A cancellation is no failure.
+            self._span.set_attribute("error.type", "cancelled")
+            return
+        known = next((one for one in (error, error.__cause__) if isinstance(one, CorunError)), None)
+        self._span.set_attribute("error.type", kind_of(known) if known else "internal")
+        self._span.set_status(self._tracing.failed)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span now, with success or with an error."""
+        if error is not None:
+            self.fail(error)
+        if self._tracing is not None:
+            self._span.end()
 
     def __enter__(self) -> Span:
         return self
@@ -72,48 +105,6 @@ class Span:
 
 OFF = Span()
 """The span to use when there is no tracing."""
-
-
-class _Recorded(Span):
-    """A span that OpenTelemetry records."""
-
-    def __init__(self, tracing: _Tracing, span: Any) -> None:
-        self._tracing = tracing
-        self._span = span
-        self._has_failed = False
-        context = span.get_span_context()
-        self.metadata = TraceContext(context.trace_id, context.span_id, bool(context.trace_flags.sampled)).metadata()
-
-    def child(self, name: str, attributes: Mapping[str, Value] | None = None) -> Span:
-        return _Recorded(self._tracing, self._tracing.start(name, self._span, attributes))
-
-    def laps(self, laps: Sequence[Lap], attributes: Mapping[str, Value] | None = None) -> None:
-        zero = _zero_ns()  # All laps share one zero, so that they meet exactly.
-        for name, began, ended in laps:
-            span = self._tracing.start(name, self._span, attributes, at=zero + round(began * 1e9))
-            span.end(zero + round(ended * 1e9))
-
-    def note(self, attributes: Mapping[str, Value]) -> None:
-        self._span.set_attributes(attributes)
-
-    def event(self, name: str, at: float) -> None:
-        self._span.add_event(name, timestamp=_zero_ns() + round(at * 1e9))
-
-    def fail(self, error: BaseException) -> None:
-        if self._has_failed:
-            return
-        self._has_failed = True
-        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):  # A cancellation is no failure.
-            self._span.set_attribute("error.type", "cancelled")
-            return
-        known = next((one for one in (error, error.__cause__) if isinstance(one, CorunError)), None)
-        self._span.set_attribute("error.type", kind_of(known) if known else "internal")
-        self._span.set_status(self._tracing.failed)
-
-    def end(self, error: BaseException | None = None) -> None:
-        if error is not None:
-            self.fail(error)
-        self._span.end()
 
 
 class _Tracing:
@@ -199,14 +190,14 @@ def of_call(call: Any, name: str, attributes: Mapping[str, Value] | None = None)
         return OFF
     context = read(call.invocation_metadata() or ())
     parent = None if context is None else _running[0].remote(context)
-    return _Recorded(_running[0], _running[0].start(name, parent, attributes))
+    return Span(_running[0], _running[0].start(name, parent, attributes))
 
 
 def caller_of(call: Any) -> Span:
     """Return the caller's own span, to make spans within it; OFF if the caller has none. Do not end it."""
     if not _running or (context := read(call.invocation_metadata() or ())) is None:
         return OFF
-    return _Recorded(_running[0], _running[0].remote(context))
+    return Span(_running[0], _running[0].remote(context))
 
 
 def _zero_ns() -> int:

@@ -274,7 +274,7 @@ def test_what_is_not_supported_is_refused(environment: dict[str, str]) -> None:
 def test_a_collector_that_is_not_there_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         tracing.start("corun", "test")
-        with tracing._Recorded(tracing._running[0], tracing._running[0].start("x", None, None)):
+        with tracing.Span(tracing._running[0], tracing._running[0].start("x", None, None)):
             pass
         await tracing.stop()
 
