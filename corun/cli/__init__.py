@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated, Any, Protocol, Union, cast
+from typing import Annotated, Any, Union, cast
 
 import tyro
 
@@ -49,24 +49,16 @@ examples:
 corun COMMAND --help says more. Exit codes: 0 ok, 1 failure, 2 usage or bad input, 3 bits or contracts differ,
 4 cluster unavailable or overloaded, 130 interrupted."""
 
-_EXIT_CODES: tuple[tuple[type[CorunError], int], ...] = (
-    (InvalidArgumentError, USAGE),
-    (ContractMismatchError, MISMATCH),
-    (DataLossError, MISMATCH),
-    (UnauthenticatedError, USAGE),
-    (PermissionDeniedError, USAGE),
-    (UnavailableError, UNAVAILABLE),
-    (OverloadedError, UNAVAILABLE),
-)
-
-
-class Command(Protocol):
-    """A parsed command line."""
-
-    def run(self) -> int:
-        """Run the command and return the exit code."""
-        ...
-
+_EXIT_CODES: dict[type[CorunError], int] = {
+    InvalidArgumentError: USAGE,
+    ContractMismatchError: MISMATCH,
+    DataLossError: MISMATCH,
+    UnauthenticatedError: USAGE,
+    PermissionDeniedError: USAGE,
+    UnavailableError: UNAVAILABLE,
+    OverloadedError: UNAVAILABLE,
+}
+_STYLE = (tyro.conf.FlagCreatePairsOff,)
 
 PLUGINS = "corun.commands"
 """The group of entry points that add commands. Each entry point names a dict like `COMMANDS`. The benchmark is added in
@@ -98,42 +90,48 @@ def commands() -> dict[str, type[Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. `--help` and usage errors raise SystemExit, as in argparse."""
     try:
-        code = parse(sys.argv[1:] if argv is None else argv).run()
+        code: int = parse(sys.argv[1:] if argv is None else argv).run()
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return _reader_left()
+        # The reader of our output has gone, as in `corun batch … | head`. This is no error, and nobody reads a message.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except CorunError as error:
-        return _fail(str(error), exit_code(error))
+        return _fail(str(error), next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), FAILURE))
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), USAGE)
     return code
 
 
-def parse(argv: Sequence[str]) -> Command:
-    """Return the parsed command of a command line. Raises SystemExit for help, for `--version` and for usage errors."""
-    for words in (2, 1):
-        name = " ".join(argv[:words])
-        if len(argv) >= words and name in commands() and not _is_mistyped(name, argv[words:]):
-            command = commands()[name]
-            if getattr(command, "PASSES_ON", False) and not {"-h", "--help"} & set(argv[words:]):
-                return cast(Command, command(tuple(argv[words:])))
-            description = inspect.getdoc(command) or ""
-            found = tyro.cli(command, prog=f"corun {name}", description=description, args=argv[words:], config=_STYLE)
-            return cast(Command, found)
+def parse(argv: Sequence[str]) -> Any:
+    """Return the parsed command of a command line. It has a method `run`, which returns the exit code.
+
+    Raises SystemExit for help, for `--version` and for usage errors.
+    """
+    known = commands()
+    for name, rest in ((" ".join(argv[:2]), argv[2:]), (" ".join(argv[:1]), argv[1:])):
+        is_group = any(other.startswith(f"{name} ") for other in known)
+        if name not in known or (is_group and rest and not rest[0].startswith("-")):
+            continue  # A word after the first word of several commands names none of them.
+        command = known[name]
+        if getattr(command, "PASSES_ON", False) and not {"-h", "--help"} & set(rest):
+            return command(tuple(rest))
+        description = inspect.getdoc(command) or ""
+        return tyro.cli(command, prog=f"corun {name}", description=description, args=rest, config=_STYLE)
     if list(argv) == ["--version"]:
         print(f"corun {corun.__version__}")
         raise SystemExit(OK)
     if argv and not argv[0].startswith("-"):
         raise SystemExit(_fail(_mistyped(argv), USAGE))
-    _show_commands(argv)
+    # Show help, or the usage error of a command line that names no command.
+    kinds = tuple(
+        Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
+        for name, kind in known.items()
+    )
+    tyro.cli(cast(Any, Union.__getitem__(kinds)), prog="corun", description=_DESCRIPTION, args=argv, config=_STYLE)
     raise SystemExit(USAGE)
-
-
-def _is_mistyped(name: str, rest: Sequence[str]) -> bool:
-    """Return whether a word follows a command name that is also the first word of other commands."""
-    return any(other.startswith(f"{name} ") for other in commands()) and bool(rest) and not rest[0].startswith("-")
 
 
 def _mistyped(argv: Sequence[str]) -> str:
@@ -147,30 +145,6 @@ def _mistyped(argv: Sequence[str]) -> str:
     return f"'{group}{word}' is no command: it must be one of {', '.join(known)}"
 
 
-def exit_code(error: CorunError) -> int:
-    """Return the exit code of an error."""
-    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), FAILURE)
-
-
-_STYLE = (tyro.conf.FlagCreatePairsOff,)
-
-
-def _show_commands(argv: Sequence[str]) -> None:
-    """Show help, or the usage error of a command line that names no command."""
-    kinds = tuple(
-        Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
-        for name, kind in commands().items()
-    )
-    tyro.cli(cast(Any, Union.__getitem__(kinds)), prog="corun", description=_DESCRIPTION, args=argv, config=_STYLE)
-
-
 def _fail(message: str, code: int) -> int:
     print(f"corun: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _reader_left() -> int:
-    """Return the exit code after the reader of our output has gone, as in `corun batch … | head`. This is no error, and
-    no message can be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
