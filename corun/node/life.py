@@ -87,24 +87,21 @@ def node_info(
     config: NodeConfig, ref: NodeRef, role: NodeRole, engine: Any, *, slots: int = 0, nixl: NixlEndpoint | None = None
 ) -> Callable[[str], NodeInfo]:
     """Return a function from the server's address to what the node tells routers about itself and its engine."""
-
-    def at(address: str) -> NodeInfo:
-        return NodeInfo(
-            ref=ref,
-            role=role,
-            address=config.advertise or address,
-            contract_json=engine.contract.canonical_json(),
-            slots=slots,
-            kv_blocks=engine.facts.kv_blocks,
-            block_size=engine.facts.block_size,
-            max_model_len=engine.facts.max_model_len,
-            vocab_size=engine.facts.vocab_size,
-            nixl=nixl,
-            model=config.model,
-            finding=engine.facts.finding,
-        )
-
-    return at
+    facts = engine.facts
+    return lambda address: NodeInfo(
+        ref=ref,
+        role=role,
+        address=config.advertise or address,
+        contract_json=engine.contract.canonical_json(),
+        slots=slots,
+        kv_blocks=facts.kv_blocks,
+        block_size=facts.block_size,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        nixl=nixl,
+        model=config.model,
+        finding=facts.finding,
+    )
 
 
 class Life:

@@ -91,12 +91,8 @@ class Life:
         async with observed(config) as self.observation:
             await live(config, role, self.stop, self.observation)
 
-    @property
-    def address(self) -> str:
-        return self.router.registered[0].address
-
     async def health(self, service: str = SERVICE) -> Any:
-        async with channel(self.address) as connection:
+        async with channel(self.router.registered[0].address) as connection:
             stub = health_pb2_grpc.HealthStub(connection)
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
@@ -165,18 +161,29 @@ async def test_a_node_drains_before_it_stops(monkeypatch: pytest.MonkeyPatch) ->
             await life.health()
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
-async def test_a_dead_engine_ends_the_node(life: Life, is_seen: bool) -> None:
-    """The node ends at once, whatever is running, and a supervisor starts a new generation. If the engine is idle, only
-    the question for its load shows that it died. A node that stays up without membership is of no use."""
-    life.service.busy = is_seen
-    if is_seen:
-        life.engine.on_death()
-    else:
-        life.service.failure = RuntimeError("the engine is dead")
-    with pytest.raises(UnavailableError, match="the engine died"):
-        await life.end()
-    assert life.engine.stopped
+@pytest.mark.parametrize(
+    ("sign", "reason"),
+    [
+        ("death", "the engine died"),
+        # If the engine is idle, only the question for its load shows that it died.
+        ("load", "the engine died"),
+        ("silence", "the engine has not answered for"),
+    ],
+)
+async def test_an_engine_that_is_dead_or_stays_stuck_ends_the_node(
+    monkeypatch: pytest.MonkeyPatch, sign: str, reason: str
+) -> None:
+    """The node ends at once, whatever is running, and a supervisor starts a new generation."""
+    restart = {"engine_timeout_s": 0.05, "engine_restart_s": 0.2} if sign == "silence" else {}
+    async with living(monkeypatch, **restart) as life:
+        life.engine.hanging = sign == "silence"
+        life.service.failure = RuntimeError("the engine is dead") if sign == "load" else None
+        if sign == "death":
+            life.service.busy = True
+            life.engine.on_death()
+        with pytest.raises(UnavailableError, match=reason):
+            await life.end()
+        assert life.engine.stopped
 
 
 def test_every_life_has_its_own_generation() -> None:
@@ -191,6 +198,14 @@ def test_every_life_has_its_own_generation() -> None:
 def stuck(life: Life) -> str:
     """Return the reason for being stuck in the last heartbeat; empty if it was not."""
     return str(life.router.beats[-1].stuck)
+
+
+async def until_health(life: Life, expected: str) -> None:
+    async def poll() -> None:
+        while await life.health() != expected:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), DEADLINE_S)
 
 
 async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +225,6 @@ async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: 
         await until_health(life, "SERVING")
 
 
-async def test_an_engine_that_stays_stuck_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with living(monkeypatch, engine_timeout_s=0.05, engine_restart_s=0.2) as life:
-        life.engine.hanging = True
-        with pytest.raises(UnavailableError, match="the engine has not answered for"):
-            await life.end()
-        assert life.engine.stopped
-
-
 async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stuck engine runs nothing that the node could wait for."""
     async with living(monkeypatch, engine_timeout_s=0.05) as life:
@@ -226,14 +233,6 @@ async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.Monkey
         life.service.busy = True
         life.stop.set()
         await life.end()
-
-
-async def until_health(life: Life, expected: str) -> None:
-    async def poll() -> None:
-        while await life.health() != expected:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-    await asyncio.wait_for(poll(), DEADLINE_S)
 
 
 async def test_a_quarantined_node_says_so_and_ends(life: Life) -> None:

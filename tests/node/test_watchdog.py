@@ -15,6 +15,7 @@ import pytest
 from corun.errors import UnavailableError
 from corun.node.watchdog import Pulse
 from corun.processes import cpu_seconds
+from tests.node.scripted_router import until
 
 DEADLINE_S = 60.0
 TIMEOUT_S = 0.1
@@ -56,13 +57,6 @@ class Watch:
     async def _tell(self, stuck: str) -> None:
         self.told.append(stuck)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async def poll() -> None:
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-
-        await asyncio.wait_for(poll(), DEADLINE_S)
-
 
 @asynccontextmanager
 async def watching(restart_s: float = DEADLINE_S) -> AsyncIterator[Watch]:
@@ -74,15 +68,15 @@ async def watching(restart_s: float = DEADLINE_S) -> AsyncIterator[Watch]:
 
 async def test_silence_is_told_once_and_its_end_too() -> None:
     async with watching() as watch:
-        await watch.until(lambda: watch.engine.questions > 5)
+        await until(lambda: watch.engine.questions > 5)
         for _ in range(2):
             watch.engine.hanging = True
-            await watch.until(lambda: watch.pulse.stuck == STUCK)
+            await until(lambda: watch.pulse.stuck == STUCK)
             asked = watch.engine.questions
             await asyncio.sleep(2 * TIMEOUT_S)
             assert watch.engine.questions == asked, "one question at a time"
             watch.engine.hanging = False
-            await watch.until(lambda: not watch.pulse.stuck)
+            await until(lambda: not watch.pulse.stuck)
         assert watch.told == [STUCK, "", STUCK, ""]
 
 
@@ -98,7 +92,7 @@ async def test_steps_and_a_long_step_on_a_cpu_are_signs_of_life() -> None:
             assert not one.task.done()
         watch.engine.given = lambda: 0
         other.engine.computed = lambda: 0.01 * loop.time()  # Some thread wakes now and then.
-        await watch.until(lambda: watch.told == other.told == [STUCK])
+        await until(lambda: watch.told == other.told == [STUCK])
 
 
 @pytest.mark.parametrize("computes", [False, True])
@@ -116,7 +110,7 @@ async def test_a_silence_ends_in_the_end(computes: bool) -> None:
 async def test_death_is_no_silence() -> None:
     async with watching() as watch:
         watch.engine.hanging = True
-        await watch.until(lambda: bool(watch.pulse.stuck))
+        await until(lambda: bool(watch.pulse.stuck))
         watch.engine.dead = True
         with pytest.raises(UnavailableError, match="the engine died"):
             await asyncio.wait_for(watch.task, DEADLINE_S)

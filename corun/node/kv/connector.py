@@ -316,11 +316,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self._claims.pop(name, None)
         # A heartbeat that was read in this step has renewed the lease: then the next step handles the release.
         now = time.monotonic()
-        self._released = {
-            name: until
-            for name, until in self._released.items()
-            if name in worker._reqs_to_send or (name not in ended and until > now)
-        }
+        for name, until in list(self._released.items()):
+            if name not in worker._reqs_to_send and (name in ended or until <= now):
+                del self._released[name]
         return finished
 
     def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:

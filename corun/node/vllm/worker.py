@@ -172,10 +172,10 @@ def processor(cpuinfo: str) -> tuple[str, list[str]]:
     fields = {name.strip(): value.strip() for name, _, value in lines}
     name = next((fields[name] for name in CPU_NAMES if name in fields), "")
     models = [f"{part} {fields[part]}" for part in CPU_MODELS if part in fields]
-    listed = {
-        one for line, parts in CPU_EXTENSIONS.items() for one in fields.get(line, "").split() if one.startswith(parts)
-    }
-    return ", ".join([name, *models] if name else models), sorted(listed)
+    extensions: set[str] = set()
+    for line, beginnings in CPU_EXTENSIONS.items():
+        extensions.update(one for one in fields.get(line, "").split() if one.startswith(beginnings))
+    return ", ".join([name, *models] if name else models), sorted(extensions)
 
 
 def packed(config: Any) -> Any:
@@ -190,14 +190,12 @@ def packed(config: Any) -> Any:
         return config
     pages = [tensor.size // config.num_blocks for tensor in tensors]
     stride = sum(pages)
-    offsets = itertools.accumulate(pages, initial=0)
-    return replace(
-        config,
-        kv_cache_tensors=[
-            replace(tensor, size=stride * config.num_blocks, offset=offset, block_stride=stride)
-            for tensor, offset in zip(tensors, offsets, strict=False)
-        ],
-    )
+    offsets = itertools.accumulate(pages[:-1], initial=0)
+    laid_out = [
+        replace(tensor, size=stride * config.num_blocks, offset=offset, block_stride=stride)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+    return replace(config, kv_cache_tensors=laid_out)
 
 
 def runner_name(runner: Any) -> str:
