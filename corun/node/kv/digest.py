@@ -9,7 +9,7 @@ Every flipped bit changes it, and so do words, layers or blocks that changed pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,27 +29,20 @@ class KvDigest:
 
     def of(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
         """Return one digest for each block, never 0. This waits for the device."""
-        parts = [self._of(part) for part in self._parts(blocks)]
+        ids = torch.tensor(list(blocks), dtype=torch.int64, device=self._regions[0].device)
+        widest = max(region.shape[1] for region in self._regions)
+        parts = [self._of(part) for part in ids.split(max(1, MAX_WORDS // widest))]
         digests = torch.cat(parts).cpu().numpy().view(np.uint64)
         return np.where(digests == 0, np.uint64(1), digests)
-
-    def _parts(self, blocks: Sequence[int]) -> Iterator[torch.Tensor]:
-        widest = max(region.shape[1] for region in self._regions)
-        ids = torch.tensor(list(blocks), dtype=torch.int64, device=self._regions[0].device)
-        yield from ids.split(max(1, MAX_WORDS // widest))
 
     def _of(self, ids: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         for region, weight in zip(self._regions, self._region_weights, strict=True):
-            words = region[ids].to(torch.int64)
-            total += (words * self._weights_of(region)).sum(dim=1) * weight
+            count = region.shape[1]
+            if count not in self._weights:
+                self._weights[count] = torch.from_numpy(weights(count)).to(region.device)
+            total += (region[ids].to(torch.int64) * self._weights[count]).sum(dim=1) * weight
         return total
-
-    def _weights_of(self, region: torch.Tensor) -> torch.Tensor:
-        count = region.shape[1]
-        if count not in self._weights:
-            self._weights[count] = torch.from_numpy(weights(count)).to(region.device)
-        return self._weights[count]
 
 
 def weights(count: int) -> npt.NDArray[np.int64]:
