@@ -9,7 +9,6 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from corun.client.client import AsyncClient, Client
@@ -21,7 +20,7 @@ from corun.rpc.channel import Access, channel
 from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc
-from tests.corun.test_security import DEADLINE_S, Cluster, serving
+from tests.corun.test_server import DEADLINE_S, Servicer, serving
 from tests.secrets import Secrets
 
 GENERATE = "/corun.v1.ClusterService/Generate"
@@ -162,20 +161,18 @@ class TestChannel:
                         await client.get_cluster()
 
     async def test_calls_in_progress_end_on_the_old_channel(self, mounted: Mounted) -> None:
-        service = Cluster()
         server = GrpcServer(tls=of_member(mounted.files))
-        server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, service)
+        server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, Servicer())
         await server.start()
         link = channel(server.address, access=Access(tls=of_member(mounted.files)))
         stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
-        stream = stub.Generate(pb.GenerateRequest(), timeout=DEADLINE_S)
+        stream = stub.Generate(pb.GenerateRequest(text="late"), timeout=DEADLINE_S)
         assert (await stream.read()).text == "one"
         first = link.current()
         mounted.renew()
         assert (await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)).router_id == "r"
         assert link.current() is not first
-        service.go_on.set()
-        assert await stream.read() is grpc.aio.EOF
+        assert (await stream.read()).text == "two"
         await link.close()
         await server.stop(0)
 
