@@ -30,49 +30,37 @@ time.sleep(60)
 """
 
 
-def scanned(pid: int) -> list[int]:
-    """The children of a process, by looking at every process of the machine."""
-    found = ((int(entry.name), guard.stat_fields(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
-    return sorted(child for child, fields in found if fields is not None and int(fields[1]) == pid)
-
-
 @pytest.fixture
 def family() -> Any:
+    """A process id, and its three children as a look at every process of the machine finds them."""
     with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
-        children = scanned(parent.pid)
+        seen = ((int(entry.name), guard.stat_fields(int(entry.name))) for entry in Path("/proc").glob("[0-9]*"))
+        children = sorted(child for child, fields in seen if fields is not None and int(fields[1]) == parent.pid)
+        assert len(children) == 3
         yield parent.pid, children
         for pid in (*children, parent.pid):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_children_of_every_thread_and_ended_ones_are_found(family: tuple[int, list[int]]) -> None:
-    parent, expected = family
-    assert len(expected) == 3
-    assert guard.children(parent) == expected
-
-
-def test_no_process_is_looked_up_for_it(family: tuple[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_of_every_thread_and_ended_ones_are_found_without_a_scan(
+    family: tuple[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each look-up in /proc can hold up, in the kernel, whoever reaps that process at this moment."""
-    looked_up: list[str] = []
-    real = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: looked_up.append(str(path)) or real(path))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(Path, "iterdir", lambda path: pytest.fail(f"{path} was scanned"))
-    monkeypatch.setattr(guard, "stat_fields", lambda *_: pytest.fail("a process was looked up"))
-    assert guard.children(family[0]) == family[1]
-    assert looked_up == [f"/proc/{family[0]}/task"]
+    parent, expected = family
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", lambda path: pytest.fail(f"{path} was scanned"))
+        patch.setattr(guard, "stat_fields", lambda *_: pytest.fail("a process was looked up"))
+        assert guard.children(parent) == expected
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # As on a kernel without its lists.
+    assert guard.children(parent) == expected
 
 
 def test_a_process_that_is_gone_has_no_children() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert guard.children(gone.pid) == []
-
-
-def test_a_kernel_without_its_lists_is_scanned(family: tuple[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "exists", lambda _: False)
-    assert guard.children(family[0]) == family[1]
 
 
 def test_children_are_ended_until_none_is_left() -> None:
