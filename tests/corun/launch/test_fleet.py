@@ -12,6 +12,7 @@ from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.launch import fleet, runtime
 from corun.launch.fleet import Fleet, Order
 from corun.launch.members import ProcessSpec, members
+from corun.launch.placement import Share
 from corun.launch.supervisor import ProcessState, ProcessStatus
 
 POOL = PoolSpec(common={"model": "m", "drain_grace_s": 100.0}, router={"drain_grace_s": 5.0})
@@ -19,37 +20,41 @@ ROUTER, PREFILL, DECODE = members(ClusterSpec(pools=(POOL,)))
 
 
 class DiedError(Exception):
-    """As Ray says it of an actor."""
+    """What Ray says of an actor that died."""
 
 
-class Question:
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
+class RayError(Exception):
+    """What Ray says of an actor that it starts again."""
 
 
 class Actor:
-    """Answers once it is told what."""
+    """Answers once it is told what. A question is the actor itself."""
 
     def __init__(self) -> None:
         self.answer: ProcessStatus | Exception | None = None
         self.is_killed = False
         self.stop = SimpleNamespace(remote=lambda: None)
-        self.status = SimpleNamespace(remote=lambda: Question(self))
+        self.status = SimpleNamespace(remote=lambda: self)
 
 
 class Ray:
-    """The part of ray that a fleet without GPUs uses."""
+    """The part of ray that a fleet uses."""
 
     def __init__(self) -> None:
         self.actors: list[Actor] = []
         self.ids = ["first"]
+        self.is_placed = False
         self.exceptions = SimpleNamespace(
-            ActorDiedError=DiedError, ActorUnschedulableError=DiedError, RayActorError=DiedError
+            ActorDiedError=DiedError, ActorUnschedulableError=DiedError, RayActorError=RayError
         )
         self.util = SimpleNamespace(
             scheduling_strategies=SimpleNamespace(
-                NodeAffinitySchedulingStrategy=lambda node_id, soft: node_id, PlacementGroupSchedulingStrategy=None
-            )
+                NodeAffinitySchedulingStrategy=lambda node_id, soft: node_id,
+                PlacementGroupSchedulingStrategy=lambda handle, **_: handle,
+            ),
+            placement_group=lambda bundles, strategy: bundles,
+            remove_placement_group=lambda handle: handle.clear(),
+            placement_group_table=lambda handle: {"state": "CREATED" if self.is_placed else "PENDING"},
         )
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -62,14 +67,14 @@ class Ray:
         self.actors.append(Actor())
         return self.actors[-1]
 
-    def wait(self, questions: list[Question], **_: Any) -> tuple[list[Question], list[Question]]:
-        return [question for question in questions if question.actor.answer is not None], []
+    def wait(self, questions: list[Actor], **_: Any) -> tuple[list[Actor], list[Actor]]:
+        return [actor for actor in questions if actor.answer is not None], []
 
-    def get(self, question: Question) -> ProcessStatus:
-        if isinstance(question.actor.answer, Exception):
-            raise question.actor.answer
-        assert question.actor.answer is not None
-        return question.actor.answer
+    def get(self, question: Actor) -> ProcessStatus:
+        if isinstance(question.answer, Exception):
+            raise question.answer
+        assert question.answer is not None
+        return question.answer
 
     def kill(self, actor: Actor) -> None:
         actor.is_killed = True
@@ -82,8 +87,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return made
 
 
-def order(member: ProcessSpec) -> Order:
-    return Order(pool=POOL, member=member, routers=(), logs=Path())
+def order(member: ProcessSpec, gpus: float = 0.0) -> Order:
+    return Order(pool=POOL, member=member, routers=(), logs=Path(), share=Share(gpus))
 
 
 def status(state: ProcessState) -> ProcessStatus:
@@ -100,6 +105,23 @@ def test_a_router_starts_again_on_a_host_that_came_back_at_once(ray: Ray) -> Non
     ray.ids = ["second"]
     tested.statuses()
     assert tested.forget_ended() == [ROUTER]
+    tested.start([order(ROUTER)], {ROUTER: "10.0.0.2"})  # No such host.
+    assert tested.running == []
+
+
+def test_a_pair_waits_for_gpus_and_may_be_stopped_before_it_has_them(ray: Ray) -> None:
+    tested = Fleet()
+    tested.start([order(PREFILL, 1.0), order(DECODE, 1.0)], {})
+    for actor in ray.actors:
+        actor.answer = RayError()  # Ray starts it elsewhere.
+    details = {member.name: found.detail for member, found in tested.statuses().items()}
+    assert details == dict.fromkeys(details, "no machine has 1 free GPU for each of prefill-0, decode-0")
+    tested.stop([DECODE])
+    assert tested.forget_ended() == [DECODE]
+    ray.is_placed = True
+    assert tested.statuses()[PREFILL].detail == ""
+    tested.start([order(DECODE, 1.0)], {})  # It gets its bundle again.
+    assert len(tested._groups) == 1
 
 
 def test_a_node_that_is_stopped_as_soon_as_it_is_placed_drains(ray: Ray) -> None:
@@ -128,9 +150,7 @@ def test_every_process_has_its_own_grace(ray: Ray, monkeypatch: pytest.MonkeyPat
     for actor in ray.actors:
         actor.answer = status(ProcessState.RUNNING)
     tested.statuses()
-    assert (order(ROUTER).grace_s, order(DECODE).grace_s) == (15.0, 110.0)
-    assert tested.grace_s([ROUTER, DECODE]) == 110.0
-    assert tested.grace_s([]) == 0.0
+    assert [tested.grace_s(of) for of in ([ROUTER], [ROUTER, DECODE], [])] == [15.0, 110.0, 0.0]
     tested.stop([ROUTER, DECODE])
     for now, gone in ((30.0, []), (40.0, [ROUTER]), (120.0, []), (140.0, [DECODE])):  # noqa: B007
         assert tested.forget_ended() == gone

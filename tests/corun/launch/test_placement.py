@@ -9,7 +9,7 @@ import pytest
 from corun.config.cluster_file import ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError
 from corun.launch.members import ProcessSpec, members
-from corun.launch.placement import Group, Share, Shares, groups, on_joined, on_own, reuse
+from corun.launch.placement import Group, Share, groups, on_joined, on_own, reuse
 
 
 def pool(nodes: int, name: str = "main", *, size: int = 1, per_gpu: int | None = None) -> PoolSpec:
@@ -17,43 +17,33 @@ def pool(nodes: int, name: str = "main", *, size: int = 1, per_gpu: int | None =
     return PoolSpec(name=name, common=common, replicas={"prefill": nodes - 1}, nodes_per_gpu=per_gpu)
 
 
-def shares(gpus: int, nodes: int, *, cores: int = 0) -> Shares:
-    return on_own([pool(nodes)], gpus=gpus, cores=range(cores), needs_gpus=False)
-
-
 def own(gpus: int, *pools: PoolSpec, needs_gpus: bool = True) -> list[float]:
-    found = on_own(pools, gpus=gpus, cores=(), needs_gpus=needs_gpus).gpus
-    return [found[one.name] for one in pools]
+    return list(on_own(pools, gpus=gpus, cores=(), needs_gpus=needs_gpus).gpus.values())
 
 
 def joined(*pools: PoolSpec, has_gpus: bool = True) -> list[float]:
-    return [*on_joined(pools, has_gpus=has_gpus, cores=()).gpus.values()]
+    return list(on_joined(pools, has_gpus=has_gpus, cores=()).gpus.values())
 
 
 @pytest.mark.parametrize(
     ("gpus", "nodes", "share"),
     [(0, 2, 0.0), (1, 2, 0.5), (1, 3, 0.333), (2, 2, 1.0), (8, 2, 1.0), (2, 3, 0.5), (3, 4, 0.5)],
 )
-def test_share_of_gpu(gpus: int, nodes: int, share: float) -> None:
-    found = shares(gpus, nodes).gpus["main"]
-    assert found == share
-    assert not gpus or nodes <= gpus * int(1 / found)  # So all of them find room.
+def test_nodes_share_the_gpus_of_this_machine(gpus: int, nodes: int, share: float) -> None:
+    assert own(gpus, pool(nodes), needs_gpus=False) == [share]
+    assert not gpus or nodes <= gpus * int(1 / share)  # So all of them find room.
 
 
-def test_a_node_of_several_gpus_shares_none() -> None:
-    assert own(4, pool(2, size=2)) == [2.0]
+def test_pools_that_say_what_their_nodes_need() -> None:
+    assert own(4, pool(2, size=2)) == [2.0]  # A node of several GPUs shares none.
     assert own(9, pool(2, "a"), pool(2, "b", size=4)) == [0.5, 4.0]
-
-
-def test_a_joined_ray_gives_whole_gpus_however_few_it_has_now() -> None:
+    assert own(0, pool(2, size=2), needs_gpus=False) == [0.0]  # An engine for CPUs has processes instead.
+    assert own(2, pool(2, per_gpu=1)) == [1.0]
+    # A joined Ray gives whole GPUs, however few it has now.
     assert joined(pool(8), pool(2, "b", size=4)) == [1.0, 4.0]
     assert joined(pool(8), has_gpus=False) == [0.0]
-
-
-def test_a_pool_may_say_how_many_nodes_share_a_gpu() -> None:
     for shared in (joined(pool(3, per_gpu=3)), joined(pool(3, per_gpu=3), has_gpus=False), own(4, pool(3, per_gpu=3))):
         assert shared == [0.333]
-    assert own(2, pool(2, per_gpu=1)) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -72,10 +62,6 @@ def test_too_few_gpus_are_an_error_at_once(gpus: int, pools: list[PoolSpec], mes
         own(gpus, *pools)
 
 
-def test_an_engine_for_cpus_shares_the_model_over_processes() -> None:
-    assert own(0, pool(2, size=2), needs_gpus=False) == [0.0]
-
-
 @pytest.mark.parametrize(
     ("cores", "nodes", "expected"),
     [
@@ -87,16 +73,12 @@ def test_an_engine_for_cpus_shares_the_model_over_processes() -> None:
     ],
 )
 def test_cores_are_shared_equally(cores: int, nodes: int, expected: list[tuple[int, ...]]) -> None:
-    found = shares(0, nodes, cores=cores)
-    _, *placed = members(ClusterSpec(pools=(PoolSpec(common={"model": "m"}, replicas={"prefill": nodes - 1}),)))
+    found = on_own([pool(nodes)], gpus=0, cores=range(cores), needs_gpus=False)
+    router, *placed = members(ClusterSpec(pools=(pool(nodes),)))
     assert [found.of(member, place).cores for place, member in enumerate(placed)] == expected
     # One more later gets as many: how many it has may be part of its contract.
     assert len(found.of(placed[0], nodes).cores) == len(expected[0])
-
-
-def test_a_router_gets_nothing_of_its_own() -> None:
-    router, *_ = members(ClusterSpec(pools=(PoolSpec(common={"model": "m"}),)))
-    assert shares(4, 2).of(router, 0) == Share()
+    assert found.of(router, 0) == Share()
 
 
 def test_pairs_are_near_each_other() -> None:
@@ -110,8 +92,9 @@ def test_pairs_are_near_each_other() -> None:
 
 def test_a_bundle_that_nobody_has_is_used_again() -> None:
     """Two pairs, then `scale prefill=3 decode=1`: all GPUs are in bundles, and one of them is free."""
-    pair = members(ClusterSpec(pools=(pool(4),)))  # A router, prefill-0, 1 and 2, decode-0.
-    prefill, decode = pair[1:4], [ProcessSpec("main", "decode", index, f"decode-{index}") for index in range(2)]
+    prefill, decode = (
+        [ProcessSpec("main", role, i, f"{role}-{i}") for i in range(3)] for role in ("prefill", "decode")
+    )
     kept = [Group(None, [prefill[index], decode[index]], 1.0) for index in range(2)]
     running = {prefill[0], prefill[1], decode[0]}
     reuse(kept, {prefill[2]: 0.5}, running)  # Not of that size.
