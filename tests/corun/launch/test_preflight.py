@@ -37,41 +37,32 @@ def fails(machine: Machine, size: Weights = TINY, wanted: ClusterSpec | None = N
     return failing([*found(machine, size, wanted).values()])
 
 
-def test_the_tiny_model_starts_on_a_laptop_and_a_real_one_on_a_gpu() -> None:
+def test_what_models_need() -> None:
     assert fails(LAPTOP) == []
     assert fails(H200, QWEN) == []
-
-
-def test_a_real_model_does_not_start_on_a_laptop() -> None:
     assert fails(LAPTOP, QWEN) == ["memory"]
     assert found(LAPTOP, QWEN)["memory"] == Finding("memory", "about 37.0 GiB", "16.0 GiB free", "fails")
-
-
-def test_weights_grow_with_their_type() -> None:
-    twice = spec({"dtype": "float32"})
+    twice = spec({"dtype": "float32"})  # Weights grow with their type.
     assert found(LAPTOP, QWEN, twice)["memory"].needs == "about 69.0 GiB"
     assert found(H200, QWEN, twice)["GPU memory of main"].needs == "about 34.0 GiB a node"
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "failing", "slow"),
     [
-        ({"engine": "", "engine_version": ""}, ["engine", "GPUs"]),
-        ({"engine_version": "0.25.1"}, ["engine"]),
-        ({"missing": ("nixl", "ray")}, ["packages"]),
-        ({"memory": GIB}, ["memory"]),
-        ({"shared_memory": 64 * 2**20}, ["/dev/shm"]),
-        ({"engine": "gpu"}, ["GPUs"]),
+        ({"engine": "", "engine_version": ""}, ["engine", "GPUs"], []),
+        ({"engine_version": "0.25.1"}, ["engine"], []),
+        ({"missing": ("nixl", "ray")}, ["packages"], []),
+        ({"memory": GIB}, ["memory"], []),
+        ({"shared_memory": 64 * 2**20}, ["/dev/shm"], []),
+        ({"engine": "gpu"}, ["GPUs"], []),
+        ({"cores": 1, "open_files": 1024}, [], ["cores", "open files"]),
     ],
 )
-def test_what_is_not_there_is_named(change: dict[str, Any], what: list[str]) -> None:
-    assert fails(replace(LAPTOP, **change)) == what
-
-
-def test_what_is_only_slow_does_not_fail() -> None:
-    slow = found(replace(LAPTOP, cores=1, open_files=1024))
-    assert [one.what for one in slow.values() if one.state == "slow"] == ["cores", "open files"]
-    assert fails(replace(LAPTOP, cores=1, open_files=1024)) == []
+def test_what_is_not_there_is_named(change: dict[str, Any], failing: list[str], slow: list[str]) -> None:
+    machine = replace(LAPTOP, **change)
+    assert fails(machine) == failing
+    assert [one.what for one in found(machine).values() if one.state == "slow"] == slow
 
 
 def test_gpus_are_shared_by_nodes_and_engines() -> None:
@@ -79,11 +70,8 @@ def test_gpus_are_shared_by_nodes_and_engines() -> None:
     assert fails(replace(H200, gpus=(24 * GIB,)), QWEN) == ["GPU memory of main"]
     assert fails(replace(H200, gpus=(24 * GIB,) * 2), QWEN) == []
     assert fails(H200, QWEN, spec({"tensor_parallel_size": 2})) == ["GPUs"]
-
-
-def test_gpus_that_the_engine_does_not_use_are_said() -> None:
-    seen = found(replace(LAPTOP, gpus=(GIB,)))["GPUs"]
-    assert (seen.state, "unused; in the repository: make setup" in seen.has) == ("ok", True)
+    unused = found(replace(LAPTOP, gpus=(GIB,)))["GPUs"]
+    assert (unused.state, "unused; in the repository: make setup" in unused.has) == ("ok", True)
 
 
 def test_a_model_that_cannot_be_had() -> None:
@@ -106,53 +94,53 @@ def test_ports_that_are_taken() -> None:
         assert fails(LAPTOP, wanted=of_router) == ["ports"]
 
 
-class TestMachine:
-    def test_this_one_is_seen(self) -> None:
-        seen = preflight.here()
-        assert seen.cores > 0
-        assert seen.memory > 2**20
-        assert seen.open_files > 100
+def test_this_machine_is_seen_without_importing_what_it_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else real(name))
+    seen = preflight.here()
+    assert "nixl" in seen.missing
+    assert seen.cores > 0
+    assert seen.memory > MIB
+    assert seen.open_files > 100
 
-    def test_missing_packages_are_found_without_importing_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else real(name))
-        assert "nixl" in preflight.here().missing
 
-    def test_gpus_are_those_that_are_visible(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        smi = tmp_path / "nvidia-smi"
-        smi.write_text("#!/bin/sh\necho '0, GPU-a, 100'; echo '1, GPU-b, 200'\n")
-        smi.chmod(0o700)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        for visible, memory in ((None, [100, 200]), ("1", [200]), ("GPU-a", [100]), ("", [])):
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            if visible is not None:
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-            assert [gpu // MIB for gpu in preflight.here().gpus] == memory
+def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-a, 100'; echo '1, GPU-b, 200'\n")
+    smi.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for visible, memory in ((None, [100, 200]), ("1", [200]), ("GPU-a", [100]), ("", [])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu // MIB for gpu in preflight.here().gpus] == memory
 
-    def test_a_directory_is_weighed(self, tmp_path: Path) -> None:
-        with pytest.raises(UnavailableError, match="no weights"):
-            weights(str(tmp_path))
-        for number in range(2):
-            (tmp_path / f"model-{number}.safetensors").write_bytes(b"x" * 1000)
-        (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
-        assert weights(str(tmp_path)) == Weights(size=2000, stored_as="bfloat16")
 
-    def test_a_model_of_the_hub_is_asked_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import huggingface_hub
-        from huggingface_hub import HfApi, constants
+def test_a_directory_is_weighed(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="no weights"):
+        weights(str(tmp_path))
+    for number in range(2):
+        (tmp_path / f"model-{number}.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
+    assert weights(str(tmp_path)) == Weights(size=2000, stored_as="bfloat16")
 
-        def absent(*_: object, **options: object) -> str:
-            assert options["local_files_only"]
-            raise OSError("not in the cache")
 
-        def info(*_: object, **options: object) -> Any:
-            raise ConnectionError("no network")
+def test_a_model_of_the_hub_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import HfApi, constants
 
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(HfApi, "model_info", info)
-        with pytest.raises(UnavailableError, match="the hub does not answer: no network"):
-            weights("org/model")
-        (tmp_path / "model.safetensors").write_bytes(b"x" * 30)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path))
-        assert weights("org/model").size == 30
+    def absent(*_: object, **options: object) -> str:
+        assert options["local_files_only"]
+        raise OSError("not in the cache")
+
+    def info(*_: object, **options: object) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(HfApi, "model_info", info)
+    with pytest.raises(UnavailableError, match="the hub does not answer: no network"):
+        weights("org/model")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 30)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **options: str(tmp_path))
+    assert weights("org/model").size == 30
