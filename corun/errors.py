@@ -80,10 +80,17 @@ class _Details:
         return retry.retry_delay.ToNanoseconds() / 1e9 if self.find(retry) else None
 
 
+_BY_CODE: dict[grpc.StatusCode, type[CorunError]] = {}
+
+
 class CorunError(Exception):
     """The base of every error that this project raises on purpose."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    def __init_subclass__(cls) -> None:
+        if "code" in vars(cls):  # A class without a code of its own travels as what it is derived from.
+            _BY_CODE[cls.code] = cls
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -286,25 +293,6 @@ class InternalError(CorunError):
     """There is a bug on the other side. The message has an id to look up in that side's log, and nothing else."""
 
     code = grpc.StatusCode.INTERNAL
-
-
-_BY_CODE: dict[grpc.StatusCode, type[CorunError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidArgumentError,
-        PermissionDeniedError,
-        UnavailableError,
-        OverloadedError,
-        DeadlineError,
-        CancelledByPeerError,
-        ContractMismatchError,
-        StaleGenerationError,
-        NotFoundError,
-        UnauthenticatedError,
-        DataLossError,
-        InternalError,
-    )
-}
 
 
 def kind_of(error: CorunError) -> str:

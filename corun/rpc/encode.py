@@ -1,7 +1,7 @@
 """GenerateResponse messages as bytes, without a protobuf object for each: a router sends one per token and stream.
 
 This module owns the layout of that one message, as protos/corun/v1/cluster_service.proto defines it.
-`tests/corun/test_encoding.py` compares it with the protobuf library. This module must not know where tokens come from
+`tests/corun/test_wire.py` compares it with the protobuf library. This module must not know where tokens come from
 or who sends the bytes.
 """
 

@@ -161,8 +161,10 @@ class TestChannel:
                         await client.get_cluster()
 
     async def test_calls_in_progress_end_on_the_old_channel(self, mounted: Mounted) -> None:
+        service = Servicer()
+        service.wait_s = 1.0
         server = GrpcServer(tls=of_member(mounted.files))
-        server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, Servicer())
+        server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, service)
         await server.start()
         link = channel(server.address, access=Access(tls=of_member(mounted.files)))
         stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]

@@ -61,11 +61,13 @@ class Servicer(pb_grpc.ClusterServiceServicer):
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.calls = 0
+        self.wait_s = 0.0
         self.written = 0
         self.closed = asyncio.Event()
 
     async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.calls += 1
+        await asyncio.sleep(self.wait_s)
         if self.error:
             raise self.error
         return pb.GetClusterResponse(router_id="r")
@@ -77,7 +79,7 @@ class Servicer(pb_grpc.ClusterServiceServicer):
             if self.error:
                 raise self.error
             if request.text == "late":
-                await asyncio.sleep(2.5 * PATIENCE_S)
+                await asyncio.sleep(self.wait_s)
                 yield pb.GenerateResponse(text="two")
             while request.text == "forever":
                 await asyncio.sleep(0.001)
@@ -278,8 +280,11 @@ async def test_a_client_that_takes_nothing_loses_its_call() -> None:
 
 async def test_a_handler_may_take_its_time() -> None:
     """Only waits for the client count."""
-    async with connected(Servicer(), server={"client_timeout_s": PATIENCE_S}) as stub:
-        assert await texts(stub, "late") == ["one", "two"]
+    servicer = Servicer()
+    servicer.wait_s = 2.5 * PATIENCE_S
+    async with connected(servicer, server={"client_timeout_s": PATIENCE_S}) as stub:
+        found = await asyncio.gather(get(stub), texts(stub, "late"))
+        assert (found[0].router_id, found[1]) == ("r", ["one", "two"])
 
 
 async def test_a_client_that_goes_away_closes_the_handler(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,9 @@
-"""Every value survives the wire, through bytes, bit by bit."""
+"""Every value survives the wire, through bytes, bit by bit; the router's own encoder gives the library's bytes."""
 
 from __future__ import annotations
 
+import random
+import struct
 from dataclasses import make_dataclass, replace
 from enum import Enum
 from typing import Any
@@ -15,6 +17,7 @@ from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
+from corun.rpc.encode import ResponseEncoder, varint
 from corun.types import (
     AuditStatus,
     ClusterStatus,
@@ -293,3 +296,83 @@ def test_verify_request() -> None:
     assert (list(request.conditions), request.order_seed) == ([cluster_service_pb2.CONDITION_ALONE], 3)
     with pytest.raises(InvalidArgumentError, match=r"^cases\[0\]\.prompt_token_ids = no tokens: must not be empty"):
         codec.verify_request([VerifyCase(prompt_token_ids=(), sampling_params=SamplingParams(), seed=7)])
+
+
+RECEIPT = VALUES["verify_result"].receipt
+DENORMAL = struct.unpack("<f", struct.pack("<I", 1))[0]
+ENCODED: dict[str, dict[str, Any]] = {
+    "nothing": {"text": "", "token_ids": []},
+    "a token": {"text": " word", "token_ids": [300], "logprobs": [-1.5]},
+    "a token alone": {"text": "", "token_ids": [0]},
+    "many tokens": {"text": "ab", "token_ids": [0, 127, 128, 16383, 16384, 151_935, 2**32 - 1], "logprobs": [-0.0] * 7},
+    "odd floats": {"text": "", "token_ids": [1] * 4, "logprobs": [float("-inf"), float("inf"), DENORMAL, -DENORMAL]},
+    "long text": {"text": "ä€🦀\0" * 5000, "token_ids": [5], "logprobs": [0.0]},
+    "the end": {"text": "", "token_ids": [], "receipt": RECEIPT},
+    "the end at a stop": {
+        "text": "",
+        "token_ids": [],
+        "receipt": replace(RECEIPT, finish_reason=FinishReason.STOP),
+    },
+    "first": {"text": "a", "token_ids": [7], "prompt_token_ids": list(range(500)), "fingerprint": "f" * 64},
+    "texts of tokens": {
+        "text": "ab",
+        "token_ids": [0, 127, 300],
+        "logprobs": [-1.5] * 3,
+        "token_texts": ["", "ä€🦀" * 50, "b"],
+        "fingerprint": "f",
+    },
+    "a text of nothing": {"text": "", "token_ids": [5], "token_texts": [""]},
+    "first and last": {"text": "a", "token_ids": [7], "receipt": RECEIPT, "prompt_token_ids": [0], "fingerprint": "f"},
+}
+HEADS = [("r", 0, 0), ("ä" * 64, 1, 1), ("r" * 128, 2**32 - 1, 2**63 - 1)]
+
+
+def protobuf(head: tuple[str, int, int], **fields: Any) -> cluster_service_pb2.GenerateResponse:
+    receipt = fields.pop("receipt", None)
+    return cluster_service_pb2.GenerateResponse(
+        request_id=head[0],
+        sample_index=head[1],
+        seed=head[2],
+        finish_reason=codec.finish_reason_to_proto(receipt.finish_reason if receipt else None),
+        receipt=codec.receipt_to_proto(receipt) if receipt else None,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_messages_are_those_of_the_protobuf_library(name: str) -> None:
+    for head in HEADS:
+        encoded = ResponseEncoder(*head).encode(**ENCODED[name])
+        expected = protobuf(head, **ENCODED[name])
+        assert cluster_service_pb2.GenerateResponse.FromString(encoded) == expected
+        assert encoded == expected.SerializeToString(deterministic=True)
+
+
+def test_random_messages_are_too() -> None:
+    draw = random.Random(5)
+    for _ in range(300):
+        count = draw.choice((0, 1, 1, 1, 2, 40, 200))
+        fields = {
+            "text": "".join(chr(draw.choice((65, 0xE9, 0x20AC, 0x1F980))) for _ in range(draw.randrange(50))),
+            "token_ids": [draw.getrandbits(draw.randrange(1, 33)) for _ in range(count)],
+            "logprobs": [struct.unpack("<f", struct.pack("<f", -draw.expovariate(1)))[0] for _ in range(count)],
+            "token_texts": ["é" * draw.randrange(100) for _ in range(count)] if draw.random() < 0.5 else [],
+        }
+        head = ("request", draw.getrandbits(31), draw.getrandbits(63))
+        assert ResponseEncoder(*head).encode(**fields) == protobuf(head, **fields).SerializeToString()
+
+
+def test_every_field_of_the_message_is_known_to_the_encoder() -> None:
+    """Whoever adds a field to the message has to add it to the encoder and to the cases."""
+    known = {name for case in ENCODED.values() for name in case} | {
+        "request_id",
+        "sample_index",
+        "seed",
+        "finish_reason",
+    }
+    assert {field.name for field in cluster_service_pb2.GenerateResponse.DESCRIPTOR.fields} == known
+
+
+def test_varints_of_every_length() -> None:
+    for value in (2**bits - less for bits in range(64) for less in (0, 1)):
+        assert cluster_service_pb2.GenerateResponse.FromString(b"\x18" + varint(value)).seed == value
