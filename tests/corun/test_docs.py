@@ -44,14 +44,10 @@ def cluster_files(text: str) -> list[str]:
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command line of ours, without variables before it and comments after it."""
     for line in "".join(blocks(text, "")).replace("\\\n", " ").splitlines():
-        if re.match(r"(\w+=\S+ )*(corun|python -m (router|prefill_node|decode_node))( |$)", line):
-            words = shlex.split(re.sub(r" [<>&].*", "", line), comments=True)
-            yield [word for index, word in enumerate(words) if not _is_variable(words[: index + 1])]
-
-
-def _is_variable(words: list[str]) -> bool:
-    """Return whether the last word is one of the assignments that a line begins with."""
-    return all(re.match(r"[A-Z_]+=", word) for word in words)
+        if found := re.fullmatch(
+            r"(?:[A-Z_]+=\S+ )*((?:corun|python -m (?:router|prefill_node|decode_node))(?: .*)?)", line
+        ):
+            yield shlex.split(re.sub(r" [<>&].*", "", found[1]), comments=True)
 
 
 def take(words: list[str]) -> None:
@@ -138,16 +134,12 @@ def test_what_is_a_command() -> None:
     assert list(commands(text)) == [["corun", "up", "--port", "1", "--host", "h"], ["corun", "a"]]
 
 
-def documented(text: str) -> dict[str, str]:
-    """Return severity and delay of each alert that has a row."""
-    return dict(re.findall(r"^\| `(Corun\w+)` \| ([^|]+) \|", text, flags=re.MULTILINE))
-
-
 def test_every_alert_is_explained_and_no_other() -> None:
     groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]["groups"]
     rules = {rule["alert"]: rule for group in groups for rule in group["rules"]}
     said = {name: f"{rule['labels']['severity']}, {rule.get('for', 'at once')}" for name, rule in rules.items()}
-    assert documented(text_of(DEPLOY)) == said
+    rows = re.findall(r"^\| `(Corun\w+)` \| ([^|]+) \|", text_of(DEPLOY), flags=re.MULTILINE)
+    assert dict(rows) == said
     assert set(re.findall(r"\bCorun[A-Z]\w+", text_of(DEPLOY))) == rules.keys()
 
 

