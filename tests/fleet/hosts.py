@@ -1,9 +1,4 @@
-"""A Ray cluster of several hosts on this machine, and a `corun up` on it.
-
-Each host is a `ray start` of its own with its own loopback address.
-
-Tests only.
-"""
+"""A Ray cluster of several hosts on this machine, each a `ray start` on a loopback address, and a `corun up` on it."""
 
 from __future__ import annotations
 
@@ -64,12 +59,8 @@ class Hosts:
     def start(self) -> None:
         """Start Ray's head, on the first host."""
         port = self.address.rpartition(":")[2]
-        self._start("head", "--head", f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false")
-        self._wait("head")
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._hosts)
+        flags = (f"--port={port}", f"--temp-dir={self._scratch}", "--include-dashboard=false", "--num-gpus=0")
+        self._start("head", "--head", *flags)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -79,20 +70,21 @@ class Hosts:
         """Add hosts by name, each with a number of GPUs. They are only a number: nothing computes on them."""
         for name, number in gpus.items():  # One by one: hosts that start at once take each other's ports.
             self._start(name, f"--address={self.address}", f"--num-gpus={number}")
-            self._wait(name)
 
-    def _wait(self, name: str) -> None:
-        log = self.directory / f"{name}.log"
-        wait_for(lambda: b"Ray runtime started" in log.read_bytes(), f"{name} is part of the Ray cluster")
+    @property
+    def trees(self) -> dict[int, str]:
+        """The processes that run on all hosts."""
+        return {pid: at for name in self._hosts for pid, at in self.tree(name).items()}
 
     def _start(self, name: str, *flags: str) -> None:
         self._numbers.setdefault(name, 11 + len(self._numbers))
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
         address = f"--node-ip-address=127.0.0.{self._numbers[name]}"
-        gpus = () if any("gpus" in flag for flag in flags) else ("--num-gpus=0",)
-        with (self.directory / f"{name}.log").open("wb") as log:
-            argv = guarded([*ray, *flags, *gpus, address, *_SETTINGS])
+        path = self.directory / f"{name}.log"
+        with path.open("wb") as log:
+            argv = guarded([*ray, *flags, address, *_SETTINGS])
             self._hosts[name] = subprocess.Popen(argv, env=self.environment, stdout=log, stderr=log)
+        wait_for(lambda: b"Ray runtime started" in path.read_bytes(), f"{name} is part of the Ray cluster")
 
     def tree(self, name: str) -> dict[int, str]:
         """Return the processes that run on a host."""
@@ -206,8 +198,7 @@ class Up:
 
     def stop(self) -> None:
         """End it as Ctrl-C does, and check that nothing of it is left on any host."""
-        tree = {pid: at for name in self._hosts.names for pid, at in self._hosts.tree(name).items()}
-        ours = {pid: at for pid, at in tree.items() if "guard.py" in command_line(pid)}
+        ours = {pid: at for pid, at in self._hosts.trees.items() if "guard.py" in command_line(pid)}
         ours |= {child: at for pid in ours for child, at in descendants(pid).items()}
         assert len(ours) >= 6, "at least three processes, each under a guard"
         self.process.terminate()

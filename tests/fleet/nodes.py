@@ -1,4 +1,4 @@
-"""Whole node processes around fake engines: `corun up` starts them for a role in tests of the fleet.
+"""`python -m tests.fleet.nodes`: a node around a fake engine, of the role that its name says.
 
 The processes share "KV" as files beside the model, while the fakes of one process share a table. Tests only.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, MutableMapping
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from corun.config.fields import NodeConfig
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
+from corun.config.flags import parse
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_ref
 from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
@@ -24,18 +26,15 @@ WRONG = "wrong-bits"
 """The name of a file. While it lies beside the model, decode nodes that start draw other bits."""
 
 
-class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
-    """A mapping of (engine id, request id) to prompts, with a file for each."""
+class Files:
+    """What a FakeKv asks of its table from (engine id, request id) to prompts, with a file for each entry."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
         self._directory = directory
 
-    def __getitem__(self, key: tuple[str, str]) -> tuple[int, ...]:
-        try:
-            return tuple(json.loads(self._path(key).read_text()))
-        except FileNotFoundError:
-            raise KeyError(key) from None
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        return self._path(key).exists()
 
     def __setitem__(self, key: tuple[str, str], prompt: tuple[int, ...]) -> None:
         path = self._path(key)
@@ -43,33 +42,23 @@ class Files(MutableMapping[tuple[str, str], tuple[int, ...]]):
         aside.write_text(json.dumps(prompt))
         aside.replace(path)  # The file appears whole, because other processes read it.
 
-    def __delitem__(self, key: tuple[str, str]) -> None:
-        try:
-            self._path(key).unlink()
-        except FileNotFoundError:
-            raise KeyError(key) from None
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        for path in self._directory.iterdir():
-            engine, request = (bytes.fromhex(part).decode() for part in path.name.split("-"))
-            yield engine, request
-
-    def __len__(self) -> int:
-        return len(list(self._directory.iterdir()))
-
-    def items(self) -> Any:
+    def items(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
         """Return the entries that still exist when they are read, because other processes take some meanwhile."""
-        return [(key, prompt) for key in self if (prompt := self.get(key)) is not None]
+        found = []
+        for path in self._directory.iterdir():
+            key = tuple(bytes.fromhex(part).decode() for part in path.name.split("-"))
+            with suppress(FileNotFoundError):
+                found.append((key, tuple(json.loads(path.read_text()))))
+        return found
 
-    def pop(self, key: tuple[str, str], *default: Any) -> Any:
+    def pop(self, key: tuple[str, str], default: Any) -> Any:
         """Take a prompt. If several processes take it at once, one gets it, and the others do not find it."""
+        path = self._path(key)
         try:
-            prompt = self[key]
-            del self[key]
-        except KeyError:
-            if default:
-                return default[0]
-            raise
+            prompt = tuple(json.loads(path.read_text()))
+            path.unlink()
+        except FileNotFoundError:
+            return default
         return prompt
 
     def _path(self, key: tuple[str, str]) -> Path:
@@ -91,6 +80,8 @@ async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None
         await live_and_leave(config, made, stop, observation)
 
 
-def main(config: NodeConfig, role: NodeRole) -> None:
+if __name__ == "__main__":
+    is_prefill = "prefill-" in sys.argv[sys.argv.index("--node-id") + 1]
+    config: NodeConfig = parse(PrefillConfig if is_prefill else DecodeConfig)
     log_to_stderr()
-    serve(lambda stop: _live(config, role, stop))
+    serve(lambda stop: _live(config, NodeRole.PREFILL if is_prefill else NodeRole.DECODE, stop))

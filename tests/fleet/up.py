@@ -11,7 +11,7 @@ from corun.config.cluster_file import read
 from corun.launch import run
 from corun.launch.members import MODULES
 
-FAKES = {"prefill": "tests.fleet.prefill_node", "decode": "tests.fleet.decode_node"}
+FAKES = dict.fromkeys(("prefill", "decode"), "tests.fleet.nodes")
 
 
 def main(file: str, ray: str, logs: str, engines: str) -> int:
