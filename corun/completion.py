@@ -117,27 +117,22 @@ class Assembler:
         samples = tuple(_join(index, chunks) for index, chunks in enumerate(self._chunks))
         sent = prompt_digest(self._prompt_token_ids)
         for sample in samples:
-            _check_receipt(sample)
-            if sample.receipt.prompt_digest != sent:
+            receipt = sample.receipt
+            facts: dict[str, tuple[object, object]] = {
+                "seed": (sample.seed, receipt.seed),
+                "finish reason": (sample.finish_reason, receipt.finish_reason),
+                "number of tokens": (len(sample.token_ids), receipt.num_output_tokens),
+            }
+            if receipt.tokens_digest:  # A router of an earlier version sends no tokens digest.
+                facts["tokens digest"] = (tokens_digest(sample.token_ids), receipt.tokens_digest)
+            if len(sample.logprobs) == len(sample.token_ids):  # The output digest covers them.
+                facts["output digest"] = (output_digest(sample.token_ids, sample.logprobs), receipt.output_digest)
+            check_facts(sample.index, facts)
+            if receipt.prompt_digest != sent:
                 raise DataLossError(f"sample {sample.index} was computed from another prompt than the one sent")
         return Generation(
             request_id=samples[0].receipt.request_id, prompt_token_ids=self._prompt_token_ids, samples=samples
         )
-
-
-def _check_receipt(sample: Sample) -> None:
-    """Raise DataLossError if a sample differs from its receipt. The output digest needs log probabilities."""
-    receipt = sample.receipt
-    facts: dict[str, tuple[object, object]] = {
-        "seed": (sample.seed, receipt.seed),
-        "finish reason": (sample.finish_reason, receipt.finish_reason),
-        "number of tokens": (len(sample.token_ids), receipt.num_output_tokens),
-    }
-    if receipt.tokens_digest:  # A router of an earlier version sends no tokens digest.
-        facts["tokens digest"] = (tokens_digest(sample.token_ids), receipt.tokens_digest)
-    if len(sample.logprobs) == len(sample.token_ids):
-        facts["output digest"] = (output_digest(sample.token_ids, sample.logprobs), receipt.output_digest)
-    check_facts(sample.index, facts)
 
 
 def check_facts(sample_index: int, facts: Mapping[str, tuple[object, object]]) -> None:

@@ -399,9 +399,7 @@ def absolute(key: str, value: Any, base: Path) -> Any:
 @functools.cache
 def path_settings() -> frozenset[str]:
     """Return the settings that are always paths. `model` may be a path, too."""
-    return frozenset(
-        known.name for config in CONFIGS.values() for known in fields(config) if known.metadata.get("path")
-    )
+    return frozenset(each.name for config in CONFIGS.values() for each in fields(config) if each.metadata.get("path"))
 
 
 def toml(pool: PoolSpec) -> str:

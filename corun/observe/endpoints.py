@@ -67,11 +67,10 @@ class Observation:
 
     def _passes(self, service: str) -> bool:
         """Return whether a service serves, and the event loop is not stuck. It is called in another thread."""
-        return self.health.is_serving(service) and self._loop_answers()
-
-    def _loop_answers(self) -> bool:
-        if self._loop is None:  # An engine may load, which blocks the loop.
-            return True
+        if (
+            not self.health.is_serving(service) or self._loop is None
+        ):  # Without a loop, an engine may load and block it.
+            return self.health.is_serving(service)
         answered = threading.Event()
         try:
             self._loop.call_soon_threadsafe(answered.set)

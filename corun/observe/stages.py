@@ -33,20 +33,16 @@ class Reader:
         """Return the last stage that was entered after `start`, an offset in the log in bytes; empty: none."""
         if self._start != start:
             self._start, self._offset, self._stage = start, start, ""
-        for line in self._new_lines():
-            if line.startswith(_MARK):
-                self._stage = line.removeprefix(_MARK)
-        return self._stage
-
-    def _new_lines(self) -> list[str]:
-        """Return the new whole lines of the log. If the log is gone there are none: its directory may get cleared."""
         try:
             with self._log.open("rb") as log:
                 log.seek(self._offset)
                 found = log.read(_MOST_BYTES)
-        except OSError:
-            return []
+        except OSError:  # The log is gone: its directory may get cleared.
+            return self._stage
         text, newline, rest = found.rpartition(b"\n")
         is_too_long = not newline and len(rest) == _MOST_BYTES  # Skip it: the line has no end.
         self._offset += len(rest) if is_too_long else len(text) + len(newline)
-        return text.decode("utf-8", "replace").splitlines()
+        for line in text.decode("utf-8", "replace").splitlines():
+            if line.startswith(_MARK):
+                self._stage = line.removeprefix(_MARK)
+        return self._stage

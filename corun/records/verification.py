@@ -92,14 +92,32 @@ def cases_from_row(where: str, row: Mapping[str, Any]) -> list[NamedCase]:
 
     Raises DataLossError if the row differs from its own receipts, and InvalidArgumentError if a part is missing or bad.
     """
+    cases = []
     with _reading(where, row, "is not a result of corun batch"):
         prompt, params = _prompt(row), params_from_dict(row["params"])
-        samples = _samples(row, params)
-        names = [str(row["id"])] if len(samples) == 1 else [f"{row['id']}[{i}]" for i in range(len(samples))]
-        return [
-            _case_of_sample(name, row, index, sample, prompt, replace(params, n=1))
-            for index, (name, sample) in enumerate(zip(names, samples, strict=True))
-        ]
+        text = row["prompt"] if isinstance(row["prompt"], str) else ""
+        for index, sample in enumerate(_samples(row, params)):
+            receipt = Receipt.from_dict(sample["receipt"])
+            of_tokens = tokens_digest(check_token_ids(sample["token_ids"], 2**32, "token_ids"))
+            # So the new run is compared with it.
+            receipt = replace(receipt, tokens_digest=receipt.tokens_digest or of_tokens)
+            facts: dict[str, tuple[object, object]] = {
+                "seed": (sample["seed"], receipt.seed),
+                "request's seed": (sample_seed(row["seed"], index), receipt.seed),
+                "sample index": (sample.get("sample_index", 0), receipt.sample_index),
+                "place among its samples": (index, receipt.sample_index),
+                "request id": (row.get("request_id", receipt.request_id), receipt.request_id),
+                "finish reason": (sample["finish_reason"], receipt.finish_reason.value),
+                "number of tokens": (len(sample["token_ids"]), receipt.num_output_tokens),
+                "tokens": (of_tokens, receipt.tokens_digest),
+            }
+            if params.logprobs or sample["logprobs"]:
+                digest = output_digest(sample["token_ids"], sample["logprobs"])
+                facts["tokens and log probabilities"] = (digest, receipt.output_digest)
+            name = str(row["id"]) if params.n == 1 else f"{row['id']}[{index}]"
+            case = _case(name, prompt, replace(params, n=1), receipt, facts, text)
+            cases.append(replace(case, text_digest=text_digest(sample["text"])))
+    return cases
 
 
 def case_from_reproduction(where: str, row: Mapping[str, Any]) -> NamedCase:
@@ -141,34 +159,6 @@ def _samples(row: Mapping[str, Any], params: SamplingParams) -> Sequence[Mapping
             raise InvalidArgumentError(missing[0], None, "must be set: is this the output of corun batch?")
     _compare(str(row["id"]), {name: (row[name], samples[0][name]) for name in SAMPLE_FIELDS}, "sample 0")
     return samples  # type: ignore[no-any-return]
-
-
-def _case_of_sample(
-    name: str,
-    row: Mapping[str, Any],
-    index: int,
-    sample: Mapping[str, Any],
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-) -> NamedCase:
-    receipt = Receipt.from_dict(sample["receipt"])
-    of_tokens = tokens_digest(check_token_ids(sample["token_ids"], 2**32, "token_ids"))
-    receipt = replace(receipt, tokens_digest=receipt.tokens_digest or of_tokens)  # So the new run is compared with it.
-    facts: dict[str, tuple[object, object]] = {
-        "seed": (sample["seed"], receipt.seed),
-        "request's seed": (sample_seed(row["seed"], index), receipt.seed),
-        "sample index": (sample.get("sample_index", 0), receipt.sample_index),
-        "place among its samples": (index, receipt.sample_index),
-        "request id": (row.get("request_id", receipt.request_id), receipt.request_id),
-        "finish reason": (sample["finish_reason"], receipt.finish_reason.value),
-        "number of tokens": (len(sample["token_ids"]), receipt.num_output_tokens),
-        "tokens": (of_tokens, receipt.tokens_digest),
-    }
-    if params.logprobs or sample["logprobs"]:
-        digest = output_digest(sample["token_ids"], sample["logprobs"])
-        facts["tokens and log probabilities"] = (digest, receipt.output_digest)
-    text = row["prompt"] if isinstance(row["prompt"], str) else ""
-    return replace(_case(name, prompt, params, receipt, facts, text), text_digest=text_digest(sample["text"]))
 
 
 def _case(
