@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -53,48 +53,13 @@ def test_what_is_marked_is_what_contracts_have() -> None:
 
 
 @dataclass
-class General:
-    wait_ms: int = 5
-    """How long,
-    in all."""
-    name: str | None = None
-    """A name, or a|b."""
-    rooms: tuple[int, ...] = field(default=(1, 2), metadata={"unit": "doors", "contract": True})
-    """Rooms."""
-    wide: bool = True
-    """Wide."""
-
-
-@dataclass
-class Special(General):
-    wait_ms: int = 7
-    """Longer."""
-    must: float = field(kw_only=True)
-    """Needed."""
-
-
-@dataclass
 class Silent:
     one: int = 1
     two: int = 2
     """Only this."""
 
 
-def test_how_fields_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs, "PROCESSES", {"prefill": General, "decode": Special})
-    head = ["flag", "key", "type", "unit", "default", "contract", "effect"]
-    general = [
-        ["`--wait-ms`", "`wait_ms`", "integer", "ms", "`5`", "", "How long, in all."],
-        ["`--name`", "`name`", "text or unset", "", "unset", "", "A name, or a/b."],
-        ["`--rooms`", "`rooms`", "list of integer", "doors", "`1 2`", "contract", "Rooms."],
-        ["`--wide`, `--no-wide`", "`wide`", "true or false", "", "`true`", "", "Wide."],
-    ]
-    special = [
-        ["`--wait-ms`", "`wait_ms`", "integer", "ms", "`7`", "", "Longer."],
-        ["`--must`", "`must`", "number", "", "**required**", "", "Needed."],
-    ]
-    assert all(len(row) == len(head) for row in general + special)
-    assert (rows("Prefill and decode nodes"), rows("Decode node")) == (general, special)
+def test_a_field_without_a_docstring_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"Silent\.one has no docstring"):
         docs.effects(Silent)
 
