@@ -302,7 +302,7 @@ class _Reader:
     def cluster(self, content: Mapping[str, Any]) -> ClusterSpec:
         for key, value in content.items():
             _check_known(f"{self._path}: {key}", key, value, ("security", "pools"))
-        security = Security(**self._values("security", self._table("security", content), "security", ""))
+        security = Security(**self._values("security", self._table("security", content), "security", "NAME"))
         pools = self._table("pools", content)
         if not pools:
             raise InvalidArgumentError(f"{self._path}: [pools]", Shown("empty"), "must have a pool, as in [pools.main]")
@@ -319,12 +319,14 @@ class _Reader:
         if "model" not in common:
             raise InvalidArgumentError(f"{self._path}: [{path}] model", "", "must be given")
         given = {role: self._values(f"{path}.{role}", values, role, name) for role, values in roles.items()}
+        nodes_per_gpu = common.pop("nodes_per_gpu", None)
+        replicas = {role: values.pop("replicas") for role, values in given.items() if "replicas" in values}
         return PoolSpec(
             name=name,
-            nodes_per_gpu=common.pop("nodes_per_gpu", None),
-            replicas={role: values.pop("replicas") for role, values in given.items() if "replicas" in values},
             common=common,
             **given,
+            replicas=replicas,
+            nodes_per_gpu=nodes_per_gpu,
             security=security,
             source=self._path,
         )

@@ -106,6 +106,7 @@ def test_a_file_gives_the_configs(file: Path) -> None:
         ("[pools.main.decode]", "[pool.main.decode]", r"cluster.toml: pool = a table: is not a key here; the nearest"),
         ("[pools.main]", "[security]\ntls_cert = 'x'\n[pools.main]", "[security] tls_key = '': must be given"),
         ("[pools.main]", "[security]\ninsecure = 1\n[pools.main]", "[security] insecure = 1: must be true or false"),
+        ("[pools.main]", "[security]\nslots = 1\n[pools.main]", "[security] slots = 1: belongs in [pools.NAME.decode]"),
         ("[pools.main]", '[pools."a b"]\nmodel = "m"\n[pools.main]', "must be called with up to 63"),
     ],
 )
