@@ -121,8 +121,6 @@ def test_requests_in_progress_stay_with_their_token_when_the_file_is_edited(path
             pass
         with pytest.raises(OverloadedError), gate.admit(GENERATE, bearer(ALICE)):
             pass
-    with gate.admit(GENERATE, bearer(ALICE)):
-        pass
     assert gate._running == {}
 
 
