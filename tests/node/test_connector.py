@@ -209,7 +209,7 @@ def test_kv_is_freed_after_its_last_reader(
         assert sent(connector) == set(freed)
     left = {name for name in "abc" if not any(name in freed for _, _, freed in steps)}
     assert set(connector.held()["names"]) == connector.connector_worker._reqs_to_process == left
-    assert connector._readers == {}
+    assert connector._readers == connector._released == {}
     assert connector.expired == 0
 
 
