@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,7 +55,7 @@ class Fingerprint:
             return 0
         print(status.fingerprint)
         if self.explain:
-            _explain(_first(_contracts(status)))
+            _explain(of_cluster(status))
         return 0
 
     def _status(self) -> ClusterStatus:
@@ -85,44 +85,46 @@ class Fingerprint:
             return of_file(Path(name))
         status = self._status()
         if name == "cluster":
-            return _first(_contracts(status))
+            return of_cluster(status)
         for node in status.nodes:
             if node.node.ref.node_id == name:
-                return _first([(NodeState.READY, Contract.from_json(node.node.contract_json))])
+                return _by_role([Contract.from_json(node.node.contract_json)])
         known = ", ".join(node.node.ref.node_id for node in status.nodes)
         raise InvalidArgumentError("diff", name, f"must be a file, 'cluster' or one of the nodes {known}")
 
 
-def _contracts(status: ClusterStatus) -> list[tuple[NodeState, Contract]]:
-    nodes = [node for node in status.nodes if node.state is not NodeState.REFUSED]  # A refused one may have none.
-    return [(node.state, Contract.from_json(node.node.contract_json)) for node in nodes]
-
-
-def _first(found: Iterable[tuple[NodeState, Contract]]) -> Contracts:
-    """Return for each role the first contract of a node that is not refused."""
+def _by_role(found: Sequence[Contract]) -> Contracts:
+    """Return the first contract of each role, in their order."""
     contracts: Contracts = {}
-    for state, contract in found:
-        if state is not NodeState.REFUSED:
-            contracts.setdefault(contract.role, contract)
+    for contract in found:
+        contracts.setdefault(contract.role, contract)
     return contracts
 
 
+def of_cluster(status: ClusterStatus) -> Contracts:
+    """Return the contracts of the cluster. Those of refused nodes do not count."""
+    nodes = [node.node for node in status.nodes if node.state is not NodeState.REFUSED]
+    return _by_role([Contract.from_json(node.contract_json) for node in nodes])
+
+
 def of_file(path: Path) -> Contracts:
-    """Return the contracts that `corun fingerprint --json` printed.
+    """Return the contracts that `corun fingerprint --json` printed. Those of refused nodes do not count.
 
     Raises InvalidArgumentError if the file is not such output or holds no contract.
     """
-    lines = []
+    contracts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             values = json.loads(line)
-            lines.append((NodeState(values["state"]), Contract.from_json(json.dumps(values["contract"]))))
+            state, contract = NodeState(values["state"]), Contract.from_json(json.dumps(values["contract"]))
         except (KeyError, TypeError, ValueError):
             limit = "must be the output of corun fingerprint --json"
             raise InvalidArgumentError(f"{path}:{number}", line, limit) from None
-    if not (found := _first(lines)):
+        if state is not NodeState.REFUSED:
+            contracts.append(contract)
+    if not contracts:
         raise InvalidArgumentError("diff", str(path), "must hold a contract: the output of corun fingerprint --json")
-    return found
+    return _by_role(contracts)
 
 
 def differing(first: Contracts, second: Contracts) -> dict[str, tuple[str, str]]:

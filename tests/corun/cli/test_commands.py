@@ -295,8 +295,7 @@ def test_fingerprint_is_one_line_or_explained(corun: Any, fake: FakeCluster) -> 
     assert corun("fingerprint").out == FINGERPRINT + "\n"
     change_contracts(fake, driver="")
     out = corun("fingerprint", "--explain").out
-    for name in ("model.weights_digest", "prefill.chunk_size", "decode.sampler"):
-        assert name in out
+    assert out.index("model.weights_digest") < out.index("prefill.chunk_size") < out.index("decode.sampler")
     assert re.search(r"^model\.driver +\(none\)$", out, flags=re.MULTILINE)
     fake.status = replace(fake.status, nodes=(), fingerprint="")
     assert corun("fingerprint").code == 4
@@ -316,14 +315,17 @@ def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeCluster, tm
     assert corun("fingerprint", "--diff", bad, "cluster").code == 2
 
 
-def test_fingerprint_diff_of_nodes(corun: Any, fake: FakeCluster) -> None:
+def test_fingerprint_diff_of_nodes_and_refused_ones(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
     prefill, decode = fake.status.nodes
     ref = replace(decode.node.ref, node_id="decode-1")
     other = replace(decode.node, ref=ref, contract_json=contract(NodeRole.DECODE, dtype="y"))
     refused = replace(decode, node=other, state=NodeState.REFUSED)
-    fake.status = replace(fake.status, nodes=(prefill, decode, refused))
+    fake.status = replace(fake.status, nodes=(prefill, refused, decode))
     done = corun("fingerprint", "--diff", "decode-0", "decode-1", "--json")
     assert (done.code, json.loads(done.out)["field"]) == (3, "model.dtype")
     unknown = corun("fingerprint", "--diff", "decode-0", "decode-7")
-    assert (unknown.code, "prefill-0, decode-0, decode-1" in unknown.err) == (2, True)
-    assert corun("fingerprint", "--diff", "cluster", "decode-0").code == 0
+    assert (unknown.code, "prefill-0, decode-1, decode-0" in unknown.err) == (2, True)
+    saved = tmp_path / "saved.jsonl"
+    saved.write_text(corun("fingerprint", "--json").out)
+    for name in ("cluster", saved):
+        assert corun("fingerprint", "--diff", name, "decode-0").code == 0
