@@ -48,7 +48,7 @@ from corun.config.fields import (
     is_loopback,
 )
 from corun.errors import InvalidArgumentError, Shown
-from corun.models import TINY, resolve_model
+from corun.models import TINY
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -267,19 +267,6 @@ def read(path: str | Path) -> ClusterSpec:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidArgumentError("config", str(path), f"must be a readable TOML file: {reason}") from error
     return _Reader(str(path)).cluster(content)
-
-
-def process_settings(path: str | Path, pool: str, config: type[Any]) -> dict[str, Any]:
-    """Return the settings that a file gives for one process, by the class of its configuration.
-
-    Raises InvalidArgumentError as `read` does, and for values of this role that are outside their limits, or files that
-    cannot be used. What only other roles need, such as their secrets, need not exist.
-    """
-    found = read(path).pool(pool)
-    role = next(name for name, cls in CONFIGS.items() if cls is config)
-    found.check_files(role)
-    settings = found.settings(role)
-    return settings if role == "router" else {**settings, "model": resolve_model(found.model)}
 
 
 def check_replicas(where: str, count: object) -> None:

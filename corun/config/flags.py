@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from corun.config.cluster_file import process_settings
+from corun.config.cluster_file import CONFIGS, read
 from corun.config.fields import MemberConfig
 from corun.errors import CorunError, InvalidArgumentError, Shown
+from corun.models import resolve_model
 
 C = TypeVar("C", bound=MemberConfig)
 
@@ -42,13 +43,25 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str | None =
         if file.pool and not file.config:
             raise InvalidArgumentError("pool", file.pool, "must come with --config, the file that has the pool")
         if file.config:
-            words["default"] = cls(**process_settings(file.config, file.pool, cls))
+            words["default"] = _defaults(cls, file.config, file.pool)
         found: C = tyro.cli(cls, **words)
         found.check_files()
         return found
     except CorunError as error:
         print(f"{prog or cls.__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _defaults(cls: type[C], path: str, pool: str) -> C:
+    """Return the config that a cluster file gives for this kind of process.
+
+    What only other kinds need, such as their secrets, need not exist.
+    """
+    found = read(path).pool(pool)
+    role = next(name for name, each in CONFIGS.items() if each is cls)
+    found.check_files(role)
+    settings = found.settings(role)
+    return cls(**settings) if role == "router" else cls(**{**settings, "model": resolve_model(found.model)})
 
 
 def _refuse_secrets(cls: Any, argv: Sequence[str]) -> None:

@@ -125,12 +125,7 @@ def channel(
     """
     options: Options = [
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),  # A stream that is quiet for long must notice a dead peer.
+        *link_options(max_message_bytes),
         # A restarted process is back soon, but gRPC's default backoff grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1_000),
@@ -141,3 +136,15 @@ def channel(
     if access.tls is not None and (checked := access.tls.name or name):
         options.append(("grpc.ssl_target_name_override", checked))
     return Channel(address, access, options)
+
+
+def link_options(max_message_bytes: int) -> Options:
+    """Return the gRPC options that both ends of a link have."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # Notices peers whose machine is gone.
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),  # A stream that is quiet for long must notice a dead peer.
+    ]

@@ -20,7 +20,7 @@ from corun.config.fields import CLIENT_TIMEOUT_S, MAX_MESSAGE_BYTES, TlsConfig
 from corun.errors import CorunError, UnavailableError, shown
 from corun.rpc.auth import Gate
 from corun.rpc.certificates import Identity, identity
-from corun.rpc.channel import HARD_LIMIT_FACTOR, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_METADATA_BYTES, Options
+from corun.rpc.channel import KEEPALIVE_MS, Options, link_options
 from corun.rpc.health import HealthService
 from corun.rpc.interceptor import CallInterceptor
 
@@ -58,16 +58,11 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, longest_call_s: f
     ]
     return [
         *(ages if longest_call_s is not None else ()),
-        ("grpc.max_receive_message_length", max_message_bytes * HARD_LIMIT_FACTOR),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        *link_options(max_message_bytes),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.max_allowed_incoming_connections", max(1, min(MAX_CONNECTIONS, files - SPARE_FILES))),
         ("grpc.max_connection_idle_ms", IDLE_TIMEOUT_MS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),  # Notices clients whose machine is gone.
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 3),
         ("grpc.so_reuseport", 0),  # Two processes on one port must be an error.
