@@ -31,7 +31,7 @@ KEY_USES = (
 )
 
 
-def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[Path]:
+def make(directory: Path, hosts: Sequence[str]) -> list[Path]:
     """Write an authority, a certificate for the members, which are reached at `hosts`, a certificate for clients, a
     token for each, and the routers' seed key. Return the paths of the files.
 
@@ -43,12 +43,12 @@ def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[
     directory.mkdir(parents=True, exist_ok=True)
     ca_key, issuer = ec.generate_private_key(ec.SECP256R1()), _subject("corun authority")
     signs = x509.KeyUsage(**{use: use in ("key_cert_sign", "crl_sign") for use in KEY_USES})
-    authority = _unsigned("corun authority", ca_key, issuer, days).add_extension(signs, critical=True)
+    authority = _unsigned("corun authority", ca_key, issuer).add_extension(signs, critical=True)
     authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     written = _write(directory, "ca", authority.sign(ca_key, hashes.SHA256()), ca_key)
     for name, names, uses in (("member", hosts, [SERVER, CLIENT]), ("client", ["client"], [CLIENT])):
         key = ec.generate_private_key(ec.SECP256R1())
-        unsigned = _unsigned(f"corun {name}", key, issuer, days)
+        unsigned = _unsigned(f"corun {name}", key, issuer)
         unsigned = unsigned.add_extension(x509.SubjectAlternativeName([*map(_name, names)]), critical=False)
         unsigned = unsigned.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         written += _write(directory, name, unsigned.sign(ca_key, hashes.SHA256()), key)
@@ -62,14 +62,14 @@ def make(directory: Path, hosts: Sequence[str], days: int = VALID_DAYS) -> list[
     return [*written, *(_new(directory / name, f"{text}\n".encode(), 0o600) for name, text in texts.items())]
 
 
-def _unsigned(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name, days: int) -> x509.CertificateBuilder:
+def _unsigned(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
     builder = x509.CertificateBuilder(issuer_name=issuer, subject_name=_subject(name), public_key=key.public_key())
     # The clocks of machines differ, so the certificate is valid from one hour ago.
     return (
         builder.serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
     )
 
 

@@ -51,7 +51,7 @@ class _Board:
         return self._wanted, self._status
 
     def change(self, pool: str, counts: Mapping[str, int]) -> Change | InvalidArgumentError:
-        """Want other numbers of processes. If they are not allowed, return the error, which Ray would wrap if raised."""
+        """Want other numbers of processes. Return the error if they are not allowed: Ray would wrap one that is raised."""
         before = self._wanted
         try:
             name = before.pool(pool).name
@@ -75,7 +75,8 @@ class Control:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.name = _PREFIX + secrets.token_hex(4)
-        self._board = runtime.api().remote(_Board).options(name=self.name, num_cpus=0, **runtime.here()).remote(spec)
+        here = runtime.on(runtime.api().get_runtime_context().get_node_id())
+        self._board = runtime.api().remote(_Board).options(name=self.name, num_cpus=0, **here).remote(spec)
         self._question: Any = None
 
     def report(self, status: ScaleStatus) -> ClusterSpec | None:

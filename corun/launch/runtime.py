@@ -100,11 +100,6 @@ def on(node_id: str) -> dict[str, Any]:
     return {"scheduling_strategy": strategy(node_id, soft=False)}
 
 
-def here() -> dict[str, Any]:
-    """Return the options of an actor that must run on this machine."""
-    return on(api().get_runtime_context().get_node_id())
-
-
 def environment() -> dict[str, str]:
     """Return the environment of this process, without the variables that Ray added."""
     return {key: value for key, value in os.environ.items() if key not in _ADDED_BY_RAY}

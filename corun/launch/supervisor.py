@@ -103,8 +103,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         # The parent-death signal is tied to the thread that made the child, so one thread makes every child.
-        self._thread = threading.Thread(target=self._keep_running, name=f"supervise-{name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._keep_running, name=f"supervise-{name}", daemon=True).start()
 
     def status(self) -> ProcessStatus:
         """Return what the process is doing now."""
@@ -119,11 +118,6 @@ class Supervisor:
             self._stopping.set()
             if self._process is not None:
                 self._process.terminate()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until the process has ended for good. Return False if it has not ended in time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _keep_running(self) -> None:
         quick_deaths = 0
