@@ -51,7 +51,7 @@ class _Board:
         return self._wanted, self._status
 
     def change(self, pool: str, counts: Mapping[str, int]) -> Change | InvalidArgumentError:
-        """Want other numbers of processes. Return the error if they are not allowed: Ray would wrap one that is raised."""
+        """Want other numbers of processes. Return the error if they are not allowed: Ray would wrap a raised one."""
         before = self._wanted
         try:
             name = before.pool(pool).name
