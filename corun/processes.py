@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from corun.guard import children, stat_fields
 
@@ -36,9 +37,11 @@ def started(pids: Iterable[int]) -> dict[int, str]:
 def end_tree(tree: Mapping[int, str], step_s: float = _STEP_S) -> None:
     """Wait for processes to end. After each `step_s` seconds, go on to SIGTERM, SIGTERM again, then SIGKILL."""
     for number in (None, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + step_s
         if number is not None:
-            _send(number, living(tree))
+            for pid in living(tree):
+                with suppress(ProcessLookupError):  # The process has ended in the meantime.
+                    os.kill(pid, number)
+        deadline = time.monotonic() + step_s
         while living(tree) and time.monotonic() < deadline:
             time.sleep(0.02)
 
@@ -53,14 +56,6 @@ def cpu_seconds(pid: int) -> float:
     fields = [stat_fields(descendant, f"task/{descendant}/") for descendant in descendants(pid)]
     # These are fields 14 and 15 of proc_pid_stat(5). It counts from 1, and includes the pid and the name.
     return sum(int(found[11]) + int(found[12]) for found in fields if found is not None) / os.sysconf("SC_CLK_TCK")
-
-
-def _send(number: signal.Signals, pids: list[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue  # The process has ended in the meantime.
 
 
 def _start_time(pid: int) -> str | None:
