@@ -178,12 +178,15 @@ def test_a_link_stays_a_link(tmp_path: Path, file: Path) -> None:
     assert found.pool().config("router").seed_key_file == str(tmp_path / "seed.key")
 
 
-def test_making_a_config_reads_no_file(file: Path) -> None:
+def test_making_a_config_reads_no_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("tls_cert", "tls_key", "tls_ca", "cluster_token_file", "client_tokens_file")
     pool = spec(file, "[security]\n" + "\n".join(f"{name} = '/none/{name}'" for name in names) + WHOLE).pool()
     for role in CONFIGS:
         with pytest.raises(InvalidArgumentError, match=r"cluster\.toml: \[security\] tls_cert = .*readable file"):
             pool.check_files(role)
+    with pytest.raises(SystemExit):
+        parse(RouterConfig, ["--config", str(file)])
+    assert "cluster.toml: [security] tls_cert = " in capsys.readouterr().err
     for name, value, limit in (
         ("audit_dir", "/none", "must be a directory"),
         ("audit_dir", "/dev/null", "must be a directory"),

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.errors import InvalidArgumentError
+from corun.completion import Assembler, Chunk
+from corun.errors import DataLossError, InvalidArgumentError
 from corun.receipt import (
     OutputDigest,
     Receipt,
@@ -124,3 +125,17 @@ def test_receipts_of_earlier_versions_have_no_digest_of_the_tokens() -> None:
         Receipt.from_dict(values)
     with pytest.raises(InvalidArgumentError, match="must be an object"):
         Receipt.from_dict([])  # type: ignore[arg-type]
+
+
+def test_an_answer_to_another_prompt_is_refused() -> None:
+    receipt = replace(RECEIPT, prompt_digest=prompt_digest([1]), output_digest=output_digest([], []))
+    receipt = replace(receipt, num_output_tokens=0, tokens_digest=tokens_digest([]))
+    last: dict[str, Any] = {"finish_reason": receipt.finish_reason, "receipt": receipt}
+    for prompt in ([1], [2]):
+        found = Assembler(1, prompt)
+        found.add(Chunk(request_id="r", sample_index=0, seed=receipt.seed, text="", token_ids=(), logprobs=(), **last))
+        if prompt == [1]:
+            assert found.finish().receipt == receipt
+        else:
+            with pytest.raises(DataLossError, match="another prompt than the one sent"):
+                found.finish()
