@@ -28,13 +28,36 @@ from tests.probing import probe
 SERVICE = "corun.v1.PrefillService"
 
 
-class Engine:
-    def __init__(self, finding: str) -> None:
+class Life:
+    """A running node and the router it registered with. It is engine and service in one: busy while `busy` is set, and
+    without an answer while it hangs. Its load cannot be read once `failure` is set."""
+
+    steps = 0
+
+    def __init__(self, router: Router, address: str, finding: str = "", **settings: Any) -> None:
+        self.router = router
         self.facts = SimpleNamespace(finding=finding)
         self.on_death: Callable[[], None] = lambda: None
-        self.stopped = False
-        self.steps = 0
-        self.hanging = False
+        self.stopped = self.hanging = self.draining = self.busy = False
+        self.closed = ""
+        self.given_up: list[str] = []
+        self.failure: Exception | None = None
+        self.stop = asyncio.Event()
+        settings = {"drain_grace_s": DEADLINE_S, **settings}
+        config = PrefillConfig(model="/models/tiny", router=(address,), **settings)
+        role = Role(
+            engine=self,
+            service=self,
+            service_name=SERVICE,
+            register=lambda *_: None,
+            info=lambda address: replace(INFO, address=address, finding=finding),
+            metrics=Metrics("corun_test_"),
+        )
+        self.task = asyncio.create_task(self._live(config, role))
+
+    async def _live(self, config: PrefillConfig, role: Role) -> None:
+        async with observed(config) as self.observation:
+            await live(config, role, self.stop, self.observation)
 
     async def answer(self) -> None:
         while self.hanging:  # noqa: ASYNC110  # It behaves as a stopped process, which does not know that it is stopped.
@@ -46,17 +69,6 @@ class Engine:
     async def close(self) -> None:
         self.stopped = True
 
-
-class Service:
-    """A service that is busy while `busy` is set, and whose load cannot be read once `failure` is set."""
-
-    def __init__(self) -> None:
-        self.draining = False
-        self.closed = ""
-        self.given_up: list[str] = []
-        self.busy = False
-        self.failure: Exception | None = None
-
     async def load(self) -> NodeLoad:
         if self.failure:
             raise self.failure
@@ -65,31 +77,6 @@ class Service:
     def give_up(self, reason: str) -> None:
         self.given_up.append(reason)
         self.busy = False
-
-
-class Life:
-    """A running node, with the router it registered with."""
-
-    def __init__(self, router: Router, address: str, finding: str = "", **settings: Any) -> None:
-        self.router = router
-        self.engine = Engine(finding)
-        self.service = Service()
-        self.stop = asyncio.Event()
-        settings = {"drain_grace_s": DEADLINE_S, **settings}
-        config = PrefillConfig(model="/models/tiny", router=(address,), **settings)
-        role = Role(
-            engine=self.engine,
-            service=self.service,
-            service_name=SERVICE,
-            register=lambda *_: None,
-            info=lambda address: replace(INFO, address=address, finding=finding),
-            metrics=Metrics("corun_test_"),
-        )
-        self.task = asyncio.create_task(self._live(config, role))
-
-    async def _live(self, config: PrefillConfig, role: Role) -> None:
-        async with observed(config) as self.observation:
-            await live(config, role, self.stop, self.observation)
 
     async def health(self, service: str = SERVICE) -> Any:
         async with channel(self.router.registered[0].address) as connection:
@@ -115,7 +102,7 @@ async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "", **settings:
         life = Life(router, server.address, finding, **settings)
         await until(lambda: life.task.done() or len(router.beats) > 0)
         yield life
-        life.service.busy = life.engine.hanging = False
+        life.busy = life.hanging = False
         life.stop.set()
         await asyncio.wait((life.task,), timeout=DEADLINE_S)
 
@@ -138,7 +125,7 @@ async def test_a_node_that_fails_its_self_test_says_so_and_does_not_serve(monkey
         assert await life.probes() == PROBES
         life.stop.set()
         await life.end()
-        assert life.engine.stopped
+        assert life.stopped
 
 
 async def test_a_node_drains_before_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +134,16 @@ async def test_a_node_drains_before_it_stops(monkeypatch: pytest.MonkeyPatch) ->
         assert [await life.health(), await life.health("")] == ["SERVING", "SERVING"]
         assert await life.probes() == {**PROBES, "/readyz": 200}
         assert not life.router.beats[-1].draining
-        life.service.busy = True
+        life.busy = True
         life.stop.set()
         await until(lambda: life.router.beats[-1].draining)
-        assert life.service.draining
+        assert life.draining
         assert [await life.health(), await life.health("")] == ["NOT_SERVING", "NOT_SERVING"]
         assert await life.probes() == PROBES
-        assert not life.engine.stopped
-        life.service.busy = False
+        assert not life.stopped
+        life.busy = False
         await life.end()
-        assert life.engine.stopped
+        assert life.stopped
         with pytest.raises(grpc.aio.AioRpcError):
             await life.health()
 
@@ -176,14 +163,14 @@ async def test_an_engine_that_is_dead_or_stays_stuck_ends_the_node(
     """The node ends at once, whatever is running, and a supervisor starts a new generation."""
     restart = {"engine_timeout_s": 0.05, "engine_restart_s": 0.2} if sign == "silence" else {}
     async with living(monkeypatch, **restart) as life:
-        life.engine.hanging = sign == "silence"
-        life.service.failure = RuntimeError("the engine is dead") if sign == "load" else None
+        life.hanging = sign == "silence"
+        life.failure = RuntimeError("the engine is dead") if sign == "load" else None
         if sign == "death":
-            life.service.busy = True
-            life.engine.on_death()
+            life.busy = True
+            life.on_death()
         with pytest.raises(UnavailableError, match=reason):
             await life.end()
-        assert life.engine.stopped
+        assert life.stopped
 
 
 def test_every_life_has_its_own_generation() -> None:
@@ -211,16 +198,16 @@ async def until_health(life: Life, expected: str) -> None:
 async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes do not restart the node: the engine may go on; if it does not, the node ends by itself."""
     async with living(monkeypatch, engine_timeout_s=0.1, metrics_port=0) as life:
-        life.service.busy = life.engine.hanging = True
+        life.busy = life.hanging = True
         await until(lambda: bool(stuck(life)))
         assert stuck(life) == "its engine is stuck: no answer and no step for 0.1 s"
-        await until(lambda: bool(life.service.given_up))
-        assert (life.service.closed, life.service.given_up) == (stuck(life), [stuck(life)])
+        await until(lambda: bool(life.given_up))
+        assert (life.closed, life.given_up) == (stuck(life), [stuck(life)])
         await until_health(life, "NOT_SERVING")
         assert await life.probes() == PROBES
-        life.engine.hanging = False
+        life.hanging = False
         await until(lambda: not stuck(life))
-        assert life.service.closed == ""
+        assert life.closed == ""
         assert not life.task.done()
         await until_health(life, "SERVING")
 
@@ -228,40 +215,40 @@ async def test_a_stuck_engine_is_said_at_once_and_until_it_answers(monkeypatch: 
 async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stuck engine runs nothing that the node could wait for."""
     async with living(monkeypatch, engine_timeout_s=0.05) as life:
-        life.engine.hanging = True
+        life.hanging = True
         await until(lambda: bool(stuck(life)))
-        life.service.busy = True
+        life.busy = True
         life.stop.set()
         await life.end()
 
 
 async def test_a_quarantined_node_says_so_and_ends(life: Life) -> None:
-    life.service.busy = True
+    life.busy = True
     life.router.quarantined = "node p0 gave other bits"
     with pytest.raises(DataLossError, match="node p0 gave other bits"):
         await life.end()
-    (reason,) = life.service.given_up
-    assert life.router.beats[-1].stuck == life.service.closed == reason
+    (reason,) = life.given_up
+    assert life.router.beats[-1].stuck == life.closed == reason
     assert life.router.beats[-1].draining
-    assert life.engine.stopped
+    assert life.stopped
 
 
 async def test_an_engine_that_dies_in_a_drain_ends_it(life: Life) -> None:
     """The node was told to stop, and it has stopped, so the dead engine is no error."""
-    life.service.busy = True
+    life.busy = True
     life.stop.set()
     await until(lambda: life.router.beats[-1].draining)
-    life.service.failure = RuntimeError("the engine is dead")
+    life.failure = RuntimeError("the engine is dead")
     await life.end()
-    assert life.engine.stopped
+    assert life.stopped
 
 
 async def test_work_that_outlasts_the_grace_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async with living(monkeypatch, drain_grace_s=0.1) as life:
-        life.service.busy = True
+        life.busy = True
         life.stop.set()
         await life.end()
-        assert life.service.given_up == ["it was told to stop 0.1 s ago"]
+        assert life.given_up == ["it was told to stop 0.1 s ago"]
 
 
 @pytest.mark.parametrize(

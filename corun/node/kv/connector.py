@@ -118,12 +118,10 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the stamps, then the KV caches. The stamps come first, because vLLM's call completes the agent's
-        metadata that peers get.
+        """Register the stamps, then the KV caches: vLLM's call completes the agent's metadata that peers get.
 
-        Raises:
-            RuntimeError: the model keeps its KV in several groups; vLLM marks only the first group's blocks as not
-                loaded (nixl/base_worker.py: `_handle_failed_transfer`).
+        Raises RuntimeError if the model keeps its KV in several groups. vLLM marks only the first group's blocks as not
+        loaded (nixl/base_worker.py: `_handle_failed_transfer`).
         """
         worker = self.connector_worker
         if len(worker.kv_cache_config.kv_cache_groups) != 1:

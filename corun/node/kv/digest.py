@@ -56,10 +56,7 @@ def weights(count: int) -> npt.NDArray[np.int64]:
 
 def region_words(memory: torch.Tensor, address: int, block_bytes: int, num_blocks: int) -> torch.Tensor:
     """Return the registered region at `address` as [num_blocks, words] int32; `memory` is a tensor in the same storage.
-
-    Raises:
-        ValueError: the region does not consist of whole words inside this storage.
-    """
+    Raises ValueError if the region does not consist of whole words inside this storage."""
     storage = memory.untyped_storage()
     start = address - storage.data_ptr()
     if start < 0 or start % 4 or block_bytes % 4 or start + block_bytes * num_blocks > storage.nbytes():

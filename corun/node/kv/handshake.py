@@ -64,15 +64,9 @@ def sealed(token: str) -> Callable[[int, str], AbstractContextManager[Any]]:
 def condition(worker: Any, make_hash: Callable[[Any, str, bool], str], facts: Mapping[str, Any]) -> str:
     """Return a hash of what both ends of a handshake must have in common, as 64 hex digits.
 
-    It covers vLLM's own factors except the model's path, the number of ranks, and `facts`, which tell what the path
-    cannot, such as the digest of the weights as loaded.
-
-    Args:
-        worker: vLLM's connector worker, with its KV caches registered.
-        make_hash: vLLM's own hash function.
-
-    Raises:
-        RuntimeError: vLLM does not make its hash as 0.26.0 does, so we cannot know what is in it.
+    It covers vLLM's own factors (`make_hash`) except the model's path, the number of ranks, and `facts`, which tell
+    what the path cannot, such as the digest of the weights as loaded. The worker must have registered its KV caches.
+    Raises RuntimeError if vLLM does not make its hash as 0.26.0 does, so that we cannot know what is in it.
     """
 
     def made(config: Any) -> str:

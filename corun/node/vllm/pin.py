@@ -173,11 +173,8 @@ _pinned: dict[str, str] = {}
 
 
 def pin(settings: Mapping[str, str]) -> None:
-    """Set each variable for this process and its children.
-
-    Raises:
-        InvalidArgumentError: the environment already holds another value, which is refused because it may change bits.
-    """
+    """Set each variable for this process and its children. Raises InvalidArgumentError if the environment already holds
+    another value, which is refused because it may change bits."""
     for name, value in settings.items():
         found = os.environ.setdefault(name, value)
         if found != value:
@@ -238,11 +235,8 @@ def _may_move_a_bit(name: str) -> bool:
 
 
 def environment(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables that are not pinned but enter the contract: "NAME=value", in the order of the names.
-
-    Raises:
-        InvalidArgumentError: a variable must be unset, or its path is no file: no contract can cover a directory.
-    """
+    """Return the variables that are not pinned but enter the contract: "NAME=value", in the order of the names. Raises
+    InvalidArgumentError if one must be unset, or if its path is no file: no contract can cover a directory."""
     late = {name for name in SET_LATE if name not in os.environ}
     names = sorted(name for name in variables if _may_move_a_bit(name) and name not in {*_pinned, *late})
     free = {name: variables[name] for name in names}
@@ -266,12 +260,8 @@ def _content(name: str, value: str) -> str:
 
 
 def refuse_changed(seen: Mapping[str, Any]) -> None:
-    """Compare the pinned settings with a worker's report after loading (corun/node/vllm/worker.py: `observe`).
-
-    Raises:
-        UnavailableError: a variable, vLLM's reading of it, a switch of torch or the number of its threads has another
-            value.
-    """
+    """Compare the pinned settings with a worker's report after loading (corun/node/vllm/worker.py: `observe`). Raises
+    UnavailableError if a variable, vLLM's reading of it, a switch of torch or the number of its threads differs."""
     for name, value in _pinned.items():
         refuse_other(f"environment variable {name}", seen["variables"].get(name, "(unset)"), value)
         refuse_other(f"vllm.envs.{name}", seen["vllm_envs"].get(name, value), value)
@@ -303,10 +293,7 @@ def cores(role: NodeRole, threads: int) -> list[int]:
 
     A decode node counts up from the lowest core and a prefill node down from the highest. So on one machine they
     overlap as little as possible, and the first core of each, which runs the engine's busiest thread, is not the
-    other's first core.
-
-    Raises:
-        InvalidArgumentError: fewer cores are available.
+    other's first core. Raises InvalidArgumentError if fewer cores are available.
     """
     available = sorted(os.sched_getaffinity(0))
     if threads > len(available):

@@ -241,9 +241,8 @@ def step_llm() -> Any:
 async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
     """Call a method of every worker of the engine and return one answer per tensor-parallel rank.
 
-    Raises:
-        UnavailableError: no answer in time. The deadline is ours, because after vLLM's own deadline the late answer
-            stays in its queue, is taken for the next call's, and the engine dies (v1/executor/multiproc_executor.py).
+    Raises UnavailableError if there is no answer in time. The deadline is ours: after vLLM's own deadline the late
+    answer stays in its queue, is taken for the next call's, and the engine dies (v1/executor/multiproc_executor.py).
     """
     try:
         answers: list[Any] = await asyncio.wait_for(llm.collective_rpc(method, args=args), timeout_s)
@@ -256,10 +255,8 @@ async def answer(llm: Any) -> None:
     """Return once the engine's core has answered a question that costs it nothing.
 
     The core answers between two steps (v1/engine/core.py: `_process_input_queue`), and asks no worker. A cancelled
-    question is harmless: its late answer is dropped (v1/engine/core_client.py: `_process_utility_output`).
-
-    Raises:
-        UnavailableError: the engine is dead. vLLM itself never answers questions that a dead engine left open.
+    question is harmless: its late answer is dropped (v1/engine/core_client.py: `_process_utility_output`). Raises
+    UnavailableError if the engine is dead: vLLM itself never answers questions that a dead engine left open.
     """
     question = asyncio.ensure_future(llm.is_sleeping())
     try:
@@ -278,13 +275,8 @@ def computed_s(contract: Contract) -> float:
 
 
 async def observe(llm: Any) -> dict[str, Any]:
-    """Return the workers' observations, and refuse an engine that cannot keep the contract.
-
-    Every tensor-parallel rank must observe the same, except the digest of its own part of the weights.
-
-    Raises:
-        UnavailableError: the ranks differ, or a setting is not what it must be.
-    """
+    """Return the workers' observations. Raises UnavailableError if the engine cannot keep the contract, or if its ranks
+    do not observe the same, except the digests of their own parts of the weights."""
     ranks: list[dict[str, Any]] = await call_workers(llm, "observe", timeout_s=OBSERVE_TIMEOUT_S)
     digest = hashlib.sha256("".join(rank.pop("weights_digest") for rank in ranks).encode()).hexdigest()
     if any(rank != ranks[0] for rank in ranks):

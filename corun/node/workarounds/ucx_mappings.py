@@ -64,11 +64,8 @@ class Mappings:
         return {pid for _, pid in self._peers()}
 
     def drop(self, pids: Collection[int]) -> None:
-        """Unmap the memory of processes that have died. Call this in the thread that starts transfers, while no
-        transfer runs and no peer is being connected, because UCX's lock is not taken.
-
-        Raises RuntimeError if UCX has no memory left.
-        """
+        """Unmap the memory of processes that have died; raises RuntimeError if UCX has no memory left. Call this in the
+        thread that starts transfers, while none runs and no peer is being connected: UCX's lock is not taken."""
         for index, pid in self._peers():
             if pid not in pids:
                 continue
