@@ -21,16 +21,12 @@ NAMES = {"CORUN_TEST_A": "1", "CORUN_TEST_B": "x"}
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test pins is forgotten."""
+    monkeypatch.setattr(pin, "_pinned", {})
     for name in NAMES:
         monkeypatch.setenv(name, "")  # So that it is restored, then:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is pinned yet, and what the test pins is forgotten."""
-    monkeypatch.setattr(pin, "_pinned", {})
 
 
 def test_unset_variables_are_set_for_children_too() -> None:
