@@ -1,4 +1,5 @@
-"""Watches whether a node's engine is alive: its core is a separate process, which may hang while the node answers.
+"""Watches whether a node's engine is alive, and ends the engine when the node dies: its core is a separate process,
+which may hang while the node answers, or outlive it.
 
 Owns: the question that the engine is asked every second, and how long it may be silent. Must not know: vLLM, gRPC, what
 is done about a stuck engine.
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -92,3 +96,22 @@ class Pulse:
         log.error("%s", stuck) if stuck else log.warning("the engine answers again")
         self.stuck = stuck
         await self._told(stuck)
+
+
+def end_with_parent() -> None:
+    """End this process, from now on, as soon as its parent process has ended. Do nothing if `multiprocessing` did not
+    start this process.
+
+    A killed node cannot end its engine, which would keep memory and a device. vLLM's workers watch this process, but it
+    does not watch the node.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        log.error("the node's process has ended, and so does its engine")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -1,19 +1,23 @@
-"""When an engine counts as stuck, and when as alive."""
+"""When an engine counts as stuck, and when as alive; and the end of a process whose parent was killed."""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from corun.errors import UnavailableError
-from corun.node.watchdog import Pulse
+from corun.guard import stat_fields
+from corun.node.watchdog import Pulse, end_with_parent
 from corun.processes import cpu_seconds
 from tests.node.scripted_router import until
 
@@ -143,3 +147,45 @@ def test_computing_is_seen() -> None:
     finally:
         busy.kill()
         busy.wait()
+
+
+def child(watch: bool, pid_file: str) -> None:
+    if watch:
+        end_with_parent()
+    Path(f"{pid_file}.new").write_text(str(os.getpid()))
+    Path(f"{pid_file}.new").rename(pid_file)
+    time.sleep(2 * DEADLINE_S)
+
+
+def parent(watch: bool, pid_file: str) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(watch, pid_file))
+    process.start()
+    process.join()
+
+
+def ends(pid: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while (fields := stat_fields(pid)) is not None and fields[0] != "Z":
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_child_ends_with_its_killed_parent_only_if_it_watches(watch: bool, tmp_path: Path) -> None:
+    end_with_parent()  # This process has no such parent, and watches nobody.
+    pid_file = tmp_path / "pid"
+    code = f"from tests.node.test_watchdog import parent; parent({watch}, {str(pid_file)!r})"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        deadline = time.monotonic() + DEADLINE_S
+        while not pid_file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pid = int(pid_file.read_text())
+        process.kill()
+    try:
+        assert ends(pid, DEADLINE_S if watch else 0.5) is watch
+    finally:
+        if not watch:
+            os.kill(pid, signal.SIGKILL)

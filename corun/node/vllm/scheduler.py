@@ -4,10 +4,6 @@ part of the queue, and ends with the node. Must not know: prefill, decode, conne
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from corun.node.vllm.gpu_lock import lock_file
+from corun.node.watchdog import end_with_parent
 from corun.node.workarounds import busy_wait
-
-log = logging.getLogger(__name__)
 
 
 class ZeroedKVCacheConfig(KVCacheConfig):  # type: ignore[misc]
@@ -87,22 +82,3 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
             for request in reversed(list(self.waiting)):
                 waiting.prepend_request(request)
             self.waiting = waiting
-
-
-def end_with_parent() -> None:
-    """End this process, from now on, as soon as its parent process has ended. Do nothing if `multiprocessing` did not
-    start this process.
-
-    A killed node cannot end its engine, which would keep memory and a device. vLLM's workers watch this process, but it
-    does not watch the node.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        log.error("the node's process has ended, and so does its engine")
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
