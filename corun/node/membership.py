@@ -112,8 +112,8 @@ class Routers:
             try:
                 while not (await asyncio.wait((lookup,), timeout=LOOKUP_TIMEOUT_S))[0]:
                     self._complain(entry, f"no answer within {LOOKUP_TIMEOUT_S:g} s")
-                if addresses := lookup.result():
-                    self._note(entry, tuple(RouterAddress(address, host.rstrip(".")) for address in addresses))
+                if found := tuple(RouterAddress(address, host.rstrip(".")) for address in lookup.result()):
+                    self._note(entry, found)
                 else:
                     self._complain(entry, "it has no address")
             except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a host name.

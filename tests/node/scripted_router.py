@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 
 from corun.errors import CorunError
-from corun.node.membership import NodeAgent
 from corun.rpc import codec
 from corun.rpc.server import GrpcServer
 from corun.types import NixlEndpoint, NodeInfo, NodeRef, NodeRole
@@ -111,15 +110,3 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
     await asyncio.wait_for(poll(), DEADLINE_S)
-
-
-@contextlib.asynccontextmanager
-async def kept_running(agent: NodeAgent) -> AsyncIterator[NodeAgent]:
-    """An agent at work, which must not give up."""
-    task = asyncio.create_task(agent.run())
-    try:
-        yield agent
-        assert not task.done(), "the agent gave up"
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))

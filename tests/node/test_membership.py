@@ -21,7 +21,7 @@ from corun.rpc import codec
 from corun.rpc.auth import Gate
 from corun.rpc.channel import OPEN, Access
 from corun.types import NodeLoad
-from tests.node.scripted_router import DEADLINE_S, INFO, Names, Router, kept_running, serving, until
+from tests.node.scripted_router import DEADLINE_S, INFO, Names, Router, serving, until
 from tests.secrets import Secrets
 
 
@@ -169,8 +169,14 @@ async def running(
     async def current() -> NodeLoad:
         return load()
 
-    async with kept_running(NodeAgent(INFO, routers, current, access, names)) as agent:
+    agent = NodeAgent(INFO, routers, current, access, names)
+    task = asyncio.create_task(agent.run())
+    try:
         yield agent
+        assert not task.done(), "the agent gave up"
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
 
 
 async def more_beats(router: Router) -> None:
