@@ -251,6 +251,7 @@ def test_fields_of_every_kind_are_counted(cases: int, prompt: int, seed: int, te
 def test_groups_hide_no_fields_and_rubbish_is_left_to_the_parser(data: bytes, most: int) -> None:
     assert has_more_fields(b"\xfb\x07" + b"\x0a\x00" * 50 + b"\xfc\x07", 40)
     assert has_more_fields(data, most) in (True, False)
+    assert not has_more_fields(b"\x08\x80\x80", 1)  # It ends in the middle of a number.
 
 
 @pytest.mark.parametrize("path", [GET_CLUSTER, GENERATE])
@@ -394,6 +395,13 @@ def test_run_ends_cleanly_on_a_signal_and_at_once_on_a_second(number: signal.Sig
     with pytest.raises(SystemExit) as caught:
         run(main)
     assert (caught.value.code, drained) == (1, [True])
+
+
+def test_a_clients_fault_is_no_error_in_grpcs_log() -> None:
+    fault, ours = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), ValueError("ours")
+    for error, is_kept in ((fault, False), (ours, True)):
+        record = logging.LogRecord("grpc", logging.ERROR, "", 0, "x", (), (type(error), error, None))
+        assert server._without_clients_faults(record) is is_kept
 
 
 def test_run_logs_a_typed_error(caplog: pytest.LogCaptureFixture) -> None:
