@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from corun.processes import descendants, living
+from tests.fleet.hosts import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -50,13 +50,6 @@ from corun.cli.up import Up
 from corun.launch import run
 sys.exit(run(Up(model=sys.argv[1], port=0, slots=8).spec(), log_dir=sys.argv[2]))
 """
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
-        time.sleep(0.1)
 
 
 class Launch:
