@@ -13,7 +13,6 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+
+from corun.models import tiny
 
 SEED = 7
 WRITERS = 8
@@ -100,7 +101,6 @@ DEEPSEEK_V3: dict[str, Any] = {
     "eos_token_id": 1,
 }
 DENSE_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
-DENSE_1_7B = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
 TINY = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -113,7 +113,6 @@ MLA_TINY = TINY | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_va
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3 | DENSE_8B,
-    "qwen3-1.7b": QWEN3 | DENSE_1_7B,
     "qwen3-8b-4l": QWEN3 | DENSE_8B | {"num_hidden_layers": 4},
     "qwen3-30b-a3b": QWEN3_MOE | {"num_hidden_layers": 48},
     "qwen3-30b-a3b-12l": QWEN3_MOE | {"num_hidden_layers": 12},
@@ -132,47 +131,39 @@ def shapes(config: dict[str, Any]) -> Shapes:
         "lm_head.weight": (vocab, hidden),
     }
     for layer in range(config["num_hidden_layers"]):
-        parts = {**_norms(config), **_attention(config), **_mlp(config, layer)}
+        norms: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        parts = {**norms, **_attention(config), **_mlp(config, layer)}
         found |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     return found
 
 
-def _norms(config: dict[str, Any]) -> Shapes:
-    return {f"{name}.weight": (config["hidden_size"],) for name in ("input_layernorm", "post_attention_layernorm")}
-
-
 def _attention(config: dict[str, Any]) -> Shapes:
-    own = _latent_attention(config) if "kv_lora_rank" in config else _grouped_attention(config)
+    """[outputs, inputs] of DeepSeek-V3's latent attention (MLA), or of Qwen3's grouped attention."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "kv_lora_rank" in config:
+        query_rank, rank = config["q_lora_rank"], config["kv_lora_rank"]
+        plain, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        own: Shapes = {
+            "q_a_layernorm": (query_rank,),
+            "kv_a_layernorm": (rank,),
+            "q_a_proj": (query_rank, hidden),
+            "q_b_proj": (heads * (plain + rotated), query_rank),
+            "kv_a_proj_with_mqa": (rank + rotated, hidden),
+            "kv_b_proj": (heads * (plain + config["v_head_dim"]), rank),
+            "o_proj": (hidden, heads * config["v_head_dim"]),
+        }
+    else:
+        head = config["head_dim"]
+        queries, keys = heads * head, config["num_key_value_heads"] * head
+        own = {
+            "q_norm": (head,),
+            "k_norm": (head,),
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+        }
     return {f"self_attn.{name}.weight": shape for name, shape in own.items()}
-
-
-def _grouped_attention(config: dict[str, Any]) -> Shapes:
-    """Qwen3: [outputs, inputs]."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {
-        "q_norm": (head,),
-        "k_norm": (head,),
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
-
-
-def _latent_attention(config: dict[str, Any]) -> Shapes:
-    """DeepSeek-V3 (MLA): [outputs, inputs]."""
-    hidden, heads, query_rank = config["hidden_size"], config["num_attention_heads"], config["q_lora_rank"]
-    rank, plain, rotated = config["kv_lora_rank"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    return {
-        "q_a_layernorm": (query_rank,),
-        "kv_a_layernorm": (rank,),
-        "q_a_proj": (query_rank, hidden),
-        "q_b_proj": (heads * (plain + rotated), query_rank),
-        "kv_a_proj_with_mqa": (rank + rotated, hidden),
-        "kv_b_proj": (heads * (plain + config["v_head_dim"]), rank),
-        "o_proj": (hidden, heads * config["v_head_dim"]),
-    }
 
 
 def _mlp(config: dict[str, Any], layer: int) -> Shapes:
@@ -201,7 +192,7 @@ def _gated(prefix: str, config: dict[str, Any], width: int) -> Shapes:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a shard; `start` and `size` are bytes within the shard's data."""
+    """One tensor of a shard; `start` and `end` are bytes within the shard's data."""
 
     name: str
     shape: tuple[int, ...]
@@ -212,12 +203,8 @@ class Tensor:
         return torch.float32 if self.name.endswith(ROUTER_BIAS) else torch.bfloat16
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
     def end(self) -> int:
-        return self.start + self.size
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
 def shards(found: Shapes) -> dict[str, list[Tensor]]:
@@ -236,22 +223,18 @@ def draw(tensors: list[Tensor], std: float, seed: int, device: str) -> torch.Ten
     generator = torch.Generator(device=device).manual_seed(seed)
     data = torch.empty(tensors[-1].end, dtype=torch.uint8, device=device)
     for tensor in tensors:
-        fill(data[tensor.start : tensor.end].view(tensor.dtype), tensor, std, generator)
+        values = data[tensor.start : tensor.end].view(tensor.dtype)
+        if tensor.name.endswith(ROUTER_BIAS):
+            values.normal_(0, ROUTER_BIAS_STD, generator=generator)
+        elif len(tensor.shape) == 1:
+            values.fill_(1.0)
+        else:
+            values.normal_(0, 1.0 if "embed" in tensor.name else std, generator=generator)
     if device == "cpu":
         return data
     host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
     host.copy_(data)
     return host
-
-
-def fill(values: torch.Tensor, tensor: Tensor, std: float, generator: torch.Generator) -> None:
-    """Real scale: what initialised and trained models have, and logits that are not flat."""
-    if tensor.name.endswith(ROUTER_BIAS):
-        values.normal_(0, ROUTER_BIAS_STD, generator=generator)
-    elif len(tensor.shape) == 1:
-        values.fill_(1.0)
-    else:
-        values.normal_(0, 1.0 if "embed" in tensor.name else std, generator=generator)
 
 
 def header(tensors: list[Tensor]) -> bytes:
@@ -275,10 +258,13 @@ def write(name: str, directory: Path, device: str) -> int:
         return 0
     total = sum(tensors[-1].end for tensors in files.values())
     directory.mkdir(parents=True, exist_ok=True)
-    _check_room(directory, total)
+    if (free := shutil.disk_usage(directory).free) < total:
+        raise OSError(f"{directory} has {free / 1e9:.1f} GB left, and the weights need {total / 1e9:.1f} GB")
     (directory / "config.json").write_text(text)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
-    _write_tokenizer(directory)
+    source = tiny.ensure()  # The tiny model's tokenizer: text is not what these models are for.
+    for tokenizer in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / tokenizer).write_bytes((source / tokenizer).read_bytes())
 
     def write_shard(number: int, file: str) -> None:
         data = draw(files[file], config["initializer_range"], SEED * 1000 + number, device)
@@ -286,30 +272,12 @@ def write(name: str, directory: Path, device: str) -> int:
             sink.write(header(files[file]))
             sink.write(memoryview(data.numpy()))
 
-    _in_threads(write_shard, enumerate(files))
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for done in [pool.submit(write_shard, *item) for item in enumerate(files)]:
+            done.result()
     index = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
     (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
     return total
-
-
-def _in_threads(work: Callable[[int, str], None], items: Iterator[tuple[int, str]]) -> None:
-    with ThreadPoolExecutor(WRITERS) as pool:
-        for done in [pool.submit(work, *item) for item in items]:
-            done.result()
-
-
-def _check_room(directory: Path, size: int) -> None:
-    if (free := shutil.disk_usage(directory).free) < size:
-        raise OSError(f"{directory} has {free / 1e9:.1f} GB left, and the weights need {size / 1e9:.1f} GB")
-
-
-def _write_tokenizer(directory: Path) -> None:
-    """The tiny model's tokenizer: text is not what these models are for."""
-    from corun.models import tiny
-
-    source = tiny.ensure()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / name).write_bytes((source / name).read_bytes())
 
 
 def main(

@@ -97,10 +97,6 @@ class Bench:
         vocab, model_len = min(node.vocab_size for node in nodes), min(node.max_model_len for node in nodes)
         return Prompts(vocab=vocab, model_len=model_len)
 
-    @property
-    def model_len(self) -> int:
-        return self.prompts.model_len
-
     def cases(self, count: int, low: int, high: int, seed: int, **params: Any) -> list[Case]:
         return self.prompts.cases(count, low, high, seed, **params)
 
@@ -130,17 +126,13 @@ def compared(name: str, left: Sequence[Generation], right: Sequence[Generation],
     return Outcome(name=name, total=len(left), equal=len(left) - len(wrong), detail=detail)
 
 
-def digests(generations: Sequence[Generation]) -> list[str]:
-    return [hashlib.sha256(bits(one)).hexdigest()[:16] for one in generations]
-
-
 def paper(bench: Bench) -> Iterator[Found]:
     checked = bench.prompts.paper()
     alone = bench.run(checked, 1)
     logprobs = [value for one in alone for value in one.logprobs]
     detail = {"mean_logprob": round(sum(logprobs) / len(logprobs), 3)}
     yield compared("paper: 32 prompts alone, in a batch of 32", alone, bench.run(checked, 32), **detail)
-    bench.paper[:] = digests(alone)
+    bench.paper[:] = [hashlib.sha256(bits(one)).hexdigest()[:16] for one in alone]
     if bench.reference:
         equal = sum(a == b for a, b in zip(bench.paper, bench.reference, strict=True))
         yield Outcome(name="paper: the bits of an earlier run", total=len(bench.paper), equal=equal)
@@ -166,19 +158,13 @@ def mixed(bench: Bench) -> Iterator[Found]:
 
 def edges(bench: Bench) -> Iterator[Found]:
     """Check prompts of every length around which a step changes its shape: buckets, chunks, KV blocks."""
-    part = prefill_part(bench.status)
-    lengths = edge_lengths(part["chunk_size"], part["buckets"], bench.model_len - 16)
+    prefill = next(one.node for one in bench.status.nodes if one.node.role is NodeRole.PREFILL)
+    part: dict[str, Any] = json.loads(prefill.contract_json)["prefill"]
+    lengths = edge_lengths(part["chunk_size"], part["buckets"], bench.prompts.model_len - 16)
     draw = random.Random(3)
     params = sampling(max_tokens=16)
     made = [(bench.prompts.draw(length, draw), params, draw.randrange(2**63)) for length in lengths]
     yield bench.compare(f"{len(made)} lengths around bucket and chunk edges", made, len(made))
-
-
-def prefill_part(status: ClusterStatus) -> dict[str, Any]:
-    """Return the prefill nodes' part of the contract."""
-    node = next(one.node for one in status.nodes if one.node.role is NodeRole.PREFILL)
-    part: dict[str, Any] = json.loads(node.contract_json)["prefill"]
-    return part
 
 
 def edge_lengths(chunk: int, buckets: Sequence[int], longest: int) -> list[int]:
@@ -200,20 +186,15 @@ def arrivals(bench: Bench) -> Iterator[Found]:
     shuffled = bench.run([made[i] for i in order], len(made))
     yield compared("shuffled order of arrival", [alone[i] for i in order], shuffled)
     yield compared("reversed order of arrival", alone[::-1], bench.run(made[::-1], len(made)))
-    yield compared("staggered arrival", alone, staggered(bench, made, spread_s=1.0))
-
-
-def staggered(bench: Bench, cases: Sequence[Case], spread_s: float) -> list[Generation]:
-    """Run the cases so that each arrives at a random moment within `spread_s` seconds."""
     draw = random.Random(5)
-    delays = [draw.uniform(0, spread_s) for _ in cases]
+    delays = [draw.uniform(0, 1.0) for _ in made]
 
-    def late(case: Case, delay: float) -> Generation:
-        time.sleep(delay)
+    def late(case: Case, delay_s: float) -> Generation:
+        time.sleep(delay_s)
         return bench.client.generate(case[0], case[1], seed=case[2])
 
-    with ThreadPoolExecutor(len(cases)) as pool:
-        return list(pool.map(late, cases, delays))
+    with ThreadPoolExecutor(len(made)) as pool:
+        yield compared("staggered arrival", alone, list(pool.map(late, made, delays)))
 
 
 def needle(bench: Bench) -> Iterator[Found]:
@@ -239,6 +220,11 @@ def pairs(bench: Bench) -> Iterator[Found]:
     made = bench.cases(bench.count(96), 1, 1024, 13, max_tokens=48)
     alone, crowd = bench.run(made, 1), bench.run(made, len(made))
     wrong = {*differing(alone, crowd)}
+
+    def pair_of(generation: Generation) -> str:
+        receipt = generation.receipt
+        return f"{receipt.prefill_node.node_id} {receipt.decode_node.node_id}"
+
     ran = [pair_of(one) for one in crowd]
     first = Counter(pair_of(one) for one in alone)
     for pair, number in sorted(Counter(ran).items()):
@@ -247,14 +233,9 @@ def pairs(bench: Bench) -> Iterator[Found]:
     yield {"pairs used": len({*ran}), "pairs": len(bench.status.nodes) ** 2 // 4}
 
 
-def pair_of(generation: Generation) -> str:
-    receipt = generation.receipt
-    return f"{receipt.prefill_node.node_id} {receipt.decode_node.node_id}"
-
-
 def restarts(bench: Bench) -> Iterator[Found]:
     """Kill -9 the first decode node under load, then the first prefill node. Each gives the same bits again."""
-    made = bench.cases(bench.count(16), 1, 1024, 14, max_tokens=min(256, bench.model_len // 4))
+    made = bench.cases(bench.count(16), 1, 1024, 14, max_tokens=min(256, bench.prompts.model_len // 4))
     alone = bench.run(made, len(made))
     with ThreadPoolExecutor(1) as pool:
         interrupted = pool.submit(bench.run, made, len(made))
@@ -268,7 +249,7 @@ def restarts(bench: Bench) -> Iterator[Found]:
 
 def long_outputs(bench: Bench) -> Iterator[Found]:
     """Run two long outputs alone, then among others that come and go."""
-    length = min(bench.long_output, bench.model_len - 400)
+    length = min(bench.long_output, bench.prompts.model_len - 400)
     made = bench.cases(2, 100, 399, 7, max_tokens=length)
     alone = bench.run(made, 1)
     others = bench.cases(bench.count(62), 1, 700, 8, max_tokens=max(1, length // 8))
@@ -278,7 +259,7 @@ def long_outputs(bench: Bench) -> Iterator[Found]:
 
 def first_token(bench: Bench) -> Iterator[Found]:
     """Measure, not check, what a long prompt costs before its first token, one at a time."""
-    longest = bench.model_len - 8
+    longest = bench.prompts.model_len - 8
     for length in (min(512, longest), min(2048, longest), min(6000, longest)):
         made = bench.cases(bench.count(8), length, length, length, max_tokens=1)
         bench.run(made[:1], 1)
@@ -289,8 +270,8 @@ def first_token(bench: Bench) -> Iterator[Found]:
 
 def throughput(bench: Bench) -> Iterator[Found]:
     """Measure roughly how fast the fixed shape runs when all slots are busy. This is not a benchmark."""
-    length = min(512, bench.model_len // 2)
-    tokens = min(256, bench.model_len // 4)
+    length = min(512, bench.prompts.model_len // 2)
+    tokens = min(256, bench.prompts.model_len // 4)
     made = bench.cases(bench.slots, length, length, 77, max_tokens=tokens)
     began = time.monotonic()
     bench.run(made, bench.slots)

@@ -1,22 +1,25 @@
-"""The handoff benchmark: `python -m tests.gpu.handoff [--model DIR] [--json PATH]`.
+"""The handoff benchmark: `python -m tests.gpu.handoff [--json PATH]` measures NIXL alone, between two processes.
 
-It first measures raw NIXL between two processes, on one GPU and, with two, from one to the other. Given a model, it
-then measures reads through vLLM's connector between two engines, timed where they are made, and the handoff through a
-running cluster. UCX refuses to read over cuda_ipc if NVML shows no NVLink, and NIXL then falls back to software
-emulation over tcp. So each raw pair runs with UCX_CUDA_IPC_ENABLE_GET_ZCOPY unset and on; engines have it on, as nodes
-do. Without a GPU it moves host memory. Prints a JSON line per measurement and a table. Exit code: 0, or 1 if a
-measurement failed or a byte differed.
+A read is shaped as the connector's: a region per layer, blocks of one length. It runs on one GPU and, with two, from
+one to the other; without a GPU it moves host memory. UCX refuses to read over cuda_ipc if NVML shows no NVLink, and
+NIXL then falls back to software emulation over tcp. So each pair of GPUs runs with UCX_CUDA_IPC_ENABLE_GET_ZCOPY
+unset and on; nodes have it on. Prints a JSON line per measurement and a table. Exit code: 0, or 1 if a measurement
+failed or a byte differed.
+
+Both processes are spawned with their environment set, because UCX reads it when it is loaded. So torch and nixl are
+imported only in them.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import multiprocessing
+import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,152 +29,212 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun import Client
 from corun_bench import conditions
-from corun_bench.nodes import Nodes, Topology, has_gpu, running
-from tests.e2e.test_determinism import Case
-from tests.gpu import connector_read
-from tests.gpu.checks import Prompts
-from tests.gpu.nixl_read import Pair, Shape, measure
+from corun_bench.nodes import environment
 
 ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 PAIR_TIMEOUT_S = 90.0
-CALL_TIMEOUT_S = 120.0
-READS = re.compile(r"KV reads of rank (\d+): (\{.*\})")
+REPEATS = 3
+SLOW_S = 2.0
+"""A transfer that takes longer is not repeated: the figure is bad enough."""
+TRANSFER_TIMEOUT_S = 30.0
 COLUMNS = ("what", "block", "order", "first_ms", "ms", "gb_per_s", "bytes_equal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """Measures how fast KV moves between two processes: raw, through vLLM's connector and through a cluster."""
+    """Measures how fast NIXL reads KV of another process."""
 
-    topology: tyro.conf.OmitArgPrefixes[Topology] = field(default_factory=lambda: Topology(model=""))
-    raw: bool = True
-    """Measure NIXL alone."""
-    connector: bool = True
-    """Measure reads of vLLM's connector, from the first prefill engine to the first decode engine; needs a model."""
-    cluster: bool = True
-    """Measure a running cluster; needs a model."""
     total_mib: int = 1024
-    """The size of one raw read."""
+    """The size of one read."""
     regions: int = 32
-    """The number of regions that a raw read is spread over, as KV is over layers."""
+    """The number of regions that a read is spread over, as KV is over layers."""
     block_kib: tuple[int, ...] = (32, 64, 256, 4096)
-    """The block sizes of the raw reads."""
-    prompt_lengths: tuple[int, ...] = (2048, 6000)
-    """The prompt lengths in tokens, through the connector and the cluster."""
-    blocks: tuple[int, ...] = (512,)
-    """Numbers of KV blocks to read through the connector as well."""
-    repeats: int = 9
-    """The number of repeats of each read through the connector, after the first read."""
-    pause_ms: float = 10.0
-    """The pause before each repeat, because handoffs come one by one."""
-    at_once: int = 32
-    """The number of prompts at once through the cluster."""
-    logs: Path = Path("handoff-logs")
+    """The sizes of blocks, as far as they divide a region."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """File for all results."""
 
+    @property
+    def region_bytes(self) -> int:
+        return self.total_mib * 2**20 // self.regions
 
-def raw_pairs(gpus: int) -> list[Pair]:
+    @property
+    def block_sizes(self) -> list[int]:
+        """The sizes of blocks in bytes."""
+        return [size * 1024 for size in self.block_kib if self.region_bytes % (size * 1024) == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The process that holds the data and the process that reads it."""
+
+    name: str
+    devices: tuple[str, str]
+    """The devices of the holder and of the reader: "cpu", or "cuda:N" as that process sees it."""
+    visible: tuple[str, str] = ("", "")
+    """CUDA_VISIBLE_DEVICES of the holder and of the reader; empty to leave it as it is."""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def pairs(gpus: int) -> list[Pair]:
     """Return the pairs to compare on this machine. Nodes see only their own GPU, so such pairs come first."""
     if not gpus:
         return [Pair(name="host memory", devices=("cpu", "cpu"))]
     zero = ("cuda:0", "cuda:0")
-    pairs = [Pair(name="one GPU", devices=zero, visible=("0", "0"))]
+    found = [Pair(name="one GPU", devices=zero, visible=("0", "0"))]
     if gpus > 1:
-        pairs.append(Pair(name="GPU 0 to 1", devices=zero, visible=("0", "1")))
-        pairs.append(Pair(name="GPU 0 to 1, both visible", devices=("cuda:0", "cuda:1"), visible=("0,1", "0,1")))
-    return [each for pair in pairs for each in (pair, replace(pair, name=f"{pair.name}, GET zcopy on", env=ZCOPY))]
+        found.append(Pair(name="GPU 0 to 1", devices=zero, visible=("0", "1")))
+        found.append(Pair(name="GPU 0 to 1, both visible", devices=("cuda:0", "cuda:1"), visible=("0,1", "0,1")))
+    return [each for pair in found for each in (pair, replace(pair, name=f"{pair.name}, GET zcopy on", env=ZCOPY))]
 
 
-def raw(options: Handoff) -> Iterator[dict[str, Any]]:
-    region = options.total_mib * 2**20 // options.regions
-    sizes = tuple(size * 1024 for size in options.block_kib if region % (size * 1024) == 0)
-    shape = Shape(regions=options.regions, region_bytes=region, block_sizes=sizes)
-    for pair in raw_pairs(len(conditions.smi("--query-gpu=index"))):
-        try:
-            for found in measure(pair, shape, PAIR_TIMEOUT_S):
-                yield {"what": f"raw: {pair.name}", **found}
-        except (RuntimeError, TimeoutError) as error:
-            yield {"what": f"raw: {pair.name}", "error": str(error)}
+def measure(pair: Pair, options: Handoff) -> Iterator[dict[str, Any]]:
+    """Yield a result per block size and order of blocks, as they come; leave no process.
+
+    Raises TimeoutError or RuntimeError.
+    """
+    deadline = time.monotonic() + PAIR_TIMEOUT_S
+    context = multiprocessing.get_context("spawn")
+    holds, reads = context.Pipe()
+    results, sink = context.Pipe(duplex=False)
+    roles = [(hold, (holds, pair.devices[0], options)), (read, (reads, sink, pair.devices, options))]
+    processes = [context.Process(target=target, args=args, daemon=True) for target, args in roles]
+    with ExitStack() as cleanup:
+        for process, visible in zip(processes, pair.visible, strict=True):
+            with environment(**pair.env, CUDA_VISIBLE_DEVICES=visible or None):
+                process.start()
+            cleanup.callback(_end, process)
+        sink.close()
+        while True:
+            if not results.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError("it did not end in time")
+            try:
+                found = results.recv()
+            except EOFError:
+                raise RuntimeError("the reader died") from None
+            if found is None:
+                return
+            if isinstance(found, str):
+                raise RuntimeError(found)
+            yield found
 
 
-def through_connector(options: Handoff) -> Iterator[dict[str, Any]]:
-    sizes = options.prompt_lengths, options.blocks
-    repeats = connector_read.Repeats(count=options.repeats, pause_s=options.pause_ms / 1e3)
-    return connector_read.measure(options.topology, *sizes, repeats, options.logs)
+def _end(process: Any) -> None:
+    process.join(2.0)
+    process.kill()
+    process.join()
 
 
-def through_cluster(options: Handoff) -> Iterator[dict[str, Any]]:
-    """Yield the times to the first token by length and concurrency, then the decode nodes' own figures of all reads."""
-    with running(options.topology, options.logs, prefill_flags=()) as nodes:
-        status = nodes.status()
-        assert status is not None  # All nodes are ready.
-        vocab = min(node.node.vocab_size for node in status.nodes)
-        prompts = Prompts(vocab=vocab, model_len=min(node.node.max_model_len for node in status.nodes))
-        with nodes.client(CALL_TIMEOUT_S) as client:
-            warm = first_tokens(client, prompts.cases(1, 64, 64, 1, max_tokens=1), 1)
-            yield {"what": "cluster: first request of all", "ms": milliseconds(warm)}
-            for length in options.prompt_lengths:
-                yield from _timed(client, prompts, length, options.at_once)
-        nodes.stop()
-        yield from figures(nodes)
+def hold(link: Any, device: str, options: Handoff) -> None:
+    """Be the process whose memory is read."""
+    agent = _agent("holder", device)
+    regions = _filled(options, device)
+    agent.register_memory(regions)
+    link.send((agent.get_agent_metadata(), [region.data_ptr() for region in regions]))
+    link.recv()  # The reader is done.
 
 
-def _timed(client: Client, prompts: Prompts, length: int, at_once: int) -> Iterator[dict[str, Any]]:
-    made = prompts.cases(at_once, length, length, length, max_tokens=1)
-    shown = len(made[0][0])
-    for together in (1, at_once):
+def read(link: Any, sink: Any, devices: tuple[str, str], options: Handoff) -> None:
+    """Be the process that reads: send the results and then None, or a text on what went wrong."""
+    try:
+        for found in _read_all(link, devices, options):
+            sink.send(found)
+        sink.send(None)
+    except Exception as error:  # The parent has no other way to learn it.
+        sink.send(f"{type(error).__name__}: {error}")
+    link.send("done")
+
+
+def _read_all(link: Any, devices: tuple[str, str], options: Handoff) -> Iterator[dict[str, Any]]:
+    import torch
+
+    agent = _agent("reader", devices[1])
+    regions = [torch.zeros(options.region_bytes, dtype=torch.uint8, device=devices[1]) for _ in range(options.regions)]
+    agent.register_memory(regions)
+    metadata, remote = link.recv()
+    peer = agent.add_remote_agent(metadata)
+    expected = _filled(options, devices[1])
+    for block in options.block_sizes:
+        sides = [
+            ("NIXL_INIT_AGENT", [region.data_ptr() for region in regions], devices[1]),
+            (peer, remote, devices[0]),
+        ]
+        lists = [_blocks(agent, name, bases, options, block, device) for name, bases, device in sides]
+        for order in ("ascending", "shuffled"):
+            theirs = list(range(options.region_bytes // block))
+            if order == "shuffled":  # Neighbours may be merged into one transfer; this order leaves no neighbours.
+                random.Random(1).shuffle(theirs)
+            times = _timed(agent, lists, theirs, options, regions)
+            index = torch.tensor(theirs, device=devices[1])
+            middle = statistics.median(times[1:] or times)
+            yield {
+                "block": block,
+                "order": order,
+                "first_ms": round(times[0] * 1e3, 2),
+                "ms": round(middle * 1e3, 2),
+                "repeats": len(times) - 1,
+                "gb_per_s": round(options.total_mib * 2**20 / middle / 1e9, 2),
+                "bytes_equal": all(
+                    torch.equal(found.view(-1, block), sent.view(-1, block)[index])
+                    for found, sent in zip(regions, expected, strict=True)
+                ),
+            }
+
+
+def _timed(agent: Any, lists: list[Any], theirs: list[int], options: Handoff, regions: list[Any]) -> list[float]:
+    """Return the seconds of each read. The first one includes the setup that UCX makes at first use."""
+    import torch
+
+    count = len(theirs)
+    ours = list(range(options.regions * count))
+    remote = [region * count + block for region in range(options.regions) for block in theirs]
+    times: list[float] = []
+    while len(times) <= REPEATS and not (times and times[-1] > SLOW_S):
+        for region in regions:
+            region.zero_()
+        if regions[0].is_cuda:
+            torch.cuda.synchronize()
         began = time.perf_counter()
-        times = first_tokens(client, made[: 8 if together == 1 else None], together)
-        seconds = time.perf_counter() - began
-        what = f"cluster: first token of {shown}, {together} at once"
-        rate = {"prompts": len(times), "prompt_tokens_per_s": round(len(times) * shown / seconds)}
-        yield {"what": what, "ms": milliseconds(times), "worst_ms": round(max(times) * 1e3, 1), **rate}
+        handle = agent.make_prepped_xfer("READ", lists[0], ours, lists[1], remote)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            if time.perf_counter() - began > TRANSFER_TIMEOUT_S:
+                raise TimeoutError(f"a read of {options.total_mib} MiB took over {TRANSFER_TIMEOUT_S:.0f} s")
+            state = agent.check_xfer_state(handle)
+        times.append(time.perf_counter() - began)
+        if state != "DONE":
+            raise RuntimeError(f"a read ended as {state}")
+        agent.release_xfer_handle(handle)
+    return times
 
 
-def first_tokens(client: Client, cases: list[Case], concurrency: int) -> list[float]:
-    """Return the seconds from the request to the first token, for each prompt."""
+def _agent(name: str, device: str) -> Any:
+    import torch
+    from nixl._api import nixl_agent, nixl_agent_config
 
-    def one(case: Case) -> float:
-        began = time.perf_counter()
-        client.generate(case[0], case[1], seed=case[2])
-        return time.perf_counter() - began
-
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(one, cases))
-
-
-def milliseconds(times: list[float]) -> float:
-    return round(statistics.median(times) * 1e3, 1)
+    if device != "cpu":  # An engine, too, has its CUDA context when it makes its agent.
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    # As in the connector: UCX's own threads would have no CUDA context, and so no cuda_ipc.
+    return nixl_agent(name, nixl_agent_config(backends=["UCX"], num_threads=0))
 
 
-def figures(nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """Yield each decode node's figures of all reads, by rank. A read is timed until an engine step notices its end."""
-    for node in nodes.topology.nodes:
-        if node.module == "decode_node":
-            for rank, totals in logged_reads(nodes.processes.log(node.name)).items():
-                yield {"what": f"cluster: KV reads of {node.name}, rank {rank}", **read_figures(totals)}
+def _filled(options: Handoff, device: str) -> list[Any]:
+    """Return regions of random bytes, the same in both processes, allocated one by one as a KV cache's layers are."""
+    import torch
+
+    regions = []
+    for number in range(options.regions):
+        generator = torch.Generator(device=device).manual_seed(number)
+        regions.append(torch.empty(options.region_bytes, dtype=torch.uint8, device=device).random_(generator=generator))
+    return regions
 
 
-def logged_reads(log: str) -> dict[str, dict[str, float]]:
-    """Return the sums of a decode node's log lines on KV reads, by rank. Each line has the reads since the last one."""
-    ranks: dict[str, dict[str, float]] = {}
-    for rank, text in READS.findall(log):
-        totals = ranks.setdefault(rank, {})
-        for name, value in re.findall(r"'(\w+)': ([\d.e+-]+)", text):
-            totals[name] = totals.get(name, 0.0) + float(value)
-    return ranks
-
-
-def read_figures(values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the sums, and their averages for one read."""
-    count, seconds, size = (values.get(name, 0.0) for name in ("count", "seconds", "bytes"))
-    shown: dict[str, Any] = {name: round(value, 6) for name, value in values.items()}
-    if count and seconds:
-        shown |= {"ms": round(seconds / count * 1e3, 3), "gb_per_s": round(size / seconds / 1e9, 2)}
-    return shown
+def _blocks(agent: Any, name: str, bases: list[int], options: Handoff, block: int, device: str) -> Any:
+    """Prepare the descriptor list of all blocks of all regions, region by region."""
+    kind, number = ("DRAM", 0) if device == "cpu" else ("VRAM", int(device.split(":")[1]))
+    places = [(base + start, block, number) for base in bases for start in range(0, options.region_bytes, block)]
+    return agent.prep_xfer_dlist(name, agent.get_xfer_descs(places, kind))
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -182,30 +245,21 @@ def show(results: list[dict[str, Any]]) -> None:
     Console(highlight=False, markup=False, width=160).print(table)
 
 
-def parts(options: Handoff) -> dict[str, Iterator[dict[str, Any]]]:
-    """Return the measurements by name. None begins before it is iterated."""
-    found = {"raw": raw(options)} if options.raw else {}
-    if options.topology.model:
-        found |= {"connector": through_connector(options)} if options.connector else {}
-        found |= {"cluster": through_cluster(options)} if options.cluster else {}
-    return found
-
-
 def main(options: Handoff) -> int:
+    facts = {"versions": conditions.versions(), "hardware": conditions.hardware()}
+    print(json.dumps(facts), flush=True)
     results: list[dict[str, Any]] = []
-    print(json.dumps({"versions": conditions.versions(), "hardware": conditions.hardware()}), flush=True)
-    for name, part in parts(options).items():
+    for pair in pairs(len(conditions.smi("--query-gpu=index"))):
         try:
-            for found in part:
-                results.append(found)
-                print(json.dumps(found), flush=True)
-        except Exception as error:  # The results so far are worth showing.
-            results.append({"what": name, "error": f"{type(error).__name__}: {error}"})
+            for found in measure(pair, options):
+                results.append({"what": pair.name, **found})
+                print(json.dumps(results[-1]), flush=True)
+        except (RuntimeError, TimeoutError) as error:  # The results so far are worth showing.
+            results.append({"what": pair.name, "error": str(error)})
             print(json.dumps(results[-1]), flush=True)
     show(results)
     if options.json is not None:
-        facts = {"versions": conditions.versions(), "hardware": conditions.hardware()}
-        options.json.write_text(json.dumps({**facts, "has_gpu": has_gpu(), "results": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
     return int(any("error" in one or one.get("bytes_equal") is False for one in results))
 
 

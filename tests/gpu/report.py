@@ -51,7 +51,10 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         found = {"check": self.name, "verdict": self.verdict, "total": self.total, "equal": self.equal}
-        found |= {"error": _ends(self.error)} if self.error else {}
+        if self.error:
+            is_short = len(self.error) <= MAX_ERROR
+            ends = f"{self.error[: MAX_ERROR // 3]} ... {self.error[-MAX_ERROR * 2 // 3 :]}"
+            found["error"] = self.error if is_short else ends
         found |= {"skipped": self.skipped} if self.skipped else {}
         return found | {"seconds": round(self.seconds, 1), **self.detail}
 
@@ -66,14 +69,13 @@ class Report:
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        _print(outcome.to_dict())
+        print(json.dumps(outcome.to_dict()), flush=True)
         self.save()
 
     def say(self, **facts: Any) -> None:
         """Facts that belong to the conditions; printed, and part of the file."""
-        self.facts |= facts
-        _print(facts)
-        self.save()
+        print(json.dumps(facts), flush=True)
+        self.keep(**facts)
 
     def keep(self, **facts: Any) -> None:
         """Facts for the file alone."""
@@ -85,14 +87,12 @@ class Report:
         verdicts = {outcome.verdict for outcome in self.outcomes}
         return next((code for verdict, code in EXIT_CODES.items() if verdict in verdicts), 0 if verdicts else 1)
 
-    def to_dict(self) -> dict[str, Any]:
-        checks = [outcome.to_dict() for outcome in self.outcomes]
-        return {"exit_code": self.exit_code, "conditions": self.facts, "checks": checks}
-
     def save(self) -> None:
         if self._path is not None:
+            checks = [outcome.to_dict() for outcome in self.outcomes]
+            found = {"exit_code": self.exit_code, "conditions": self.facts, "checks": checks}
             fresh = self._path.with_suffix(".tmp")
-            fresh.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+            fresh.write_text(json.dumps(found, indent=1) + "\n")
             os.replace(fresh, self._path)
 
     def show(self) -> None:
@@ -105,11 +105,3 @@ class Report:
             row = (outcome.name, str(outcome.equal), str(outcome.total), f"{outcome.seconds:.1f}", text)
             table.add_row(*row, style=styles.get(outcome.verdict, "red"))
         Console(highlight=False, markup=False, width=max(Console().width, MIN_WIDTH)).print(table)
-
-
-def _ends(text: str) -> str:
-    return text if len(text) <= MAX_ERROR else f"{text[: MAX_ERROR // 3]} ... {text[-MAX_ERROR * 2 // 3 :]}"
-
-
-def _print(value: Mapping[str, Any]) -> None:
-    print(json.dumps(value), flush=True)

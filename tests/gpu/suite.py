@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,8 +29,7 @@ from corun.processes import descendants, end_tree
 from corun_bench import conditions
 from corun_bench.nodes import Nodes, Topology, after, environment, has_gpu, running
 from tests.e2e.stock import result_of
-from tests.e2e.test_determinism import Case
-from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Prompts
+from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Found, Prompts
 from tests.gpu.report import Outcome, Report
 
 STOP_S = 25.0
@@ -106,7 +106,10 @@ class Run:
         self._note_memory("before")
         try:
             with running(topology, self.options.logs, on_up=self._note_memory) as nodes:
-                self._describe(nodes)
+                status = nodes.status()
+                assert status is not None  # The router has just said that all nodes are ready.
+                self.report.say(ready_s=round(time.monotonic() - self._began, 1), start_s=nodes.seconds)
+                self.report.keep(fingerprint=status.fingerprint, contracts=conditions.contracts(status))
                 for check in self.options.chosen:
                     self.check(check, nodes)
                 self._note_memory("at the end", nodes)
@@ -124,7 +127,7 @@ class Run:
         client = nodes.client(limit)
         timer = after(limit, client.close)
         try:
-            self._run(check, self._bench(nodes, client, began + limit))
+            self._add(check.run(self._bench(nodes, client, began + limit)))
         except Exception as error:  # One check must not stop the others.
             spent = time.monotonic() - began
             over = f" (its {limit:.0f} s were over)" if spent >= limit else ""
@@ -166,20 +169,14 @@ class Run:
             paper=self._paper,
         )
 
-    def _run(self, check: Check, bench: Bench) -> None:
+    def _add(self, results: Iterator[Found]) -> None:
         began = time.monotonic()
-        for found in check.run(bench):
+        for found in results:
             if isinstance(found, Outcome):
                 self.report.add(replace(found, seconds=time.monotonic() - began))
             else:
                 self.report.say(**found)
             began = time.monotonic()
-
-    def _describe(self, nodes: Nodes) -> None:
-        status = nodes.status()
-        assert status is not None  # The router has just said that all nodes are ready.
-        self.report.say(ready_s=round(time.monotonic() - self._began, 1), start_s=nodes.seconds)
-        self.report.keep(fingerprint=status.fingerprint, contracts=conditions.contracts(status))
 
     def _note_memory(self, moment: str, nodes: Nodes | None = None) -> None:
         self._memory[moment] = conditions.gpu_memory({} if nodes is None else nodes.owners())
@@ -192,9 +189,10 @@ class Run:
         """
         topology, log = self.options.topology, self.options.logs / "stock.log"
         self.options.logs.mkdir(parents=True, exist_ok=True)
-        prompts = [prompt for prompt, _, _ in paper_prompts(topology)]
+        config = json.loads((Path(topology.model_path) / "config.json").read_text())  # There is no cluster to ask.
+        paper = Prompts(vocab=config["vocab_size"], model_len=topology.model_len).paper()
         cases = self.options.logs / "paper.json"
-        cases.write_text(json.dumps({"prompts": prompts, "seed": PAPER_SEED, **PAPER}))
+        cases.write_text(json.dumps({"prompts": [prompt for prompt, _, _ in paper], "seed": PAPER_SEED, **PAPER}))
         flags = ["--cases", str(cases), "--max-model-len", str(topology.model_len)]
         flags += ["--tensor-parallel-size", str(topology.tensor_parallel_size)]
         gpus = topology.decode_gpus[: topology.tensor_parallel_size]
@@ -212,12 +210,6 @@ class Run:
         if code:
             raise ValueError(f"it ended with {code}: {text[-1500:]}")
         return result_of(text)
-
-
-def paper_prompts(topology: Topology) -> list[Case]:
-    """Return the paper test's prompts, without a cluster to ask."""
-    config = json.loads((Path(topology.model_path) / "config.json").read_text())
-    return Prompts(vocab=config["vocab_size"], model_len=topology.model_len).paper()
 
 
 def give_up(report: Report) -> None:

@@ -1,4 +1,4 @@
-"""The suite's own parts: topologies, edges, verdicts, time limits, and how the handoff benchmark reads a log."""
+"""The suite's own parts: topologies, edges, verdicts, time limits, and the pairs of the handoff benchmark."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from corun.errors import CorunError
 from corun_bench import conditions, nodes
 from corun_bench.nodes import Topology
 from tests.e2e.stock import result_of
-from tests.gpu import connector_read
 from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths
-from tests.gpu.handoff import logged_reads, raw_pairs, read_figures
+from tests.gpu.handoff import pairs
 from tests.gpu.report import Outcome, Report
 from tests.gpu.suite import Run, Suite
 
@@ -97,46 +96,35 @@ def test_exit_code(outcomes: list[Outcome], code: int, tmp_path: Path, capsys: p
     assert lines[-1] == {"start_s": 1.0}
 
 
-class StuckCluster:
-    """Enough of `Nodes` for a check that never ends."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def client(self, timeout_s: float) -> Any:
-        return self._client
+def hangs(bench: Bench) -> Iterator[Found]:
+    yield Outcome(name="before", total=1, equal=1)
+    bench.client.generate([1])
 
 
-def test_a_check_that_hangs_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Client("127.0.0.1:1", connect_timeout_s=60.0)  # nobody answers there
+def fails(bench: Bench) -> Iterator[Found]:
+    raise CorunError("broken")
+    yield {}
+
+
+@pytest.mark.parametrize(
+    ("work", "left_s", "verdicts", "words"),
+    [
+        (hangs, 560.0, ["equal", "ERROR"], "(its 1 s were over)"),
+        (fails, 560.0, ["ERROR"], "CorunError: broken"),
+        (hangs, 25.0, ["skipped"], ""),
+    ],
+)
+def test_a_check_ends_within_its_time_and_its_error_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, work: Any, left_s: float, verdicts: list[str], words: str
+) -> None:
+    client = Client("127.0.0.1:1", connect_timeout_s=60.0)  # Nobody answers there.
     monkeypatch.setattr(Run, "_bench", lambda self, cluster, client, deadline: SimpleNamespace(client=client))
-
-    def hangs(bench: Bench) -> Iterator[Found]:
-        yield Outcome(name="before", total=1, equal=1)
-        bench.client.generate([1])
-
-    run = Run(Suite(topology=Topology(model="tiny"), stock="off"))
-    run.check(Check(hangs, limit_s=1.0, least_s=0.5), StuckCluster(client))  # type: ignore[arg-type]
-    assert [outcome.verdict for outcome in run.report.outcomes] == ["equal", "ERROR"]
-    assert run.report.outcomes[1].seconds < 5
-    assert "were over" in run.report.outcomes[1].error
-
-
-def test_a_check_without_time_is_skipped() -> None:
-    run = Run(Suite(topology=Topology(model="tiny"), time_limit_s=10.0))
-    run.check(Check(lambda bench: iter(()), limit_s=60.0), StuckCluster(None))  # type: ignore[arg-type]
-    assert run.report.outcomes[0].verdict == "skipped"
-
-
-def test_a_failing_check_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(bench: Bench) -> Iterator[Found]:
-        raise CorunError("broken")
-        yield {}
-
-    monkeypatch.setattr(Run, "_bench", lambda self, cluster, client, deadline: SimpleNamespace())
-    run = Run(Suite(topology=Topology(model="tiny"), stock="off"))
-    run.check(Check(fails, limit_s=60.0), StuckCluster(Client("127.0.0.1:1")))  # type: ignore[arg-type]
-    assert "broken" in run.report.outcomes[0].error
+    run = Run(Suite(topology=Topology(model="tiny"), stock="off", time_limit_s=left_s))
+    cluster: Any = SimpleNamespace(client=lambda timeout_s: client)
+    run.check(Check(work, limit_s=1.0, least_s=0.5), cluster)
+    assert [outcome.verdict for outcome in run.report.outcomes] == verdicts
+    assert run.report.outcomes[-1].seconds < 5
+    assert words in run.report.outcomes[-1].error
 
 
 def test_lines_of_interest_are_taken_from_logs(tmp_path: Path) -> None:
@@ -149,62 +137,10 @@ def test_lines_of_interest_are_taken_from_logs(tmp_path: Path) -> None:
     }
 
 
-def test_figures_of_reads() -> None:
-    line = "INFO [d0] KV reads of rank {}: {{'count': {}, 'bytes': {}, 'seconds': {}, 'failed': 0}}, 4.00 GB/s each\n"
-    log = line.format(0, 3, 6000000, 0.0015) + "other\n" + line.format(1, 0, 0, 0.0) + line.format(0, 1, 2000000, 5e-4)
-    found = {rank: read_figures(totals) for rank, totals in logged_reads(log).items()}
-    assert found.keys() == {"0", "1"}
-    assert (found["0"]["count"], found["0"]["ms"], found["0"]["gb_per_s"], found["0"]["failed"]) == (4, 0.5, 4.0, 0)
-    assert "gb_per_s" not in found["1"]
-
-
-def test_figures_of_a_read_through_the_connector() -> None:
-    size = {"bytes": 4_000_000, "descriptors": 8, "merged_descriptors": 1}
-    found = connector_read.figures({**size, "post_s": [0.5, 0.001, 0.001, 0.003], "wait_s": [0.5, 0.001, 0.001, 0.004]})
-    assert (found["first_ms"], found["ms"], found["post_ms"], found["wait_ms"]) == (1000.0, 2.0, 1.0, 1.0)
-    assert (found["gb_per_s"], found["block"], found["repeats"]) == (2.0, 500_000, 3)
-    once = connector_read.figures({**size, "post_s": [0.5], "wait_s": [0.5]})
-    assert (once["ms"], once["repeats"]) == (1000.0, 0)
-
-
-def test_blocks_that_are_read_are_never_the_null_block() -> None:
-    assert connector_read.pick("ascending", 3, 100, seed=1) == [1, 2, 3]
-    theirs, ours = (connector_read.pick("shuffled", 99, 100, seed) for seed in (1, 2))
-    assert sorted(theirs) == sorted(ours) == list(range(1, 100))
-    assert theirs != ours
-
-
-def test_engines_on_one_gpu_start_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    events: list[str] = []
-    monkeypatch.setattr(connector_read, "connect", lambda decode, peer: events.append("connect"))
-
-    class Engine:
-        def __init__(self, plan: nodes.NodePlan, *_: Any) -> None:
-            self.name = plan.name
-            events.append(f"start {self.name}")
-
-        def facts(self, timeout_s: float) -> Any:
-            events.append(f"{self.name} is up")
-            return SimpleNamespace(endpoint=None)
-
-        def stop(self) -> None:
-            events.append(f"stop {self.name}")
-
-    monkeypatch.setattr(connector_read, "EngineProcess", Engine)
-    end = ["connect", "stop d0", "stop p0"]
-    with connector_read.connected(Topology(model="tiny"), tmp_path):
-        pass
-    assert events == ["start p0", "p0 is up", "start d0", "d0 is up", *end]
-    events.clear()
-    with connector_read.connected(Topology(model="tiny", decode_gpus=(1,)), tmp_path):
-        pass
-    assert events == ["start p0", "start d0", "p0 is up", "d0 is up", *end]
-
-
 def test_pairs_that_are_measured() -> None:
-    assert [pair.name for pair in raw_pairs(0)] == ["host memory"]
-    assert len(raw_pairs(1)) == 2
-    assert {pair.visible for pair in raw_pairs(2)} == {("0", "0"), ("0", "1"), ("0,1", "0,1")}
+    assert [pair.name for pair in pairs(0)] == ["host memory"]
+    assert len(pairs(1)) == 2
+    assert {pair.visible for pair in pairs(2)} == {("0", "0"), ("0", "1"), ("0,1", "0,1")}
 
 
 def test_result_of_stock_is_found_among_its_log() -> None:
