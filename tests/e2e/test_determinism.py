@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
+import subprocess
+import sys
 
 import pytest
 
 from corun import Client, Condition, Generation, SamplingParams
+from corun.models import tiny
+from corun.records.verification import VerifyCase
 from tests.e2e.conftest import CHUNK, SLOTS, Cluster
+from tests.e2e.stock import result_of
 
 pytestmark = pytest.mark.e2e
 
@@ -55,60 +61,37 @@ def differing(left: list[Generation], right: list[Generation]) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if bits(a) != bits(b)]
 
 
-@pytest.fixture(scope="module")
-def cases() -> list[Case]:
-    return make_cases(40)
-
-
-@pytest.fixture(scope="module")
-def alone(cluster: Cluster, cases: list[Case]) -> list[Generation]:
-    with cluster.client() as client:
-        return run(client, cases, concurrency=1)
-
-
-def test_outputs_are_diverse(alone: list[Generation]) -> None:
-    """Equal bits mean little if every output is the same."""
-    assert len({bits(generation) for generation in alone}) == len(alone)
-    assert len({token for generation in alone for token in generation.token_ids}) > 50
-
-
-def test_crowded_40_prompts_on_8_slots(cluster: Cluster, cases: list[Case], alone: list[Generation]) -> None:
-    with cluster.client() as client:
-        assert differing(alone, run(client, cases, concurrency=40)) == []
-
-
-def test_shuffled_arrival(cluster: Cluster, cases: list[Case], alone: list[Generation]) -> None:
+def test_40_prompts_on_8_slots_in_two_orders(cluster: Cluster) -> None:
+    cases = make_cases(40)
     order = list(range(len(cases)))
     random.Random(4).shuffle(order)
     with cluster.client() as client:
+        alone = run(client, cases, concurrency=1)
+        crowded = run(client, cases, concurrency=40)
         shuffled = run(client, [cases[i] for i in order], concurrency=SLOTS)
+    # Equal bits mean little if every output is the same.
+    assert len({bits(generation) for generation in alone}) == len(alone)
+    assert len({token for generation in alone for token in generation.token_ids}) > 50
+    assert differing(alone, crowded) == []
     assert differing([alone[i] for i in order], shuffled) == []
 
 
-def test_verify_under_every_condition(cluster: Cluster, cases: list[Case]) -> None:
+def test_verify_under_every_condition(cluster: Cluster) -> None:
+    """A wrong digest is the negative control of the check itself."""
+    cases = make_cases(10)
+    prompt, params, seed = cases[1]
+    wrong = VerifyCase(prompt_token_ids=tuple(prompt), sampling_params=params, seed=seed, output_digest="0" * 64)
     with cluster.client() as client:
-        verify_all(client, cases[:10])
+        verify_all(client, cases)
+        assert [result.match for result in client.verify([wrong], [Condition.ALONE])] == [False]
 
 
 def verify_all(client: Client, cases: list[Case]) -> None:
     """The router's own check: alone, crowded, behind samples that hold the first slots, shuffled."""
-    from corun.records.verification import VerifyCase
-
     checked = [VerifyCase(prompt_token_ids=tuple(p), sampling_params=q, seed=s) for p, q, s in cases]
     results = list(client.verify(checked))
     assert len(results) == len(checked) * len(Condition)
     assert [result for result in results if not result.match] == []
-
-
-def test_verify_notices_a_wrong_digest(cluster: Cluster, cases: list[Case]) -> None:
-    """Negative control of the check itself."""
-    from corun.records.verification import VerifyCase
-
-    prompt, params, seed = cases[1]
-    wrong = VerifyCase(prompt_token_ids=tuple(prompt), sampling_params=params, seed=seed, output_digest="0" * 64)
-    with cluster.client() as client:
-        results = list(client.verify([wrong], [Condition.ALONE]))
-    assert [result.match for result in results] == [False]
 
 
 def test_n_samples_are_n_seeds(cluster: Cluster) -> None:
@@ -126,29 +109,12 @@ def test_n_samples_are_n_seeds(cluster: Cluster) -> None:
             assert client.generate("Once upon a time", one, seed=sample.seed).logprobs == sample.logprobs
 
 
-def test_derived_seed_follows_the_request_id(cluster: Cluster) -> None:
-    params = SamplingParams(max_tokens=8)
-    with cluster.client() as client:
-        same = [client.generate("The clock", params, request_id="job-7") for _ in range(2)]
-        other = client.generate("The clock", params, request_id="job-8")
-    assert same[0].seed == same[1].seed != other.seed
-    assert same[0].token_ids == same[1].token_ids
-
-
-def test_a_neighbours_seed_plus_one_is_another_stream(cluster: Cluster) -> None:
-    """vLLM seeds sample i with seed + i, so that neighbours share streams; ours must not."""
-    params = SamplingParams(n=2, max_tokens=24, temperature=1.0)
-    with cluster.client() as client:
-        second_of_seven = client.generate("A quiet town", params, seed=7).samples[1]
-        eight = client.generate("A quiet town", SamplingParams(max_tokens=24, temperature=1.0), seed=8)
-    assert second_of_seven.token_ids != eight.token_ids
-
-
-def test_receipt_says_what_ran(cluster: Cluster) -> None:
-    with cluster.client() as client:
-        done = client.generate("The hills", SamplingParams(max_tokens=5, logprobs=True, ignore_eos=True), seed=3)
-        fingerprint = client.get_cluster().fingerprint
-    receipt = done.receipt
-    assert (receipt.prefill_node.node_id, receipt.decode_node.node_id) == ("p0", "d0")
-    assert (receipt.seed, receipt.num_output_tokens, receipt.fingerprint) == (3, 5, fingerprint)
-    assert len(fingerprint) == 64
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="attention on CPU splits KV over 2 or more threads")
+@pytest.mark.timeout(400)
+def test_stock_vllm_differs_between_alone_and_crowded() -> None:
+    """Negative control: stock vLLM fails the check that the cluster passes, on the same model and machine."""
+    command = [sys.executable, "-m", "tests.e2e.stock", str(tiny.ensure())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = result_of(done.stdout)
+    assert result["equal"] < result["prompts"], "every bit agreed on stock vLLM: these tests prove nothing here"

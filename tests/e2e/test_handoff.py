@@ -105,7 +105,6 @@ class Nodes:
         return sample
 
     def run(self, handle: KvHandle, tokens: Prompt) -> Sample:
-        """A sample to its end."""
         sample = self.start(handle, tokens)
         wait_until(lambda: sample.ended is not None, "the sample ends", CALL_S)
         return sample
@@ -217,12 +216,14 @@ def test_a_mixed_up_handle_is_refused(cluster: Cluster, nodes: Nodes, field: str
         assert nodes.run(kept, name).ended is FinishReason.LENGTH
 
 
-def test_blocks_in_another_order_are_refused(cluster: Cluster, nodes: Nodes) -> None:
+def test_blocks_in_another_order_and_kv_of_an_earlier_generation_are_refused(cluster: Cluster, nodes: Nodes) -> None:
     tokens = prompt(6)
     handle = nodes.prefill(tokens)
     first, second, *rest = handle.block_ids[0]
     swapped = bound(replace(handle, block_ids=((second, first, *rest),)))
     assert "block 0 of 3 is not this prompt's (2 are not)" in refused_after_the_read(cluster, nodes, swapped, tokens)
+    renamed = bound(replace(handle, prefill_node=replace(handle.prefill_node, generation="0" * 16)))
+    assert "is not this prompt's" in refused_after_the_read(cluster, nodes, renamed, tokens)
     nodes.release(handle)
 
 
@@ -252,14 +253,6 @@ def test_a_handle_of_another_reader_is_refused(nodes: Nodes) -> None:
     samples = [nodes.run(made, tokens) for made in (own, alone)]
     assert [sample.ended for sample in samples] == [FinishReason.LENGTH] * 2
     assert (samples[0].tokens, samples[0].logprobs) == (samples[1].tokens, samples[1].logprobs)
-
-
-def test_kv_of_an_earlier_prefill_generation_is_refused(cluster: Cluster, nodes: Nodes) -> None:
-    tokens = prompt(9)
-    handle = nodes.prefill(tokens)
-    renamed = bound(replace(handle, prefill_node=replace(handle.prefill_node, generation="0" * 16)))
-    assert "is not this prompt's" in refused_after_the_read(cluster, nodes, renamed, tokens)
-    nodes.release(handle)
 
 
 def test_another_prompt_for_the_same_kv_is_refused(nodes: Nodes) -> None:
