@@ -10,7 +10,7 @@ from corun.config.flags import parse
 from corun.models import downloaded
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint
-from corun.observe.endpoints import Observation, observed
+from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
 from corun.types import NodeRole
 from corun.v1 import prefill_service_pb2_grpc
@@ -18,41 +18,37 @@ from prefill_node.engine import VllmPrefillEngine
 from prefill_node.service import SERVICE_NAME, PrefillService
 
 
-async def run(config: PrefillConfig, stop: asyncio.Event, observation: Observation) -> None:
-    config = replace(config, model=downloaded(config.model))
-    ref = node_ref(config, NodeRole.PREFILL)
-    start_tracing(ref, NodeRole.PREFILL)
-    endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
-    engine = await VllmPrefillEngine.launch(config, ref, endpoint)
-    kv_tokens = engine.facts.kv_blocks * engine.facts.block_size
-    service = PrefillService(ref, engine, kv_tokens=kv_tokens)
-    service.metrics.show_engine(engine, engine.facts.kv_blocks)
-
-    await live_and_leave(
-        config,
-        Role(
-            engine=engine,
-            service=service,
-            service_name=SERVICE_NAME,
-            register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-            info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
-            metrics=service.metrics,
-        ),
-        stop,
-        observation,
-    )
-
-
-async def watched(config: PrefillConfig, stop: asyncio.Event) -> None:
+async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
     """Run the node; its health and metrics can be observed before its engine has loaded."""
     async with observed(config) as observation:
-        await run(config, stop, observation)
+        config = replace(config, model=downloaded(config.model))
+        ref = node_ref(config, NodeRole.PREFILL)
+        start_tracing(ref, NodeRole.PREFILL)
+        endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
+        engine = await VllmPrefillEngine.launch(config, ref, endpoint)
+        kv_tokens = engine.facts.kv_blocks * engine.facts.block_size
+        service = PrefillService(ref, engine, kv_tokens=kv_tokens)
+        service.metrics.show_engine(engine, engine.facts.kv_blocks)
+
+        await live_and_leave(
+            config,
+            Role(
+                engine=engine,
+                service=service,
+                service_name=SERVICE_NAME,
+                register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
+                info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
+                metrics=service.metrics,
+            ),
+            stop,
+            observation,
+        )
 
 
 def main() -> None:
     config = parse(PrefillConfig, prog="prefill_node")
     log_to_stderr()
-    serve(lambda stop: watched(config, stop))
+    serve(lambda stop: run(config, stop))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
 
 
 class VllmPrefillEngine:
-    """Implements `prefill_node.service.PrefillEngine` on `AsyncLLM`. Build it with `launch`."""
+    """Implements `prefill_node.sharing.PrefillEngine` on `AsyncLLM`. Build it with `launch`."""
 
     def __init__(
         self,
@@ -104,8 +104,15 @@ class VllmPrefillEngine:
             InvalidArgumentError: no node can compute the prompt (field "prompt.token_ids"), it can never fit this
                 node's KV, or KV is still held here under the same id.
         """
-        self._check_prompt(prompt_token_ids)
-        self._check_fits(len(prompt_token_ids))
+        # Routers check lengths and token ids before they begin. The engine has no tokenizer, and a token id that the
+        # model does not have would crash it.
+        check_lengths(len(prompt_token_ids), 1, self.facts.max_model_len)
+        if (largest := max(prompt_token_ids)) >= self.facts.vocab_size:
+            raise InvalidArgumentError("prompt.token_ids", largest, f"must be in [0, {self.facts.vocab_size})")
+        room = self.facts.kv_blocks * self.facts.block_size - 1
+        if len(prompt_token_ids) > room:
+            num_tokens = f"{len(prompt_token_ids)} tokens"
+            raise InvalidArgumentError("prompt_token_ids", num_tokens, f"must be at most {room} tokens")
         if request_id in self._kept:  # vLLM's scheduler crashes if it gets an id that it still knows.
             raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
         digest = prompt_digest(prompt_token_ids)
@@ -135,11 +142,9 @@ class VllmPrefillEngine:
         return all(answers)
 
     def holds(self, request_id: str) -> bool:
-        """See `PrefillEngine.holds`."""
         return request_id in self._kept
 
     async def release(self, request_id: str, reader: str) -> None:
-        """See `PrefillEngine.release`."""
         await base.call_workers(self._llm, "release_kv", request_id, reader, timeout_s=RELEASE_TIMEOUT_S)
 
     async def held_kv_blocks(self) -> int:
@@ -149,27 +154,23 @@ class VllmPrefillEngine:
         if not self._kept:  # Asking keeps an idle worker spinning for a second (device_communicators/shm_broadcast.py).
             return 0
         async with self._asking:  # Of two parallel calls, one could drop prefills that the other still holds as fresh.
-            await self._ask_held()
+            fresh, self._fresh = self._fresh, set()
+            try:
+                held = await base.call_workers(self._llm, "held_kv", timeout_s=HELD_TIMEOUT_S)
+            except (UnavailableError, asyncio.CancelledError) as error:
+                self._fresh |= fresh
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                return self.known_kv_blocks
+            known = fresh | self._fresh | {name for rank in held for name in rank["names"]}
+            self.expired_claims = held[0]["expired"]
+            self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
         return self.known_kv_blocks
 
     @property
     def known_kv_blocks(self) -> int:
         """The number of KV blocks that are held, as far as is known without asking the worker."""
         return sum(self._kept.values())
-
-    async def _ask_held(self) -> None:
-        fresh, self._fresh = self._fresh, set()
-        try:
-            held = await base.call_workers(self._llm, "held_kv", timeout_s=HELD_TIMEOUT_S)
-        except UnavailableError:
-            self._fresh |= fresh
-        except asyncio.CancelledError:
-            self._fresh |= fresh
-            raise
-        else:
-            known = fresh | self._fresh | {name for rank in held for name in rank["names"]}
-            self.expired_claims = held[0]["expired"]
-            self._kept = {name: blocks for name, blocks in self._kept.items() if name in known}
 
     async def answer(self) -> None:
         """See `corun.node.watchdog.Engine.answer`."""
@@ -182,18 +183,6 @@ class VllmPrefillEngine:
     async def close(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown()
-
-    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Check the prompt's length and token ids, as routers do before they begin. The engine has no tokenizer, and a
-        token id that the model does not have would crash it."""
-        check_lengths(len(prompt_token_ids), 1, self.facts.max_model_len)
-        if (largest := max(prompt_token_ids)) >= self.facts.vocab_size:
-            raise InvalidArgumentError("prompt.token_ids", largest, f"must be in [0, {self.facts.vocab_size})")
-
-    def _check_fits(self, num_tokens: int) -> None:
-        room = self.facts.kv_blocks * self.facts.block_size - 1
-        if num_tokens > room:
-            raise InvalidArgumentError("prompt_token_ids", f"{num_tokens} tokens", f"must be at most {room} tokens")
 
     async def _run(self, request_id: str, prompt_token_ids: Sequence[int], owner_name: int) -> dict[str, Any]:
         from vllm.inputs import TokensPrompt

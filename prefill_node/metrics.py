@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from corun.observe.metrics import Metrics
 
-
-class Engine(Protocol):
-    """The state of an engine's KV that is known without asking the engine."""
-
-    expired_claims: int
-
-    @property
-    def known_kv_blocks(self) -> int: ...
+RATE_KEPT = 0.8
+"""The weight of all earlier prompts in the rate, at each new one."""
 
 
 class PrefillMetrics(Metrics):
@@ -39,9 +33,8 @@ class PrefillMetrics(Metrics):
         self.queue_seconds = self.histogram("queue_seconds", "Wait of a prompt until it was computed")
         text = "Computation of a prompt, with its wait for KV room"
         self.compute_seconds = self.histogram("compute_seconds", text)
-        self.rate = Rate()
-        """The rate at which prompt tokens are computed."""
         self._done_at = 0.0
+        self._tokens = self._seconds = 0.0  # Of the last prompts; older ones count less and less.
 
     def note_prompt(self, num_tokens: int, arrived: float, now: float) -> tuple[float, float]:
         """Count a finished prompt; times are on the loop's clock. Return its waiting and computing time in seconds."""
@@ -51,32 +44,18 @@ class PrefillMetrics(Metrics):
         self.prompt_tokens.inc(num_tokens)
         self.queue_seconds.observe(began - arrived)
         self.compute_seconds.observe(now - began)
-        self.rate.note(num_tokens, now - began)
+        self._tokens = RATE_KEPT * self._tokens + num_tokens
+        self._seconds = RATE_KEPT * self._seconds + now - began
         return began - arrived, now - began
 
-    def show_engine(self, engine: Engine, kv_blocks: int) -> None:
-        """Show the state of the engine's KV. kv_blocks: the number of blocks that prompts can use."""
+    def seconds_for(self, num_tokens: int) -> float:
+        """Return how many seconds so many tokens take at the rate of the last prompts; 0 while nothing is known."""
+        return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+    def show_engine(self, engine: Any, kv_blocks: int) -> None:
+        """Show the engine's `known_kv_blocks` and `expired_claims`. kv_blocks: the blocks that prompts can use."""
         self.gauge("kv_blocks", "KV blocks that prompts can use").set(kv_blocks)
         text = "KV blocks that wait for their reader"
         self.gauge("held_kv_blocks", text).set_function(lambda: engine.known_kv_blocks)
         text = "Prompts whose KV was neither read nor released before its lease ended"
         self.counters_of("expired_claims", text, (), lambda: {(): engine.expired_claims})
-
-
-class Rate:
-    """The rate of work in units per second. Older pieces of work count less and less."""
-
-    _KEPT = 0.8
-    """The share of the sums so far that is kept with every new piece of work."""
-
-    def __init__(self) -> None:
-        self._units = 0.0
-        self._seconds = 0.0
-
-    def note(self, units: float, seconds: float) -> None:
-        self._units = self._KEPT * self._units + units
-        self._seconds = self._KEPT * self._seconds + seconds
-
-    def seconds_for(self, units: float) -> float:
-        """Return how many seconds so many units take; 0 while nothing is known."""
-        return units * self._seconds / self._units if self._units else 0.0

@@ -1,58 +1,24 @@
 """The gRPC service of a prefill node.
 
-Owns: which calls are accepted, which KV is released when a caller goes away, the node's load.
-Must not know: vLLM. The engine is any object with the methods of `PrefillEngine`.
+Owns: which calls are accepted, which KV is released when a caller goes away, the node's load. Must not know: vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
 
 from corun.errors import InvalidArgumentError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import SEPARATORS
-from corun.observe.tracing import Lap, Value, caller_of
+from corun.observe.tracing import Value, caller_of
 from corun.rpc import codec
 from corun.rpc.interceptor import Context
 from corun.types import KvHandle, NodeLoad, NodeRef
-from corun.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+from corun.v1 import prefill_service_pb2 as pb
+from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.sharing import Engine, Sharing
+from prefill_node.sharing import PrefillEngine, Sharing
 
 SERVICE_NAME = "corun.v1.PrefillService"
-
-
-class PrefillEngine(Engine, Protocol):
-    """The methods that a prefill node needs from its engine."""
-
-    async def held_kv_blocks(self) -> int:
-        """Return the number of KV blocks of finished prefills that are not yet read, released or expired."""
-
-
-class _Metered:
-    """An engine whose prefills are counted; a prefill that several requests share is counted once."""
-
-    def __init__(self, engine: PrefillEngine, metrics: PrefillMetrics) -> None:
-        self.computing: dict[str, int] = {}  # request id -> prompt tokens
-        self.laps: dict[str, list[Lap]] = {}  # request id -> the request's laps, for the requests that record them
-        self.share, self.release, self.holds = engine.share, engine.release, engine.holds
-        self._engine = engine
-        self._metrics = metrics
-
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
-        now = asyncio.get_running_loop().time
-        arrived = now()
-        self.computing[request_id] = len(prompt_token_ids)
-        try:
-            handle = await self._engine.prefill(request_id, prompt_token_ids, reader)
-        finally:
-            del self.computing[request_id]
-        waited, computed = self._metrics.note_prompt(len(prompt_token_ids), arrived, now())
-        began = arrived + waited
-        if request_id in self.laps:
-            self.laps[request_id] += [("queue", arrived, began), ("compute", began, began + computed)]
-        return handle
 
 
 class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
@@ -66,13 +32,12 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         """The reason why the node accepts no new work now; empty if it accepts work."""
         self._engine = engine
         self.metrics = metrics = PrefillMetrics()
-        self._metered = _Metered(engine, metrics)
-        self.sharing = Sharing(self._metered, kv_tokens, metrics)
+        self.sharing = Sharing(engine, kv_tokens, metrics)
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
         metrics.queued_prompts.set_function(lambda: self.queued_prompts)
         metrics.queued_prompt_tokens.set_function(lambda: self.queued_tokens)
-        metrics.expected_wait_seconds.set_function(lambda: metrics.rate.seconds_for(self.queued_tokens))
+        metrics.expected_wait_seconds.set_function(lambda: metrics.seconds_for(self.queued_tokens))
 
     @property
     def queued_prompts(self) -> int:
@@ -82,7 +47,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
     @property
     def queued_tokens(self) -> int:
         """The number of tokens of the prompts that the engine has to compute for the queued requests."""
-        return sum(self._metered.computing.values())
+        return sum(self.sharing.computing.values())
 
     async def load(self) -> NodeLoad:
         """Return the node's load.
@@ -103,52 +68,39 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             self._given_up[request_id] = reason
             task.cancel()
 
-    async def Prefill(
-        self, request: prefill_service_pb2.PrefillRequest, context: Context
-    ) -> prefill_service_pb2.PrefillResponse:
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         self._admit(request)
-        prompt = list(request.prompt_token_ids)
-        reader = codec.node_ref_from_proto(request.reader)
-        laps = self._metered.laps[request.request_id] = []
+        name, prompt = request.request_id, list(request.prompt_token_ids)
+        reader, scope = codec.node_ref_from_proto(request.reader), request.share_scope
+        laps = self.sharing.laps[name] = []
+        prefill = self.sharing.prefill(name, prompt, reader, scope, more_follow=request.more_follow)
+        # `give_up` can cancel this task without cancelling the call.
+        task = self._running[name] = asyncio.ensure_future(prefill)
         try:
-            handle = await self._run(request, prompt, reader)
+            handle = await task
         except BaseException as error:
             self.metrics.failed_prompts.inc()
             if not isinstance(error, asyncio.CancelledError):
                 raise
             # The prefill may have finished already. The caller gets no handle, so only this node can free the KV.
-            self.sharing.release_soon(request.request_id)
-            if reason := self._given_up.get(request.request_id):
+            self.sharing.release_soon(name)
+            if reason := self._given_up.get(name):
                 raise UnavailableError(f"prefill node {self.ref.node_id}: {reason}") from None
             raise
         finally:
-            del self._metered.laps[request.request_id]
-            self._given_up.pop(request.request_id, None)
+            del self._running[name], self.sharing.laps[name]
+            self._given_up.pop(name, None)
         facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
         caller_of(context).laps(laps, facts)
-        return prefill_service_pb2.PrefillResponse(handle=codec.kv_handle_to_proto(handle))
+        return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle))
 
-    async def ReleaseKv(
-        self, request: prefill_service_pb2.ReleaseKvRequest, context: Context
-    ) -> prefill_service_pb2.ReleaseKvResponse:
+    async def ReleaseKv(self, request: pb.ReleaseKvRequest, context: Context) -> pb.ReleaseKvResponse:
         # The KV of another generation ended with its process: there is nothing to release, and this is no error.
         if request.generation == self.ref.generation:
             await self.sharing.release(request.request_id)
-        return prefill_service_pb2.ReleaseKvResponse()
+        return pb.ReleaseKvResponse()
 
-    async def _run(
-        self, request: prefill_service_pb2.PrefillRequest, prompt: Sequence[int], reader: NodeRef
-    ) -> KvHandle:
-        """Run the prefill in a task of its own, so that `give_up` can cancel it without cancelling the call."""
-        name, scope = request.request_id, request.share_scope
-        prefill = self.sharing.prefill(name, prompt, reader, scope, more_follow=request.more_follow)
-        task = self._running[name] = asyncio.ensure_future(prefill)
-        try:
-            return await task
-        finally:
-            del self._running[name]
-
-    def _admit(self, request: prefill_service_pb2.PrefillRequest) -> None:
+    def _admit(self, request: pb.PrefillRequest) -> None:
         if request.generation != self.ref.generation:
             raise StaleGenerationError(self.ref.node_id, request.generation, self.ref.generation)
         if self.closed:
@@ -156,9 +108,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         if self.draining:
             raise UnavailableError(f"prefill node {self.ref.node_id} is draining")
         if not request.reader.node_id or not request.reader.generation:
-            raise InvalidArgumentError(
-                "reader", str(codec.node_ref_from_proto(request.reader)), "must be a decode node"
-            )
+            reader = codec.node_ref_from_proto(request.reader)
+            raise InvalidArgumentError("reader", str(reader), "must be a decode node")
         if not request.prompt_token_ids:
             raise InvalidArgumentError("prompt_token_ids", [], "must hold at least one token id")
         if not request.request_id or request.request_id in self._running:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from corun.errors import CorunError
 from corun.node.kv.handle import bound
+from corun.observe.tracing import Lap
 from corun.receipt import prompt_digest
 from corun.types import KvHandle, NodeRef
 from prefill_node.metrics import PrefillMetrics
@@ -31,7 +32,7 @@ KEPT_PART = 0.25
 """The largest part of the KV room that may be kept so. The rest is for running prefills and KV about to be read."""
 
 
-class Engine(Protocol):
+class PrefillEngine(Protocol):
     """The engine that computes and keeps KV."""
 
     async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
@@ -54,13 +55,14 @@ class Engine(Protocol):
     def holds(self, request_id: str) -> bool:
         """Return whether a finished prefill's KV waits for a reader, as far as is known without asking the worker."""
 
+    async def held_kv_blocks(self) -> int:
+        """Return the number of KV blocks of finished prefills that are not yet read, released or expired."""
+
 
 class _Computation:
     """One computation of a prompt's KV, for all requests that ask for it. It is cancelled if no request is left."""
 
-    def __init__(
-        self, engine: Engine, name: str, prompt: Sequence[int], reader: NodeRef, drop: Callable[[str, set[str]], None]
-    ) -> None:
+    def __init__(self, sharing: Sharing, name: str, prompt: Sequence[int], reader: NodeRef) -> None:
         self.name = name
         """The engine's id of this prefill, which is the id of the first request."""
         self.num_tokens = len(prompt)
@@ -71,11 +73,12 @@ class _Computation:
         """The readers that the KV is kept for; a reader stays in the set after it has read the KV."""
         self.is_gone = False
         """Whether the KV no longer exists or will never exist."""
-        self._engine = engine
-        self._drop = drop
+        self._sharing = sharing
+        self._engine = sharing.engine
         self._letting_go: asyncio.TimerHandle | None = None
         self.task = asyncio.ensure_future(self._compute(prompt, reader))
-        self.task.add_done_callback(_heard)
+        # Each waiting request raises the task's error, and without one it needs no warning.
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def wait(self, request_id: str) -> KvHandle | None:
         """Wait for the KV and return its handle; None if the KV was already gone when this request joined."""
@@ -99,16 +102,18 @@ class _Computation:
             self._letting_go.cancel()
         if KEEPER in self.claims:
             self.claims.discard(KEEPER)
-            self._drop(self.name, {KEEPER})
+            self._sharing.drop(self.name, {KEEPER})
 
     async def _compute(self, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
         try:
-            handle = await self._engine.prefill(self.name, prompt, reader)
+            handle = await self._sharing.compute(self.name, prompt, reader)
             await self._count()
         except BaseException as error:
             self.is_gone = True
             if self.claims or isinstance(error, asyncio.CancelledError):
-                self._drop(self.name, {self.name, *self.claims})  # The KV may exist, but no request gets its handle.
+                self._sharing.drop(
+                    self.name, {self.name, *self.claims}
+                )  # The KV may exist, but no request gets its handle.
             raise
         return handle
 
@@ -154,9 +159,11 @@ class Sharing:
     kv_tokens: the number of tokens that there is KV room for.
     """
 
-    def __init__(self, engine: Engine, kv_tokens: int, metrics: PrefillMetrics) -> None:
+    def __init__(self, engine: PrefillEngine, kv_tokens: int, metrics: PrefillMetrics) -> None:
+        self.engine = engine
         self.metrics = metrics
-        self._engine = engine
+        self.computing: dict[str, int] = {}  # id of the prefill -> prompt tokens
+        self.laps: dict[str, list[Lap]] = {}  # request id -> the request's laps, for the requests that record them
         self._max_kept = int(KEPT_PART * kv_tokens)
         self._room_beside = kv_tokens - self._max_kept
         self._computations: dict[Key, _Computation] = {}
@@ -181,13 +188,13 @@ class Sharing:
         if len(prompt_token_ids) > self._room_beside:
             self.let_go()
         if not scope:
-            return await self._engine.prefill(request_id, prompt_token_ids, reader)
+            return await self.compute(request_id, prompt_token_ids, reader)
         key = scope, prompt_digest(prompt_token_ids)
         while True:
             found = self._computations.get(key)
             if found is None or found.is_gone:
                 self._prune()
-                found = _Computation(self._engine, request_id, prompt_token_ids, reader, self._release_soon)
+                found = _Computation(self, request_id, prompt_token_ids, reader)
             self._computations.pop(key, None)
             self._computations[key] = found  # The dict is in the order of the last request for each computation.
             found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
@@ -198,6 +205,21 @@ class Sharing:
             finally:
                 if found.is_gone and self._computations.get(key) is found:
                     self._ending.append(self._computations.pop(key))
+
+    async def compute(self, request_id: str, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
+        """Have the engine compute a prompt. A prefill that several requests share is counted once."""
+        now = asyncio.get_running_loop().time
+        arrived = now()
+        self.computing[request_id] = len(prompt)
+        try:
+            handle = await self.engine.prefill(request_id, prompt, reader)
+        finally:
+            del self.computing[request_id]
+        waited, computed = self.metrics.note_prompt(len(prompt), arrived, now())
+        began = arrived + waited
+        if request_id in self.laps:
+            self.laps[request_id] += [("queue", arrived, began), ("compute", began, began + computed)]
+        return handle
 
     def let_go(self) -> None:
         """Keep KV only for requests that have already asked for it, because no more requests will come."""
@@ -219,44 +241,37 @@ class Sharing:
         """Release the KV for a request whose reader will not read it. Unknown ids are passed to the engine."""
         for made in (*self._computations.values(), *self._ending):
             if request_id in made.claims:
-                await self._engine.release(made.name, request_id)
+                await self.engine.release(made.name, request_id)
                 return
             if request_id == made.name:
                 return  # This request gave up before it was counted; the KV belongs to the other readers.
-        await self._engine.release(request_id, request_id)
+        await self.engine.release(request_id, request_id)
 
     def release_soon(self, request_id: str) -> None:
         """Call `release` in the background."""
         self._spawn(self.release(request_id))
 
-    def _release_soon(self, name: str, readers: set[str]) -> None:
+    def drop(self, name: str, readers: set[str]) -> None:
+        """Remove readers from a prefill in the background."""
         for reader in readers:
-            self._spawn(self._engine.release(name, reader))
+            self._spawn(self.engine.release(name, reader))
 
     def _spawn(self, release: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(_patient(release))
+        async def patiently() -> None:
+            try:
+                await release
+            except CorunError as error:  # A stuck engine releases the KV when it continues.
+                log.warning("KV was not released yet: %s", error)
+
+        task = asyncio.ensure_future(patiently())
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
     def _prune(self) -> None:
         """Forget the computations whose KV no longer exists."""
-        for key, made in list(self._computations.items()):
-            if not self._is_there(made):
-                del self._computations[key]
-        self._ending = [made for made in self._ending if self._is_there(made)]
 
-    def _is_there(self, made: _Computation) -> bool:
-        return not made.task.done() or self._engine.holds(made.name)
+        def is_there(made: _Computation) -> bool:
+            return not made.task.done() or self.engine.holds(made.name)
 
-
-async def _patient(release: Coroutine[Any, Any, None]) -> None:
-    try:
-        await release
-    except CorunError as error:  # A stuck engine releases the KV when it continues.
-        log.warning("KV was not released yet: %s", error)
-
-
-def _heard(task: asyncio.Task[KvHandle]) -> None:
-    """Mark a task's error as retrieved: each waiting request raises it, and without one it needs no warning."""
-    if not task.cancelled():
-        task.exception()
+        self._computations = {key: made for key, made in self._computations.items() if is_there(made)}
+        self._ending = [made for made in self._ending if is_there(made)]
