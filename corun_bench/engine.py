@@ -118,7 +118,7 @@ def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
     made.max_num_seqs = settings.slots
     made.disable_custom_all_reduce = settings.tensor_parallel_size > 2
     if not on_cpu:
-        from decode_node.ladder import smaller_than
+        from decode_node.slots import smaller_than
         from prefill_node.engine import prefill_buckets
 
         made.max_num_batched_tokens = settings.chunk_size

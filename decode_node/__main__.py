@@ -11,7 +11,7 @@ from corun.config.flags import parse
 from corun.models import downloaded
 from corun.node.life import Role, live_and_leave, log_to_stderr, node_info, node_ref, start_tracing
 from corun.node.vllm.start import nixl_endpoint
-from corun.observe.endpoints import Observation, observed
+from corun.observe.endpoints import observed
 from corun.rpc.server import run as serve
 from corun.types import NodeRole
 from corun.v1 import decode_service_pb2_grpc
@@ -20,43 +20,38 @@ from decode_node.service import SERVICE_NAME, DecodeService
 from decode_node.slots import SlotTable
 
 
-async def run(config: DecodeConfig, stop: asyncio.Event, observation: Observation) -> None:
-    config = replace(config, model=downloaded(config.model), slots=config.slots or default_slots())
-    ref = node_ref(config, NodeRole.DECODE)
-    start_tracing(ref, NodeRole.DECODE)
-    engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
-    facts = engine.facts
-    table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
-    service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
-    service.ladder = engine.ladder
-    engine.on_step = service.on_step
-    engine.on_kv_reads = service.on_kv_reads
-
-    await live_and_leave(
-        config,
-        Role(
-            engine=engine,
-            service=service,
-            service_name=SERVICE_NAME,
-            register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
-            info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
-            metrics=service.metrics,
-        ),
-        stop,
-        observation,
-    )
-
-
-async def watched(config: DecodeConfig, stop: asyncio.Event) -> None:
+async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
     """Run the node; its health and metrics can be observed before its engine has loaded."""
     async with observed(config) as observation:
-        await run(config, stop, observation)
+        config = replace(config, model=downloaded(config.model), slots=config.slots or default_slots())
+        ref = node_ref(config, NodeRole.DECODE)
+        start_tracing(ref, NodeRole.DECODE)
+        engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
+        facts = engine.facts
+        table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
+        service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms, kv_reads=lambda: engine.kv_reads)
+        service.step_sizes = engine.step_sizes
+        engine.on_step = service.on_step
+
+        await live_and_leave(
+            config,
+            Role(
+                engine=engine,
+                service=service,
+                service_name=SERVICE_NAME,
+                register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
+                info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
+                metrics=service.metrics,
+            ),
+            stop,
+            observation,
+        )
 
 
 def main() -> None:
     config = parse(DecodeConfig, prog="decode_node")
     log_to_stderr()
-    serve(lambda stop: watched(config, stop))
+    serve(lambda stop: run(config, stop))
 
 
 if __name__ == "__main__":

@@ -36,31 +36,54 @@ class Probe:
     """The contents of its KV blocks, per layer."""
 
 
-class Bench:
-    """Sets up scenes: it places sequences in KV blocks and runs their steps."""
+class Certification:
+    """The probes, and the bits that each one has alone in a step of all slots."""
 
-    def __init__(self, stepper: Stepper, rows: int, sampling: Sampling) -> None:
+    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling) -> None:
+        """Compute the expected bits. The worker must use steps of all slots at this time."""
         self._stepper = stepper
-        self._rows = rows
         self._sampling = sampling
         self._draw = random.Random(SEED)
         self._names = 0
-        room = (stepper.num_blocks - 1) // rows * stepper.block_size
-        self.longest = min(LONGEST, stepper.max_model_len - STEPS, room - STEPS)
-        blocks = list(range(NULL_BLOCK + 1, 1 + rows * self._blocks_of(self.longest)))
+        room = (stepper.num_blocks - 1) // slots * stepper.block_size
+        self._longest = min(LONGEST, stepper.max_model_len - STEPS, room - STEPS)
+        blocks = list(range(NULL_BLOCK + 1, 1 + slots * self._blocks_of(self._longest)))
         stepper.scramble(blocks, SEED)
         self._draw.shuffle(blocks)
         self._pool = BlockPool(free=blocks)
+        self._probes = [self._probe(number) for number in range(min(PROBES, slots))]
+        self._expected = self._one_by_one()
 
-    def probe(self, number: int) -> Probe:
-        length = self._draw.randint(1, self.longest)
+    def check(self, rows: int) -> str:
+        """Run the probes alone in other KV blocks, with half of the rows busy, with all rows busy, and with row moves.
+
+        Returns:
+            The first difference in words; empty if every bit is the same.
+        """
+        others = rows - len(self._probes)
+        scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {
+            "alone, in other KV blocks": self._one_by_one,
+            "half of the rows busy": lambda: self._play(self._probes, crowd=others // 2, moving=False),
+            "all rows busy": lambda: self._play(self._probes, crowd=others, moving=False),
+            "rows move": lambda: self._play(self._probes, crowd=others // 2, moving=True),
+        }
+        findings = (compare(self._expected, scene(), name) for name, scene in scenes.items())
+        return next((finding for finding in findings if finding), "")
+
+    def _one_by_one(self) -> dict[str, list[Trace]]:
+        """Run each probe alone and return its traces, by name."""
+        alone = (self._play([probe], crowd=0, moving=False) for probe in self._probes)
+        return {name: traces for found in alone for name, traces in found.items()}
+
+    def _probe(self, number: int) -> Probe:
+        length = self._draw.randint(1, self._longest)
         taken = self._pool.take(self._blocks_of(length))
         contents = self._stepper.read(taken)
         self._pool.give_back(taken)
         prompt = self._prompt(length)
         return Probe(name=f"probe-{number}", prompt=prompt, sampling=self._sampling(number), contents=contents)
 
-    def play(self, probes: list[Probe], *, crowd: int, moving: bool) -> dict[str, list[Trace]]:
+    def _play(self, probes: list[Probe], *, crowd: int, moving: bool) -> dict[str, list[Trace]]:
         """Run `STEPS` steps of every probe among `crowd` neighbours, in a random order of rows.
 
         With `moving`, one probe starts in each step, and half of the neighbours end after each step and are replaced by
@@ -104,7 +127,7 @@ class Bench:
 
     def _neighbour(self) -> TestSequence:
         self._names += 1
-        length = self._draw.randint(1, self.longest)
+        length = self._draw.randint(1, self._longest)
         blocks = self._pool.take(self._blocks_of(length))
         return _sequence(f"neighbour-{self._names}", self._prompt(length), blocks, self._sampling(self._names))
 
@@ -118,35 +141,3 @@ class Bench:
 def _sequence(name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], sampling: Any) -> TestSequence:
     """Return a sequence whose KV has arrived from a prefill node: only the last prompt token has not run yet."""
     return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=len(prompt) - 1, sampling=sampling)
-
-
-class Certification:
-    """The probes, and the bits that each one has alone in a step of all slots."""
-
-    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling) -> None:
-        """Compute the expected bits. The worker must use steps of all slots at this time."""
-        self._bench = Bench(stepper, slots, sampling)
-        self._probes = [self._bench.probe(number) for number in range(min(PROBES, slots))]
-        self._expected = self._one_by_one()
-
-    def check(self, rows: int) -> str:
-        """Run the probes alone in other KV blocks, with half of the rows busy, with all rows busy, and with row moves.
-
-        Returns:
-            The first difference in words; empty if every bit is the same.
-        """
-        probes, play = self._probes, self._bench.play
-        others = rows - len(probes)
-        scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {
-            "alone, in other KV blocks": self._one_by_one,
-            "half of the rows busy": lambda: play(probes, crowd=others // 2, moving=False),
-            "all rows busy": lambda: play(probes, crowd=others, moving=False),
-            "rows move": lambda: play(probes, crowd=others // 2, moving=True),
-        }
-        findings = (compare(self._expected, scene(), name) for name, scene in scenes.items())
-        return next((finding for finding in findings if finding), "")
-
-    def _one_by_one(self) -> dict[str, list[Trace]]:
-        """Run each probe alone and return its traces, by name."""
-        alone = (self._bench.play([probe], crowd=0, moving=False) for probe in self._probes)
-        return {name: traces for found in alone for name, traces in found.items()}

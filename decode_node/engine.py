@@ -26,8 +26,8 @@ from corun.observe import stages
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
 from corun.types import FinishReason, KvReads, NixlEndpoint, NodeRole
-from decode_node.ladder import Ladder, smaller_than
 from decode_node.service import DecodeRequest, StepRow
+from decode_node.slots import smaller_than
 
 CONNECT_TIMEOUT_S = 20.0
 CONNECT_POLL_S = 0.05
@@ -79,18 +79,19 @@ class VllmDecodeEngine:
         self.facts = facts
         self.contract = contract
         self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
-        self.on_kv_reads: Callable[[KvReads], None] = lambda reads: None
         self.on_death: Callable[[], None] = lambda: None
         self.steps = 0
         """The number of steps since the engine's start."""
-        self.ladder: Ladder
-        """The numbers of rows that steps may have; `launch` sets them."""
+        self.step_sizes: list[int]
+        """The numbers of rows that steps may have, ascending; `launch` sets them."""
+        self.kv_reads = KvReads()
+        """The KV reads so far, as of a few seconds ago."""
         self._llm = llm
         self._logged: dict[int, dict[str, float]] = {}  # rank -> the figures of KV reads that were last logged
         self._mapped: dict[int, str] = {}  # process id -> start time, for processes whose GPU memory is mapped here
         self._tasks: list[asyncio.Task[None]] = []
         llm.on_outputs = self._take
-        llm.on_dead = self._die
+        llm.on_dead = lambda: self.on_death()  # noqa: PLW0108  # It is set later.
 
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
@@ -100,7 +101,7 @@ class VllmDecodeEngine:
         facts = base.facts(llm, finding=await base.certify(llm))
         certified = await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)
         engine = cls(llm, facts, decode_contract(model_contract(llm, config, seen), seen, facts))
-        engine.ladder = Ladder.of(config.slots, certified)
+        engine.step_sizes = [*certified, config.slots]
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
 
@@ -112,7 +113,19 @@ class VllmDecodeEngine:
         """
         from vllm.v1.engine import EngineCoreRequest
 
-        sampling = self._sampling(request)
+        handle = request.handle
+        transfer = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": handle.engine_id,
+            "remote_request_id": read_id(handle.request_id, handle.claim),
+            "remote_block_ids": [list(group) for group in handle.block_ids],
+            "remote_host": handle.host,
+            "remote_port": handle.port,
+            "tp_size": handle.tp_size,
+            OWNER_PARAM: owner_of(handle),
+        }
+        sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
         await self._llm.engine_core.add_request_async(
             EngineCoreRequest(
                 request_id=request.request_id,
@@ -128,7 +141,6 @@ class VllmDecodeEngine:
         )
 
     async def abort(self, request_id: str) -> None:
-        """See `DecodeEngine.abort`."""
         await self._llm.engine_core.abort_requests_async([request_id])
 
     async def connect(self, peer: NixlEndpoint) -> None:
@@ -139,24 +151,19 @@ class VllmDecodeEngine:
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         where = (peer.engine_id, peer.host, peer.port, peer.tp_size, peer.stamp_addresses)
-        while not await self._ask(peer, "connect", *where):
-            if time.monotonic() > deadline:
-                raise _unconnected(peer, f"the handshake took longer than {CONNECT_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(CONNECT_POLL_S)
-        await self._ask(peer, "warm", peer.engine_id)
-        await self._note_mapped()
-
-    async def _ask(self, peer: NixlEndpoint, method: str, *args: Any) -> bool:
-        """Call a method for a peer on all workers. Return whether it is complete on all of them.
-
-        Raises UnavailableError if one failed.
-        """
-        answers = {str(one) for one in await base.call_workers(self._llm, method, *args, timeout_s=CONNECT_TIMEOUT_S)}
-        if failures := sorted(answers - {"", UNDER_WAY}):
-            raise _unconnected(peer, "; ".join(failures))
-        return UNDER_WAY not in answers
-
-    async def _note_mapped(self) -> None:
+        for call in (("connect", *where), ("warm", peer.engine_id)):
+            answers = {UNDER_WAY}
+            while UNDER_WAY in answers:
+                ranks = await base.call_workers(self._llm, *call, timeout_s=CONNECT_TIMEOUT_S)
+                answers = {str(rank) for rank in ranks}
+                failures = answers - {"", UNDER_WAY}
+                if not failures and UNDER_WAY in answers and time.monotonic() > deadline:
+                    failures = {f"the handshake took longer than {CONNECT_TIMEOUT_S:.0f} s"}
+                if failures:
+                    reason = "; ".join(sorted(failures))
+                    raise UnavailableError(f"no NIXL connection to {peer.host}:{peer.port}: {reason}")
+                if UNDER_WAY in answers:
+                    await asyncio.sleep(CONNECT_POLL_S)
         for pids in await base.call_workers(self._llm, "mapped_pids", timeout_s=CONNECT_TIMEOUT_S):
             self._mapped |= {pid: at for pid, at in started(pids).items() if pid not in self._mapped}
 
@@ -201,7 +208,7 @@ class VllmDecodeEngine:
         except UnavailableError as error:
             log.warning("KV reads are not known: %s", error)
             return
-        self.on_kv_reads(KvReads(**{field.name: ranks[0][field.name] for field in fields(KvReads)}))
+        self.kv_reads = KvReads(**{field.name: ranks[0][field.name] for field in fields(KvReads)})
         for rank, done in enumerate(ranks):
             before = self._logged.get(rank, dict.fromkeys(done, 0))
             new = {name: done[name] - before[name] for name in done}
@@ -217,25 +224,6 @@ class VllmDecodeEngine:
         if not self._llm.errored:
             await self._log_handoffs(LAST_REPORT_S)
         self._llm.shutdown()
-
-    def _sampling(self, request: DecodeRequest) -> Any:
-        """Return vLLM's parameters for one sample, with the KV that it reads."""
-        handle = request.handle
-        transfer = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": handle.engine_id,
-            "remote_request_id": read_id(handle.request_id, handle.claim),
-            "remote_block_ids": [list(group) for group in handle.block_ids],
-            "remote_host": handle.host,
-            "remote_port": handle.port,
-            "tp_size": handle.tp_size,
-            OWNER_PARAM: owner_of(handle),
-        }
-        return engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
-
-    def _die(self) -> None:
-        self.on_death()
 
     def _take(self, outputs: list[Any]) -> None:
         """Turn one engine step into rows."""
@@ -268,8 +256,16 @@ def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, ex
             extra_args=extra_args,
         )
     except (TypeError, ValueError) as error:  # vLLM's validation errors are of these types.
-        raise _refusal(params, error) from None
-    _refuse_changed(params, made)
+        words = str(*error.args[:1])  # They begin with the parameter's name.
+        name = words.partition(" ")[0]
+        if name not in _SAME:
+            refused = Shown("refused by the engine")
+            raise InvalidArgumentError("sampling_params", refused, words) from None
+        raise InvalidArgumentError(f"sampling_params.{name}", getattr(params, name), words) from None
+    for name in _SAME:
+        asked, taken = getattr(params, name), getattr(made, name)
+        if asked != taken and not (params.greedy and name in _FILTERS):  # vLLM resets filters of greedy samples.
+            raise InvalidArgumentError(f"sampling_params.{name}", asked, f"the engine would take it for {taken}")
     return made
 
 
@@ -284,30 +280,6 @@ def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
         )
         raise InvalidArgumentError("sampling_params.stop_token_ids", Shown(f"{len(stops)} token ids"), limit)
     return stops
-
-
-def _refusal(params: SamplingParams, error: Exception) -> InvalidArgumentError:
-    """Return an error with vLLM's own message, which begins with the parameter's name."""
-    words = str(*error.args[:1])
-    name = words.partition(" ")[0]
-    if name not in _SAME:
-        return InvalidArgumentError("sampling_params", Shown("refused by the engine"), words)
-    return InvalidArgumentError(f"sampling_params.{name}", getattr(params, name), words)
-
-
-def _refuse_changed(params: SamplingParams, made: Any) -> None:
-    """Refuse parameters that vLLM changed, except the filters of greedy samples: vLLM resets them, without effect.
-
-    Raises InvalidArgumentError, which names the parameter.
-    """
-    for name in _SAME:
-        asked, taken = getattr(params, name), getattr(made, name)
-        if asked != taken and not (params.greedy and name in _FILTERS):
-            raise InvalidArgumentError(f"sampling_params.{name}", asked, f"the engine would take it for {taken}")
-
-
-def _unconnected(peer: NixlEndpoint, reason: str) -> UnavailableError:
-    return UnavailableError(f"no NIXL connection to {peer.host}:{peer.port}: {reason}")
 
 
 async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:
@@ -327,34 +299,24 @@ async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:
 
 
 def _rows(output: Any) -> list[StepRow]:
-    finish, detail = _finish(output.finish_reason)
-    tokens = output.new_token_ids
-    if not tokens:
-        return [StepRow(output.request_id, None, 0.0, finish, detail)] if finish else []
-    logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-    last = len(tokens) - 1
-    rows = [
-        StepRow(output.request_id, token, logprob, *((finish, detail) if i == last else (None, "")))
-        for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
-    ]
-    return rows if all(map(math.isfinite, logprobs)) else _until_not_finite(rows)
+    """Return the rows of one request in one step.
 
-
-def _until_not_finite(rows: list[StepRow]) -> list[StepRow]:
-    """Return the rows before the first invalid token, and a row that ends the request there.
-
-    Both samplers give such a token a log probability that is not finite (decode_node/sampling.py). The token has gone
-    into the engine's next step already, but only this request reads it there.
+    At its first invalid token the request ends. Both samplers give such a token a log probability that is not finite
+    (decode_node/sampling.py). It has gone into the engine's next step already, but only this request reads it there.
     """
+    name, tokens, reason = output.request_id, output.new_token_ids, output.finish_reason
+    finish, detail = None, ""
+    if reason is not None:
+        is_end = str(reason) in ("stop", "length")
+        finish = FinishReason(str(reason)) if is_end else FinishReason.ERROR
+        detail = "" if is_end else f"the engine ended the request: {reason}"
+    if not tokens:
+        return [StepRow(name, None, 0.0, finish, detail)] if finish else []
+    logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+    rows = [StepRow(name, token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    if finish is not None:
+        rows[-1] = StepRow(name, tokens[-1], logprobs[-1], finish, detail)
+    if all(map(math.isfinite, logprobs)):
+        return rows
     good = list(itertools.takewhile(lambda row: math.isfinite(row.logprob), rows))
-    name = rows[0].request_id
     return [*good, StepRow(name, None, 0.0, FinishReason.ERROR, NOT_FINITE, not_finite=True)]
-
-
-def _finish(reason: Any) -> tuple[FinishReason | None, str]:
-    if reason is None:
-        return None, ""
-    name = str(reason)
-    if name in ("stop", "length"):
-        return FinishReason(name), ""
-    return FinishReason.ERROR, f"the engine ended the request: {name}"

@@ -27,7 +27,11 @@ class DecodeMetrics(Metrics):
         self.running_samples = self.gauge("running_samples", text)
         text = "Leases that ended since their router's step stream broke and did not come back in time"
         self.expired_leases = self.counter("expired_leases", text)
-        self._show_table(table)
+        self.gauge("slots", "Slots").set(table.slots)
+        self.gauge("leased_slots", "Slots that routers hold").set_function(lambda: len(table))
+        self.gauge("kv_blocks", "KV blocks that samples can use").set(table.kv_blocks)
+        text = "KV blocks that are reserved for the whole of the leased samples"
+        self.gauge("reserved_kv_blocks", text).set_function(lambda: table.used_kv_blocks)
         self._last_step_at: float | None = None  # None if no sample has run since the last step.
 
     def note_step(self, rows: int, used: int, tokens: int, now: float, *, goes_on: bool) -> None:
@@ -56,10 +60,3 @@ class DecodeMetrics(Metrics):
         self.counters_of("kv_read_seconds", text, (), lambda: {(): reads().seconds})
         text = "KV reads that failed, or whose KV was refused"
         self.counters_of("failed_kv_reads", text, (), lambda: {(): reads().failed})
-
-    def _show_table(self, table: SlotTable) -> None:
-        self.gauge("slots", "Slots").set(table.slots)
-        self.gauge("leased_slots", "Slots that routers hold").set_function(lambda: len(table))
-        self.gauge("kv_blocks", "KV blocks that samples can use").set(table.kv_blocks)
-        text = "KV blocks that are reserved for the whole of the leased samples"
-        self.gauge("reserved_kv_blocks", text).set_function(lambda: table.used_kv_blocks)

@@ -1,15 +1,14 @@
 """The gRPC service of a decode node.
 
 Owns: leases and their time to live, the one step stream of each router, and the mapping between leases and engine
-requests. Must not know: vLLM. The engine is any object that has the three methods of `DecodeEngine` and calls
-`on_step`.
+requests. Must not know: vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,9 +22,8 @@ from corun.rpc.interceptor import Context
 from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
-from decode_node.ladder import Ladder
 from decode_node.metrics import DecodeMetrics
-from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
+from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step
 
 SERVICE_NAME = "corun.v1.DecodeService"
 log = logging.getLogger(__name__)
@@ -118,7 +116,16 @@ class StepStream:
 class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     """Serves `corun.v1.DecodeService` for one generation of one node."""
 
-    def __init__(self, ref: NodeRef, engine: DecodeEngine, table: SlotTable, *, lease_ttl_ms: int) -> None:
+    def __init__(
+        self,
+        ref: NodeRef,
+        engine: DecodeEngine,
+        table: SlotTable,
+        *,
+        lease_ttl_ms: int,
+        kv_reads: Callable[[], KvReads] = KvReads,
+    ) -> None:
+        """Create the service. kv_reads: returns the engine's KV reads so far, as of a few seconds ago."""
         self.ref = ref
         self.draining = False
         self.closed = ""
@@ -131,18 +138,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._expiry: dict[int, asyncio.TimerHandle] = {}  # lease id -> timer, for leases whose session has no stream
         self._handoffs: dict[str, Span] = {}  # engine request id -> span, for requests that have no row yet
         self._aborts: set[asyncio.Task[None]] = set()
-        self.ladder = Ladder(table.slots)
-        """The numbers of rows that the engine's steps have."""
-        self.kv_reads = KvReads()
-        """The engine's KV reads so far, as of a few seconds ago."""
+        self.step_sizes: Sequence[int] = (table.slots,)
+        """The numbers of rows that the engine's steps have, ascending."""
+        self._kv_reads = kv_reads
         self.metrics = DecodeMetrics(table)
-        self.metrics.running_samples.set_function(lambda: self.running_samples)
-        self.metrics.show_kv_reads(lambda: self.kv_reads)
-
-    @property
-    def running_samples(self) -> int:
-        """The number of samples that run now."""
-        return len(self._running)
+        self.metrics.running_samples.set_function(lambda: len(self._running))
+        self.metrics.show_kv_reads(kv_reads)
 
     async def load(self) -> NodeLoad:
         return NodeLoad(
@@ -151,17 +152,14 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             steps=self.metrics.num_steps,
             tokens=int(self.metrics.tokens.value),
             slots_in_use=tuple(self._table.slots_in_use()),
-            kv_reads=self.kv_reads,
+            kv_reads=self._kv_reads(),
         )
-
-    def on_kv_reads(self, reads: KvReads) -> None:
-        """Note the KV that the engine has read so far."""
-        self.kv_reads = reads
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
         """Process one engine step: add each row to its router's stream and free the slots of samples that ended."""
-        if self._handoffs:
-            self._end_handoffs(rows)
+        for row in rows if self._handoffs else ():  # A sample's first row tells whether its KV could be read.
+            if span := self._handoffs.pop(row.request_id, None):
+                span.end(None if row.token_id is not None else UnavailableError(row.detail))
         touched: dict[int, StepStream] = {}
         used = tokens = 0
         goes_on = False
@@ -181,7 +179,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
                 stream.add(lease.lease_id, row)
                 touched[id(stream)] = stream
         now = asyncio.get_running_loop().time()
-        self.metrics.note_step(self.ladder.rows(used), used, tokens, now, goes_on=goes_on)
+        self.metrics.note_step(rows_of_step(used, self.step_sizes), used, tokens, now, goes_on=goes_on)
         for stream in touched.values():
             stream.flush()
 
@@ -189,14 +187,13 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         """End all running samples with an error, so routers run them elsewhere. Late tokens of them are dropped."""
         for lease in list(self._running.values()):
             if (stream := self._stream_of(lease)) is not None:
-                stream.add(lease.lease_id, StepRow(_request_id(lease), None, 0.0, FinishReason.ERROR, reason))
+                stream.add(lease.lease_id, StepRow(lease.request_id, None, 0.0, FinishReason.ERROR, reason))
             self._drop(lease)
         for stream in self._streams.values():
             stream.flush()
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
-        self._check_generation(request.generation)
-        self._check_open()
+        self._check_open(request.generation)
         if self.draining:
             raise UnavailableError(f"decode node {self.ref.node_id} is draining")
         if request.num_prompt_tokens < 1 or request.max_tokens < 1:
@@ -204,21 +201,16 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")
         check_name("router_id", request.router_id)
         self._check_session(request.router_id, request.session)
-        lease = self._reserve(request)
+        sizes, now = (request.num_prompt_tokens, request.max_tokens), asyncio.get_running_loop().time()
+        try:
+            lease = self._table.reserve(request.router_id, *sizes, session=request.session, now=now)
+        except NoRoomError as error:
+            raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
         self._keep_or_expire(lease)
         return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
 
-    def _reserve(self, request: pb.ReserveRequest) -> Lease:
-        """Lease a slot. Raises OverloadedError if there is no room, or none for this router."""
-        sizes, now = (request.num_prompt_tokens, request.max_tokens), asyncio.get_running_loop().time()
-        try:
-            return self._table.reserve(request.router_id, *sizes, session=request.session, now=now)
-        except NoRoomError as error:
-            raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
-
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
-        self._check_generation(request.generation)
-        self._check_open()
+        self._check_open(request.generation)
         lease = self._table.get(request.lease_id)
         if lease is None:
             raise NotFoundError(f"lease {request.lease_id} is not held on {self.ref.node_id}")
@@ -242,8 +234,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         return pb.ReleaseResponse()
 
     async def Connect(self, request: pb.ConnectRequest, context: Context) -> pb.ConnectResponse:
-        self._check_generation(request.generation)
-        self._check_open()
+        self._check_open(request.generation)
         peer = codec.nixl_endpoint_from_proto(request.peer)
         if len(peer.stamp_addresses) != peer.tp_size:
             limit = f"must be one for each of {peer.tp_size} ranks"
@@ -254,19 +245,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     async def StreamSteps(
         self, request: pb.StreamStepsRequest, context: Context
     ) -> AsyncIterator[pb.StreamStepsResponse]:
+        """Stream a session's steps. When the stream opens, the expiry timers of its leases stop, and the leases of the
+        router's earlier sessions end: it gave up this node with each of them, and waits for none of their samples."""
+        router_id, session = request.router_id, request.session
         self._check_generation(request.generation)
-        check_name("router_id", request.router_id)
-        self._check_session(request.router_id, request.session)
-        stream = self._attach(request.router_id, request.session)
-        try:
-            async for message in stream.messages():
-                yield message
-        finally:
-            self._detach(request.router_id, stream)
-
-    def _attach(self, router_id: str, session: int) -> StepStream:
-        """Open a session's stream: stop the expiry timers of its leases and end the leases of the router's earlier
-        sessions. The router gave up this node when an earlier session ended, so it does not wait for their samples."""
+        check_name("router_id", router_id)
+        self._check_session(router_id, session)
         stream = StepStream(session)
         previous, self._streams[router_id] = self._streams.get(router_id), stream
         if previous is not None:
@@ -277,14 +261,14 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
                 self._drop(lease)
             else:
                 self._keep_or_expire(lease)
-        return stream
-
-    def _detach(self, router_id: str, stream: StepStream) -> None:
-        if self._streams.get(router_id) is not stream:
-            return
-        del self._streams[router_id]
-        for lease in self._table.held_by(router_id):
-            self._keep_or_expire(lease)
+        try:
+            async for message in stream.messages():
+                yield message
+        finally:
+            if self._streams.get(router_id) is stream:
+                del self._streams[router_id]
+                for lease in self._table.held_by(router_id):
+                    self._keep_or_expire(lease)
 
     def _stream_of(self, lease: Lease) -> StepStream | None:
         """Return the stream of the lease's own session if it is open, else None."""
@@ -296,15 +280,11 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         prompt = list(request.prompt_token_ids)
         params = codec.sampling_params_from_proto(request.sampling_params)
         handle = codec.kv_handle_from_proto(request.handle)
-        if _request_id(lease) in self._running:
+        if lease.request_id in self._running:
             raise InvalidArgumentError("lease_id", lease.lease_id, "must not have been started before")
         if (len(prompt), params.max_tokens) != (lease.num_prompt_tokens, lease.max_tokens):
             limit = f"must be the {lease.num_prompt_tokens} + {lease.max_tokens} tokens that the lease holds room for"
             raise InvalidArgumentError("prompt_token_ids, max_tokens", (len(prompt), params.max_tokens), limit)
-        self._check_handle(handle, prompt)
-        return DecodeRequest(_request_id(lease), handle, prompt, params, request.seed)
-
-    def _check_handle(self, handle: KvHandle, prompt: Sequence[int]) -> None:
         if handle.reader.node_id != self.ref.node_id:
             raise InvalidArgumentError("handle.reader", str(handle.reader), f"must be {self.ref}")
         self._check_generation(handle.reader.generation)
@@ -315,6 +295,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         blocks = blocks_needed(len(prompt), self._table.block_size)
         if [len(group) for group in handle.block_ids] != [blocks]:  # vLLM asserts it, and the engine would crash.
             raise InvalidArgumentError("handle.block_ids", handle.block_ids, f"must be one list of {blocks} blocks")
+        return DecodeRequest(lease.request_id, handle, prompt, params, request.seed)
 
     def _keep_or_expire(self, lease: Lease) -> None:
         """Stop a lease's expiry timer if the stream of its session is open: then the router ends the lease, within its
@@ -334,28 +315,23 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def _drop(self, lease: Lease) -> None:
         """Free a lease; end its engine request if it has one."""
-        running = _request_id(lease) in self._running
+        running = lease.request_id in self._running
         self._end(lease)
         if running:
-            task = asyncio.ensure_future(self._engine.abort(_request_id(lease)))
+            task = asyncio.ensure_future(self._engine.abort(lease.request_id))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
     def _end(self, lease: Lease) -> None:
-        self._running.pop(_request_id(lease), None)
-        if span := self._handoffs.pop(_request_id(lease), None):
+        self._running.pop(lease.request_id, None)
+        if span := self._handoffs.pop(lease.request_id, None):
             span.end(asyncio.CancelledError())
         self._table.release(lease.lease_id)
         if timer := self._expiry.pop(lease.lease_id, None):
             timer.cancel()
 
-    def _end_handoffs(self, rows: Sequence[StepRow]) -> None:
-        """End the handoff spans of these rows: a sample's first row tells that its KV was read or could not be read."""
-        for row in rows:
-            if span := self._handoffs.pop(row.request_id, None):
-                span.end(None if row.token_id is not None else UnavailableError(row.detail))
-
-    def _check_open(self) -> None:
+    def _check_open(self, generation: str) -> None:
+        self._check_generation(generation)
         if self.closed:
             raise UnavailableError(f"decode node {self.ref.node_id}: {self.closed}")
 
@@ -368,7 +344,3 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
     def _check_generation(self, generation: str) -> None:
         if generation != self.ref.generation:
             raise StaleGenerationError(self.ref.node_id, generation, self.ref.generation)
-
-
-def _request_id(lease: Lease) -> str:
-    return f"lease-{lease.lease_id}"

@@ -1,4 +1,4 @@
-"""The slots and KV room of a decode node, the leases that hold them, and the parts of several routers.
+"""The slots and KV room of a decode node, the leases that hold them, the parts of routers, and the rows of steps.
 
 Owns: admission. A lease is granted only when a slot *and* the KV blocks for prompt + max_tokens are free, so that no
 running request is ever preempted (paper, Section IV-B; `can_fit_full_sequence` in Alg. 1).
@@ -7,14 +7,31 @@ A router learns at once when one of its own samples ends, but of other free room
 router that keeps a node full would take all freed room again. Therefore, while another router waits, none may hold more
 than its part (`_check_part`). A router waits from a refused reservation until it gets one, or until `WAIT_S` after the
 last refusal.
-Must not know: gRPC, engines, clocks; callers pass the time, in seconds on any clock.
+
+The contract is the step with a row for every slot. A smaller step may run in its place once the node's self-test has
+compared the two, bit by bit, on its own model and device (decode_node/certify.py). If they differ, steps keep all
+their rows. Must not know: gRPC, engines, clocks; callers pass the time, in seconds on any clock.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+SMALLER = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
+"""The numbers of rows that are tried, as far as they are below the number of slots."""
+
+
+def smaller_than(slots: int) -> tuple[int, ...]:
+    """Return the numbers of rows below `slots` to try, ascending."""
+    return tuple(rows for rows in SMALLER if rows < slots)
+
+
+def rows_of_step(live: int, sizes: Sequence[int]) -> int:
+    """Return the least of the allowed numbers of rows (ascending) for `live` requests; a longer step stays as is."""
+    return next((rows for rows in sizes if rows >= live), live)
 
 
 class NoRoomError(Exception):
@@ -48,6 +65,11 @@ class Lease:
     max_tokens: int
     kv_blocks: int
 
+    @property
+    def request_id(self) -> str:
+        """The id of the engine's request for the sample."""
+        return f"lease-{self.lease_id}"
+
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
     """Return the number of KV blocks, of `block_size` tokens each, that hold `num_tokens` tokens."""
@@ -76,8 +98,12 @@ class SlotTable:
         holds its part while another one comes first (`_check_part`).
         """
         need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
+        free = self.kv_blocks - self.used_kv_blocks
         try:
-            self._check_free(need)
+            if not self._free:
+                raise NoRoomError(f"all {self.slots} slots are held")
+            if need > free:
+                raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
             self._check_part(router_id, need, now)
         except NoRoomError:
             since = self._waiting[router_id].since if router_id in self._waiting else now
@@ -89,13 +115,6 @@ class SlotTable:
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
         return lease
-
-    def _check_free(self, need: int) -> None:
-        free = self.kv_blocks - self.used_kv_blocks
-        if not self._free:
-            raise NoRoomError(f"all {self.slots} slots are held")
-        if need > free:
-            raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
 
     def _check_part(self, router_id: str, need: int, now: float) -> None:
         """Raise NoRoomError if this router would hold more than its part while another one comes first.

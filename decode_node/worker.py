@@ -1,7 +1,7 @@
 """The vLLM worker of a decode node: body, lm_head and sampler of a step run on the same number of rows, used or idle.
 
 Owns: how a step of n requests is padded, on vLLM's V1 runner (CPU) and V2 runner (GPU), and which numbers of rows may
-run (decode_node/ladder.py). No other module decides this. Must not know: gRPC, leases, NIXL.
+run. No other module decides this. Must not know: gRPC, leases, NIXL.
 
 The hooks are instance attributes. They are set after vLLM's own warm-up, which runs other shapes on purpose.
 """
@@ -24,8 +24,8 @@ from vllm.v1.sample.sampler import Sampler
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
-from decode_node.ladder import Ladder, smaller_than
 from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample, total
+from decode_node.slots import rows_of_step, smaller_than
 
 RowsOf = Callable[[int], int]
 """A function from the number of a step's live requests to its number of rows."""
@@ -35,30 +35,29 @@ log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own log
 class FixedShapeWorker(NodeWorker):
     """Runs decode steps with numbers of rows that do not change any bit (paper, Sections IV-B and IV-C)."""
 
-    ladder: Ladder
+    sizes: Sequence[int]
+    """The numbers of rows that steps may have, ascending."""
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        fix_shapes(self.model_runner, self._rows_of)
-        self.use(Ladder(self.slots))
+        fix_shapes = fix_shapes_v1 if current_platform.is_cpu() else fix_shapes_v2
+        fix_shapes(self.model_runner, lambda live: rows_of_step(live, self.sizes))
+        self.use(self.slots)
         return times
-
-    def _rows_of(self, live: int) -> int:
-        return self.ladder.rows(live)  # `self.ladder` is read on each call, because it can change.
 
     @property
     def slots(self) -> int:
         return int(self.vllm_config.scheduler_config.max_num_seqs)
 
-    def use(self, ladder: Ladder) -> None:
-        """Use these numbers of rows from now on; on a GPU, each needs a captured graph."""
-        self.ladder = ladder
+    def use(self, *sizes: int) -> None:
+        """Use these numbers of rows, ascending, from now on; on a GPU, each needs a captured graph."""
+        self.sizes = sizes
         if not current_platform.is_cpu():
-            choose_graphs_v2(self.model_runner.cudagraph_manager, ladder)
+            choose_graphs_v2(self.model_runner.cudagraph_manager, sizes)
 
     def certify(self) -> str:
         """Return the first difference that the self-test finds (decode_node/certify.py); empty if there is none."""
-        self.use(Ladder(self.slots))
+        self.use(self.slots)
         with torch.inference_mode():
             finding = Certification(Stepper(self), self.slots, _sampling_style).check(self.slots)
         torch.accelerator.empty_cache()
@@ -67,22 +66,22 @@ class FixedShapeWorker(NodeWorker):
     def certify_rows(self) -> list[int]:
         """Return the smaller numbers of rows that give the bits of a step of all slots, on this model and device."""
         found = []
-        self.use(Ladder(self.slots))
+        self.use(self.slots)
         with torch.inference_mode():
             test = Certification(Stepper(self), self.slots, _sampling_style)
             for rows in smaller_than(self.slots):
-                self.use(Ladder(rows))
+                self.use(rows)
                 if finding := test.check(rows):
                     log.info("steps of %d rows are not used: %s", rows, finding)
                 else:
                     found.append(rows)
-        self.use(Ladder(self.slots))
+        self.use(self.slots)
         torch.accelerator.empty_cache()
         return found
 
     def use_rows(self, certified: Sequence[int]) -> None:
         """Allow the smaller steps that all ranks have certified."""
-        self.use(Ladder.of(self.slots, certified))
+        self.use(*certified, self.slots)
 
     def observe(self) -> dict[str, Any]:
         sampler = SAMPLER_VERSION if current_platform.is_cpu() else "vllm-v2-gumbel"
@@ -97,7 +96,7 @@ class ColocatedWorker(FixedShapeWorker):
 
     def pad_to(self, rows: int) -> None:
         """Use `rows` rows for decode steps from now on, even if bits change. A padding sweep needs this."""
-        self.use(Ladder(rows))
+        self.use(rows)
 
 
 def _sampling_style(number: int) -> SamplingParams:
@@ -119,14 +118,6 @@ def _sampling_style(number: int) -> SamplingParams:
     return SamplingParams(seed=number, max_tokens=64, logprobs=0, ignore_eos=True, detokenize=False, **style)
 
 
-def fix_shapes(runner: Any, rows_of: RowsOf) -> None:
-    """Pad the steps of the platform's model runner."""
-    if current_platform.is_cpu():
-        fix_shapes_v1(runner, rows_of)
-    else:
-        fix_shapes_v2(runner, rows_of)
-
-
 def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:
     """Pad the V1 runner, which has no graphs on CPU (vllm/v1/worker/gpu_model_runner.py).
 
@@ -134,25 +125,21 @@ def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:
     on as many rows as `compute_logits` is given, so they are padded separately.
     """
     decide = runner._determine_batch_execution_and_padding
+    compute_logits = runner.model.compute_logits
 
-    def at_fixed_rows(*args: Any, **kwargs: Any) -> Any:
+    def padded_body(*args: Any, **kwargs: Any) -> Any:
         mode, descriptor, *rest = decide(*args, **kwargs)
         return (mode, replace(descriptor, num_tokens=rows_of(descriptor.num_tokens)), *rest)
 
-    runner._determine_batch_execution_and_padding = at_fixed_rows
-    runner.model.compute_logits = padded_lm_head(runner.model.compute_logits, rows_of)
-    runner.sampler = FixedRowSampler(runner)
-
-
-def padded_lm_head(compute_logits: Callable[..., Any], rows_of: RowsOf) -> Callable[..., Any]:
-    """Pad lm_head to as many rows as the step has: [n <= rows, hidden] -> [rows, vocab]."""
-
-    def at_fixed_rows(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def padded_lm_head(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Map [n <= rows, hidden] to [rows, vocab]."""
         padded = hidden.new_zeros((rows_of(hidden.shape[0]), hidden.shape[-1]))
         padded[: hidden.shape[0]] = hidden
         return compute_logits(padded, *args, **kwargs)
 
-    return at_fixed_rows
+    runner._determine_batch_execution_and_padding = padded_body
+    runner.model.compute_logits = padded_lm_head
+    runner.sampler = FixedRowSampler(runner)
 
 
 class FixedRowSampler(Sampler):  # type: ignore[misc]
@@ -184,20 +171,13 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, picked, ranks))
 
     def _draws(self, rows: int) -> list[Draw]:
-        draws = [_draw_of(self._runner.requests[name]) for name in self._runner.input_batch.req_ids]
+        draws = []
+        for name in self._runner.input_batch.req_ids:
+            state = self._runner.requests[name]
+            params, position = state.sampling_params, len(state.output_token_ids)
+            top_k = max(params.top_k, 0)
+            draws.append(Draw(params.temperature, top_k, params.top_p, params.min_p, params.seed, position))
         return draws + [IDLE] * (rows - len(draws))
-
-
-def _draw_of(state: Any) -> Draw:
-    params = state.sampling_params
-    return Draw(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        position=len(state.output_token_ids),
-    )
 
 
 def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
@@ -219,8 +199,8 @@ def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
     runner.sample = sample_fixed_rows
 
 
-def choose_graphs_v2(manager: Any, ladder: Ladder) -> None:
-    """Let decode steps run only the captured graphs with the ladder's numbers of rows.
+def choose_graphs_v2(manager: Any, sizes: Sequence[int]) -> None:
+    """Let decode steps run only the captured graphs with these numbers of rows, ascending.
 
     If prefill runs in the same engine, its steps keep the piecewise graph of their own length
     (vllm/v1/worker/gpu/cudagraph_utils.py).
@@ -228,7 +208,7 @@ def choose_graphs_v2(manager: Any, ladder: Ladder) -> None:
     full = {graph.num_tokens: graph for graph in manager.graphs}
     for (tokens, loras), candidates in list(manager._candidates.items()):
         others = [one for one in candidates if one.uniform_token_count is None]
-        decode = [full[ladder.rows(tokens)]] if tokens <= ladder.slots else []
+        decode = [full[rows_of_step(tokens, sizes)]] if tokens <= sizes[-1] else []
         manager._candidates[tokens, loras] = decode + others
 
 

@@ -92,5 +92,5 @@ async def test_a_decode_node_has_the_slots_that_are_given_or_suit_its_engine(
     monkeypatch.setattr(decode_node, "nixl_endpoint", lambda config, name: None)
     monkeypatch.setattr(decode_node, "downloaded", lambda model: model)
     with pytest.raises(InterruptedError):
-        await decode_node.run(DecodeConfig(model="m", slots=given), asyncio.Event(), None)  # type: ignore[arg-type]
+        await decode_node.run(DecodeConfig(model="m", slots=given), asyncio.Event())
     assert seen == [given or slots]

@@ -30,7 +30,6 @@ from corun.rpc.server import GrpcServer
 from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
-from decode_node.ladder import Ladder
 from decode_node.service import DecodeRequest, DecodeService, StepRow
 from decode_node.slots import SlotTable
 
@@ -210,32 +209,28 @@ async def test_a_lease_holds_a_slot_and_room_for_the_whole_sequence(node: Node) 
     assert first.lease_id != second.lease_id
     load = await node.service.load()
     assert (load.used_slots, load.used_kv_blocks, load.slots_in_use) == (2, 4, (0, 1))
-
-
-@pytest.mark.parametrize(("tokens", "granted", "why"), [(1, SLOTS, "all 4 slots are held"), (60, 2, "KV blocks are")])
-async def test_what_there_is_not_is_not_leased(node: Node, tokens: int, granted: int, why: str) -> None:
-    leases = [await node.reserve(num_prompt_tokens=tokens, max_tokens=4) for _ in range(granted)]
-    error = await refusal(node.reserve(num_prompt_tokens=60, max_tokens=4))
+    error = await refusal(node.reserve(num_prompt_tokens=128, max_tokens=4))
     assert isinstance(error, OverloadedError)
     assert 0 < error.retry_after_s < 1
-    assert why in str(error)
-    await node.release(leases[0].lease_id)
-    assert (await node.reserve()).slot == 0
+    assert "KV blocks are needed" in str(error)
 
 
-@pytest.mark.parametrize("field", ["num_prompt_tokens", "max_tokens"])
-async def test_a_lease_for_nothing_is_refused(node: Node, field: str) -> None:
-    error = await refusal(node.reserve(**{field: 0}))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_prompt_tokens", 0),
+        ("max_tokens", 0),
+        ("router_id", ""),
+        ("router_id", "r\n2026 ERROR forged"),
+        ("router_id", "r" * 129),
+    ],
+)
+async def test_a_lease_for_nothing_or_for_nobody_is_refused(node: Node, field: str, value: Any) -> None:
+    """A router has a name that can be logged."""
+    error = await refusal(node.reserve(**{field: value}))
     assert isinstance(error, InvalidArgumentError)
     assert field in error.field
     assert await node.slots_in_use() == ()
-
-
-@pytest.mark.parametrize("router_id", ["", "r\n2026 ERROR forged", "r" * 129])
-async def test_a_router_has_a_name_that_can_be_logged(node: Node, router_id: str) -> None:
-    error = await refusal(node.reserve(router_id=router_id))
-    assert isinstance(error, InvalidArgumentError)
-    assert error.field == "router_id"
 
 
 async def test_another_generation_is_refused(node: Node) -> None:
@@ -244,6 +239,7 @@ async def test_another_generation_is_refused(node: Node) -> None:
     calls = [
         node.reserve(generation=other),
         node.start(lease, generation=other),
+        node.start(lease, handle=handle(reader=NodeRef(node_id=REF.node_id, generation=other))),
         node.stub.Connect(pb.ConnectRequest(generation=other, peer=codec.nixl_endpoint_to_proto(PEER))),
         node.stub.StreamSteps(pb.StreamStepsRequest(router_id="router", generation=other)).read(),
     ]
@@ -281,20 +277,14 @@ async def test_release_frees_at_once_and_ends_the_request(node: Node) -> None:
 
 
 @short_lived
-async def test_a_lease_that_is_not_started_expires(node: Node) -> None:
-    lease = (await node.reserve()).lease_id
-    await node.until_free()
-    error = await refusal(node.start(lease))
-    assert isinstance(error, NotFoundError)
-    assert (node.engine.running, node.engine.aborted) == ({}, [])
-
-
-@short_lived
-async def test_a_lease_whose_router_has_no_stream_expires(node: Node) -> None:
-    await node.started()
+async def test_leases_of_a_router_without_a_stream_expire(node: Node) -> None:
+    (running,) = await node.started()
+    waiting = (await node.reserve()).lease_id
     (name,) = node.engine.ids()
     await node.until_free()
     await until(lambda: node.engine.aborted == [name])
+    for lease in (running, waiting):
+        assert isinstance(await refusal(node.start(lease)), NotFoundError)
 
 
 # Start
@@ -342,15 +332,6 @@ async def test_a_start_that_does_not_belong_to_its_lease_is_refused(
     assert len(node.engine.running) == 1
 
 
-async def test_a_handle_for_an_earlier_generation_is_refused(node: Node) -> None:
-    lease = (await node.reserve()).lease_id
-    stale = handle(reader=NodeRef(node_id=REF.node_id, generation="b" * 16))
-    error = await refusal(node.start(lease, handle=stale))
-    assert isinstance(error, StaleGenerationError)
-    assert (error.node_id, error.expected, error.actual) == ("d0", "b" * 16, REF.generation)
-    assert node.engine.running == {}
-
-
 async def test_a_lease_starts_once(node: Node) -> None:
     (lease,) = await node.started()
     error = await refusal(node.start(lease))
@@ -370,24 +351,19 @@ async def test_a_start_that_fails_frees_its_lease(node: Node) -> None:
     await node.until_free()
 
 
-async def test_a_start_that_is_cancelled_frees_its_lease(node: Node) -> None:
+@pytest.mark.parametrize("ended_by", ["cancel", "release"])
+async def test_a_start_that_is_given_up_leaves_nothing_running(node: Node, ended_by: str) -> None:
+    """The engine may get the abort before it knows the request."""
     await node.steps()
     lease = (await node.reserve()).lease_id
     node.engine.go.clear()
     call = node.start(lease)
-    await until(lambda: node.service.running_samples == 1)
-    call.cancel()
-    await node.until_free()
-    await until(lambda: len(node.engine.aborted) == 1)
-
-
-async def test_a_release_during_the_start_leaves_nothing_running(node: Node) -> None:
-    """The engine gets the abort before it knows the request."""
-    await node.steps()
-    lease = (await node.reserve()).lease_id
-    node.engine.go.clear()
-    call = node.start(lease)
-    await until(lambda: node.service.running_samples == 1)
+    await until(lambda: len(node.service._running) == 1)
+    if ended_by == "cancel":
+        call.cancel()
+        await node.until_free()
+        await until(lambda: len(node.engine.aborted) == 1)
+        return
     await node.release(lease)
     node.engine.go.set()
     await call
@@ -395,22 +371,20 @@ async def test_a_release_during_the_start_leaves_nothing_running(node: Node) -> 
     assert await node.slots_in_use() == ()
 
 
-async def test_connections_reach_the_engine(node: Node) -> None:
-    request = pb.ConnectRequest(generation=REF.generation, peer=codec.nixl_endpoint_to_proto(PEER))
-    await node.stub.Connect(request, timeout=DEADLINE_S)
-    assert node.engine.peers == [PEER]
+async def test_connections_reach_the_engine_for_peers_with_their_stamps(node: Node) -> None:
+    """No KV that is read from another peer could be accepted."""
 
+    def connect(peer: NixlEndpoint) -> Any:
+        request = pb.ConnectRequest(generation=REF.generation, peer=codec.nixl_endpoint_to_proto(peer))
+        return node.stub.Connect(request, timeout=DEADLINE_S)
 
-@pytest.mark.parametrize("addresses", [(), (4096,), (1, 2, 3)])
-async def test_a_peer_without_its_stamps_is_refused(node: Node, addresses: tuple[int, ...]) -> None:
-    """No KV that is read from such a peer could be accepted."""
-    peer = codec.nixl_endpoint_to_proto(replace(PEER, stamp_addresses=addresses))
-    error = await refusal(
-        node.stub.Connect(pb.ConnectRequest(generation=REF.generation, peer=peer), timeout=DEADLINE_S)
-    )
-    assert isinstance(error, InvalidArgumentError)
-    assert error.field == "peer.stamp_addresses"
+    for addresses in ((), (4096,), (1, 2, 3)):
+        error = await refusal(connect(replace(PEER, stamp_addresses=addresses)))
+        assert isinstance(error, InvalidArgumentError)
+        assert error.field == "peer.stamp_addresses"
     assert node.engine.peers == []
+    await connect(PEER)
+    assert node.engine.peers == [PEER]
 
 
 # Steps
@@ -441,21 +415,6 @@ async def test_each_router_gets_its_own_rows(node: Node) -> None:
     assert await streams["a"].rows() == [(leases["a"][0], 1, -1.0), (leases["a"][1], 3, -1.0)]
     assert await streams["b"].rows() == [(leases["b"][0], 0, -1.0), (leases["b"][1], 2, -1.0)]
     assert await streams["idle"].nothing_follows()
-
-
-async def test_steps_merge_for_a_slow_reader(node: Node) -> None:
-    """Nothing is lost or reordered, and memory is bounded by the rows: five steps become one message."""
-    steps = await node.steps()
-    leases = await node.started(2)
-    names = node.engine.ids()
-    for step in range(5):
-        node.service.on_step([StepRow(name, step, -1.0) for name in names])
-    message = await steps.read()
-    assert message.step == 1
-    assert list(message.token_ids) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert list(message.lease_ids) == leases * 5
-    node.service.on_step([StepRow(names[0], 9, -1.0)])
-    assert (await steps.read()).step == 2
 
 
 async def test_a_reader_that_does_not_read_gets_all_of_it_later(node: Node) -> None:
@@ -522,107 +481,62 @@ async def test_a_request_with_nothing_to_draw_from_is_ended_in_the_engine_too(no
 
 
 async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
+    """Late rows of a lease cannot reach the one that got its slot, which has another id."""
     steps = await node.steps()
-    leases = await node.started(2)
+    old, kept = await node.started(2)
     names = node.engine.ids()
-    await node.release(leases[0])
+    await node.release(old)
     node.service.on_step([StepRow(names[0], 1, -1.0, FinishReason.STOP), StepRow(names[1], 2, -1.0)])
-    assert await steps.rows() == [(leases[1], 2, -1.0)]
+    assert await steps.rows() == [(kept, 2, -1.0)]
     node.service.on_step([StepRow("never seen", 1, -1.0)])
     assert await steps.nothing_follows()
-
-
-async def test_a_slot_given_again_has_another_lease(node: Node) -> None:
-    """Late rows of the old lease cannot reach the new one, which has another id."""
-    steps = await node.steps()
-    (old,) = await node.started()
-    (name,) = node.engine.ids()
-    await node.release(old)
     (new,) = await node.started()
     assert new != old
-    node.service.on_step([StepRow(name, 1, -1.0), StepRow(node.engine.ids()[-1], 2, -1.0)])
+    node.service.on_step([StepRow(names[0], 1, -1.0), StepRow(node.engine.ids()[-1], 2, -1.0)])
     assert await steps.rows() == [(new, 2, -1.0)]
 
 
 # Streams
 
 
-async def test_a_second_stream_of_a_router_replaces_the_first(node: Node) -> None:
-    first = await node.steps()
+@short_lived
+async def test_a_stream_keeps_its_leases_even_if_it_breaks_and_is_back_in_time(node: Node) -> None:
+    """It takes over leases that came before it, and keeps those that wait for their start, since a prompt may take any
+    time. A second stream replaces the first, whose end then ends no lease."""
     (lease,) = await node.started()
+    await node.reserve()
+    steps = await node.steps()
+    steps.call.cancel()
+    await asyncio.sleep(0.05)
+    steps = await node.steps()
     second = await node.steps()
-    assert await first.read() == grpc.aio.EOF
+    assert await steps.read() == grpc.aio.EOF
+    steps.call.cancel()
+    await asyncio.sleep(1.3 * SHORT_MS / 1000)
+    assert await node.slots_in_use() == (0, 1)
+    assert node.engine.aborted == []
     node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
     assert await second.rows() == [(lease, 1, -1.0)]
 
 
 @short_lived
-async def test_the_end_of_a_replaced_stream_ends_no_lease(node: Node) -> None:
-    first = await node.steps()
-    await node.started()
-    second = await node.steps()
-    first.call.cancel()
-    await asyncio.sleep(1.3 * SHORT_MS / 1000)
-    assert await node.slots_in_use() == (0,)
-    assert await second.nothing_follows()
-
-
-@short_lived
-async def test_a_stream_keeps_its_leases(node: Node) -> None:
-    """It also keeps leases that wait for their start, because a prompt may take any time."""
-    await node.steps()
-    await node.started()
-    await node.reserve()
-    await asyncio.sleep(1.3 * SHORT_MS / 1000)
-    assert await node.slots_in_use() == (0, 1)
-    assert node.engine.aborted == []
-
-
-@short_lived
-async def test_leases_that_wait_for_their_start_end_without_the_stream(node: Node) -> None:
-    """The control: a lease's clock runs from the end of the stream, or from the lease's own begin if that is later."""
-    steps = await node.steps()
-    first = (await node.reserve()).lease_id
+async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) -> None:
+    """A lease's clock runs from the end of the stream, or from the lease's own begin if that is later."""
+    steps, other = await node.steps("lost"), await node.steps("other")
+    (running,) = await node.started(1, "lost")
+    (lost,) = node.engine.ids()
+    await node.started(1, "other")
+    waiting = [(await node.reserve("lost")).lease_id]
     steps.call.cancel()
     await until(lambda: bool(node.service._expiry))
-    second = (await node.reserve()).lease_id
-    await node.until_free()
-    assert node.service.metrics.expired_leases.value == 2
-    for lease in (first, second):
+    waiting.append((await node.reserve("lost")).lease_id)
+    assert await node.slots_in_use() == (0, 1, 2, 3)
+    await until(lambda: node.service.metrics.expired_leases.value == 3)
+    await until(lambda: node.engine.aborted == [lost])
+    assert await node.slots_in_use() == (1,)
+    for lease in (running, *waiting):
         assert isinstance(await refusal(node.start(lease)), NotFoundError)
-
-
-@short_lived
-async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) -> None:
-    steps, other = await node.steps("lost"), await node.steps("other")
-    await node.started(2, "lost")
-    await node.started(1, "other")
-    lost = node.engine.ids()[:2]
-    steps.call.cancel()
-    await until(lambda: sorted(node.engine.aborted) == sorted(lost))
-    assert node.service.metrics.expired_leases.value == 2
-    assert await node.slots_in_use() == (2,)
     assert await other.nothing_follows()
-
-
-@short_lived
-async def test_a_stream_that_is_back_in_time_keeps_its_leases(node: Node) -> None:
-    steps = await node.steps()
-    (lease,) = await node.started()
-    steps.call.cancel()
-    await asyncio.sleep(0.05)
-    steps = await node.steps()
-    await asyncio.sleep(1.3 * SHORT_MS / 1000)
-    assert node.engine.aborted == []
-    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
-    assert await steps.rows() == [(lease, 1, -1.0)]
-
-
-async def test_a_stream_that_came_late_takes_over_running_leases(node: Node) -> None:
-    (lease,) = await node.started()
-    steps = await node.steps()
-    node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
-    assert await steps.rows() == [(lease, 1, -1.0)]
 
 
 # Sessions
@@ -661,12 +575,12 @@ async def test_a_session_that_is_over_gets_nothing(node: Node) -> None:
     assert await node.slots_in_use() == (0, 1)
 
 
-@short_lived
 async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> None:
-    """A lease that comes while no stream is open, or before its own, has a clock until its stream is there."""
-    await node.reserve(session=1)
-    await node.until_free()
+    """A lease that comes while no stream is open, or before its own, has a clock until its stream is there. The next
+    session's stream ends a reservation that was on its way when the stream broke."""
+    await node.reserve(session=0)
     first = await node.steps(session=1)
+    assert (await node.slots_in_use(), node.service._expiry) == ((), {})
     (early,) = await node.started(session=2)
     assert list(node.service._expiry) == [early]
     node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
@@ -677,18 +591,9 @@ async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> 
     await node.release(early)
 
 
-@short_lived
-async def test_the_next_session_finds_no_lease_of_the_last_one_that_had_no_stream(node: Node) -> None:
-    """Such a lease is a reservation that was on its way when the stream broke."""
-    await node.reserve(session=1)
-    await node.steps(session=2)
-    assert await node.slots_in_use() == ()
-    assert node.service._expiry == {}
-
-
 async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:
     """Rows of samples that were just released count, because they were computed. An end without a token does not."""
-    node.service.ladder = Ladder(SLOTS, (2,))
+    node.service.step_sizes = (2, SLOTS)
     steps = await node.steps()
     await node.started(3)
     first, second, third = node.engine.ids()

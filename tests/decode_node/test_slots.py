@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed
+from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step, smaller_than
 
 TRACES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)) | st.integers(0, 60), max_size=80)
 """Reservations of (prompt, output) tokens, and releases of the n-th lease that was ever asked for."""
@@ -16,28 +16,15 @@ def table(slots: int = 4, kv_blocks: int = 10, block_size: int = 16) -> SlotTabl
     return SlotTable(slots=slots, kv_blocks=kv_blocks, block_size=block_size)
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-def test_blocks_needed(tokens: int, blocks: int) -> None:
-    assert blocks_needed(tokens, 16) == blocks
-
-
 def test_the_whole_sequence_is_reserved() -> None:
+    assert [blocks_needed(tokens, 16) for tokens in (1, 15, 16, 17, 32, 33)] == [1, 1, 1, 2, 2, 3]
     slots = table()
     lease = slots.reserve("r", 16, 17)
     assert (lease.slot, lease.kv_blocks, lease.num_prompt_tokens, lease.max_tokens) == (0, 3, 16, 17)
-    assert (len(slots), slots.used_kv_blocks, slots.slots_in_use()) == (1, 3, [0])
     assert slots.get(lease.lease_id) == lease
-    assert slots.release(lease.lease_id) == lease
-    assert (len(slots), slots.used_kv_blocks, slots.slots_in_use()) == (0, 0, [])
-
-
-def test_the_lowest_free_slot_is_given() -> None:
-    slots = table(kv_blocks=100)
-    leases = [slots.reserve("r", 1, 1) for _ in range(4)]
-    assert [lease.slot for lease in leases] == [0, 1, 2, 3]
-    for which in (2, 0):
-        slots.release(leases[which].lease_id)
-    assert [slots.reserve("r", 1, 1).slot for _ in range(2)] == [0, 2]
+    assert (slots.held_by("r"), slots.held_by("other")) == ([lease], [])
+    slots.release(lease.lease_id)
+    assert slots.get(lease.lease_id) is None
 
 
 def test_no_slot_and_no_room_are_said_and_take_nothing() -> None:
@@ -52,25 +39,6 @@ def test_no_slot_and_no_room_are_said_and_take_nothing() -> None:
     with pytest.raises(NoRoomError, match="9 KV blocks are needed and 8 of 10 are free"):
         slots.reserve("r", 128, 1)
     assert (len(slots), slots.used_kv_blocks, slots.reserve("r", 127, 1).slot) == (1, 2, 1)
-
-
-def test_releases_happen_once() -> None:
-    slots = table()
-    first = slots.reserve("r", 1, 1)
-    slots.release(first.lease_id)
-    assert slots.release(first.lease_id) is None
-    assert slots.release(99) is None
-    second = slots.reserve("r", 1, 1)
-    assert second.lease_id != first.lease_id
-    assert slots.get(first.lease_id) is None
-    assert slots.used_kv_blocks == second.kv_blocks
-
-
-def test_leases_belong_to_their_router() -> None:
-    slots = table()
-    mine = [slots.reserve("a", 1, 1), slots.reserve("a", 1, 1)]
-    other = slots.reserve("b", 1, 1)
-    assert (slots.held_by("a"), slots.held_by("b"), slots.held_by("c")) == (mine, [other], [])
 
 
 @given(st.integers(1, 6), st.integers(1, 30), st.sampled_from([1, 16, 128]), TRACES)
@@ -101,3 +69,14 @@ def test_any_trace(num_slots: int, kv_blocks: int, block_size: int, trace: list[
         slots.release(lease.lease_id)
     assert (len(slots), slots.used_kv_blocks, slots.held_by("r")) == (0, 0, [])
     assert len({lease.lease_id for lease in given_out}) == len(given_out)
+
+
+@pytest.mark.parametrize(("live", "rows"), [(1, 16), (16, 16), (17, 64), (64, 64), (65, 256), (256, 256), (257, 257)])
+def test_a_step_has_the_fewest_allowed_rows_that_hold_all(live: int, rows: int) -> None:
+    assert rows_of_step(live, (16, 64, 256)) == rows
+
+
+def test_only_fewer_rows_than_slots_are_tried() -> None:
+    assert smaller_than(256) == (16, 32, 64, 96, 128, 192)
+    assert smaller_than(64) == (16, 32)
+    assert smaller_than(8) == ()
