@@ -29,7 +29,7 @@ class IsolatedPrefillScheduler(ReservingScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Isolate the request that Algorithm 1 chose, or run a decode step without admitting anything (Algorithm 2)."""
         chosen = self.find_prefill_request()
-        self._take_turn(busy=chosen is not None or bool(self.running))
+        self._hold_gpu(busy=chosen is not None or bool(self.running))
         with self._isolating(chosen):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         if chosen is not None and output.num_scheduled_tokens.keys() - {chosen.request_id}:
@@ -49,20 +49,17 @@ class IsolatedPrefillScheduler(ReservingScheduler):
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
-        self._take_turn(busy=self.has_work())
+        self._hold_gpu(busy=bool(self.running or self.waiting))
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)
-        self._take_turn(busy=self.has_work())
+        self._hold_gpu(busy=bool(self.running or self.waiting))
         return finished
 
-    def has_work(self) -> bool:
-        """Return whether the next step may hold a prompt, because a request runs or waits. Only `schedule` finds out
-        whether a waiting prompt has room; if none has and no request runs, it gives the turn back."""
-        return bool(self.running or self.waiting)
-
-    def _take_turn(self, *, busy: bool) -> None:
+    def _hold_gpu(self, *, busy: bool) -> None:
+        """Hold the GPU while a request runs or waits. Only `schedule` finds out whether a waiting prompt has room; if
+        none has and no request runs, it gives the turn back."""
         if self.turn is not None:
             self.turn.hold(busy)
 

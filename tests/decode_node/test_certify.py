@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,31 +13,18 @@ from tests.stepper import FakeStepper, Flaw
 ROWS = 16
 
 
-@pytest.fixture(scope="module")
-def certify() -> Callable[..., str]:
-    made = load("decode_node.certify").Certification
-
-    def check(stepper: FakeStepper, rows: int, sampling: Any) -> str:
-        return str(made(stepper, rows, sampling).check(rows))
-
-    return check
+def number_of(number: int) -> int:
+    """The style of sampling of a sequence, where it does not matter."""
+    return number
 
 
-@pytest.fixture
-def finding(certify: Callable[..., str]) -> Callable[..., str]:
-    def find(**settings: Any) -> str:
-        return certify(FakeStepper(**settings), ROWS, lambda number: number)
-
-    return find
+def certify(stepper: FakeStepper, rows: int = ROWS, sampling: Any = number_of) -> str:
+    return str(load("decode_node.certify").Certification(stepper, rows, sampling).check(rows))
 
 
-def test_a_model_without_a_flaw_is_certified(finding: Callable[..., str]) -> None:
-    assert finding() == ""
-
-
-def test_every_row_is_busy_in_some_step_and_rows_move(certify: Callable[..., str]) -> None:
+def test_every_row_is_busy_in_some_step_and_rows_move() -> None:
     stepper = FakeStepper()
-    certify(stepper, ROWS, lambda number: number)
+    assert certify(stepper) == ""
     assert max(map(len, stepper.steps)) == ROWS
     assert min(map(len, stepper.steps)) == 1
     rows_of_probe = {step.index("probe-0") for step in stepper.steps if "probe-0" in step}
@@ -55,25 +41,21 @@ FLAWS: dict[str, Flaw] = {
 
 
 @pytest.mark.parametrize("leak", FLAWS)
-def test_what_leaks_into_a_row_is_found(finding: Callable[..., str], leak: str) -> None:
-    assert "probe-" in finding(flaw=FLAWS[leak])
+def test_what_leaks_into_a_row_is_found(leak: str) -> None:
+    assert "probe-" in certify(FakeStepper(flaw=FLAWS[leak]))
 
 
 STAGES = {"kv": "the KV of layer 0 of 1", "hidden": "hidden state", "logits": "lm_head", "logprob": "log probability"}
 
 
 @pytest.mark.parametrize(("stage", "words"), STAGES.items())
-def test_it_names_the_first_stage_that_differs(finding: Callable[..., str], stage: str, words: str) -> None:
-    assert words in finding(flaw=FLAWS["the number of rows"], stage=stage)
+def test_it_names_the_first_stage_that_differs(stage: str, words: str) -> None:
+    assert words in certify(FakeStepper(flaw=FLAWS["the number of rows"], stage=stage))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_few_rows_suffice(certify: Callable[..., str], rows: int) -> None:
-    assert certify(FakeStepper(), rows, lambda number: number) == ""
-
-
-def test_little_room_gives_short_sequences(finding: Callable[..., str]) -> None:
-    assert finding(num_blocks=ROWS + 1) == ""
+@pytest.mark.parametrize(("rows", "num_blocks"), [(1, 200), (2, 200), (3, 200), (ROWS, ROWS + 1)])
+def test_few_rows_and_little_room_suffice(rows: int, num_blocks: int) -> None:
+    assert certify(FakeStepper(num_blocks=num_blocks), rows) == ""
 
 
 @pytest.mark.parametrize("bits_depend_on_rows", [False, True])
@@ -84,7 +66,7 @@ def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool) -> No
         return rows_of_a_step if bits_depend_on_rows else None
 
     stepper = FakeStepper(flaw=flaw)
-    test = load("decode_node.certify").Certification(stepper, ROWS, lambda number: number)
+    test = load("decode_node.certify").Certification(stepper, ROWS, number_of)
     assert test.check(ROWS) == ""
     stepper.steps.clear()
     rows_of_a_step = ROWS // 2
@@ -110,9 +92,7 @@ def filters(batch: list[Any]) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("own", [(False, True), (True, False)], ids=["top_p only", "top_k only"])
 @pytest.mark.parametrize("rows", [3, ROWS])
-def test_a_filter_that_is_compiled_for_the_neighbours_is_found(
-    certify: Callable[..., str], own: tuple[bool, bool], rows: int
-) -> None:
+def test_a_filter_that_is_compiled_for_the_neighbours_is_found(own: tuple[bool, bool], rows: int) -> None:
     """A row with one of the two filters, whose bits depend on whether a neighbour has the other one."""
 
     def flaw(row: int, batch: list[Any], sequence: Any) -> Any:

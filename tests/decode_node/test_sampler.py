@@ -113,36 +113,32 @@ def test_an_infinite_logit_ends_its_request_alone() -> None:
     assert math.isnan(after[1][1])
 
 
-ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
 TOKENS = st.integers(0, VOCAB - 1)
-LEGAL = st.fixed_dictionaries(
-    {"temperature": st.just(0.0) | st.floats(0.01, 2)},
-    optional={
-        "top_p": st.floats(1e-9, 1),
-        "top_k": st.integers(0, 2**31 - 1),
-        "min_p": st.floats(0, 1),
-        "presence_penalty": st.floats(-2, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "repetition_penalty": st.floats(0.01, 2),
-        "logit_bias": st.dictionaries(TOKENS, st.floats(-100, 100, width=32)),
+
+
+def parameters(bias: st.SearchStrategy[float], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Return parameters that always have a temperature, and any of the other fields."""
+    optional = {
+        "logit_bias": st.dictionaries(TOKENS, bias),
         "min_tokens": st.integers(0, 5),
         "stop_token_ids": st.lists(TOKENS, max_size=VOCAB - 1),
-    },
+    }
+    return st.fixed_dictionaries({"temperature": fields.pop("temperature")}, optional={**fields, **optional})
+
+
+LEGAL = parameters(
+    st.floats(-100, 100, width=32),
+    temperature=st.just(0.0) | st.floats(0.01, 2),
+    top_p=st.floats(1e-9, 1),
+    top_k=st.integers(0, 2**31 - 1),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 2),
 )
-ILLEGAL = st.fixed_dictionaries(
-    {"temperature": ANY},
-    optional={
-        "top_p": ANY,
-        "top_k": st.integers(-(2**63), 2**63 - 1),
-        "min_p": ANY,
-        "presence_penalty": ANY,
-        "frequency_penalty": ANY,
-        "repetition_penalty": ANY,
-        "logit_bias": st.dictionaries(TOKENS, ANY),
-        "min_tokens": st.integers(0, 5),
-        "stop_token_ids": st.lists(TOKENS),
-    },
-)
+ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
+REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+ILLEGAL = parameters(ANY, top_k=st.integers(-(2**63), 2**63 - 1), **dict.fromkeys(REALS, ANY))
 
 
 @settings(max_examples=200, deadline=None)

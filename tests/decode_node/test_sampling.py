@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,11 +56,6 @@ def sweep(logits: Sequence[float], draw: Draw, points: int = 1000) -> list[int]:
     return torch.bincount(tokens, minlength=len(logits)).tolist()
 
 
-def drawn(logits: Sequence[float], **filters: float) -> set[int]:
-    """Return the tokens that can be drawn at all; `filters` are fields of `Draw`."""
-    return {token for token, count in enumerate(sweep(logits, replace(SAMPLED, **filters))) if count}
-
-
 def test_variates_are_pinned() -> None:
     """Any change here changes every sampled token, so it needs a new SAMPLER_VERSION."""
     vectors = {
@@ -106,72 +102,59 @@ def test_greedy_takes_the_first_of_the_likeliest() -> None:
         assert sample(logits, draws).tolist() == [1, 0, 3]
 
 
-def test_greedy_rows_stay_greedy_beside_sampled_ones() -> None:
-    logits = torch.tensor([[0.0, 0.1, 0.0, 0.0]] * 64)
-    draws = [IDLE if row % 2 else replace(SAMPLED, seed=row) for row in range(64)]
-    tokens = sample(logits, draws).tolist()
-    assert set(tokens[1::2]) == {1}
-    assert set(tokens[::2]) == {0, 1, 2, 3}
-
-
 @pytest.mark.usefixtures("swept")
-def test_tokens_divide_the_unit_interval_in_proportion() -> None:
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 2.0])
+def test_tokens_divide_the_unit_interval_in_proportion(temperature: float) -> None:
     probs = [0.125, 0.5, 0.0, 0.25, 0.125]
-    assert sweep(logits_of(probs), SAMPLED) == pytest.approx([1000 * p for p in probs], abs=1)
-
-
-@pytest.mark.usefixtures("swept")
-@pytest.mark.parametrize("temperature", [0.25, 0.5, 2.0])
-def test_temperature(temperature: float) -> None:
-    probs = [0.1, 0.2, 0.3, 0.4]
     weights = [p ** (1 / temperature) for p in probs]
     expected = [1000 * weight / sum(weights) for weight in weights]
     assert sweep(logits_of(probs), replace(SAMPLED, temperature=temperature)) == pytest.approx(expected, abs=1)
 
 
-@pytest.mark.usefixtures("swept")
-@pytest.mark.parametrize(
-    ("top_k", "kept"), [(0, {0, 1, 2, 3}), (1, {2}), (2, {0, 2}), (3, {0, 1, 2}), (4, {0, 1, 2, 3}), (99, {0, 1, 2, 3})]
-)
-def test_top_k_keeps_exactly_k_and_the_first_of_a_tie(top_k: int, kept: set[int]) -> None:
-    """Tokens 0, 1 and 3 tie; 2 is the likeliest."""
-    assert drawn([1.0, 1.0, 2.0, 1.0], top_k=top_k) == kept
+TIE = [1.0, 1.0, 2.0, 1.0]
+"""Tokens 0, 1 and 3 tie; 2 is the likeliest."""
+EQUAL = [0.0] * 4
+"""Four tokens whose probabilities are exactly 1/4."""
+RISING, FALLING = [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]
 
 
 @pytest.mark.usefixtures("swept")
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(1e-9, 1), (0.25, 1), (0.2500001, 2), (0.5, 2), (0.51, 3), (0.75, 3), (0.99, 4), (1.0, 4)]
+    ("logits", "filters", "kept"),
+    [
+        # top_k keeps exactly k, and the first of a tie.
+        (TIE, {"top_k": 0}, {0, 1, 2, 3}),
+        (TIE, {"top_k": 1}, {2}),
+        (TIE, {"top_k": 2}, {0, 2}),
+        (TIE, {"top_k": 3}, {0, 1, 2}),
+        (TIE, {"top_k": 4}, {0, 1, 2, 3}),
+        (TIE, {"top_k": 99}, {0, 1, 2, 3}),
+        # top_p stops at the token that reaches it, and goes by probability, not by id.
+        (EQUAL, {"top_p": 1e-9}, {0}),
+        (EQUAL, {"top_p": 0.25}, {0}),
+        (EQUAL, {"top_p": 0.2500001}, {0, 1}),
+        (EQUAL, {"top_p": 0.75}, {0, 1, 2}),
+        (EQUAL, {"top_p": 0.99}, {0, 1, 2, 3}),
+        (EQUAL, {"top_p": 1.0}, {0, 1, 2, 3}),
+        (logits_of(RISING), {"top_p": 0.3}, {3}),
+        (logits_of(RISING), {"top_p": 0.69}, {2, 3}),
+        (logits_of(RISING), {"top_p": 0.71}, {1, 2, 3}),
+        # min_p is relative to the likeliest; 1.0 keeps every token as likely as that.
+        (logits_of([0.1, 0.3, 0.4, 0.4]), {"min_p": 0.24}, {0, 1, 2, 3}),
+        (logits_of([0.1, 0.3, 0.4, 0.4]), {"min_p": 0.26}, {1, 2, 3}),
+        (logits_of([0.1, 0.3, 0.4, 0.4]), {"min_p": 1.0}, {2, 3}),
+        # Filters work on what the one before kept (min_p, top_k, top_p): top_k = 2 leaves 4/7 and 3/7.
+        (logits_of(FALLING), {"top_p": 0.5}, {0, 1}),
+        (logits_of(FALLING), {"top_p": 0.5, "top_k": 2}, {0}),
+        (logits_of(FALLING), {"top_p": 0.6, "top_k": 2}, {0, 1}),
+        (logits_of(FALLING), {"top_p": 0.6, "min_p": 0.6}, {0, 1}),
+        (logits_of(FALLING), {"top_p": 0.9, "top_k": 3, "min_p": 0.7}, {0, 1}),
+        (logits_of(FALLING), {"temperature": 0.1, "min_p": 0.2}, {0}),
+    ],
 )
-def test_top_p_stops_at_the_token_that_reaches_it(top_p: float, kept: int) -> None:
-    """Four equal tokens, whose probabilities are exactly 1/4."""
-    assert drawn([0.0] * 4, top_p=top_p) == set(range(kept))
-
-
-@pytest.mark.usefixtures("swept")
-@pytest.mark.parametrize(("top_p", "kept"), [(0.3, {3}), (0.41, {2, 3}), (0.69, {2, 3}), (0.71, {1, 2, 3})])
-def test_top_p_goes_by_probability_not_by_id(top_p: float, kept: set[int]) -> None:
-    assert drawn(logits_of([0.1, 0.2, 0.3, 0.4]), top_p=top_p) == kept
-
-
-@pytest.mark.usefixtures("swept")
-@pytest.mark.parametrize(
-    ("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.24, {0, 1, 2, 3}), (0.26, {1, 2, 3}), (0.76, {2, 3}), (1.0, {2, 3})]
-)
-def test_min_p_is_relative_to_the_likeliest(min_p: float, kept: set[int]) -> None:
-    """1.0 keeps every token as likely as the likeliest."""
-    assert drawn(logits_of([0.1, 0.3, 0.4, 0.4]), min_p=min_p) == kept
-
-
-@pytest.mark.usefixtures("swept")
-def test_filters_work_on_what_the_one_before_kept() -> None:
-    """min_p, top_k, top_p: top_k = 2 leaves 4/7 and 3/7, so top_p = 0.5 keeps one token, and 0.6 both."""
-    logits = logits_of([0.4, 0.3, 0.2, 0.1])
-    assert drawn(logits, top_p=0.5) == {0, 1}
-    assert drawn(logits, top_p=0.5, top_k=2) == {0}
-    assert drawn(logits, top_p=0.6, top_k=2) == {0, 1}
-    assert drawn(logits, top_p=0.6, min_p=0.6) == {0, 1}
-    assert drawn(logits, top_p=0.9, top_k=3, min_p=0.7) == {0, 1}
-    assert drawn(logits, temperature=0.1, min_p=0.2) == {0}
+def test_filters_keep_these_tokens(logits: list[float], filters: dict[str, Any], kept: set[int]) -> None:
+    counts = sweep(logits, replace(SAMPLED, **filters))
+    assert {token for token, count in enumerate(counts) if count} == kept
 
 
 @pytest.mark.usefixtures("swept")
@@ -197,18 +180,6 @@ def test_the_ends_of_a_large_vocabulary() -> None:
     logits = torch.randn(2, 150_000, generator=torch.Generator().manual_seed(0))
     draws = [replace(SAMPLED, position=0), replace(SAMPLED, position=STEPS - 1)]
     assert sample(logits, draws).tolist() == [0, 149_999]
-
-
-def test_the_distribution_over_seeds_and_positions() -> None:
-    """Chi-square has 7 degrees of freedom; 30 is beyond 1 in 10^4. The draws are always the same."""
-    probs = [0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05]
-    logits = torch.tensor([logits_of(probs)] * 8000)
-    for draws in (
-        [replace(SAMPLED, seed=42, position=i) for i in range(8000)],
-        [replace(SAMPLED, seed=i, position=0) for i in range(8000)],
-    ):
-        counts = torch.bincount(sample(logits, draws), minlength=8).tolist()
-        assert sum((count - 8000 * p) ** 2 / (8000 * p) for count, p in zip(counts, probs, strict=True)) < 30
 
 
 SOURCES = st.integers(0, 2**32).map(random.Random)

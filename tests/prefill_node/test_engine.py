@@ -76,34 +76,29 @@ def engine(llm: Llm) -> Engine:
     return made
 
 
-async def test_a_handle_names_the_kv_and_the_prompt(engine: Engine) -> None:
+async def test_a_handle_names_the_kv_and_the_prompt_and_is_bound_to_its_reader(engine: Engine) -> None:
     handle = await engine.prefill("r", [5] * 20, READER)
     assert (handle.prefill_node, handle.request_id, handle.block_ids) == (REF, "r", ((0, 1),))
     assert (handle.num_tokens, handle.prompt_digest) == (20, prompt_digest([5] * 20))
-
-
-async def test_a_handle_is_bound_to_its_reader_as_its_blocks_are(engine: Engine) -> None:
-    handle = await engine.prefill("r", [5] * 20, READER)
-    assert handle.reader == READER
-    assert handle.binding == binding(handle)
+    assert (handle.reader, handle.binding) == (READER, binding(handle))
     assert engine.owners == [owner_of(handle)]
-
-
-async def test_a_prompt_that_never_fits_is_refused(engine: Engine) -> None:
-    """It would wait at the head of the queue for ever. The room is all blocks, less the token that is thrown away."""
-    await engine.prefill("fits", [1] * 63, READER)
-    with pytest.raises(InvalidArgumentError, match=r"prompt_token_ids = .*64 tokens.*at most 63 tokens"):
-        await engine.prefill("does not", [1] * 64, READER)
 
 
 @pytest.mark.parametrize(
     ("prompt", "limit"),
-    [([5, 256], r"256: must be in \[0, 256\)"), ([5] * 512, "512 tokens: must be at most 511 tokens")],
+    [
+        ([5, 256], r"prompt\.token_ids = 256: must be in \[0, 256\)"),
+        ([5] * 512, r"prompt\.token_ids = 512 tokens: must be at most 511 tokens"),
+        ([5] * 64, r"prompt_token_ids = .*64 tokens.*at most 63 tokens"),
+    ],
 )
-async def test_a_prompt_that_no_engine_computes_is_refused(engine: Engine, prompt: list[int], limit: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"^prompt\.token_ids = {limit}"):
+async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, prompt: list[int], limit: str) -> None:
+    """A prompt that never fits would wait at the head of the queue for ever. The room is all blocks, less the token
+    that is thrown away."""
+    with pytest.raises(InvalidArgumentError, match=rf"^{limit}"):
         await engine.prefill("r", prompt, READER)
     assert engine.owners == []
+    await engine.prefill("fits", [1] * 63, READER)
 
 
 async def test_what_vllm_refuses_of_a_prompt_is_no_fault_of_the_node(llm: Llm) -> None:
@@ -124,8 +119,10 @@ async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> 
 
 
 async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: Llm) -> None:
-    """A prefill that has just ended is not known to the worker yet: it counts, the first time."""
+    """A prefill that has just ended is not known to the worker yet: it counts, the first time. An idle worker is left
+    alone."""
     assert await engine.held_kv_blocks() == 0
+    assert llm.calls == []
     await engine.prefill("a", [1] * 40, READER)
     await engine.prefill("b", [1], READER)
     assert await engine.held_kv_blocks() == 4
@@ -146,11 +143,6 @@ async def test_a_busy_worker_leaves_the_last_known_number(engine: Engine, llm: L
     llm.held = [[]]
     assert await engine.held_kv_blocks() == 3  # Still not asked about since it ended.
     assert await engine.held_kv_blocks() == 0
-
-
-async def test_an_idle_worker_is_left_alone(engine: Engine, llm: Llm) -> None:
-    assert await engine.held_kv_blocks() == 0
-    assert llm.calls == []
 
 
 async def test_the_death_of_an_idle_engine_is_noticed(engine: Engine, llm: Llm) -> None:

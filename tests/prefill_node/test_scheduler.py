@@ -56,26 +56,18 @@ def own_rows(request: Arrive, chunk: int) -> list[Row]:
 
 
 @PLATFORMS
-def test_prompts_are_isolated(stepping: ModuleType, platform: Platform) -> None:
-    """A prefill node's traces: one token of output, and KV that is held until it is read or its lease ends."""
+@pytest.mark.parametrize("longest_output", [1, 12])
+def test_prompts_are_isolated(stepping: ModuleType, platform: Platform, longest_output: int) -> None:
+    """With one token of output: a prefill node's traces, with KV that is held until it is read or its lease ends.
+
+    With more: the colocated form of the paper, where requests go on to decode in the same engine.
+    """
 
     @examples(300)
-    @given(prefill_traces())
+    @given(prefill_traces(longest_output=longest_output))
     def check(trace: Trace) -> None:
-        record = stepping.play(ISOLATED, trace, platform, role=NodeRole.PREFILL)
-        assert list(violations(record, trace.chunk)) == []
-
-    check()
-
-
-@PLATFORMS
-def test_prompts_are_isolated_beside_decoding(stepping: ModuleType, platform: Platform) -> None:
-    """The colocated form of the paper: the same scheduler, with requests that go on to decode in the same engine."""
-
-    @examples(300)
-    @given(prefill_traces(longest_output=12))
-    def check(trace: Trace) -> None:
-        record = stepping.play(ISOLATED, trace, platform, role=NodeRole.PREFILL, connector=False)
+        has_connector = longest_output == 1
+        record = stepping.play(ISOLATED, trace, platform, role=NodeRole.PREFILL, connector=has_connector)
         assert list(violations(record, trace.chunk)) == []
 
     check()
@@ -99,17 +91,6 @@ def test_the_stock_scheduler_breaks_the_rules(stepping: ModuleType, platform: Pl
         "more KV promised than exists",
         "KV of others behind a sequence",
     }
-
-
-@PLATFORMS
-def test_two_prompts_that_would_share_a_step(stepping: ModuleType, platform: Platform) -> None:
-    trace = Trace(slots=4, chunk=16, blocks=20, ops=(Arrive(prompt=20), Arrive(prompt=5), Run(1)))
-    rows = [
-        [step.rows for step in stepping.play(scheduler, trace, platform, role=NodeRole.PREFILL).steps if step.rows]
-        for scheduler in (ISOLATED, STOCK)
-    ]
-    assert rows[0] == [{0: Row(0, 16)}, {0: Row(16, 4)}, {1: Row(0, 5)}]
-    assert rows[1] == [{0: Row(0, 16)}, {0: Row(16, 4), 1: Row(0, 5)}]
 
 
 @PLATFORMS

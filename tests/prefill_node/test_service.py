@@ -143,19 +143,6 @@ async def test_a_prompt_becomes_a_handle(node: Node) -> None:
     assert node.engine.released == []
 
 
-async def test_the_load_counts_prompts_in_flight(node: Node) -> None:
-    node.engine.go.clear()
-    calls = [node.prefill("a", [1] * 10), node.prefill("b", [1] * 5)]
-    await until(lambda: len(node.engine.computing) == 2)
-    load = await node.service.load()
-    assert (load.queued_prompt_tokens, load.tokens) == (15, 0)
-    node.engine.go.set()
-    for call in calls:
-        await call
-    load = await node.service.load()
-    assert (load.queued_prompt_tokens, load.tokens) == (0, 15)
-
-
 async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> None:
     node.engine.go.clear()
     first = node.prefill("a", [1] * 10, share_scope="client")
@@ -173,13 +160,6 @@ async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> Non
     await until(lambda: node.engine.released == ["a"])
 
 
-async def test_another_generation_is_refused(node: Node) -> None:
-    error = await refusal(node.prefill(generation="b" * 16))
-    assert isinstance(error, StaleGenerationError)
-    assert (error.node_id, error.expected, error.actual) == ("p0", "b" * 16, REF.generation)
-    assert await node.queued() == 0
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -194,38 +174,33 @@ async def test_bad_requests_are_refused(node: Node, fields: dict[str, Any], fiel
     error = await refusal(node.prefill(**fields))
     assert isinstance(error, InvalidArgumentError)
     assert error.field == field
-    assert node.engine.computing == []
+    error = await refusal(node.prefill(generation="b" * 16))
+    assert isinstance(error, StaleGenerationError)
+    assert (error.node_id, error.expected, error.actual) == ("p0", "b" * 16, REF.generation)
+    assert (node.engine.computing, await node.queued()) == ([], 0)
 
 
-async def test_an_id_in_flight_is_not_taken_twice(node: Node) -> None:
-    """The second attempt must not disturb the first, nor release its KV."""
+async def test_what_runs_is_not_disturbed_by_what_is_refused(node: Node) -> None:
+    """An id in flight is not taken twice: the second attempt must not release the first one's KV. A draining node
+    finishes what it has."""
     node.engine.go.clear()
     first = node.prefill("r")
     await until(lambda: node.engine.computing == ["r"])
     error = await refusal(node.prefill("r", (5,)))
     assert isinstance(error, InvalidArgumentError)
     assert (error.field, error.limit) == ("request_id", "must be unique to one attempt")
-    assert await node.queued() == 3
-    node.engine.go.set()
-    assert (await first).handle.num_tokens == 3
-    assert node.engine.released == []
-
-
-async def test_a_draining_node_finishes_what_it_has(node: Node) -> None:
-    node.engine.go.clear()
-    running = node.prefill("r")
-    await until(lambda: node.engine.computing == ["r"])
     node.service.draining = True
     error = await refusal(node.prefill("s"))
     assert isinstance(error, UnavailableError)
     assert "p0 is draining" in str(error)
     await node.release("other")
+    assert await node.queued() == 3
     node.engine.go.set()
-    await running
-    assert node.engine.released == ["other"]
+    assert (await first).handle.num_tokens == 3
+    assert (await node.queued(), node.engine.released) == (0, ["other"])
 
 
-async def test_a_cancelled_call_stops_the_work_and_keeps_nothing(node: Node) -> None:
+async def test_a_call_that_is_cancelled_or_late_stops_the_work_and_keeps_nothing(node: Node) -> None:
     node.engine.go.clear()
     call = node.prefill("r")
     await until(lambda: node.engine.computing == ["r"])
@@ -233,14 +208,8 @@ async def test_a_cancelled_call_stops_the_work_and_keeps_nothing(node: Node) -> 
     await until(lambda: node.engine.released == ["r"])
     assert node.engine.cancelled == ["r"]
     assert await node.queued() == 0
-    node.engine.go.set()
-    await node.prefill("r")  # The id is free again.
-
-
-async def test_a_passed_deadline_is_a_cancelled_call(node: Node) -> None:
-    node.engine.go.clear()
-    assert isinstance(await refusal(node.prefill("r", timeout_s=0.5)), DeadlineError)
-    await until(lambda: node.engine.released == ["r"])
+    assert isinstance(await refusal(node.prefill("r", timeout_s=0.5)), DeadlineError)  # The id is free again.
+    await until(lambda: node.engine.released == ["r", "r"])
     assert await node.queued() == 0
 
 

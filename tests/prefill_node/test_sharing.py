@@ -90,7 +90,10 @@ def sharing(engine: Engine) -> Sharing:
     return Sharing(engine, 0, PrefillMetrics())
 
 
-def ask(sharing: Sharing, name: str, **changes: object) -> asyncio.Task[KvHandle]:
+Asked = asyncio.Task[KvHandle]
+
+
+def ask(sharing: Sharing, name: str, **changes: object) -> Asked:
     asked = {"prompt_token_ids": PROMPT, "reader": READER, "scope": "client a", **changes}
     return asyncio.ensure_future(sharing.prefill(name, **asked))  # type: ignore[arg-type]
 
@@ -100,14 +103,33 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_prompts_that_come_together_are_computed_once_and_all_read(engine: Engine, sharing: Sharing) -> None:
+async def begun(engine: Engine, sharing: Sharing, names: str, *, counted: bool = False) -> dict[str, Asked]:
+    """Ask for one prompt under these names. `counted`: its KV is computed, and the engine is being told of its readers.
+
+    Otherwise the computation waits for `engine.go`.
+    """
     engine.go.clear()
-    asked = [ask(sharing, name) for name in "rst"]
+    asked = {name: ask(sharing, name) for name in names}
+    await settle()
+    if counted:
+        engine.sharing.clear()
+        engine.go.set()
+        await settle()
+    return asked
+
+
+async def test_prompts_that_come_together_are_computed_once_and_all_read(engine: Engine, sharing: Sharing) -> None:
+    """On any decode nodes, by handles of their own."""
+    asked = await begun(engine, sharing, "rs")
+    asked["t"] = ask(sharing, "t", reader=OTHER)
     await settle()
     engine.go.set()
-    handles = await asyncio.gather(*asked)
+    handles = await asyncio.gather(*asked.values())
     assert [handle.request_id for handle in handles] == ["r", "r", "r"]
     assert [handle.claim for handle in handles] == ["r", "s", "t"]
+    assert [handle.reader for handle in handles] == [READER, READER, OTHER]
+    assert all(handle.binding == binding(handle) for handle in handles)
+    assert len({owner_of(handle) for handle in handles}) == 1
     assert (engine.computed, engine.readers, sharing.metrics.shared_prompts.value) == (["r"], {"r": {*"rst"}}, 2)
 
 
@@ -115,38 +137,18 @@ async def test_one_that_comes_later_reads_what_is_still_there(engine: Engine, sh
     await ask(sharing, "r")
     assert (await ask(sharing, "s")).request_id == "r"
     assert engine.readers == {"r": {*"rs"}}
-
-
-async def test_all_decode_nodes_read_it_by_handles_of_their_own(engine: Engine, sharing: Sharing) -> None:
-    engine.go.clear()
-    asked = [ask(sharing, "r"), ask(sharing, "s", reader=OTHER)]
-    await settle()
-    engine.go.set()
-    handles = await asyncio.gather(*asked)
-    assert [handle.request_id for handle in handles] == ["r", "r"]
-    assert [handle.reader for handle in handles] == [READER, OTHER]
-    assert all(handle.binding == binding(handle) for handle in handles)
-    assert owner_of(handles[0]) == owner_of(handles[1])
-
-
-async def test_one_that_comes_too_late_is_computed_anew(engine: Engine, sharing: Sharing) -> None:
-    await ask(sharing, "r")
-    engine.read("r", "r")
-    assert (await ask(sharing, "s")).request_id == "s"
-    assert (await ask(sharing, "t")).request_id == "s"
-    assert engine.computed == ["r", "s"]
+    for name in "rs":
+        engine.read("r", name)
+    assert (await ask(sharing, "t")).request_id == "t"
+    assert (await ask(sharing, "u")).request_id == "t"
+    assert engine.computed == ["r", "t"]
 
 
 @pytest.mark.parametrize("changes", [{"scope": ""}, {"scope": "client b"}, {"prompt_token_ids": (1, 2)}], ids=str)
 async def test_what_is_not_the_same_is_not_shared(engine: Engine, sharing: Sharing, changes: dict[str, object]) -> None:
-    await ask(sharing, "r")
-    assert (await ask(sharing, "s", **changes)).request_id == "s"
-    assert engine.computed == ["r", "s"]
-
-
-async def test_without_a_scope_nothing_is_kept_of_it(engine: Engine, sharing: Sharing) -> None:
-    await ask(sharing, "r", scope="")
+    await ask(sharing, "r", **changes)
     assert (await ask(sharing, "s")).request_id == "s"
+    assert engine.computed == ["r", "s"]
     await sharing.release("r")
     assert engine.readers == {"s": {"s"}}
 
@@ -165,15 +167,6 @@ async def test_kv_is_kept_for_those_who_wait_for_slots(engine: Engine, keeping: 
         engine.read("r", name)
         await settle()
     assert (engine.computed, engine.readers, keeping.metrics.shared_prompts.value) == (["r"], {"r": {KEEPER}}, 3)
-
-
-async def test_it_is_kept_if_one_of_those_who_come_together_says_so(engine: Engine, keeping: Sharing) -> None:
-    engine.go.clear()
-    asked = [ask(keeping, "r", **FOLLOWED), ask(keeping, "s")]
-    await settle()
-    engine.go.set()
-    await asyncio.gather(*asked)
-    assert engine.readers == {"r": {"r", "s", KEEPER}}
 
 
 async def test_kv_that_nobody_comes_for_is_not_kept_for_long(
@@ -240,48 +233,25 @@ async def test_a_node_that_drains_keeps_nothing(engine: Engine, keeping: Sharing
 
 
 @pytest.mark.parametrize("gone", ["r", "s"])
-async def test_one_that_gives_up_takes_nothing_from_the_others(engine: Engine, sharing: Sharing, gone: str) -> None:
-    engine.go.clear()
-    asked = {name: ask(sharing, name) for name in "rst"}
+@pytest.mark.parametrize("counted", [False, True])
+async def test_one_that_gives_up_takes_nothing_from_the_others(
+    engine: Engine, sharing: Sharing, gone: str, counted: bool
+) -> None:
+    asked = await begun(engine, sharing, "rst", counted=counted)
+    asked.pop(gone).cancel()
     await settle()
-    asked[gone].cancel()
+    sharing.release_soon(gone)
     await settle()
-    await sharing.release(gone)
     engine.go.set()
-    handles = await asyncio.gather(*(task for name, task in asked.items() if name != gone))
+    engine.sharing.set()
+    handles = await asyncio.gather(*asked.values())
     await settle()
     assert [handle.request_id for handle in handles] == ["r", "r"]
     assert engine.readers == {"r": {*"rst"} - {gone}}
 
 
-@pytest.mark.parametrize("gone", ["r", "s"])
-async def test_one_that_gives_up_while_readers_are_counted_gives_its_part_back(
-    engine: Engine, sharing: Sharing, gone: str
-) -> None:
-    engine.go.clear()
-    engine.sharing.clear()
-    asked = {name: ask(sharing, name) for name in "rst"}
-    await settle()
-    engine.go.set()
-    await settle()
-    asked.pop(gone).cancel()
-    await settle()
-    sharing.release_soon(gone)
-    await settle()
-    engine.sharing.set()
-    await asyncio.gather(*asked.values())
-    await settle()
-    assert engine.readers == {"r": {*"rst"} - {gone}}
-
-
 async def test_nothing_is_kept_when_all_give_up_while_they_are_counted(engine: Engine, sharing: Sharing) -> None:
-    engine.go.clear()
-    engine.sharing.clear()
-    asked = [ask(sharing, name) for name in "rst"]
-    await settle()
-    engine.go.set()
-    await settle()
-    for name, task in zip("rst", asked, strict=True):
+    for name, task in (await begun(engine, sharing, "rst", counted=True)).items():
         task.cancel()
         sharing.release_soon(name)
     engine.sharing.set()
@@ -291,30 +261,17 @@ async def test_nothing_is_kept_when_all_give_up_while_they_are_counted(engine: E
 
 
 async def test_nothing_is_kept_when_the_engine_cannot_be_told(engine: Engine, sharing: Sharing) -> None:
-    engine.go.clear()
     engine.share_error = UnavailableError("the engine did not answer")
-    asked = [ask(sharing, name) for name in "rs"]
-    await settle()
+    asked = await begun(engine, sharing, "rs")
     engine.go.set()
-    for result in await asyncio.gather(*asked, return_exceptions=True):
+    for result in await asyncio.gather(*asked.values(), return_exceptions=True):
         assert isinstance(result, UnavailableError)
     await settle()
     assert engine.readers == {}
 
 
-async def test_a_release_after_the_read_takes_nothing_from_the_others(engine: Engine, sharing: Sharing) -> None:
-    """A run that ends without a token has its KV released, whether it has been read or not."""
-    await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"))
-    engine.read("r", "s")
-    await sharing.release("s")
-    assert engine.readers == {"r": {"r"}}
-
-
 async def test_what_nobody_wants_any_more_ends_and_is_not_joined(engine: Engine, sharing: Sharing) -> None:
-    engine.go.clear()
-    asked = [ask(sharing, name) for name in "rs"]
-    await settle()
-    for task in asked:
+    for task in (await begun(engine, sharing, "rs")).values():
         task.cancel()
     late = ask(sharing, "t")
     await settle()
@@ -332,7 +289,10 @@ async def test_all_hear_of_an_error_and_the_next_one_is_tried_anew(engine: Engin
 
 
 async def test_a_release_is_one_reader_fewer_and_the_last_one_the_end(engine: Engine, sharing: Sharing) -> None:
-    await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"))
+    """A run that ends without a token has its KV released, whether it has been read or not."""
+    await asyncio.gather(ask(sharing, "r"), ask(sharing, "s"), ask(sharing, "t"))
+    engine.read("r", "t")
+    await sharing.release("t")
     await sharing.release("s")
     assert engine.readers == {"r": {"r"}}
     await sharing.release("r")
