@@ -35,19 +35,10 @@ LAST_REPORT_S = 2.0
 REPORT_S = 5.0
 LET_GO_S = 2.0
 NOT_FINITE = "the logits of the next token are not finite"
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""The parameters that vLLM has under the same name, with the same meaning."""
 _FILTERS = ("top_p", "top_k", "min_p")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAME = ("temperature", *_FILTERS, "max_tokens", "min_tokens", *_PENALTIES)
+"""The parameters that vLLM has under the same name, with the same meaning."""
 MAX_HELD_BACK = 128
 """The largest number of stop tokens that a sample's `min_tokens` can hold back. With more, the GPU runner crashes its
 engine (vllm/v1/worker/gpu/sample/logit_bias.py: `MAX_NUM_STOP_TOKEN_IDS`)."""

@@ -222,15 +222,11 @@ def pad_batch(batch: Any, rows: int) -> Any:
         return np.concatenate(parts) if isinstance(column, np.ndarray) else torch.cat(parts)
 
     starts = np.arange(rows + 1, dtype=batch.cu_num_logits_np.dtype)
+    columns = ("idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens")
     return replace(
         batch,
         num_reqs=rows,
-        idx_mapping=pad(batch.idx_mapping),
-        idx_mapping_np=pad(batch.idx_mapping_np),
-        expanded_idx_mapping=pad(batch.expanded_idx_mapping),
-        expanded_local_pos=pad(batch.expanded_local_pos),
-        seq_lens=pad(batch.seq_lens),
-        logits_indices=pad(batch.logits_indices),
+        **{name: pad(getattr(batch, name)) for name in (*columns, "logits_indices")},
         cu_num_logits=torch.arange(rows + 1, dtype=batch.cu_num_logits.dtype, device=batch.cu_num_logits.device),
         cu_num_logits_np=starts,
     )

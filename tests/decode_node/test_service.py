@@ -252,16 +252,6 @@ async def test_another_generation_is_refused(node: Node) -> None:
     assert (node.engine.running, node.engine.peers) == ({}, [])
 
 
-async def test_a_draining_node_runs_what_it_has_leased(node: Node) -> None:
-    lease = (await node.reserve()).lease_id
-    node.service.draining = True
-    error = await refusal(node.reserve())
-    assert isinstance(error, UnavailableError)
-    assert "d0 is draining" in str(error)
-    await node.start(lease)
-    assert len(node.engine.running) == 1
-
-
 async def test_release_frees_at_once_and_ends_the_request(node: Node) -> None:
     waiting, running = (await node.reserve()).lease_id, (await node.started())[0]
     (name,) = node.engine.ids()
@@ -290,13 +280,22 @@ async def test_leases_of_a_router_without_a_stream_expire(node: Node) -> None:
 # Start
 
 
-async def test_start_hands_over_all_that_the_engine_needs(node: Node) -> None:
+async def test_start_hands_over_all_that_the_engine_needs_once(node: Node) -> None:
+    """A node that drains takes no new lease, and starts what it has leased."""
     lease = (await node.reserve(max_tokens=5)).lease_id
+    node.service.draining = True
+    error = await refusal(node.reserve())
+    assert isinstance(error, UnavailableError)
+    assert "d0 is draining" in str(error)
     params = SamplingParams(temperature=0.5, top_k=3, max_tokens=5, stop_token_ids=[9], logit_bias={4: 1.5})
     await node.start(lease, params=params, seed=2**63 - 1)
     (request,) = node.engine.running.values()
     assert request.handle == handle()
     assert (tuple(request.prompt_token_ids), request.params, request.seed) == (PROMPT, params, 2**63 - 1)
+    error = await refusal(node.start(lease, params=params))
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, error.limit) == ("lease_id", "must not have been started before")
+    assert len(node.engine.running) == 1
 
 
 REFUSED = {
@@ -330,15 +329,6 @@ async def test_a_start_that_does_not_belong_to_its_lease_is_refused(
     assert node.engine.running == {}
     await node.start(lease)
     assert len(node.engine.running) == 1
-
-
-async def test_a_lease_starts_once(node: Node) -> None:
-    (lease,) = await node.started()
-    error = await refusal(node.start(lease))
-    assert isinstance(error, InvalidArgumentError)
-    assert (error.field, error.limit) == ("lease_id", "must not have been started before")
-    assert len(node.engine.running) == 1
-    assert isinstance(await refusal(node.start(99)), NotFoundError)
 
 
 async def test_a_start_that_fails_frees_its_lease(node: Node) -> None:
@@ -390,30 +380,28 @@ async def test_connections_reach_the_engine_for_peers_with_their_stamps(node: No
 # Steps
 
 
-async def test_one_message_a_step_for_all_leases(node: Node) -> None:
-    steps = await node.steps()
-    leases = await node.started(3)
-    names = node.engine.ids()
-    for step in range(3):
-        node.service.on_step([StepRow(name, 10 * step + i, -float(i)) for i, name in enumerate(names)])
-        message = await steps.read()
-        assert message.step == step + 1
-        assert list(message.lease_ids) == leases
-        assert list(message.token_ids) == [10 * step + i for i in range(3)]
-        assert list(message.logprobs) == [-0.0, -1.0, -2.0]
-        assert not message.ended
-    load = await node.service.load()
-    assert (load.steps, load.tokens) == (3, 9)
+def fp32(word: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", word))[0]
+    return value
 
 
-async def test_each_router_gets_its_own_rows(node: Node) -> None:
+async def test_one_message_a_step_with_the_rows_of_a_router_and_their_bits(node: Node) -> None:
     streams = {name: await node.steps(name) for name in ("a", "b", "idle")}
     leases = {name: await node.started(2, name) for name in ("a", "b")}
     names = node.engine.ids()
+    values = [fp32(word) for word in (0x80000000, 0xBDCCCCCD, 0xC2C7FFFF, 0x80000001)]
     mixed = [names[2], names[0], names[3], names[1]]
-    node.service.on_step([StepRow(name, token, -1.0) for token, name in enumerate(mixed)])
-    assert await streams["a"].rows() == [(leases["a"][0], 1, -1.0), (leases["a"][1], 3, -1.0)]
-    assert await streams["b"].rows() == [(leases["b"][0], 0, -1.0), (leases["b"][1], 2, -1.0)]
+    for step in range(3):
+        node.service.on_step([StepRow(name, 10 * step + i, values[i]) for i, name in enumerate(mixed)])
+        for router, first in (("a", 1), ("b", 0)):
+            message = await streams[router].read()
+            assert (message.step, list(message.lease_ids)) == (step + 1, leases[router])
+            assert list(message.token_ids) == [10 * step + first, 10 * step + first + 2]
+            found = [struct.pack("<f", value) for value in message.logprobs]
+            assert found == [struct.pack("<f", values[i]) for i in (first, first + 2)]
+            assert not message.ended
+    load = await node.service.load()
+    assert (load.steps, load.tokens) == (3, 12)
     assert await streams["idle"].nothing_follows()
 
 
@@ -437,47 +425,32 @@ async def test_a_reader_that_does_not_read_gets_all_of_it_later(node: Node) -> N
     assert number < 20_000
 
 
-async def test_log_probabilities_keep_their_bits(node: Node) -> None:
-    steps = await node.steps()
-    await node.started()
-    (name,) = node.engine.ids()
-    bits = [0x80000000, 0xBDCCCCCD, 0xC2C7FFFF, 0x80000001, 0xFF7FFFFF, 0xFF800000]
-    values = [struct.unpack("<f", struct.pack("<I", word))[0] for word in bits]
-    node.service.on_step([StepRow(name, 1, value) for value in values])
-    assert [struct.unpack("<I", struct.pack("<f", value))[0] for _, _, value in await steps.rows()] == bits
-
-
 async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -> None:
+    """A request with nothing to draw from is ended in the engine, too: otherwise the engine would go on with it."""
     steps = await node.steps()
-    leases = await node.started(3)
+    leases = await node.started(4)
     names = node.engine.ids()
     node.service.on_step(
         [
             StepRow(names[0], 5, -1.0, FinishReason.STOP),
             StepRow(names[1], None, 0.0, FinishReason.ERROR, "the KV could not be read"),
-            StepRow(names[2], 6, -2.0),
+            StepRow(names[2], None, 0.0, FinishReason.ERROR, "not finite", not_finite=True),
+            StepRow(names[3], 6, -2.0),
         ]
     )
-    assert await node.slots_in_use() == (2,)
+    assert await node.slots_in_use() == (3,)
     message = await steps.read()
-    assert list(message.lease_ids) == [leases[0], leases[2]]
-    ends = [(end.lease_id, codec.finish_reason_from_proto(end.finish_reason), end.detail) for end in message.ended]
-    assert ends == [(leases[0], FinishReason.STOP, ""), (leases[1], FinishReason.ERROR, "the KV could not be read")]
+    assert list(message.lease_ids) == [leases[0], leases[3]]
+    ends = [(codec.finish_reason_from_proto(end.finish_reason), end.detail, end.not_finite) for end in message.ended]
+    assert [end.lease_id for end in message.ended] == leases[:3]
+    assert ends == [
+        (FinishReason.STOP, "", False),
+        (FinishReason.ERROR, "the KV could not be read", False),
+        (FinishReason.ERROR, "not finite", True),
+    ]
     assert (await node.service.load()).tokens == 2
-    assert node.engine.aborted == []
+    await until(lambda: node.engine.aborted == [names[2]])
     assert (await node.reserve()).slot == 0
-
-
-async def test_a_request_with_nothing_to_draw_from_is_ended_in_the_engine_too(node: Node) -> None:
-    """Otherwise the engine would go on with it. Its router hears why it ended."""
-    steps = await node.steps()
-    (lease,) = await node.started()
-    (name,) = node.engine.ids()
-    node.service.on_step([StepRow(name, None, 0.0, FinishReason.ERROR, "not finite", not_finite=True)])
-    (end,) = (await steps.read()).ended
-    assert (end.lease_id, end.detail, end.not_finite) == (lease, "not finite", True)
-    await until(lambda: node.engine.aborted == [name])
-    assert await node.slots_in_use() == ()
 
 
 async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:

@@ -257,29 +257,6 @@ def long_outputs(bench: Bench) -> Iterator[Found]:
     yield compared(f"{length} output tokens", alone, together[:2])
 
 
-def first_token(bench: Bench) -> Iterator[Found]:
-    """Measure, not check, what a long prompt costs before its first token, one at a time."""
-    longest = bench.prompts.model_len - 8
-    for length in (min(512, longest), min(2048, longest), min(6000, longest)):
-        made = bench.cases(bench.count(8), length, length, length, max_tokens=1)
-        bench.run(made[:1], 1)
-        began = time.monotonic()
-        bench.run(made, 1)
-        yield {f"seconds to the first token of {length}": round((time.monotonic() - began) / len(made), 4)}
-
-
-def throughput(bench: Bench) -> Iterator[Found]:
-    """Measure roughly how fast the fixed shape runs when all slots are busy. This is not a benchmark."""
-    length = min(512, bench.prompts.model_len // 2)
-    tokens = min(256, bench.prompts.model_len // 4)
-    made = bench.cases(bench.slots, length, length, 77, max_tokens=tokens)
-    began = time.monotonic()
-    bench.run(made, bench.slots)
-    seconds = time.monotonic() - began
-    figures = {"seconds": round(seconds, 2), "output_tokens_per_s": round(tokens * len(made) / seconds)}
-    yield {f"{length} in, {tokens} out, every slot once": figures}
-
-
 @dataclass(frozen=True)
 class Check:
     """A check, the longest time that it may take, and the least time left with which it is begun."""
@@ -303,8 +280,6 @@ CHECKS: tuple[Check, ...] = (
     Check(needle, 120),
     Check(all_slots, 150),
     Check(pairs, 120),
-    Check(first_token, 60),
-    Check(throughput, 90),
     Check(long_outputs, 240),
     Check(restarts, 300, least_s=100),
 )
