@@ -89,7 +89,7 @@ class Certification:
         With `moving`, one probe starts in each step, and half of the neighbours end after each step and are replaced by
         others, so that sequences change their rows.
         """
-        waiting = [self._place(probe) for probe in probes]
+        waiting = [self._sequence(probe.name, probe.prompt, probe.sampling, probe.contents) for probe in probes]
         neighbours = [self._neighbour() for _ in range(crowd)]
         traces: dict[str, list[Trace]] = {probe.name: [] for probe in probes}
         running: list[TestSequence] = []
@@ -120,24 +120,22 @@ class Certification:
         for sequence in sequences:
             self._pool.give_back(sequence.blocks)
 
-    def _place(self, probe: Probe) -> TestSequence:
-        blocks = self._pool.take(self._blocks_of(len(probe.prompt)))
-        self._stepper.write(blocks, probe.contents)
-        return _sequence(probe.name, probe.prompt, blocks, probe.sampling)
-
     def _neighbour(self) -> TestSequence:
         self._names += 1
-        length = self._draw.randint(1, self._longest)
-        blocks = self._pool.take(self._blocks_of(length))
-        return _sequence(f"neighbour-{self._names}", self._prompt(length), blocks, self._sampling(self._names))
+        prompt = self._prompt(self._draw.randint(1, self._longest))
+        return self._sequence(f"neighbour-{self._names}", prompt, self._sampling(self._names))
+
+    def _sequence(
+        self, name: str, prompt: tuple[int, ...], sampling: Any, contents: tuple[torch.Tensor, ...] | None = None
+    ) -> TestSequence:
+        """Return a sequence whose KV has arrived from a prefill node: only the last prompt token has not run yet."""
+        blocks = self._pool.take(self._blocks_of(len(prompt)))
+        if contents is not None:
+            self._stepper.write(blocks, contents)
+        return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=len(prompt) - 1, sampling=sampling)
 
     def _prompt(self, length: int) -> tuple[int, ...]:
         return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
 
     def _blocks_of(self, length: int) -> int:
         return -(-(length + STEPS) // self._stepper.block_size)
-
-
-def _sequence(name: str, prompt: tuple[int, ...], blocks: tuple[int, ...], sampling: Any) -> TestSequence:
-    """Return a sequence whose KV has arrived from a prefill node: only the last prompt token has not run yet."""
-    return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=len(prompt) - 1, sampling=sampling)

@@ -23,7 +23,7 @@ def test_the_whole_sequence_is_reserved() -> None:
     assert (lease.slot, lease.kv_blocks, lease.num_prompt_tokens, lease.max_tokens) == (0, 3, 16, 17)
     assert slots.get(lease.lease_id) == lease
     assert (slots.held_by("r"), slots.held_by("other")) == ([lease], [])
-    slots.release(lease.lease_id)
+    assert [slots.release(lease.lease_id), slots.release(lease.lease_id), slots.release(99)] == [lease, None, None]
     assert slots.get(lease.lease_id) is None
 
 

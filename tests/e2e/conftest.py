@@ -40,9 +40,6 @@ class Watch:
     while_loading: Mapping[str, int]
     """The answers of the decode node's probes before its engine had loaded."""
 
-    def flags(self, name: str) -> tuple[str, ...]:
-        return ("--metrics-port", str(self.metrics[name]))
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -83,9 +80,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
     It ends with this package, because idle engines spin and would take the cores from the tests after it.
     """
-    names = ("decode", "prefill", "router")
     with collecting() as collector, mock.patch.dict(os.environ, variables(collector)):
-        watch = Watch({name: free_port() for name in names}, collector, {})
+        watch = Watch({name: free_port() for name in ("decode", "prefill", "router")}, collector, {})
         with started(tmp_path_factory.mktemp("cluster"), threads=2, watch=watch) as cluster:
             yield cluster
 
@@ -101,16 +97,18 @@ def started(logs: Path, *, threads: int, watch: Watch | None = None) -> Iterator
     port = free_port()
     with Processes(logs) as processes:
         cluster = Cluster(f"127.0.0.1:{port}", model, processes, watch)
-        watched = watch.flags if watch else lambda name: ()
-        node = ("--router", cluster.address, "--threads", str(threads))
-        slots = ("--node-id", "d0", "--slots", str(SLOTS))
-        processes.start("decode", "decode_node", "--model", copy, *node, *slots, *watched("decode"))
-        chunks = ("--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED)
-        processes.start("prefill", "prefill_node", "--model", model, *node, *chunks, *watched("prefill"))
         seed_key = logs / "seed.key"
         seed_key.write_text("c0ffee" * 4)
-        flags = ("--port", str(port), "--seed-key-file", str(seed_key), "--audit-fraction", "0")  # Tests count.
-        processes.start("router", "router", *flags, *watched("router"))
+        node = ("--router", cluster.address, "--threads", str(threads))
+        flags = {
+            "decode": ("--model", copy, *node, "--node-id", "d0", "--slots", str(SLOTS)),
+            "prefill": ("--model", model, *node, "--node-id", "p0", "--chunk-size", str(CHUNK), *ALL_CHECKED),
+            # Tests count what runs, so nothing is audited.
+            "router": ("--port", str(port), "--seed-key-file", str(seed_key), "--audit-fraction", "0"),
+        }
+        for name, own in flags.items():
+            watched = ("--metrics-port", str(watch.metrics[name])) if watch else ()
+            processes.start(name, name if name == "router" else f"{name}_node", *own, *watched)
         if watch:
             loading = watch.metrics["decode"]
             wait_until(lambda: probe(loading, "/livez") == 200, "the decode node is alive", START_TIMEOUT_S)

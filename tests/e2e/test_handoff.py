@@ -144,18 +144,17 @@ def nothing_leaks(cluster: Cluster, nodes: Nodes) -> Iterator[None]:
     wait_until(lambda: idle(cluster), "all slots and KV are free again", FREE_S)
 
 
-def refusals(cluster: Cluster) -> list[str]:
-    """Why the decode node's worker refused KV that it had read, in order."""
-    return re.findall(r"KV of \S+ is refused: (.*?); it claims", cluster.processes.log("decode"))
-
-
 def refused_after_the_read(cluster: Cluster, nodes: Nodes, handle: KvHandle, tokens: Prompt) -> str:
-    """Starts a sample that must end with an error and no token; returns the worker's reason."""
-    before = refusals(cluster)
+    """Start a sample that must end with an error and no token; return the reason of the decode node's worker."""
+
+    def refusals() -> list[str]:
+        return re.findall(r"KV of \S+ is refused: (.*?); it claims", cluster.processes.log("decode"))
+
+    before = refusals()
     sample = nodes.run(handle, tokens)
     assert (sample.tokens, sample.ended) == ([], FinishReason.ERROR)
-    wait_until(lambda: len(refusals(cluster)) > len(before), "the worker says why")
-    (reason,) = refusals(cluster)[len(before) :]
+    wait_until(lambda: len(refusals()) > len(before), "the worker says why")
+    (reason,) = refusals()[len(before) :]
     return reason
 
 
