@@ -111,9 +111,8 @@ class _Computation:
         except BaseException as error:
             self.is_gone = True
             if self.claims or isinstance(error, asyncio.CancelledError):
-                self._sharing.drop(
-                    self.name, {self.name, *self.claims}
-                )  # The KV may exist, but no request gets its handle.
+                # The KV may exist, but no request gets its handle.
+                self._sharing.drop(self.name, {self.name, *self.claims})
             raise
         return handle
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode_node.sampling import IDLE, Draw, sample
 from tests.loading import load
 
 VOCAB = 32
@@ -100,6 +102,16 @@ def drawn(logits: torch.Tensor, *fields: dict[str, Any]) -> list[tuple[int, floa
 def rows(count: int, seed: int = 0, scale: float = 5.0) -> torch.Tensor:
     """Logits of so many requests and of one row that nobody uses."""
     return torch.randn(count + 1, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def test_a_row_draws_by_its_own_seed_and_position() -> None:
+    """`drawn` gives every request the seed 7 and three tokens so far."""
+    logits = rows(2)
+    draw = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, position=3)
+    expected, _ = sample(logits, [draw, draw, IDLE])
+    assert [token for token, _ in drawn(logits.clone(), QUIET, QUIET)] == expected[:2].tolist()
+    elsewhere, _ = sample(logits, [replace(draw, position=0)] * 2 + [IDLE])
+    assert elsewhere[:2].tolist() != expected[:2].tolist()
 
 
 def test_an_infinite_logit_ends_its_request_alone() -> None:

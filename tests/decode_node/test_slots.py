@@ -1,4 +1,7 @@
-"""Slot accounting: never over-reserved, nothing leaked, the lowest free slot first."""
+"""Slot accounting: never over-reserved, nothing leaked, the lowest free slot first.
+
+A router that keeps a node full leaves room to one that waits longer, and nothing when nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step, smaller_than
+from decode_node.slots import WAIT_S, Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step, smaller_than
 
 TRACES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)) | st.integers(0, 60), max_size=80)
 """Reservations of (prompt, output) tokens, and releases of the n-th lease that was ever asked for."""
@@ -80,3 +83,148 @@ def test_only_fewer_rows_than_slots_are_tried() -> None:
     assert smaller_than(256) == (16, 32, 64, 96, 128, 192)
     assert smaller_than(64) == (16, 32)
     assert smaller_than(8) == ()
+
+
+class Node:
+    """A node whose samples take as long as a test says, and whose routers ask for more."""
+
+    def __init__(self, slots: int, kv_blocks: int = 1000, **blocks: int) -> None:
+        """blocks: the KV blocks that each sample of a router needs, by the router's name; 1 for other routers."""
+        self.now = 100.0
+        self.table = SlotTable(slots=slots, kv_blocks=kv_blocks, block_size=16)
+        self._blocks = blocks
+        self._held: dict[str, list[int]] = {}
+
+    def ask(self, router: str) -> bool:
+        """Ask for room for a sample; return whether it was given."""
+        self.now += 0.001
+        try:
+            lease = self.table.reserve(router, 1, 16 * self._blocks.get(router, 1) - 1, now=self.now)
+        except NoRoomError:
+            return False
+        self._held.setdefault(router, []).append(lease.lease_id)
+        return True
+
+    def end(self, router: str) -> None:
+        """End the router's oldest sample."""
+        self.table.release(self._held[router].pop(0))
+
+    def fill(self, router: str) -> None:
+        """Take all slots that are free."""
+        while len(self.table) < self.table.slots:
+            assert self.ask(router)
+
+    def held(self, *routers: str) -> tuple[int, ...]:
+        return tuple(len(self._held.get(router, ())) for router in routers)
+
+    def share(self, router: str) -> float:
+        """The router's part of the node: of the slots or of the KV, whichever is larger."""
+        blocks = len(self._held.get(router, ())) * self._blocks.get(router, 1)
+        return max(blocks / self.table.kv_blocks, len(self._held.get(router, ())) / self.table.slots)
+
+
+def test_alone_a_router_may_hold_all() -> None:
+    node = Node(4)
+    node.fill("a")
+    assert node.held("a") == (4,)
+    assert not node.ask("a")
+    node.end("a")
+    assert node.ask("a"), "it was refused before, but nobody else waits"
+
+
+def test_what_ends_goes_to_the_one_that_waits_until_both_have_their_part() -> None:
+    node = Node(4)
+    node.fill("a")
+    assert not node.ask("b")
+    for expected in ((3, 1), (2, 2), (2, 2)):
+        node.now += 0.5
+        node.end("a")
+        for router in "abba":
+            node.ask(router)
+        assert node.held("a", "b") == expected
+
+
+def test_a_part_that_cannot_be_divided_goes_to_who_waits_longest() -> None:
+    node = Node(5)
+    for router in "abab":
+        assert node.ask(router)
+    node.fill("a")
+    assert not node.ask("b")
+    node.end("a")
+    node.now += 0.5
+    assert not node.ask("a"), "it has its part, and the other waits longer"
+    assert node.ask("b")
+    node.end("b")
+    node.now += 0.5
+    assert not node.ask("b")
+    assert node.ask("a")
+
+
+def test_who_has_not_asked_for_a_while_waits_no_more() -> None:
+    node = Node(4)
+    node.fill("a")
+    assert not node.ask("b")
+    node.end("a")
+    node.now += WAIT_S - 0.5
+    assert not node.ask("a")
+    node.now += 1.0
+    assert node.ask("a")
+
+
+def test_two_that_need_more_than_their_part_take_turns() -> None:
+    node = Node(8, kv_blocks=10, a=7, b=7)
+    assert node.ask("a")
+    for first, second in ("ab", "ba", "ab"):
+        assert not node.ask(second)
+        node.now += 0.5
+        assert not node.ask(first)
+        node.end(first)
+        assert not node.ask(first), "the other has waited longer"
+        assert node.ask(second)
+
+
+def saturate(node: Node, rounds: int = 3000, **lasts: float) -> dict[str, float]:
+    """Return the mean shares of routers that always want more.
+
+    They ask when one of their samples has ended, and once a second with the heartbeat. lasts: how long the samples of
+    each router take, in seconds.
+    """
+    ends: list[tuple[float, str]] = []
+    sums = dict.fromkeys(lasts, 0.0)
+    for number in range(rounds):
+        node.now += 0.1
+        ended = [router for at, router in ends if at <= node.now]
+        ends = [(at, router) for at, router in ends if at > node.now]
+        for router in ended:
+            node.end(router)
+        for router in lasts if number % 10 == 0 else dict.fromkeys(ended):
+            while node.ask(router):
+                ends.append((node.now + lasts[router], router))
+        for router in lasts:
+            sums[router] += node.share(router) / rounds
+    return sums
+
+
+@pytest.mark.parametrize("routers", [2, 3, 5])
+def test_routers_that_always_want_more_have_equal_parts(routers: int) -> None:
+    shares = saturate(Node(64), **{f"r{index}": 2.0 + index for index in range(routers)})
+    assert min(shares.values()) > 0.8 / routers
+    assert sum(shares.values()) > 0.9
+
+
+@pytest.mark.parametrize("lasts", [1.1, 4.0, 30.0])
+@pytest.mark.parametrize("large", [2, 7, 10, 11, 13, 14, 16, 19, 20, 21, 30, 36, 39, 40])
+def test_large_samples_do_not_starve_beside_small_ones(large: int, lasts: float) -> None:
+    """Large samples get half of the KV, or as many of them as fit into it, or turns if none fits. Beside one that needs
+    the whole node, a turn of the small ones is one sample."""
+    shares = saturate(Node(100, kv_blocks=40, small=1, large=large), small=2.0, large=lasts)
+    assert shares["large"] > 0.2
+    assert shares["small"] > (0.02 if large < 40 else 0.005)
+    assert sum(shares.values()) > (0.5 if large < 40 else 0.25)
+
+
+def test_without_the_rule_they_starve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(SlotTable, "_check_part", lambda *_: None)
+    shares = saturate(Node(100, kv_blocks=40, small=1, large=10), small=2.0, large=4.0)
+    assert shares["large"] == 0
