@@ -111,7 +111,7 @@ def _usage_context() -> Any:
 def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
     """Put the cluster's two halves into one engine, with the cluster's own settings."""
     made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
-    made.worker_cls = "decode_node.worker.ColocatedWorker"
+    made.worker_cls = "decode_node.worker.FixedShapeWorker"
     made.enable_prefix_caching = False
     made.disable_cascade_attn = True
     made.enable_flashinfer_autotune = False
@@ -218,7 +218,7 @@ class Server:
 
     async def _pad(self, rows: int) -> None:
         """Make all further decode steps this many rows long."""
-        await base.call_workers(self._llm, "pad_to", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
+        await base.call_workers(self._llm, "use", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
         self._tell("padded", rows)
 
     def _take(self, outputs: list[Any]) -> None:

@@ -33,7 +33,11 @@ log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own log
 
 
 class FixedShapeWorker(NodeWorker):
-    """Runs decode steps with numbers of rows that do not change any bit (paper, Sections IV-B and IV-C)."""
+    """Runs decode steps with numbers of rows that do not change any bit (paper, Sections IV-B and IV-C).
+
+    In the benchmark it also runs prefill, as in the paper, in steps of their own length. Prefix caching must be off
+    there: otherwise a prompt could begin with KV that decode wrote.
+    """
 
     sizes: Sequence[int]
     """The numbers of rows that steps may have, ascending."""
@@ -50,7 +54,10 @@ class FixedShapeWorker(NodeWorker):
         return int(self.vllm_config.scheduler_config.max_num_seqs)
 
     def use(self, *sizes: int) -> None:
-        """Use these numbers of rows, ascending, from now on; on a GPU, each needs a captured graph."""
+        """Use these numbers of rows, ascending, from now on; on a GPU, each needs a captured graph.
+
+        The benchmark's padding sweep calls it, too, even if bits change.
+        """
         self.sizes = sizes
         if not current_platform.is_cpu():
             choose_graphs_v2(self.model_runner.cudagraph_manager, sizes)
@@ -86,17 +93,6 @@ class FixedShapeWorker(NodeWorker):
     def observe(self) -> dict[str, Any]:
         sampler = SAMPLER_VERSION if current_platform.is_cpu() else "vllm-v2-gumbel"
         return {**super().observe(), "sampler": sampler, "slots": self.slots}
-
-
-class ColocatedWorker(FixedShapeWorker):
-    """Runs prefill and decode in one engine, as in the paper: prefill steps have their own length.
-
-    Only the benchmark uses it. Prefix caching must be off: otherwise a prompt could begin with KV that decode wrote.
-    """
-
-    def pad_to(self, rows: int) -> None:
-        """Use `rows` rows for decode steps from now on, even if bits change. A padding sweep needs this."""
-        self.use(rows)
 
 
 def _sampling_style(number: int) -> SamplingParams:

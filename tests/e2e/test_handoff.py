@@ -20,7 +20,6 @@ import pytest
 from corun import SamplingParams
 from corun.errors import InvalidArgumentError, StaleGenerationError, from_rpc_error
 from corun.node.kv.handle import bound
-from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.types import FinishReason, KvHandle, NodeInfo, NodeRef, NodeRole
 from corun.v1 import decode_service_pb2 as decode_pb2
@@ -252,13 +251,3 @@ def test_a_handle_of_another_reader_is_refused(nodes: Nodes) -> None:
     samples = [nodes.run(made, tokens) for made in (own, alone)]
     assert [sample.ended for sample in samples] == [FinishReason.LENGTH] * 2
     assert (samples[0].tokens, samples[0].logprobs) == (samples[1].tokens, samples[1].logprobs)
-
-
-def test_another_prompt_for_the_same_kv_is_refused(nodes: Nodes) -> None:
-    tokens, other = prompt(10), prompt(11)
-    handle = nodes.prefill(tokens)
-    with pytest.raises(InvalidArgumentError, match=r"handle\.prompt_digest"):
-        nodes.start(handle, other)
-    with pytest.raises(InvalidArgumentError, match=r"handle\.binding"):
-        nodes.start(replace(handle, prompt_digest=prompt_digest(other)), other)
-    nodes.release(handle)
