@@ -250,6 +250,16 @@ async def test_one_that_gives_up_takes_nothing_from_the_others(
     assert engine.readers == {"r": {*"rst"} - {gone}}
 
 
+async def test_one_that_comes_while_readers_are_counted_is_counted_too(engine: Engine, sharing: Sharing) -> None:
+    asked = await begun(engine, sharing, "rs", counted=True)
+    late = ask(sharing, "t")
+    await settle()
+    engine.sharing.set()
+    assert (await late).request_id == "r"
+    await asyncio.gather(*asked.values())
+    assert engine.readers == {"r": {*"rst"}}
+
+
 async def test_nothing_is_kept_when_all_give_up_while_they_are_counted(engine: Engine, sharing: Sharing) -> None:
     for name, task in (await begun(engine, sharing, "rst", counted=True)).items():
         task.cancel()
