@@ -142,8 +142,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         """The numbers of rows that the engine's steps have, ascending."""
         self._kv_reads = kv_reads
         self.metrics = DecodeMetrics(table)
-        self.metrics.running_samples.set_function(lambda: len(self._running))
+        self.metrics.running_samples.set_function(lambda: self.running_samples)
         self.metrics.show_kv_reads(kv_reads)
+
+    @property
+    def running_samples(self) -> int:
+        return len(self._running)
 
     async def load(self) -> NodeLoad:
         return NodeLoad(

@@ -348,7 +348,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_running(node: Node, ended
     lease = (await node.reserve()).lease_id
     node.engine.go.clear()
     call = node.start(lease)
-    await until(lambda: len(node.service._running) == 1)
+    await until(lambda: node.service.running_samples == 1)
     if ended_by == "cancel":
         call.cancel()
         await node.until_free()

@@ -154,3 +154,12 @@ def test_the_gpu_is_held_while_prompts_are_computed(stepping: ModuleType, platfo
     engine.play()
     assert sum(steps) >= (45 if aborted else 90)
     assert not turn.is_held
+
+
+def test_the_gpu_is_given_back_when_the_last_prompt_is_aborted(stepping: ModuleType) -> None:
+    """vLLM schedules no further step then."""
+    engine = stepping.engine(ISOLATED, Trace(chunk=16, slots=2, blocks=40, ops=()), CPU, role=NodeRole.PREFILL)
+    turn = engine.scheduler.turn = Turn()
+    turn.is_held = True
+    engine.scheduler.finish_requests((), load("vllm.v1.request").RequestStatus.FINISHED_ABORTED)
+    assert not turn.is_held
