@@ -2,7 +2,7 @@
 
 Prefill steps need no padding: the shape of an isolated prompt's steps depends on its own length alone. The self-test
 checks that a prompt's KV does not depend on earlier prompts or on the KV blocks that hold it. It runs with the loaded
-model's own steps, before the node serves. Must not know: vLLM's internals, gRPC.
+model's own steps, before the node serves. Must not know: gRPC.
 """
 
 from __future__ import annotations
