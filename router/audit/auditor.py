@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from corun.config.fields import RouterConfig
 from corun.errors import CorunError
-from corun.receipt import OutputDigest
+from corun.receipt import records_digest, records_tokens_digest
 from corun.records.reproduction import Drawn, Reproduction, write_reproduction
 from corun.types import AuditStatus, FinishReason
 from router.attempt import NodeFaultError, receipt_of
@@ -44,9 +44,9 @@ CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class Comparison:
-    """Takes the tokens of one audit, and compares them with the output that the client got. It goes on after a
-    difference, for the digest.
+class AuditOutput:
+    """The output of one audit, to be compared with the output that the client got. It goes on after a difference, for
+    the digest.
 
     Only token ids and the bits of log probabilities are compared, because text is a function of the tokens. If a stop
     string ended the sample, the node did not know that, so the audit ends at the same token, whatever the node would do
@@ -54,62 +54,47 @@ class Comparison:
     """
 
     def __init__(self, finished: Finished) -> None:
-        self.position = 0
-        """The number of tokens that the audit has given so far."""
-        self.differs_at: int | None = None
-        """The index of the first token, from 0, that differs. If all tokens of the shorter run are equal, it is the
-        index after them, where only one run ended or both ended for different reasons. None while nothing differs."""
-        self._finished = finished
-        self._found = b""  # The record of the audit's token at the difference; empty if the audit had ended.
-        self._digest = OutputDigest()
+        self.records = bytearray()
+        """The records of the audit's tokens so far (`router.output.RECORD`)."""
+        self._first = finished
 
     @property
-    def num_tokens(self) -> int:
-        return self.position
+    def position(self) -> int:
+        """The number of tokens that the audit has given so far."""
+        return len(self.records) // RECORD.size
+
+    num_tokens = position
 
     def take(self, token_id: int, logprob: float) -> bool:
         """Take the audit's next token. Return True if a stop string ended the first run at this token."""
-        record = RECORD.pack(token_id, logprob)
-        if self._expected(self.position) != record:
-            self._differ(self.position, record)
-        self.position += 1
-        self._digest.update(token_id, logprob)
-        return self._finished.node_reason is None and self.position * RECORD.size >= len(self._finished.records)
-
-    def end(self, reason: FinishReason) -> None:
-        """End the audit, and compare its end with that of the first run."""
-        if self._expected(self.position) or self._finished.node_reason not in (None, reason):
-            self._differ(self.position, b"")
+        self.records += RECORD.pack(token_id, logprob)
+        return self._first.node_reason is None and len(self.records) >= len(self._first.records)
 
     def hexdigest(self) -> str:
-        return self._digest.hexdigest()
+        return records_digest(self.records)
 
     def tokens_hexdigest(self) -> str:
-        return self._digest.tokens_hexdigest()
+        return records_tokens_digest(self.records)
 
-    def tokens(self) -> tuple[Drawn | None, Drawn | None]:
-        """Return the client's token and the audit's token at the difference. A token is None if its run had ended."""
-        assert self.differs_at is not None
-        return _drawn(self._expected(self.differs_at)), _drawn(self._found)
-
-    def _expected(self, position: int) -> bytes | bytearray:
-        """Return the record of the first run's token at `position`; empty after the last token."""
-        return self._finished.records[position * RECORD.size : (position + 1) * RECORD.size]
-
-    def _differ(self, position: int, record: bytes) -> None:
-        if self.differs_at is None:
-            self.differs_at, self._found = position, record
+    def differs_at(self, reason: FinishReason) -> int | None:
+        """Return the index, from 0, of the first token that differs, after an audit that ended for `reason`; None if
+        nothing differs. If all tokens of the shorter run are equal, it is the index after them, where only one run
+        ended or both ended for different reasons."""
+        first, audit = self._first.records, self.records
+        both = min(len(first), len(audit))
+        if first[:both] != audit[:both]:
+            return next(at for at in range(both // RECORD.size) if _record(first, at) != _record(audit, at))
+        same_end = len(first) == len(audit) and self._first.node_reason in (None, reason)
+        return None if same_end else both // RECORD.size
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Audit:
     """A finished sample that was chosen for an audit."""
 
     finished: Finished
     need: Need
     """The need of the audit's run. It avoids the nodes of the first run."""
-    comparison: Comparison
-    """The comparison of the newest start."""
     tries: int = 0
 
     @property
@@ -131,23 +116,14 @@ class Auditor:
         self._config = config
         self._rng = rng or random.Random()
         self._waiting: deque[Audit] = deque()
-        self._tokens = 0  # The tokens of all audits, waiting and running.
         self._running: dict[IdleRun, Audit] = {}
         self._writing: set[asyncio.Task[None]] = set()  # The tasks that write reproduction files.
         self._closed = False
-        self._matched = self._mismatched = self._failed = self._skipped = self._same_node = 0
+        self._counts: Counter[str] = Counter()  # By the fields of `AuditStatus`.
         self._last_mismatch = ""
 
     def status(self) -> AuditStatus:
-        return AuditStatus(
-            matched=self._matched,
-            mismatched=self._mismatched,
-            failed=self._failed,
-            skipped=self._skipped,
-            same_node=self._same_node,
-            waiting=self.waiting,
-            last_mismatch=self._last_mismatch,
-        )
+        return AuditStatus(waiting=self.waiting, last_mismatch=self._last_mismatch, **self._counts)
 
     def note(self, finished: Finished) -> None:
         """Note a sample that ended well, and perhaps choose it for an audit. The choice is random and does not depend
@@ -155,12 +131,11 @@ class Auditor:
         if self._rng.random() >= self._config.audit_fraction:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
-        audit = Audit(finished=finished, need=finished.task.need.again(*nodes), comparison=Comparison(finished))
-        full = self.waiting >= MAX_WAITING
-        if self._closed or full or self._tokens + audit.num_tokens > MAX_WAITING_TOKENS:
-            self._skipped += 1
+        audit = Audit(finished=finished, need=finished.task.need.again(*nodes))
+        tokens = sum(each.num_tokens for each in (audit, *self._waiting, *self._running.values()))
+        if self._closed or self.waiting >= MAX_WAITING or tokens > MAX_WAITING_TOKENS:
+            self._counts["skipped"] += 1
             return
-        self._tokens += audit.num_tokens
         self._waiting.append(audit)
         asyncio.get_running_loop().call_soon(self.pump)
 
@@ -180,8 +155,8 @@ class Auditor:
     def stop(self) -> None:
         """End all audits, and accept no more."""
         self._closed = True
-        while self._waiting:
-            self._skip(self._waiting.popleft())
+        self._counts["skipped"] += len(self._waiting)
+        self._waiting.clear()
         self._idle.end(self._running)
 
     async def close(self) -> None:
@@ -191,52 +166,53 @@ class Auditor:
             await asyncio.wait(set(self._writing), timeout=CLOSE_TIMEOUT_S)
 
     def _start(self, audit: Audit) -> bool:
-        deadline = loop_time() + AUDIT_TIMEOUT_S
-        sample = replace(audit.finished.task, deadline=deadline, received=None)
-        comparison = Comparison(audit.finished)
-        run = self._idle.start(
-            sample, audit.need, comparison, self._ended, spare_slots=SPARE_SLOTS, keeps_free=SPARE_SLOTS
-        )
-        if run is None:
-            return False
-        audit.comparison = comparison
-        audit.tries += 1
-        self._running[run] = audit
-        return True
+        sample = replace(audit.finished.task, deadline=loop_time() + AUDIT_TIMEOUT_S, received=None)
+        output, spare = AuditOutput(audit.finished), SPARE_SLOTS
+        run = self._idle.start(sample, audit.need, output, self._ended, spare_slots=spare, keeps_free=spare)
+        if run is not None:
+            audit.tries += 1
+            self._running[run] = audit
+        return run is not None
 
     def _ended(self, run: IdleRun) -> None:
-        audit, reason = self._running.pop(run), run.reason
-        if run.gave_way and not self._closed and audit.tries < MAX_TRIES:
-            self._waiting.appendleft(audit)
-            return
-        if run.gave_way:
-            self._skip(audit)
-            return
-        self._tokens -= audit.num_tokens
-        if isinstance(run.error, NodeFaultError) and is_not_finite(run.error.error):
-            reason = FinishReason.ERROR  # This is a difference: the first run had finite logits and drew tokens.
-        if reason is None:
-            self._failed += 1
-            known = isinstance(run.error, (NodeFaultError, CorunError))
-            log.warning("%s failed: %s", audit, run.error, exc_info=None if known else run.error)
+        audit, end = self._running.pop(run), run.end
+        if isinstance(end, NodeFaultError) and is_not_finite(end.error):
+            end = FinishReason.ERROR  # This is a difference: the first run had finite logits and drew tokens.
+        if isinstance(end, FinishReason):
+            self._judge(audit, run, end)
+        elif end is not None:
+            self._counts["failed"] += 1
+            known = isinstance(end, (NodeFaultError, CorunError))
+            log.warning("%s failed: %s", audit, end, exc_info=None if known else end)
+        elif self._closed or audit.tries >= MAX_TRIES:
+            self._counts["skipped"] += 1
         else:
-            self._judge(audit, run, reason)
-
-    def _skip(self, audit: Audit) -> None:
-        self._skipped += 1
-        self._tokens -= audit.num_tokens
+            self._waiting.appendleft(audit)
 
     def _judge(self, audit: Audit, run: IdleRun, reason: FinishReason) -> None:
-        audit.comparison.end(reason)
         nodes = (ref.node_id for ref in run.placement.refs)
         same_nodes = tuple(node_id for node_id in nodes if node_id in audit.need.avoid)  # There were no others.
-        self._same_node += bool(same_nodes)
-        if audit.comparison.differs_at is None:
-            self._matched += 1
+        self._counts["same_node"] += bool(same_nodes)
+        output: AuditOutput = run.attempt.output
+        differs_at = output.differs_at(reason)
+        if differs_at is None:
+            self._counts["matched"] += 1
             log.debug("%s gave the same bits; nodes used again: %s", audit, same_nodes)
-        else:
-            self._mismatched += 1
-            self._accuse(audit, _reproduction(audit, run, audit.comparison.differs_at, reason, same_nodes))
+            return
+        first = audit.finished.receipt
+        found = Reproduction(
+            prompt_token_ids=run.task.prompt_token_ids,
+            params=run.task.params,
+            first=first,
+            audit=receipt_of(run.task, first.fingerprint, output, run.placement, reason),
+            differs_at=differs_at,
+            first_token=_drawn(audit.finished.records, differs_at),
+            audit_token=_drawn(output.records, differs_at),
+            same_nodes=same_nodes,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        self._counts["mismatched"] += 1
+        self._accuse(audit, found)
 
     def _accuse(self, audit: Audit, found: Reproduction) -> None:
         """Quarantine the nodes of both runs until they have restarted, because one run was wrong and nothing shows
@@ -264,23 +240,11 @@ class Auditor:
             log.error("run it again: corun verify --reproduction %s", path)
 
 
-def _reproduction(
-    audit: Audit, run: IdleRun, differs_at: int, reason: FinishReason, same_nodes: tuple[str, ...]
-) -> Reproduction:
-    first = audit.finished.receipt
-    first_token, audit_token = audit.comparison.tokens()
-    return Reproduction(
-        prompt_token_ids=run.task.prompt_token_ids,
-        params=run.task.params,
-        first=first,
-        audit=receipt_of(run.task, first.fingerprint, audit.comparison, run.placement, reason),
-        differs_at=differs_at,
-        first_token=first_token,
-        audit_token=audit_token,
-        same_nodes=same_nodes,
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
+def _record(records: bytes | bytearray, position: int) -> bytes | bytearray:
+    """Return the record of the token at `position`; empty after the last token."""
+    return records[position * RECORD.size : (position + 1) * RECORD.size]
 
 
-def _drawn(record: bytes | bytearray) -> Drawn | None:
+def _drawn(records: bytes | bytearray, position: int) -> Drawn | None:
+    record = _record(records, position)
     return Drawn.of(*RECORD.unpack(record)) if record else None

@@ -10,8 +10,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from typing import Any
 
 from corun.config.fields import RouterConfig
@@ -52,25 +51,21 @@ log = logging.getLogger(__name__)
 class IdleRun:
     """One run of one sample, from its placement to its end."""
 
-    def __init__(self, run: Attempt[Any], keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
-        self.task = run.task
-        self.placement = run.placement
-        self.was_refused = False
-        """Whether the node had no room after all. Other routers' samples may be there."""
-        self.gave_way = False
-        """Whether the run ended because others came first, in this router or on the node."""
-        self.error: BaseException | None = None
-        """Any other error that ended the run before its sample had ended."""
-        self.reason: FinishReason | None = None
-        """Why the run's sample ended; None if it did not end."""
+    def __init__(self, attempt: Attempt[Any], keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
+        self.task = attempt.task
+        self.placement = attempt.placement
+        self.end: FinishReason | BaseException | None = None
+        """Why the run's sample ended, or the error that ended the run before. None while it runs, and if it gave way
+        because others came first, in this router or on the node."""
+        self.attempt = attempt
+        self.keeps_free = keeps_free
         self.on_end = on_end
-        self._run = run
-        self._keeps_free = keeps_free
 
     @property
     def may_stay(self) -> bool:
+        """Whether the run's nodes are neither busy nor about to end."""
         draining = NodeState.DRAINING in (self.placement.decode.state, self.placement.prefill.state)
-        return not draining and self.placement.decode.room.keeps_free(self._keeps_free)
+        return not draining and self.placement.decode.room.keeps_free(self.keeps_free)
 
     def is_in_the_way(self, placement: Placement | None) -> bool:
         """Return whether a client's sample with this placement, or without one, may have to wait for this run."""
@@ -80,19 +75,8 @@ class IdleRun:
         return self.placement.is_prefilling and self.placement.prefill is placement.prefill
 
     async def to_end(self) -> FinishReason:
-        await self._run.reserve()
-        return await self._run.decode(await self._run.prefill())
-
-    def note_end(self, task: asyncio.Task[FinishReason]) -> None:
-        error = None if task.cancelled() else task.exception()
-        self.was_refused = isinstance(error, OverloadedError)
-        self.gave_way = task.cancelled() or self.was_refused
-        self.error = None if self.gave_way else error
-        self.reason = None if task.cancelled() or error else task.result()
-
-    def close(self) -> None:
-        """Give back all that the run holds."""
-        self._run.close()
+        await self.attempt.reserve()
+        return await self.attempt.decode(await self.attempt.prefill())
 
 
 class IdleRuns:
@@ -104,10 +88,6 @@ class IdleRuns:
         self._queue = queue
         self._config = config
         self._running: dict[asyncio.Task[FinishReason], IdleRun] = {}
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
 
     def start(
         self,
@@ -134,39 +114,40 @@ class IdleRuns:
 
     def review(self) -> None:
         """Cancel the runs on nodes that have become busy or drain."""
-        self._cancel(task for task, run in self._running.items() if not run.may_stay)
+        self._cancel(lambda run: not run.may_stay)
 
     def give_way(self, placement: Placement | None) -> None:
         """Cancel the runs for which a client's sample would wait. placement: where the sample was placed; None if it
         has to wait for room, and then all runs are cancelled."""
-        self._cancel(task for task, run in self._running.items() if run.is_in_the_way(placement) or not run.may_stay)
+        self._cancel(lambda run: run.is_in_the_way(placement) or not run.may_stay)
 
-    def end(self, runs: Iterable[IdleRun]) -> None:
+    def end(self, runs: Collection[IdleRun]) -> None:
         """End runs that are not needed any more."""
-        ended = set(runs)
-        self._cancel(task for task, run in self._running.items() if run in ended)
+        self._cancel(lambda run: run in runs)
 
     async def close(self) -> None:
         """End all runs, and wait until each has given back what it held, at most `CLOSE_TIMEOUT_S` seconds."""
-        self._cancel(self._running)
+        self._cancel(lambda run: True)
         if self._running:
             await asyncio.wait(set(self._running), timeout=CLOSE_TIMEOUT_S)
 
-    def _cancel(self, tasks: Iterable[asyncio.Task[FinishReason]]) -> None:
-        for task in tuple(tasks):
+    def _cancel(self, chosen: Callable[[IdleRun], bool]) -> None:
+        for task in [task for task, run in self._running.items() if chosen(run)]:
             task.cancel()
 
     def _ended(self, task: asyncio.Task[FinishReason]) -> None:
         run = self._running.pop(task)
-        run.note_end(task)
+        error = None if task.cancelled() else task.exception()
+        was_refused = isinstance(error, OverloadedError)  # Other routers' samples may be on the node.
+        run.end = None if task.cancelled() or was_refused else error or task.result()
         run.on_end(run)
         is_late = loop_time() >= run.task.deadline
-        if isinstance(run.error, NodeFaultError) and not is_late:  # It is not tried elsewhere: no client waits for it.
-            self._registry.note_fault(run.error.node, run.error.error)
-        if run.was_refused:
+        if isinstance(error, NodeFaultError) and not is_late:  # It is not tried elsewhere: no client waits for it.
+            self._registry.note_fault(error.node, error.error)
+        if was_refused:
             run.placement.refuse()
             self._registry.changed()
-        run.close()  # This comes last, because it tells all listeners that a slot is free.
+        run.attempt.close()  # This comes last, because it tells all listeners that a slot is free.
 
 
 class Fillers:
@@ -227,10 +208,16 @@ class Crowd:
     """
 
     def __init__(
-        self, idle: IdleRuns, draw: Callable[[], SampleTask], size: int, has_audits: Callable[[], bool]
+        self,
+        registry: Registry,
+        idle: IdleRuns,
+        draw: Callable[[], SampleTask],
+        size: int,
+        has_audits: Callable[[], bool],
     ) -> None:
         self.spare_slots = 1
         """The number of slots that stay free on each node, for the verified sample until it has its own slot."""
+        self._registry = registry
         self._idle = idle
         self._draw = draw
         self._size = size
@@ -240,7 +227,6 @@ class Crowd:
         """The ended runs whose slot is not free yet."""
         self._has_turned = False
         """Whether a filler has come to its end. By then, other fillers are at every stage."""
-        self._changed = asyncio.Event()
         self._next: SampleTask | None = None
 
     def pump(self) -> None:
@@ -248,27 +234,17 @@ class Crowd:
         self._leaving = {run for run in self._leaving if run.placement.holds_slot}
         while len(self._running) < self._size and self._start():
             pass
-        self._changed.set()
 
     async def stand(self, timeout_s: float) -> None:
         """Wait until all fillers run, or as many as there are idle slots; at most `timeout_s` seconds."""
         self.pump()
-        await self.until(self._stands, timeout_s)
-
-    async def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until a condition holds, at most `timeout_s` seconds. The condition must only change when the registry
-        or a filler changes."""
-        end = loop_time() + timeout_s
-        while not condition() and (left := end - loop_time()) > 0:
-            self._changed.clear()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+        await self._registry.until(self._stands, loop_time() + timeout_s)
 
     async def close(self) -> None:
         """End all fillers, and wait until their slots are free, at most `CLOSE_TIMEOUT_S` seconds."""
         self._size = 0
         self._idle.end(self._running)
-        await self.until(lambda: not self._running and not self._leaving, CLOSE_TIMEOUT_S)
+        await self._registry.until(lambda: not self._running and not self._leaving, loop_time() + CLOSE_TIMEOUT_S)
 
     def _stands(self) -> bool:
         begun = sum(output.position > 0 for output in self._running.values())
@@ -278,19 +254,18 @@ class Crowd:
     def _start(self) -> bool:
         # Audits are few and need no speed, but without this a crowd would keep them out for as long as it runs.
         spare = SPARE_SLOTS + 1 if self._has_audits() else self.spare_slots
-        sample, output = self._next or self._draw(), Unread(self.pump)
+        sample, output = self._next or self._draw(), Unread(self._registry.changed)
         run = self._idle.start(sample, sample.need, output, self._ended, spare_slots=spare)
-        if run is None:
-            self._next = sample
-            return False
-        self._next = None
-        self._running[run] = output
-        return True
+        self._next = sample if run is None else None
+        if run is not None:
+            self._running[run] = output
+        return run is not None
 
     def _ended(self, run: IdleRun) -> None:
         del self._running[run]
         self._leaving.add(run)
-        self._has_turned = self._has_turned or run.reason is not None
-        if run.error is not None:  # The crowd gets smaller. That is no problem, because the crowd is not compared.
-            log.warning("a filler of a verification failed: %s", run.error)
+        if isinstance(run.end, FinishReason):
+            self._has_turned = True
+        elif run.end is not None:  # The crowd gets smaller. That is no problem, because the crowd is not compared.
+            log.warning("a filler of a verification failed: %s", run.end)
             self._size -= 1

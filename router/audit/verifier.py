@@ -200,21 +200,26 @@ class Verifier:
             yield await self._run(job, index, sample)
 
     async def _crowded(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
-        num_tokens = _crowd_tokens(self._registry.decode_nodes(), [sample for _, sample in job.samples])
+        nodes, samples = self._registry.decode_nodes(), [sample for _, sample in job.samples]
+        wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
+        rooms = [_room_beside(node, sample, node.slots) for node in nodes for sample in samples]
+        num_tokens = max(CROWD_TOKENS, min((wanted, *rooms)))
         async with self._crowd(job, self._num_slots - 1, partial(job.fillers.draw, num_tokens)) as crowd:
-            await crowd.stand(CROWD_WAIT_S)
             for index, sample in job.samples:
                 crowd.spare_slots = 1
-                await crowd.until(partial(self._registry.has_place, sample.need), ROOM_WAIT_S)
+                has_place = partial(self._registry.has_place, sample.need)
+                await self._registry.until(has_place, loop_time() + ROOM_WAIT_S)
                 crowd.spare_slots = 0  # From now on the case waits in the queue or has the slot that was left to it.
                 yield await self._run(job, index, sample)
 
     async def _in_other_slots(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
         for index, sample in job.samples:
-            held = job.rng.randint(1, MAX_HELD_SLOTS)
-            count, num_tokens = _holding(self._registry.decode_nodes(), sample, held)
-            async with self._crowd(job, count, partial(job.fillers.draw, num_tokens, endless=True)) as crowd:
-                await crowd.stand(CROWD_WAIT_S)
+            held, nodes = job.rng.randint(1, MAX_HELD_SLOTS), self._registry.decode_nodes()
+            # Besides those that hold slots, every node keeps a slot and the KV blocks for the sample itself.
+            counts = [(node, max(0, min(held, node.slots - 1, _blocks_beside(node, sample)))) for node in nodes]
+            num_tokens = min((_room_beside(node, sample, count) for node, count in counts if count), default=0)
+            draw = partial(job.fillers.draw, num_tokens, endless=True)
+            async with self._crowd(job, sum(count for _, count in counts), draw):
                 result = await self._run(job, index, sample)
             yield result
 
@@ -239,9 +244,10 @@ class Verifier:
 
     @asynccontextmanager
     async def _crowd(self, job: Job, size: int, draw: Callable[[], SampleTask]) -> AsyncIterator[Crowd]:
-        crowd = Crowd(self._idle, draw, min(size, job.limit), lambda: self._auditor.waiting > 0)
+        crowd = Crowd(self._registry, self._idle, draw, min(size, job.limit), lambda: self._auditor.waiting > 0)
         self._crowds.add(crowd)
         try:
+            await crowd.stand(CROWD_WAIT_S)
             yield crowd
         finally:
             await crowd.close()
@@ -287,26 +293,10 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
     )
 
 
-def _crowd_tokens(nodes: Sequence[NodeInfo], samples: Sequence[SampleTask]) -> int:
-    """Return the most tokens of each sample of a crowd. A node then has KV for a whole crowd and any of `samples`."""
-    rooms = [_blocks_left(node, sample) // max(1, node.slots) * node.block_size for node in nodes for sample in samples]
-    wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
-    return max(CROWD_TOKENS, min(wanted, *rooms)) if rooms else CROWD_TOKENS
+def _room_beside(node: NodeInfo, sample: SampleTask, number: int) -> int:
+    """Return the tokens that each of `number` samples may have if the node is to have KV for all and for `sample`."""
+    return _blocks_beside(node, sample) // max(1, number) * node.block_size
 
 
-def _holding(nodes: Sequence[NodeInfo], sample: SampleTask, held: int) -> tuple[int, int]:
-    """Return how many samples hold slots ahead of `sample` on all nodes, and the tokens that each of them may have.
-
-    Besides them, every node keeps a slot and the KV blocks for `sample` itself.
-    """
-    per_node = [max(0, min(held, node.slots - 1, _blocks_left(node, sample))) for node in nodes]
-    rooms = [
-        _blocks_left(node, sample) // number * node.block_size
-        for node, number in zip(nodes, per_node, strict=True)
-        if number
-    ]
-    return sum(per_node), min(rooms, default=0)
-
-
-def _blocks_left(node: NodeInfo, sample: SampleTask) -> int:
+def _blocks_beside(node: NodeInfo, sample: SampleTask) -> int:
     return max(0, node.kv_blocks - -(-sample.need.total // node.block_size))

@@ -92,7 +92,7 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
         self._watchers: list[Callable[[Placement | None], None]] = []
         self._loading = asyncio.Lock()
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change that may let a sample start."""
@@ -241,13 +241,21 @@ class Registry:
         alone = explain(_usable(self._decodes), why=self._tells_why)
         return f"no decode node is connected to a prefill node yet ({alone})"
 
+    async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Wait until a condition holds. Return False if it does not by `deadline`, on the loop's clock. The condition
+        must only change when the registry does."""
+        while not condition():
+            if (left := deadline - loop_time()) <= 0:
+                return False
+            await asyncio.wait((self._change,), timeout=left)
+        return True
+
     async def wait_ready(self, deadline: float) -> Model:
         """Wait until a pair of nodes is ready, and return the model. Raises UnavailableError at `deadline`, on the
         loop's clock."""
-        while (missing := self.missing()) or self.model is None:
-            if loop_time() >= deadline:
-                raise UnavailableError(missing or "no tokenizer could be loaded")
-            await self._next_change(deadline)
+        if not await self.until(lambda: self.model is not None and not self.missing(), deadline):
+            raise UnavailableError(self.missing() or "no tokenizer could be loaded")
+        assert self.model is not None
         return self.model
 
     def statuses(self) -> tuple[NodeStatus, ...]:
@@ -269,9 +277,8 @@ class Registry:
 
     def changed(self) -> None:
         """Tell all waiters and listeners that a sample may be able to start now."""
-        for change in self._waiting:
-            if not change.done():
-                change.set_result(None)
+        self._change.set_result(None)
+        self._change = asyncio.get_running_loop().create_future()
         for listener in self._listeners:
             listener()
 
@@ -285,14 +292,6 @@ class Registry:
         node.client.drop(reason)
         self._close_soon(node)
         self.changed()
-
-    async def _next_change(self, deadline: float) -> None:
-        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(change)
-        try:
-            await asyncio.wait((change,), timeout=max(0.0, deadline - loop_time()))
-        finally:
-            self._waiting.discard(change)
 
     def _connected(self) -> Iterator[DecodeNode]:
         """Yield the decode nodes that can be used now together with some prefill node."""

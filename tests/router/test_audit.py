@@ -26,7 +26,7 @@ from corun.testing.engines import FakeDecodeEngine, expected
 from corun.testing.nodes import LocalNode
 from corun.types import AuditStatus, FinishReason, NodeRole, NodeState
 from router.audit import auditor as audit
-from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor, Comparison
+from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, AuditOutput, Auditor
 from router.audit.idle import IdleRuns
 from router.output import RECORD
 from router.sample import Finished
@@ -63,21 +63,23 @@ def no_new_audits() -> Iterator[None]:
 # The comparison
 
 
-TOKENS = [(7, -0.5), (8, -1.5), (9, -0.25)]
+TOKENS = [(7, -0.5), (8, -1.5), (9, 0.0)]
 
 
 def records(tokens: Sequence[tuple[int, float]]) -> bytes:
     return b"".join(RECORD.pack(*token) for token in tokens)
 
 
-def compare(tokens: Sequence[tuple[int, float]], reason: FinishReason, *, was: FinishReason | None) -> Comparison:
+def compare(
+    tokens: Sequence[tuple[int, float]], reason: FinishReason, *, was: FinishReason | None
+) -> tuple[int | None, AuditOutput]:
+    """Return where an audit's tokens and its end differ from a first run of `TOKENS`, and the audit's output."""
     finished = Finished(task=None, receipt=None, records=records(TOKENS), node_reason=was)  # type: ignore[arg-type]
-    comparison = Comparison(finished)
+    output = AuditOutput(finished)
     for token in tokens:
-        if comparison.take(*token):
+        if output.take(*token):
             break
-    comparison.end(reason)
-    return comparison
+    return output.differs_at(reason), output
 
 
 @pytest.mark.parametrize(
@@ -87,31 +89,24 @@ def compare(tokens: Sequence[tuple[int, float]], reason: FinishReason, *, was: F
         (TOKENS, FinishReason.STOP, 3),
         (TOKENS[:2], FinishReason.LENGTH, 2),
         ([*TOKENS, (1, -1.0)], FinishReason.LENGTH, 3),
-        ([(7, -0.5), (8, -1.25), (9, -0.25)], FinishReason.LENGTH, 1),
+        ([(7, -0.5), (8, -1.25), (9, 0.0)], FinishReason.LENGTH, 1),
         ([(7, -0.5), (1, -1.5), (9, -0.5)], FinishReason.LENGTH, 1),
         ([(7, 0.0)], FinishReason.LENGTH, 0),
+        ([*TOKENS[:2], (9, -0.0)], FinishReason.LENGTH, 2),
     ],
 )
 def test_every_bit_and_the_end_count(
     tokens: list[tuple[int, float]], reason: FinishReason, differs_at: int | None
 ) -> None:
-    comparison = compare(tokens, reason, was=FinishReason.LENGTH)
-    assert comparison.differs_at == differs_at
-    assert comparison.hexdigest() == output_digest([t for t, _ in tokens], [p for _, p in tokens])
-
-
-def test_negative_zero_is_another_bit() -> None:
-    finished = Finished(task=None, receipt=None, records=records([(1, 0.0)]), node_reason=None)  # type: ignore[arg-type]
-    comparison = Comparison(finished)
-    comparison.take(1, -0.0)
-    assert comparison.tokens() == (Drawn(token_id=1, logprob_bits="0" * 8), Drawn(token_id=1, logprob_bits="80000000"))
+    found, output = compare(tokens, reason, was=FinishReason.LENGTH)
+    assert found == differs_at
+    assert output.hexdigest() == output_digest([t for t, _ in tokens], [p for _, p in tokens])
 
 
 def test_where_a_stop_string_ended_the_sample_the_audit_ends_too() -> None:
-    on = [*TOKENS, (1, -1.0), (2, -1.0)]
-    comparison = compare(on, FinishReason.STOP, was=None)
-    assert (comparison.position, comparison.differs_at) == (3, None)
-    assert compare(TOKENS[:2], FinishReason.LENGTH, was=None).differs_at == 2
+    differs_at, output = compare([*TOKENS, (1, -1.0), (2, -1.0)], FinishReason.STOP, was=None)
+    assert (output.position, differs_at) == (3, None)
+    assert compare(TOKENS[:2], FinishReason.LENGTH, was=None)[0] == 2
 
 
 # Choosing
@@ -321,7 +316,6 @@ async def test_an_audit_that_never_gets_to_its_end_is_skipped(model: str) -> Non
             fake.router.idle.give_way(None)
         await fake.until(lambda: not auditor.status().waiting)
         assert auditor.status() == AuditStatus(skipped=1)
-        assert auditor._tokens == 0
 
 
 async def test_audits_leave_slots_for_those_who_come(model: str) -> None:
@@ -450,7 +444,7 @@ async def test_a_node_that_lies_is_found(model: str, tmp_path: Path, caplog: pyt
 
 async def test_without_the_comparison_it_is_not(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Negative control."""
-    monkeypatch.setattr(Comparison, "_differ", lambda comparison, position, record: None)
+    monkeypatch.setattr(AuditOutput, "differs_at", lambda output, reason: None)
     async with cluster(model, prefills=2, decodes=2, audit_dir=str(tmp_path), **ALL) as fake:
         await lie(fake)
         assert await audited(fake, 1) == AuditStatus(matched=1)
@@ -534,4 +528,3 @@ async def test_no_fault_makes_an_audit_differ(model: str) -> None:
         status = fake.router.auditor.status()
         assert status.mismatched == 0
         assert status.matched > 0
-        assert fake.router.auditor._tokens == 0

@@ -363,7 +363,7 @@ async def test_a_verification_that_is_left_leaves_nothing(model: str, settings: 
         call.cancel()
         await asyncio.wait((call,))
         await fake.idle()
-        assert not fake.router.idle.running
+        assert not fake.router.idle._running
 
 
 async def test_a_node_that_fails_fillers_is_not_asked_for_ever(model: str) -> None:
