@@ -54,19 +54,19 @@ class AuditOutput:
     """
 
     def __init__(self, finished: Finished) -> None:
+        self.position = 0
+        """The number of tokens that the audit has given so far."""
         self.records = bytearray()
-        """The records of the audit's tokens so far (`router.output.RECORD`)."""
+        """The records of these tokens (`router.output.RECORD`)."""
         self._first = finished
 
     @property
-    def position(self) -> int:
-        """The number of tokens that the audit has given so far."""
-        return len(self.records) // RECORD.size
-
-    num_tokens = position
+    def num_tokens(self) -> int:
+        return self.position
 
     def take(self, token_id: int, logprob: float) -> bool:
         """Take the audit's next token. Return True if a stop string ended the first run at this token."""
+        self.position += 1
         self.records += RECORD.pack(token_id, logprob)
         return self._first.node_reason is None and len(self.records) >= len(self._first.records)
 

@@ -38,7 +38,9 @@ class ClusterContract:
         if self._expected and not self._pinned and (waits := self._offer(contract)):
             return waits
         pinned = self._pinned.get(contract.role)
-        differences = diff(pinned, contract) if pinned else self._model_differences(contract)
+        differences: dict[str, tuple[str, str]] = diff(pinned, contract) if pinned else {}
+        for other in self._pinned.values():  # Roles share the part of the model.
+            differences |= {name: pair for name, pair in diff(other, contract).items() if name.startswith("model.")}
         if differences:
             raise ContractMismatchError("the node's contract is not the cluster's", differences)
         self._pinned[contract.role] = contract
@@ -52,7 +54,10 @@ class ClusterContract:
 
         The result and the errors are those of `admit`.
         """
-        self._remember(contract)
+        self._offered.pop(contract.fingerprint(), None)
+        self._offered[contract.fingerprint()] = contract
+        if len(self._offered) > MAX_OFFERED:
+            del self._offered[next(iter(self._offered))]  # Its node will offer it again.
         errors: list[ContractMismatchError] = []
         for other in reversed([other for other in self._offered.values() if other.role is not contract.role]):
             pair = {each.role: each for each in (contract, other)}
@@ -72,17 +77,6 @@ class ClusterContract:
             raise errors[0]
         missing = next(role for role in NodeRole if role is not contract.role)
         return f"it waits for a {missing.value} node, to give the expected fingerprint {self._expected} with it"
-
-    def _remember(self, contract: Contract) -> None:
-        fingerprint = contract.fingerprint()
-        self._offered.pop(fingerprint, None)
-        self._offered[fingerprint] = contract
-        if len(self._offered) > MAX_OFFERED:
-            del self._offered[next(iter(self._offered))]  # Its node will offer it again.
-
-    def _model_differences(self, contract: Contract) -> dict[str, tuple[str, str]]:
-        everything = [diff(other, contract) for other in self._pinned.values()]
-        return {name: pair for found in everything for name, pair in found.items() if name.startswith("model.")}
 
 
 def check_info(info: NodeInfo) -> None:

@@ -7,11 +7,11 @@ warmed or chosen.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from corun.types import NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus, state_in_words
+from corun.types import NodeInfo, NodeLoad, NodeRef, NodeState, NodeStatus
 from router.nodes.node_client import DecodeClient, NodeClient, PrefillClient
 from router.placement import PREFILLS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom
 
@@ -40,22 +40,23 @@ _LEAVING = "takes no new work"
 class Node(Generic[C]):
     """One generation of one node, from its registration until it is lost."""
 
+    room: DecodeRoom | PrefillRoom
+
     def __init__(self, info: NodeInfo, client: C, now: float) -> None:
         self.info = info
         self.client = client
         self.load = NodeLoad()
-        self.heartbeat_at = now
-        self.heard_at = 0.0
+        self.heard_at = now
         """The time of the last registration or heartbeat, on the clock that stands still with the router
         (`router.clock`)."""
         self.out: tuple[Out, str] | None = None
         """Why the node takes no work, in words, although it may be prepared; None if it takes work."""
         self.is_open = False
         """Whether the node's own preparation is done. It may still need a connection to a node of the other role."""
-        self.is_warm = False
-        """Whether the node has a connection to a live node of the other role."""
+        self.peers: set[str] = set()
+        """The ids of the live nodes of the other role to which the node is connected."""
         self.lacks = "being prepared"
-        """What the node still needs before it can be used, in words."""
+        """What the node needs while it has no peers, in words."""
         self.silence: asyncio.TimerHandle | None = None
 
     @property
@@ -87,7 +88,7 @@ class Node(Generic[C]):
     def state(self) -> NodeState:
         if self.out is not None:
             return _STATES.get(self.out[0], NodeState.JOINING)
-        return NodeState.READY if self.takes_work and self.is_warm else NodeState.JOINING
+        return NodeState.READY if self.takes_work and self.peers else NodeState.JOINING
 
     @property
     def detail(self) -> str:
@@ -104,11 +105,15 @@ class Node(Generic[C]):
     def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
         """Take what a heartbeat says."""
         self.load = load
-        self.heartbeat_at = now
+        self.heard_at = now
         if draining:
             self.out = Out.DRAINING, stuck or _LEAVING
         else:
             self.out = (Out.STUCK, stuck) if stuck else None
+        # Before the new stream to a decode node opens, the load may include what an earlier session of this router held
+        # there; the stream ends that.
+        if self.is_open:
+            self.room.report(load)
 
     def status(self, now: float) -> NodeStatus:
         return NodeStatus(
@@ -116,35 +121,28 @@ class Node(Generic[C]):
             load=self.load,
             state=self.state,
             detail=self.detail,
-            last_heartbeat_ms=round(1000 * (now - self.heartbeat_at)),
+            last_heartbeat_ms=round(1000 * (now - self.heard_at)),
         )
 
 
 class DecodeNode(Node[DecodeClient]):
     """A decode node and its room."""
 
+    room: DecodeRoom
+
     def __init__(self, info: NodeInfo, client: DecodeClient, now: float) -> None:
         super().__init__(info, client, now)
         self.room = DecodeRoom(slots=info.slots, kv_blocks=info.kv_blocks, block_size=info.block_size)
-
-    def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
-        super().report(load, draining=draining, stuck=stuck, now=now)
-        # Before the new stream opens, the load may include what an earlier session of this router held; the stream ends
-        # that.
-        if self.is_open:
-            self.room.report(load)
 
 
 class PrefillNode(Node[PrefillClient]):
     """A prefill node and its backlog."""
 
+    room: PrefillRoom
+
     def __init__(self, info: NodeInfo, client: PrefillClient, now: float) -> None:
         super().__init__(info, client, now)
         self.room = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT)
-
-    def report(self, load: NodeLoad, *, draining: bool, stuck: str, now: float) -> None:
-        super().report(load, draining=draining, stuck=stuck, now=now)
-        self.room.report(load)
 
 
 class Placement:
@@ -200,17 +198,3 @@ class Placement:
         if was_prefilling:
             self.prefill.room.give(self._need.num_prompt, self._need.kv_key, is_computed=is_computed)
         return was_prefilling
-
-
-def gap(role: NodeRole, nodes: Collection[Node[Any]], *, why: bool) -> str:
-    """Return why no node of a role can be used; empty if one can. why: include the nodes' details."""
-    if not nodes:
-        return f"no {role.value} node has joined"
-    if any(node.takes_work for node in nodes):
-        return ""
-    return f"no {role.value} node is in use ({explain(nodes, why=why)})"
-
-
-def explain(nodes: Iterable[Node[Any]], *, why: bool) -> str:
-    """Return the states of nodes in words. why: include the nodes' details."""
-    return "; ".join(f"{node.node_id} is {state_in_words(node.state, node.detail if why else '')}" for node in nodes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from corun.config.fields import RouterConfig
@@ -36,12 +36,12 @@ from corun.types import (
     NodeRole,
     NodeState,
     NodeStatus,
+    state_in_words,
 )
 from router.clock import AwakeClock, loop_time
 from router.nodes.contract_gate import ClusterContract, check_info
-from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode, explain, gap
+from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode
 from router.nodes.node_client import DecodeClient, PrefillClient
-from router.nodes.pairs import Pairs, spawn, until_done
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.prompts import Model
 from router.refusals import Refusals
@@ -49,6 +49,9 @@ from router.text import VERSION, Tokenizer
 
 OPEN_TIMEOUT_S = 10.0
 """The longest time to connect to a node: the channel of a prefill node, the first message on a decode node's stream."""
+CONNECT_TIMEOUT_S = 30.0
+FIRST_RETRY_S = 0.25
+LONGEST_RETRY_S = 5.0
 FORGET_AFTER_S = 600.0
 """The seconds for which lost and refused nodes stay in the cluster's status."""
 REMEMBERED_GENERATIONS = 64
@@ -86,7 +89,8 @@ class Registry:
         self._refused = Refusals(FORGET_AFTER_S)
         self._dead: dict[str, deque[str]] = {}  # The generations that were replaced, by node id.
         self._quarantined: dict[NodeRef, str] = {}  # The reasons. They are rare, so they are never forgotten.
-        self._pairs = Pairs(self.changed)
+        self._connecting: dict[tuple[str, str], asyncio.Future[None]] = {}
+        """The tasks that connect pairs, by the ids of the decode and the prefill node. They stay when they are done."""
         self._preparing: dict[NodeRef, asyncio.Future[None]] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
@@ -114,7 +118,9 @@ class Registry:
             OverloadedError: the router already knows the most nodes that it may know.
         """
         check_info(info)
-        self._check_room(info.ref.node_id)
+        everyone = self._decodes.keys() | self._prefills.keys() | set(self._refused)
+        if info.ref.node_id not in everyone and len(everyone) >= MAX_NODES:
+            raise OverloadedError(f"{len(everyone)} nodes are known here, as many as may be", FORGET_AFTER_S)
         if info.ref in self._quarantined and self._node(info.ref.node_id) is None:
             self._refused.note(info, self._quarantined[info.ref])  # With a node, the node's status says so.
         self._check_trusted(info.ref)
@@ -143,8 +149,7 @@ class Registry:
             raise NotFoundError(f"node {ref} is not registered here")
         if stuck and stuck != node.detail:
             log.warning("node %s takes no work: %s", ref, stuck)
-        node.report(load, draining=draining, stuck=stuck, now=loop_time())
-        node.heard_at = self.clock.time()
+        node.report(load, draining=draining, stuck=stuck, now=self.clock.time())
         self.changed()
 
     def lose(self, node: Node[Any], reason: str) -> None:
@@ -191,7 +196,7 @@ class Registry:
 
     def place(self, need: Need) -> Placement | None:
         """Claim a pair of nodes for a sample now. Return None if the sample has to wait."""
-        placement = self._claim(choose_pair(need, *self._candidates(), self._pairs.is_warm), need)
+        placement = self._claim(choose_pair(need, *self._candidates(), self._is_warm), need)
         # If no node in use could hold the sample, no room that becomes free would be enough.
         if placement is not None or need.total <= self.most_tokens():
             for watcher in self._watchers:
@@ -200,11 +205,11 @@ class Registry:
 
     def has_place(self, need: Need) -> bool:
         """Return whether `place` would claim a pair now."""
-        return choose_pair(need, *self._candidates(), self._pairs.is_warm) is not None
+        return choose_pair(need, *self._candidates(), self._is_warm) is not None
 
     def place_idle(self, need: Need, spare_slots: int) -> Placement | None:
         """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""
-        return self._claim(choose_idle_pair(need, *self._candidates(), self._pairs.is_warm, spare_slots), need)
+        return self._claim(choose_idle_pair(need, *self._candidates(), self._is_warm, spare_slots), need)
 
     def most_tokens(self) -> int:
         """Return the tokens of the largest sample that fits on some decode node in use when that node is empty; 0 if no
@@ -217,7 +222,7 @@ class Registry:
         used = {node.node_id for node in self._connected()}
         unused = (node for node in _by_id(self._decodes) if node.node_id not in used)
         stay = [node for node in unused if node.out is None or node.out[0] < Out.DRAINING]
-        return explain((node for node in stay if node.room.could_hold(num_tokens)), why=self._tells_why)
+        return self._explain(node for node in stay if node.room.could_hold(num_tokens))
 
     def could_hold(self, num_tokens: int) -> bool:
         """Return whether some decode node may have room for a sample, now or later."""
@@ -229,17 +234,17 @@ class Registry:
 
     def missing(self) -> str:
         """Return in words what is missing before any sample can start; empty if nothing is missing."""
-        nodes: dict[NodeRole, Collection[Node[Any]]] = {
-            NodeRole.PREFILL: self._prefills.values(),
-            NodeRole.DECODE: self._decodes.values(),
-        }
-        gaps = [gap(role, found, why=self._tells_why) for role, found in nodes.items()]
-        if any(gaps):
-            return "; ".join(gap for gap in gaps if gap)
-        if any(self._connected()):
-            return ""
-        alone = explain(_usable(self._decodes), why=self._tells_why)
-        return f"no decode node is connected to a prefill node yet ({alone})"
+        gaps = []
+        found: tuple[tuple[NodeRole, Mapping[str, Node[Any]]], ...]
+        found = (NodeRole.PREFILL, self._prefills), (NodeRole.DECODE, self._decodes)
+        for role, nodes in found:
+            if not nodes:
+                gaps.append(f"no {role.value} node has joined")
+            elif not _usable(nodes):
+                gaps.append(f"no {role.value} node is in use ({self._explain(nodes.values())})")
+        if gaps or self._connected():
+            return "; ".join(gaps)
+        return f"no decode node is connected to a prefill node yet ({self._explain(_usable(self._decodes))})"
 
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until a condition holds. Return False if it does not by `deadline`, on the loop's clock. The condition
@@ -260,15 +265,13 @@ class Registry:
 
     def statuses(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
-        now = loop_time()
-        nodes: list[Node[Any]] = [*_by_id(self._prefills), *_by_id(self._decodes)]
-        return (*(node.status(now) for node in nodes), *self._refused.statuses())
+        now = self.clock.time()
+        return (*(node.status(now) for node in self._nodes()), *self._refused.statuses())
 
     async def close(self) -> None:
         """Give every node up, after everything held there has been given back."""
-        nodes: list[Node[Any]] = [*self._decodes.values(), *self._prefills.values()]
-        await asyncio.gather(*(node.client.close() for node in nodes if not node.is_gone))
-        for node in nodes:
+        await asyncio.gather(*(node.client.close() for node in self._nodes() if not node.is_gone))
+        for node in self._nodes():
             if not node.is_gone:
                 self._drop(node, "the router is closing")
         if self._closing:
@@ -288,17 +291,29 @@ class Registry:
             node.silence.cancel()
         if preparing := self._preparing.pop(node.info.ref, None):
             preparing.cancel()
-        self._pairs.forget(node)
+        for pair in [pair for pair in self._connecting if node.node_id in pair]:
+            self._connecting.pop(pair).cancel()
+        for other in self._nodes():
+            other.peers.discard(node.node_id)
         node.client.drop(reason)
-        self._close_soon(node)
+        task = spawn(node.client.close(), f"closing the channel to {node.info.ref}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget, node)
         self.changed()
 
-    def _connected(self) -> Iterator[DecodeNode]:
-        """Yield the decode nodes that can be used now together with some prefill node."""
-        prefills = [prefill.node_id for prefill in _usable(self._prefills)]
-        for node in _usable(self._decodes):
-            if any(self._pairs.is_warm(node.node_id, prefill) for prefill in prefills):
-                yield node
+    def _connected(self) -> list[DecodeNode]:
+        """Return the decode nodes that can be used now together with some prefill node."""
+        prefills = {node.node_id for node in _usable(self._prefills)}
+        return [node for node in _usable(self._decodes) if node.peers & prefills]
+
+    def _is_warm(self, decode_id: str, prefill_id: str) -> bool:
+        return prefill_id in self._decodes[decode_id].peers
+
+    def _explain(self, nodes: Iterable[Node[Any]]) -> str:
+        """Return the states of nodes in words."""
+        details = ((node, node.detail if self._tells_why else "") for node in nodes)
+        return "; ".join(f"{node.node_id} is {state_in_words(node.state, detail)}" for node, detail in details)
 
     def _candidates(self) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
         decodes = [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)]
@@ -307,13 +322,11 @@ class Registry:
     def _claim(self, pair: tuple[str, str] | None, need: Need) -> Placement | None:
         return Placement(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None
 
+    def _nodes(self) -> list[Node[Any]]:
+        return [*_by_id(self._prefills), *_by_id(self._decodes)]
+
     def _node(self, node_id: str) -> Node[Any] | None:
         return self._decodes.get(node_id) or self._prefills.get(node_id)
-
-    def _check_room(self, node_id: str) -> None:
-        known = self._decodes.keys() | self._prefills.keys() | set(self._refused)
-        if node_id not in known and len(known) >= MAX_NODES:
-            raise OverloadedError(f"{len(known)} nodes are known here, as many as may be", FORGET_AFTER_S)
 
     def _check_trusted(self, ref: NodeRef) -> None:
         if reason := self._quarantined.get(ref):
@@ -346,24 +359,21 @@ class Registry:
 
     def _add(self, info: NodeInfo) -> None:
         node: Node[Any]
+        now = self.clock.time()
         if info.role is NodeRole.DECODE:
             decode = DecodeClient(
                 info, self._router_id, lambda reason: self.lose(node, reason), self.clock, self._access
             )
-            node = self._decodes[info.ref.node_id] = DecodeNode(info, decode, loop_time())
+            node = self._decodes[info.ref.node_id] = DecodeNode(info, decode, now)
         else:
             prefill = PrefillClient(info, self.clock, self._access)
-            node = self._prefills[info.ref.node_id] = PrefillNode(info, prefill, loop_time())
+            node = self._prefills[info.ref.node_id] = PrefillNode(info, prefill, now)
         log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
-        node.heard_at = self.clock.time()
         self._expect_heartbeat(node)
         self._preparing[info.ref] = spawn(self._prepare(node), f"preparing node {info.ref}")
 
     async def _prepare(self, node: Node[Any]) -> None:
-        def failed(reason: str) -> None:
-            node.lacks = reason
-
-        await until_done(f"{node.node_id} is not ready", lambda: self._load_tokenizer(node.info), failed)
+        await _until_done(f"{node.node_id} is not ready", lambda: self._load_tokenizer(node.info), node)
         try:
             await node.client.open(OPEN_TIMEOUT_S)
         except CorunError as error:
@@ -372,14 +382,24 @@ class Registry:
         node.is_open = True
         other = NodeRole.PREFILL if node.info.role is NodeRole.DECODE else NodeRole.DECODE
         node.lacks = f"not connected to a {other.value} node yet"
-        self._connect_pairs()
-        self.changed()
-
-    def _connect_pairs(self) -> None:
         for decode in _by_id(self._decodes):
             for prefill in _by_id(self._prefills):
-                if decode.is_open and prefill.is_open and not (decode.is_gone or prefill.is_gone):
-                    self._pairs.connect(decode, prefill)
+                pair = decode.node_id, prefill.node_id
+                if pair not in self._connecting and all(n.is_open and not n.is_gone for n in (decode, prefill)):
+                    connecting = self._connect(decode, prefill)
+                    self._connecting[pair] = spawn(connecting, f"connecting {pair[0]} to {pair[1]}")
+        self.changed()
+
+    async def _connect(self, decode: DecodeNode, prefill: PrefillNode) -> None:
+        """Make the NIXL connection of a pair, before the pair gets its first sample."""
+        peer = prefill.info.nixl
+        assert peer is not None  # Registration has checked this.
+        what = f"{decode.node_id} cannot connect to {prefill.node_id}"
+        await _until_done(what, lambda: decode.client.connect(peer, CONNECT_TIMEOUT_S), decode, prefill)
+        decode.peers.add(prefill.node_id)
+        prefill.peers.add(decode.node_id)
+        log.info("%s is connected to %s", decode.info.ref, prefill.info.ref)
+        self.changed()
 
     async def _load_tokenizer(self, info: NodeInfo) -> None:
         """Load the tokenizer from a node's model directory. Any node will do, because all nodes have the same one."""
@@ -409,12 +429,6 @@ class Registry:
         else:
             node.silence = asyncio.get_running_loop().call_later(left, self._expect_heartbeat, node)
 
-    def _close_soon(self, node: Node[Any]) -> None:
-        task = spawn(node.client.close(), f"closing the channel to {node.info.ref}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget, node)
-
     def _forget(self, node: Node[Any]) -> None:
         if self._decodes.get(node.node_id) is node:
             del self._decodes[node.node_id]
@@ -428,3 +442,33 @@ def _by_id(nodes: Mapping[str, M]) -> list[M]:
 
 def _usable(nodes: Mapping[str, M]) -> list[M]:
     return [node for node in _by_id(nodes) if node.takes_work]
+
+
+async def _until_done(what: str, attempt: Callable[[], Awaitable[None]], *nodes: Node[Any]) -> None:
+    """Call `attempt` with growing delays until it succeeds or this task is cancelled. After each failed try, `nodes`
+    lack it, in words that begin with `what`. They are logged when they differ from those before."""
+    delay, said = FIRST_RETRY_S, ""
+    while True:
+        try:
+            return await attempt()
+        except CorunError as error:
+            reason = f"{what}: {error}"
+        for node in nodes:
+            node.lacks = reason
+        if reason != said:
+            log.warning("%s", reason)
+        said = reason
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, LONGEST_RETRY_S)
+
+
+def spawn(work: Awaitable[None], what: str) -> asyncio.Future[None]:
+    """Run `work` as a task, and log its unexpected exceptions."""
+
+    def report(task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", what, exc_info=error)
+
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(report)
+    return task

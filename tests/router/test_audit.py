@@ -20,13 +20,13 @@ from corun.config.fields import RouterConfig
 from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.records import reproduction
-from corun.records.reproduction import Drawn, read_reproduction, write_reproduction
+from corun.records.reproduction import read_reproduction, write_reproduction
 from corun.records.verification import NamedCase, case_from_reproduction
 from corun.testing.engines import FakeDecodeEngine, expected
 from corun.testing.nodes import LocalNode
 from corun.types import AuditStatus, FinishReason, NodeRole, NodeState
 from router.audit import auditor as audit
-from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, AuditOutput, Auditor
+from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor, AuditOutput
 from router.audit.idle import IdleRuns
 from router.output import RECORD
 from router.sample import Finished
