@@ -1,8 +1,7 @@
-"""A real cluster for chaos: two routers, two prefill and two decode nodes, and a gateway.
+"""Chaos over real engines: two routers, two prefill and two decode nodes, and a gateway, and the faults that hit them.
 
 All of them are processes, with TCP proxies in between. Owns the processes, which it starts again when they end, the
-proxies, and the check of what is still held. Must not know which faults there are nor which requests the cluster gets.
-Tests only.
+proxies, and the check of what is still held. Must not know which requests the cluster gets. Tests only.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -19,7 +17,11 @@ from pathlib import Path
 from corun import AsyncClient, ClusterStatus, CorunError, guard
 from corun.models import tiny
 from corun.processes import descendants, end_tree, living
-from corun.types import NodeState
+from tests.chaos.faults import Kind
+from tests.chaos.resources import Usage, usage
+from tests.chaos.run import Chaos, say
+from tests.chaos.target import Target, within
+from tests.chaos.traffic import Case, answered, make_cases
 from tests.machine import command_line, free_port
 from tests.proxy import CuttingProxy
 
@@ -32,6 +34,12 @@ GRACE_S = 40.0
 END_S = 20.0
 """The limit for a guard to end the processes that are left."""
 STATUS_S = 5.0
+SETTLE_S = 5.0
+"""The wait before a measurement, because channels to replaced processes are closed a little later."""
+NUM_CASES = 24
+LONGEST_STOP_S = 12.0
+"""The longest stop of a process: longer than the time after which a silent node is lost."""
+LONGEST_DELAY_S = 0.5
 ROLES = {
     "p": ("prefill_node", "--chunk-size", "128", "--kv-check-fraction", "1"),
     "d": ("decode_node", "--slots", str(SLOTS)),
@@ -87,13 +95,6 @@ class Process:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def num_fds(self) -> int:
-        number = 0
-        for pid in self.tree:
-            with suppress(FileNotFoundError, ProcessLookupError):  # The process has just ended.
-                number += len(os.listdir(f"/proc/{pid}/fd"))
-        return number
-
     async def ended(self) -> str:
         """Wait until it ends. Return what was wrong with that; empty if nothing was."""
         assert self._guard is not None
@@ -111,25 +112,29 @@ class Process:
         return await asyncio.wait_for(self.ended(), GRACE_S + END_S)
 
 
-class RealCluster:
+class Processes(Target):
     """The processes, and the proxies that clients and routers reach them through."""
 
+    pause_s = 3.0
+    think_s = 0.3
+    request_timeout_s = 300.0
+    burst = 3 * (MAX_QUEUED_SAMPLES + 2 * SLOTS)
+
     def __init__(self) -> None:
+        super().__init__()
         self.processes: dict[str, Process] = {}
-        self.addresses: dict[str, str] = {}
-        """The routers' own addresses, without the proxies."""
         self.links: dict[str, CuttingProxy] = {}
         """The proxy in front of each process: clients reach routers through it, and routers reach nodes."""
-        self.gateway = ""
-        """The URL of the gateway, which reaches the routers through their proxies."""
-        self.wrong_ends: list[str] = []
-        self.hit: set[str] = set()
-        """Members that a fault has hit and that are not in use again yet."""
+        self.addresses: list[str] = []
+        self._own: dict[str, str] = {}
         self._supervisors: list[asyncio.Task[None]] = []
 
     def names(self, roles: str = "rpd") -> list[str]:
-        """Return the names of the processes of some roles: r for routers, p for prefill nodes, d for decode nodes."""
         return [name for name in self.processes if name[0] in roles]
+
+    async def cases(self) -> list[Case]:
+        async with AsyncClient(self.addresses) as client:
+            return [await answered(client, case) for case in make_cases(NUM_CASES)]
 
     async def start(self) -> None:
         for process in self.processes.values():
@@ -155,79 +160,26 @@ class RealCluster:
         end_tree(descendants(os.getpid()), 1.0)
 
     async def status(self, router: str) -> ClusterStatus | None:
-        """Return the status that a router reports; None if it does not answer."""
-        async with AsyncClient(self.addresses[router], timeout_s=STATUS_S) as client:
+        async with AsyncClient(self._own[router], timeout_s=STATUS_S) as client:
             try:
                 return await client.get_cluster()
             except CorunError:
                 return None
 
-    async def in_use(self, name: str, replaced: str = "") -> bool:
-        """Return whether a member is in use.
+    async def mark(self, name: str, *, replaces: bool) -> tuple[int, str]:
+        """Return the number of lives that the member must have had when it is back, and the generation that must go."""
+        return self.processes[name].lives + replaces, await super().mark(name, replaces=replaces)
 
-        A node is if every router that is not hit uses it in another generation than `replaced`. A router is if it uses
-        every node that is not hit.
-        """
-        routers = [name] if name[0] == "r" else [router for router in self.names("r") if router not in self.hit]
-        statuses = [await self.status(router) for router in routers]
-        nodes = [name] if name[0] != "r" else [node for node in self.names("pd") if node not in self.hit]
-        ready = [_ready(status) for status in statuses]
-        return all(node in seen and seen[node] != replaced for seen in ready for node in nodes)
+    async def back(self, name: str, mark: tuple[int, str], timeout_s: float) -> bool:
+        lives, replaced = mark
+        process = self.processes[name]
+        return await within(timeout_s, lambda: process.lives >= lives) and await super().back(name, replaced, timeout_s)
 
-    async def serves(self) -> bool:
-        """Return whether every router uses at least one prefill and one decode node."""
-        statuses = [await self.status(router) for router in self.names("r")]
-        return all({name[0] for name in _ready(status)} == {"p", "d"} for status in statuses)
-
-    async def back(self, name: str, replaced: str, timeout_s: float) -> bool:
-        """Wait until a member is in use again. Return False if that does not happen in time."""
-        deadline = time.monotonic() + timeout_s
-        while not await self.in_use(name, replaced):
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(0.1)
-        return True
-
-    async def whole(self, timeout_s: float) -> None:
-        """Wait until every router uses every node."""
-        waits = (self.back(name, "", timeout_s) for name in self.names())
-        assert all(await asyncio.gather(*waits)), f"the cluster was not whole within {timeout_s:.0f} s"
-
-    async def generation(self, name: str) -> str:
-        """Return the generation of a node that routers use; empty for a router, or if none uses the node in time."""
-        deadline = time.monotonic() + END_S
-        while name[0] != "r" and time.monotonic() < deadline:
-            seen = [_ready(await self.status(router)) for router in self.names("r")]
-            if found := [generations[name] for generations in seen if name in generations]:
-                return found[0]
-        return ""
-
-    async def held(self) -> list[str]:
-        """Return a text for each thing that routers and nodes still hold."""
-        found = []
-        for router in self.names("r"):
-            status = await self.status(router)
-            if status is None:
-                found.append(f"{router} does not answer")
-                continue
-            found += [f"{router}: {status.queued_samples} samples wait"] * (status.queued_samples > 0)
-            for node in status.nodes:
-                name, load = f"{router}: {node.node.ref.node_id}", node.load
-                used = (load.used_slots, load.used_kv_blocks, load.queued_prompt_tokens)
-                found += [f"{name} holds {used} slots, KV blocks, prompt tokens"] * any(used)
-                found += [f"{name} is {node.state.value}: {node.detail}"] * (node.state is not NodeState.READY)
-        return found
-
-    def fds(self) -> dict[str, int]:
-        """Return the number of open file descriptors of each member with its children.
-
-        "clients" is the number of this process, whose clients come and go.
-        """
-        own = len(os.listdir("/proc/self/fd"))
-        return {"clients": own, **{name: process.num_fds() for name, process in self.processes.items()}}
+    async def usage(self) -> dict[str, Usage]:
+        await asyncio.sleep(SETTLE_S)
+        return {name: await usage(process) for name, process in self.processes.items()}
 
     def reruns(self) -> int:
-        """Return how many runs of samples failed at a node, by the routers' logs."""
         return sum(self.processes[name].log.read_text().count("an attempt of sample") for name in self.names("r"))
 
     async def _supervise(self, process: Process) -> None:
@@ -238,9 +190,9 @@ class RealCluster:
 
 
 @asynccontextmanager
-async def started(logs: Path, *, threads: int, careless: bool = False) -> AsyncIterator[RealCluster]:
-    """Start a whole cluster. careless: its routers go on with a new run as if it were the old one."""
-    cluster, model = RealCluster(), str(tiny.ensure())
+async def under_chaos(logs: Path, seed: int, *, threads: int = 1, careless: bool = False) -> AsyncIterator[Chaos]:
+    """Start a whole cluster for one run. careless: its routers go on with a new run as if it were the old one."""
+    cluster, model = Processes(), str(tiny.ensure())
     seed_key = logs / "seed.key"
     seed_key.write_text("c0ffee" * 4)
     async with AsyncExitStack() as stack:
@@ -249,31 +201,91 @@ async def started(logs: Path, *, threads: int, careless: bool = False) -> AsyncI
             address = f"127.0.0.1:{port}"
             cluster.links[name] = link = await stack.enter_async_context(CuttingProxy(address))
             if name[0] == "r":
-                cluster.addresses[name] = address
+                cluster.addresses.append(address)
+                cluster._own[name] = address
                 words = ["tests.chaos.careless" if careless else "router", "--router-id", name]
                 words += ["--seed-key-file", str(seed_key), "--max-queued-samples", str(MAX_QUEUED_SAMPLES)]
             else:
                 words = [*ROLES[name[0]], "--model", model, "--threads", str(threads), "--node-id", name]
-                words += ["--router", *cluster.addresses.values(), "--advertise", link.address]
+                words += ["--router", *cluster.addresses, "--advertise", link.address]
             argv = [sys.executable, "-m", *words, "--port", str(port), "--metrics-port", str(metrics_port)]
             cluster.processes[name] = Process(name, argv, logs / f"{name}.log", metrics_port)
-        _add_gateway(cluster, logs)
+        cluster.routers = [cluster.links[name].address for name in cluster.names("r")]
+        port = free_port()
+        argv = [sys.executable, "-m", "corun", "gateway", "--router", ",".join(cluster.routers), "--port", str(port)]
+        cluster.processes["g0"] = Process("g0", argv, logs / "g0.log")
+        cluster.gateway = f"http://127.0.0.1:{port}"
         try:
             await cluster.start()
-            yield cluster
+            say("the cluster is ready")
+            yield Chaos(cluster, seed)
         finally:
             cluster.end()
 
 
-def _add_gateway(cluster: RealCluster, logs: Path) -> None:
-    port = free_port()
-    routers = ",".join(cluster.links[name].address for name in cluster.names("r"))
-    argv = [sys.executable, "-m", "corun", "gateway", "--router", routers, "--port", str(port)]
-    cluster.processes["g0"] = Process("g0", argv, logs / "g0.log")
-    cluster.gateway = f"http://127.0.0.1:{port}"
+async def kill(cluster: Processes, name: str, strength: float) -> None:
+    cluster.processes[name].send(signal.SIGKILL, *cluster.processes[name].root, expect=128 + signal.SIGKILL)
 
 
-def _ready(status: ClusterStatus | None) -> dict[str, str]:
-    """Return the generations of the nodes that a router uses, by node id."""
-    nodes = status.nodes if status is not None else ()
-    return {node.node.ref.node_id: node.node.ref.generation for node in nodes if node.state is NodeState.READY}
+async def kill_engine(cluster: Processes, name: str, strength: float) -> None:
+    """Kill one of the engine's processes. The node has to notice it, and ends."""
+    engine = cluster.processes[name].engine
+    cluster.processes[name].send(signal.SIGKILL, engine[int(strength * len(engine))], expect=1)
+
+
+async def terminate(cluster: Processes, name: str, strength: float) -> None:
+    cluster.processes[name].send(signal.SIGTERM, *cluster.processes[name].root, expect=0)
+
+
+async def stop_tree(cluster: Processes, name: str, strength: float) -> None:
+    await _stop(cluster, name, cluster.processes[name].tree, strength)
+
+
+async def stop_parent(cluster: Processes, name: str, strength: float) -> None:
+    """Stop the process that serves gRPC while the engine goes on."""
+    await _stop(cluster, name, cluster.processes[name].root, strength)
+
+
+async def stop_engine(cluster: Processes, name: str, strength: float) -> None:
+    """Stop the engine while the process that serves gRPC goes on answering."""
+    await _stop(cluster, name, cluster.processes[name].engine, strength)
+
+
+async def _stop(cluster: Processes, name: str, pids: Sequence[int], strength: float) -> None:
+    process = cluster.processes[name]
+    process.send(signal.SIGSTOP, *pids)
+    try:
+        await asyncio.sleep(LONGEST_STOP_S * strength)
+    finally:
+        process.send(signal.SIGCONT, *pids)
+
+
+async def cut(cluster: Processes, name: str, strength: float) -> None:
+    cluster.links[name].cut()
+
+
+async def delay(cluster: Processes, name: str, strength: float) -> None:
+    cluster.links[name].delay_s = LONGEST_DELAY_S * strength
+    await asyncio.sleep(LONGEST_STOP_S / 2)
+    cluster.links[name].delay_s = 0.0
+
+
+async def silence(cluster: Processes, name: str, strength: float) -> None:
+    cluster.links[name].silence(LONGEST_STOP_S * strength)
+    await asyncio.sleep(LONGEST_STOP_S * strength)
+
+
+Processes.kinds = {
+    "kill": Kind(fault=kill, roles="rpd", weight=6, replaces=True),
+    "kill engine": Kind(fault=kill_engine, roles="pd", weight=2, replaces=True),
+    "terminate": Kind(fault=terminate, roles="rpd", weight=4, replaces=True),
+    "stop tree": Kind(fault=stop_tree, roles="rpd", weight=4),
+    "stop parent": Kind(fault=stop_parent, roles="pd", weight=2),
+    "stop engine": Kind(fault=stop_engine, roles="pd", weight=0),
+    "cut": Kind(fault=cut, roles="rpd", weight=5, is_mild=True),
+    "delay": Kind(fault=delay, roles="rpd", weight=3, is_mild=True),
+    "silence": Kind(fault=silence, roles="rpd", weight=3),
+    "burst": Kind(weight=3),
+    "vanish": Kind(weight=3),
+    "blackout": Kind(fault=kill, roles="rpd", weight=1, replaces=True, all_of_role=True),
+}

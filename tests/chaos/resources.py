@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tests.chaos.processes import Process, RealCluster
 from tests.scraping import scrape
+
+if TYPE_CHECKING:
+    from tests.chaos.processes import Process
 
 SPARE = {"memory_mib": 48.0, "engine_mib": 64.0, "fds": 16.0, "threads": 8.0, "tasks": 16.0, "kv_blocks": 0.0}
 """By how much each measure of an idle process may exceed the one before. Connections come and go, and allocators keep
@@ -39,11 +41,6 @@ class Usage:
     """The number of KV blocks that are held for readers or reserved for leases."""
 
 
-async def usage(cluster: RealCluster) -> dict[str, Usage]:
-    """Return the measures of every process now, by name."""
-    return {name: await _usage(process) for name, process in cluster.processes.items()}
-
-
 def growth(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
     """Return a text for each measure that has grown by more than it may."""
     return [
@@ -55,12 +52,8 @@ def growth(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]
     ]
 
 
-def table(found: Mapping[str, Usage]) -> dict[str, Any]:
-    """Return `found` as plain values for JSON."""
-    return {name: asdict(used) for name, used in found.items()}
-
-
-async def _usage(process: Process) -> Usage:
+async def usage(process: Process) -> Usage:
+    """Return the measures of a process now."""
     root, tree = process.root, process.tree
     told: Mapping[str, float] = {}
     if process.metrics_port:
@@ -71,7 +64,7 @@ async def _usage(process: Process) -> Usage:
         life=process.lives,
         memory_mib=_resident_mib(root),
         engine_mib=_resident_mib([pid for pid in tree if pid not in root]),
-        fds=process.num_fds(),
+        fds=sum(_entries(pid, "fd") for pid in tree),
         threads=sum(_entries(pid, "task") for pid in tree),
         tasks=None if tasks is None else int(tasks),
         kv_blocks=int(sum(told.get(name, 0) for name in _HELD_KV)),

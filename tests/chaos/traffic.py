@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from corun import AsyncClient, Chunk, OverloadedError, Priority, SamplingParams, UnavailableError
+from corun import AsyncClient, OverloadedError, Priority, SamplingParams, UnavailableError
 from corun.receipt import output_digest
 from corun.records.verification import VerifyCase
 
@@ -76,21 +76,22 @@ def make_cases(count: int) -> list[Case]:
     return cases
 
 
+def with_answer(case: Case, token_ids: Sequence[int], samples: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Case:
+    """Return a case with its answer: its prompt's tokens, and the tokens and log probabilities of each sample."""
+    bits, digests = tuple(_pack(*sample) for sample in samples), tuple(output_digest(*sample) for sample in samples)
+    return replace(case, token_ids=tuple(token_ids), bits=bits, digests=digests)
+
+
 async def answered(client: AsyncClient, case: Case) -> Case:
     """Compute the right answer of a case now, and return the case with it."""
     done = await client.generate(case.prompt, case.params, seed=case.seed)
-    return replace(
-        case,
-        token_ids=done.prompt_token_ids,
-        bits=tuple(_pack(sample.token_ids, sample.logprobs) for sample in done.samples),
-        digests=tuple(output_digest(sample.token_ids, sample.logprobs) for sample in done.samples),
-    )
+    return with_answer(case, done.prompt_token_ids, [(sample.token_ids, sample.logprobs) for sample in done.samples])
 
 
 async def streamed(client: AsyncClient, case: Case, samples: Sequence[bytearray]) -> AsyncIterator[None]:
     """Stream a case into `samples`, which start empty, and yield at every chunk."""
     async for chunk in client.stream(case.prompt, case.params, seed=case.seed, priority=case.priority):
-        _add(samples, chunk)
+        samples[chunk.sample_index].extend(_pack(chunk.token_ids, chunk.logprobs))
         yield
 
 
@@ -117,9 +118,5 @@ async def over_http(session: aiohttp.ClientSession, url: str, case: Case) -> tup
     return tuple(choice["corun"]["receipt"]["output_digest"] for choice in answer["choices"])
 
 
-def _pack(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> bytes:
+def _pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
     return b"".join(struct.pack("<If", *pair) for pair in zip(token_ids, logprobs, strict=True))
-
-
-def _add(samples: Sequence[bytearray], chunk: Chunk) -> None:
-    samples[chunk.sample_index].extend(_pack(chunk.token_ids, chunk.logprobs))

@@ -30,8 +30,7 @@ from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Aud
 from router.audit.idle import IdleRuns
 from router.output import RECORD
 from router.sample import Finished
-from tests.chaos.fakes import CONFIG, Chaos
-from tests.chaos.fakes import add as add_to_chaos
+from tests.chaos.fakes import under_chaos
 from tests.clusters import FakeCluster, cluster, generate
 
 PROMPT = (5, 6, 7)
@@ -517,14 +516,10 @@ async def test_a_file_that_cannot_be_written_is_an_entry_in_the_log(
 @pytest.mark.timeout(120)
 async def test_no_fault_makes_an_audit_differ(model: str) -> None:
     """Nodes die, stand still and fail under load while everything is audited."""
-    async with cluster(model, prefills=0, decodes=0, **{**ALL, **CONFIG}) as fake:
-        for number in (1, 2):
-            await add_to_chaos(fake, NodeRole.PREFILL, f"p{number}")
-            await add_to_chaos(fake, NodeRole.DECODE, f"d{number}")
-        await fake.ready("p1", "p2", "d1", "d2")
-        report = await Chaos(fake, seed=3).run(faults=40, clients=4)
-        assert (report.wrong, report.failed) == ([], [])
-        await fake.until(lambda: not fake.router.auditor.status().waiting)
-        status = fake.router.auditor.status()
-        assert status.mismatched == 0
-        assert status.matched > 0
+    async with under_chaos(model, 3, **{**ALL, "heartbeat_timeout_ms": 300}) as chaos:
+        report = await chaos.run(chaos.plan(40), clients=4)
+        assert (report.wrong, report.failed, report.leaked) == ([], [], [])
+        auditor = chaos.target.fake.router.auditor
+        await chaos.target.fake.until(lambda: not auditor.status().waiting)
+        assert auditor.status().mismatched == 0
+        assert auditor.status().matched > 0
