@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from corun.records.reproduction import read_reproduction, write_reproduction
 from corun.records.verification import NamedCase, case_from_reproduction
 from corun.testing.engines import FakeDecodeEngine, expected
 from corun.testing.nodes import LocalNode
-from corun.types import AuditStatus, FinishReason, NodeRole, NodeState
+from corun.types import AuditStatus, FinishReason, NodeState
 from router.audit import auditor as audit
 from router.audit.auditor import MAX_TRIES, MAX_WAITING, MAX_WAITING_TOKENS, Auditor, AuditOutput
 from router.audit.idle import IdleRuns
@@ -41,10 +42,9 @@ ALL: dict[str, Any] = {"audit_fraction": 1.0, "heartbeat_timeout_ms": 30_000}  #
 
 async def audited(fake: FakeCluster, count: int) -> AuditStatus:
     """Return the audits' status, once `count` of them have a result and none waits."""
-    auditor = fake.router.auditor
 
     def done() -> bool:
-        status = auditor.status()
+        status = fake.router.auditor.status()
         return status.matched + status.mismatched + status.failed >= count and not status.waiting
 
     await fake.until(done)
@@ -111,21 +111,12 @@ def test_where_a_stop_string_ended_the_sample_the_audit_ends_too() -> None:
 # Choosing
 
 
-class NoNodes:
-    """A registry in which nothing is idle."""
-
-    def place_idle(self, need: Any, spare_slots: int) -> None:
-        return None
-
-
-class EmptyQueue:
-    in_line = 0
-
-
 def auditor_of(fraction: float, seed: int = 1) -> Auditor:
+    """An auditor of a cluster in which nothing is idle."""
     config = RouterConfig(audit_fraction=fraction)
-    idle = IdleRuns(NoNodes(), EmptyQueue(), config)  # type: ignore[arg-type]
-    return Auditor(NoNodes(), idle, config, random.Random(seed))  # type: ignore[arg-type]
+    registry: Any = SimpleNamespace(place_idle=lambda need, spare_slots: None)
+    queue: Any = SimpleNamespace(in_line=0)
+    return Auditor(registry, IdleRuns(registry, queue, config), config, random.Random(seed))
 
 
 @pytest.fixture
@@ -173,30 +164,19 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
     async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
         runs = [generate(fake, (i, 2), replace(PARAMS, n=1 + i % 2), seed=i) for i in range(10)]
         with no_new_audits():  # So that no audit gives way and is computed twice.
+            left = asyncio.ensure_future(generate(fake, (99, 2), LONG, seed=99))
             outputs = [output for outputs in await asyncio.gather(*runs) for output in outputs]
+            assert left.cancel()  # Of a client that leaves there is nothing to audit.
+            drawn = sum(len(output.token_ids) for output in outputs)
+            await fake.until(lambda: not any(node.used_slots for node in fake.nodes[2:]))
+            before = sum(node.drawn_tokens for node in fake.nodes[2:])
         status = await audited(fake, 15)
         assert status == AuditStatus(matched=15)
         assert len(outputs) == 15
         assert (await fake.status()).finished_samples == 15  # Audits are not among them.
-        assert (
-            sum(len(node.engine.prefilled) + node.service.metrics.shared_prompts.value for node in fake.nodes[:2]) == 30
-        )
-        assert sum(node.drawn_tokens for node in fake.nodes[2:]) == 2 * sum(len(o.token_ids) for o in outputs)
-        await fake.idle()
-
-
-async def test_nothing_is_audited_with_0(model: str) -> None:
-    async with cluster(model, prefills=2, decodes=2, audit_fraction=0.0) as fake:
-        await asyncio.gather(*(generate(fake, (i, 2), PARAMS, seed=i) for i in range(10)))
-        await asyncio.sleep(0.2)
-        assert (await fake.status()).audit == AuditStatus()
-        assert sum(len(node.engine.prefilled) for node in fake.nodes[:2]) == 10
-
-
-async def test_the_only_nodes_audit_themselves_and_it_is_said(model: str) -> None:
-    async with cluster(model, **ALL) as fake:
-        await generate(fake, PROMPT, PARAMS, seed=8)
-        assert await audited(fake, 1) == AuditStatus(matched=1, same_node=1)
+        computed = [len(node.engine.prefilled) + node.service.metrics.shared_prompts.value for node in fake.nodes[:2]]
+        assert sum(computed) == 30 + 1
+        assert sum(node.drawn_tokens for node in fake.nodes[2:]) == before + drawn
 
 
 async def test_another_node_is_waited_for_while_there_is_one(model: str) -> None:
@@ -235,59 +215,42 @@ async def test_a_sample_that_survived_its_node_is_audited_whole(model: str) -> N
         assert (status.matched, status.same_node) == (1, 1)
 
 
-async def test_a_client_that_leaves_leaves_nothing_to_audit(model: str) -> None:
-    async with cluster(model, **ALL) as fake:
-        call = asyncio.ensure_future(generate(fake, PROMPT, LONG, seed=8))
-        await fake.until(lambda: fake.nodes[1].drawn_tokens > 5)
-        call.cancel()
-        await asyncio.wait((call,))
-        await fake.idle()
-        assert fake.router.auditor.status() == AuditStatus()
-
-
 # Giving way
 
 
-async def start_audit(fake: FakeCluster, params: SamplingParams = LONG) -> None:
-    """Finish a sample and wait until its audit decodes."""
-    await generate(fake, PROMPT, params, seed=8)
-    await fake.until(lambda: any(node.used_slots for node in fake.nodes if node.info.role is NodeRole.DECODE))
-    before = sum(node.drawn_tokens for node in fake.nodes if node.info.role is NodeRole.DECODE)
-    await fake.until(
-        lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.role is NodeRole.DECODE) > before + 3
-    )
+async def start_audit(fake: FakeCluster) -> LocalNode:
+    """Finish a sample, and return the decode node once the sample's audit decodes there."""
+    node = fake.nodes[1]
+    await generate(fake, PROMPT, LONG, seed=8)
+    drawn = node.drawn_tokens
+    await fake.until(lambda: node.used_slots == 1 and node.drawn_tokens > drawn + 3)
+    return node
 
 
-async def test_a_sample_gets_the_slot_that_an_audit_holds(model: str) -> None:
+@pytest.mark.parametrize("gives_way", [True, False])
+async def test_a_sample_gets_the_slot_that_an_audit_holds(
+    model: str, gives_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And would wait for it, if audits did not give way."""
+    if not gives_way:
+        monkeypatch.setattr(IdleRuns, "_cancel", lambda idle, chosen: None)
     async with cluster(model, slots=1, max_queued_samples=1, **ALL) as fake:
-        await start_audit(fake)
-        node = fake.nodes[1]
+        node, prefilled = await start_audit(fake), fake.nodes[0].engine.prefilled
         before = node.drawn_tokens
         node.engine.hanging = True  # So that the audit cannot end by itself.
         with no_new_audits():
             call = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
-            await fake.until(lambda: len(fake.nodes[0].engine.prefilled) == 3)  # The sample's turn has come.
+            if gives_way:
+                await fake.until(lambda: len(prefilled) == 3)  # The sample's turn has come.
+            else:
+                await fake.until(lambda: fake.router.queue.waiting == 1)
+                await asyncio.sleep(0.3)
+                assert (fake.router.queue.waiting, len(prefilled)) == (1, 2)
             node.engine.hanging = False
             (output,) = await call
             assert output.token_ids == expected((1, 2), PARAMS, 9)[0]
-            assert node.drawn_tokens == before + 20
+            assert not gives_way or node.drawn_tokens == before + 20
         assert (await audited(fake, 2)).matched == 2  # The audit that gave way is among them.
-
-
-async def test_an_audit_that_does_not_give_way_is_in_the_way(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
-    monkeypatch.setattr(IdleRuns, "_cancel", lambda idle, tasks: None)
-    async with cluster(model, slots=1, **ALL) as fake:
-        await start_audit(fake)
-        fake.nodes[1].engine.hanging = True
-        call = asyncio.ensure_future(generate(fake, (1, 2), PARAMS, seed=9))
-        await fake.until(lambda: fake.router.queue.waiting == 1)
-        await asyncio.sleep(0.3)
-        assert len(fake.nodes[0].engine.prefilled) == 2
-        assert fake.router.queue.waiting == 1
-        fake.nodes[1].engine.hanging = False
-        await call
-        await audited(fake, 2)
 
 
 async def test_an_audit_leaves_a_prefill_node_that_gets_a_prompt(model: str) -> None:
@@ -329,22 +292,16 @@ async def test_audits_leave_slots_for_those_who_come(model: str) -> None:
         assert fake.router.auditor.status().matched == 8
 
 
-async def test_a_node_that_drains_gets_rid_of_its_audits(model: str) -> None:
+async def test_nobody_that_drains_waits_for_audits(model: str) -> None:
     async with cluster(model, slots=1, **ALL) as fake:
-        await start_audit(fake)
-        node = fake.nodes[1]
-        node.engine.hanging = True
-        node.agent.draining = True
+        node = await start_audit(fake)
+        node.engine.hanging = node.agent.draining = True
         await fake.until(lambda: node.used_slots == 0)
         assert fake.router.auditor.status().waiting == 1
         node.agent.draining = node.engine.hanging = False
         assert (await audited(fake, 1)).matched == 1
-
-
-async def test_a_router_that_drains_does_not_wait_for_audits(model: str) -> None:
-    async with cluster(model, **ALL) as fake:
-        await start_audit(fake)
-        fake.nodes[1].engine.hanging = True
+        node = await start_audit(fake)
+        node.engine.hanging = True
         began = asyncio.get_running_loop().time()
         await fake.router.drain()
         await fake.idle()
@@ -454,6 +411,7 @@ async def test_without_the_comparison_it_is_not(model: str, monkeypatch: pytest.
 async def test_a_node_that_has_restarted_stays_and_explains_what_it_said(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(audit, "write_reproduction", None)  # Without a directory, nothing is written.
     async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
         monkeypatch.setattr(audit, "MAX_RUNNING", 0)  # No audit starts yet.
         liar, honest = await lie(fake)
@@ -487,15 +445,6 @@ async def test_files_are_whole_and_few(model: str, tmp_path: Path, monkeypatch: 
     for _ in range(5):
         write_reproduction(tmp_path, kept[0])
     assert [path.name[:6] for path in files(tmp_path)] == ["audit-"] * 3 + ["other"]
-
-
-async def test_without_a_directory_there_are_no_files(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
-    monkeypatch.setattr(audit, "write_reproduction", lambda directory, found: kept.append(found))
-    async with cluster(model, prefills=2, decodes=2, **ALL) as fake:
-        await lie(fake)
-        assert (await audited(fake, 1)).mismatched == 1
-    assert not kept
 
 
 async def test_a_file_that_cannot_be_written_is_an_entry_in_the_log(

@@ -8,10 +8,18 @@ import pytest
 
 from corun.config.fields import RouterConfig
 from corun.contract import pair_fingerprint
-from corun.errors import ContractMismatchError, InvalidArgumentError, NotFoundError, UnavailableError
+from corun.errors import (
+    ContractMismatchError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    StaleGenerationError,
+    UnavailableError,
+)
 from corun.testing.model import contract
 from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
-from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
+from router.nodes import registry as registry_module
+from router.nodes.contract_gate import MAX_OFFERED, MAX_TEXT_LENGTH, ClusterContract
 from router.nodes.registry import Registry
 from tests.clusters import cluster, generate
 
@@ -34,32 +42,19 @@ def info(model: str, node_id: str = "d1", role: NodeRole = D) -> NodeInfo:
     )
 
 
-def test_the_first_node_of_each_role_sets_the_contract(model: str) -> None:
-    pinned = ClusterContract()
-    assert pinned.fingerprint == ""
-    pinned.admit(contract(D, model))
-    assert pinned.fingerprint == ""
-    pinned.admit(contract(P, model))
-    assert pinned.fingerprint == pair_fingerprint(contract(P, model), contract(D, model))
-    pinned.admit(contract(D, model))
-
-
-def test_a_differing_field_of_the_same_role_is_named(model: str) -> None:
+def test_the_first_node_of_each_role_sets_the_contract_and_a_differing_field_is_named(model: str) -> None:
     pinned = ClusterContract()
     pinned.admit(contract(D, model, slots=8))
+    assert pinned.fingerprint == ""
     with pytest.raises(ContractMismatchError) as caught:
         pinned.admit(contract(D, model, slots=16, driver="2"))
     assert caught.value.differences == {"decode.slots": ("8", "16"), "model.driver": ("", "2")}
-
-
-def test_roles_share_the_model_part_only(model: str) -> None:
-    pinned = ClusterContract()
-    pinned.admit(contract(D, model))
     with pytest.raises(ContractMismatchError) as caught:
-        pinned.admit(contract(P, model, dtype="bfloat16"))
+        pinned.admit(contract(P, model, dtype="bfloat16"))  # Roles share the part of the model only.
     assert caught.value.differences == {"model.dtype": ("float32", "bfloat16")}
     pinned.admit(contract(P, model))
-    assert pinned.fingerprint
+    assert pinned.fingerprint == pair_fingerprint(contract(P, model), contract(D, model, slots=8))
+    pinned.admit(contract(D, model, slots=8))
 
 
 def test_an_expected_fingerprint_waits_for_the_pair_that_gives_it(model: str) -> None:
@@ -128,13 +123,12 @@ def test_a_fingerprint_that_is_none_is_refused(value: str) -> None:
     ("role", "field", "value"),
     [
         (D, "slots", 0),
-        (D, "kv_blocks", 0),
         (D, "vocab_size", 0),
         (D, "address", ""),
-        (D, "model", ""),
         (P, "nixl", None),
         (D, "ref", NodeRef(node_id="", generation="1")),
         (D, "contract_json", "{}"),
+        (D, "contract_json", "x" * (MAX_TEXT_LENGTH + 1)),
         (D, "role", P),
     ],
 )
@@ -145,7 +139,8 @@ async def test_an_incomplete_description_is_refused(model: str, role: NodeRole, 
     assert all(status.state is NodeState.REFUSED for status in registry.statuses())
 
 
-async def test_a_node_that_failed_its_self_test_is_refused_and_shown(model: str) -> None:
+async def test_nodes_that_are_refused_are_shown_and_few_are_known(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_NODES", 1)
     registry = Registry(RouterConfig(), "r")
     with pytest.raises(UnavailableError, match="the logits moved"):
         registry.register(replace(info(model), finding="the logits moved"))
@@ -153,6 +148,8 @@ async def test_a_node_that_failed_its_self_test_is_refused_and_shown(model: str)
     assert status.state is NodeState.REFUSED
     assert "the logits moved" in status.detail
     assert registry.contract.fingerprint == ""
+    with pytest.raises(OverloadedError, match="1 nodes are known here, as many as may be"):
+        registry.register(info(model, "d2"))
 
 
 async def test_an_unknown_node_has_to_register(model: str) -> None:
@@ -166,4 +163,7 @@ async def test_an_unknown_node_has_to_register(model: str) -> None:
         registry.heartbeat(replace(node.ref, generation="1"), NodeLoad(), draining=False)
     assert [status.state for status in registry.statuses()] == [NodeState.JOINING]
     assert registry.missing() == "no prefill node has joined; no decode node is in use (d1 is joining: being prepared)"
+    registry.register(replace(node, ref=replace(node.ref, generation="1")))
+    with pytest.raises(StaleGenerationError):
+        registry.register(node)
     await registry.close()

@@ -36,21 +36,18 @@ async def small_and_large(model: str, *, node_wait_s: float) -> AsyncIterator[tu
         yield fake, large
 
 
-async def test_who_fits_only_a_node_that_cannot_be_used_blocks_nobody(model: str) -> None:
-    async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, _):
+async def test_who_fits_only_a_node_that_cannot_be_used_blocks_nobody_until_it_can(model: str) -> None:
+    """Idle slots are idle meanwhile: what runs in them, like audits, is not in the way of who could not use them."""
+    async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, large):
+        placements: list[Placement | None] = []
+        fake.router.registry.watch(placements.append)
         waiting = asyncio.ensure_future(generate(fake, PROMPT, LARGE, seed=1))
         await fake.until(lambda: fake.router.queue.waiting == 1)
+        assert fake.router.queue.in_line == 0
+        assert placements == []
         for seed in range(3):
             await generate(fake, PROMPT, SMALL, seed=seed, timeout_s=5.0)
         assert not waiting.done()
-        waiting.cancel()
-        await asyncio.wait((waiting,))
-
-
-async def test_it_runs_when_the_node_can_be_used_and_before_those_that_came_later(model: str) -> None:
-    async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, large):
-        waiting = asyncio.ensure_future(generate(fake, PROMPT, LARGE, seed=1))
-        await fake.until(lambda: fake.router.queue.waiting == 1)
         large.engine.connect_errors.clear()
         (output,) = await waiting
         assert output.receipt.decode_node == large.info.ref
@@ -78,19 +75,6 @@ async def test_a_node_that_takes_no_work_for_a_moment_fails_nobody(model: str) -
         large.agent.tell()
         (output,) = await waiting
         assert output.receipt.decode_node == large.info.ref
-
-
-async def test_audits_run_beside_who_waits_aside(model: str) -> None:
-    """Idle slots are idle, and what runs in them is not in the way of who could not use them."""
-    async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, _):
-        placements: list[Placement | None] = []
-        fake.router.registry.watch(placements.append)
-        waiting = asyncio.ensure_future(generate(fake, PROMPT, LARGE, seed=1))
-        await fake.until(lambda: fake.router.queue.waiting == 1)
-        assert fake.router.queue.in_line == 0
-        assert placements == []
-        waiting.cancel()
-        await asyncio.wait((waiting,))
 
 
 async def test_why_a_pair_does_not_connect_is_logged_when_it_changes(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,32 +74,39 @@ async def test_all_conditions_match(model: str) -> None:
         assert [r.condition for r in results] == [c for c in Condition for _ in cases]
 
 
-async def test_a_wrong_digest_does_not_match(model: str) -> None:
+async def test_a_result_says_what_came_out(model: str) -> None:
     async with cluster(model) as fake:
-        (result,) = await verify(fake, [case(1, digest="0" * 64)], (Condition.ALONE,))
+        (result,) = await verify(fake, [case(3, digest="0" * 64)], (Condition.ALONE,))
         assert (result.match, result.expected_digest) == (False, "0" * 64)
-        assert result.receipt is not None
+        ids, _, reason = expected((3, 3), case(3).sampling_params, 3)
+        tokenizer = fake.router.registry.model.tokenizer  # type: ignore[union-attr]
+        assert result.text_digest == text_digest(tokenizer.decode(ids))
+        assert (result.receipt.tokens_digest, result.receipt.finish_reason) == (tokens_digest(ids), reason)
 
 
-async def test_other_slots_are_other_slots(model: str) -> None:
+@contextlib.contextmanager
+def at_start(look: Callable[[attempt.Attempt], None]) -> Iterator[None]:
+    """Call `look` with the attempt of each verified case, when it starts to decode."""
+    real = attempt.Attempt.start
+
+    async def start(run: attempt.Attempt, handle: Any) -> None:
+        if run.task.request_id.startswith("verify"):
+            look(run)
+        await real(run, handle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attempt.Attempt, "start", start)
+        yield
+
+
+async def test_other_slots_are_other_slots_if_there_are_any(model: str) -> None:
+    slots = set()
     async with cluster(model, slots=4) as fake:
-        slots = set()
-        real = attempt.Attempt.start
-
-        async def start(run: attempt.Attempt, handle: Any) -> None:
-            if run.task.request_id.startswith("verify"):
-                slots.add(run._lease.slot)
-            await real(run, handle)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attempt.Attempt, "start", start)
+        with at_start(lambda run: slots.add(run._lease.slot)):
             results = await verify(fake, [case(i) for i in range(4)], (Condition.OTHER_SLOTS,))
-        assert all(result.match for result in results)
-        assert slots
-        assert 0 not in slots
-
-
-async def test_one_slot_has_no_other_slots(model: str) -> None:
+    assert all(result.match for result in results)
+    assert slots
+    assert 0 not in slots
     async with cluster(model, slots=1) as fake:
         assert all(result.match for result in await verify(fake, [case(1)]))
 
@@ -111,7 +120,7 @@ async def test_a_run_that_fails_is_a_result(model: str) -> None:
         assert results[0].receipt is None
 
 
-async def test_bad_cases_are_refused_before_anything_runs(model: str) -> None:
+async def test_bad_cases_and_conditions_are_refused_before_anything_runs(model: str) -> None:
     async with cluster(model) as fake:
         bad = VerifyCase(prompt_token_ids=(1, 999), sampling_params=SamplingParams(), seed=0)
         with pytest.raises(InvalidArgumentError) as caught:
@@ -122,16 +131,12 @@ async def test_bad_cases_are_refused_before_anything_runs(model: str) -> None:
             await verify(fake, [several])
         with pytest.raises(InvalidArgumentError, match="cases"):
             await verify(fake, [])
+        with pytest.raises(InvalidArgumentError) as caught:
+            await verify(fake, [case(1)], (Condition.ALONE, Condition.CROWDED, Condition.ALONE))
+        assert (caught.value.field, caught.value.limit) == ("conditions[2]", "must be given once")
+        with pytest.raises(InvalidArgumentError, match="conditions = 5: must be at most 4 conditions"):
+            await verify(fake, [case(1)], (*Condition, Condition.ALONE))
         assert fake.nodes[0].engine.prefilled == []
-
-
-async def test_a_result_says_what_came_out(model: str) -> None:
-    async with cluster(model) as fake:
-        (result,) = await verify(fake, [case(3)], (Condition.ALONE,))
-        ids, _, reason = expected((3, 3), case(3).sampling_params, 3)
-        tokenizer = fake.router.registry.model.tokenizer  # type: ignore[union-attr]
-        assert result.text_digest == text_digest(tokenizer.decode(ids))
-        assert (result.receipt.tokens_digest, result.receipt.finish_reason) == (tokens_digest(ids), reason)
 
 
 async def test_text_that_gives_other_tokens_is_a_result(model: str) -> None:
@@ -217,30 +222,16 @@ async def test_each_caller_has_one_at_a_time(model: str, settings: dict[str, Any
         assert (await results_of(small, [case(2)], Condition.SHUFFLED))[0].match
 
 
-async def test_conditions_are_given_once(model: str) -> None:
-    async with cluster(model) as fake:
-        with pytest.raises(InvalidArgumentError) as caught:
-            await verify(fake, [case(1)], (Condition.ALONE, Condition.CROWDED, Condition.ALONE))
-        assert (caught.value.field, caught.value.limit) == ("conditions[2]", "must be given once")
-        with pytest.raises(InvalidArgumentError, match="conditions = 5: must be at most 4 conditions"):
-            await verify(fake, [case(1)], (*Condition, Condition.ALONE))
-
-
-async def keep(found: list[VerifyResult], fake: FakeCluster, cases: list[VerifyCase]) -> None:
-    async with AsyncClient(fake.address, timeout_s=WAIT_S) as client:
-        async for result in client.verify(cases):
-            found.append(result)  # noqa: PERF401  The list is wanted also when the loop ends with an error.
-
-
 async def test_its_time_ends(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "LONGEST_S", 0.2)
-    async with cluster(model) as fake:
+    async with cluster(model) as fake, AsyncClient(fake.address, timeout_s=WAIT_S) as client:
         fake.nodes[1].engine.step_ms = 50
-        found: list[VerifyResult] = []
-        with pytest.raises(DeadlineError, match=r"time of the verification is over, with [1-9] of 800 runs done"):
-            await keep(found, fake, [case(i, max_tokens=1) for i in range(200)])
-        assert all(result.match for result in found)
-        assert 1 <= len(found) < 10
+        matches = []
+        with pytest.raises(DeadlineError, match=r"time of the verification is over, with [1-9] of 800 runs done"):  # noqa: PT012
+            async for result in client.verify([case(i, max_tokens=1) for i in range(200)]):
+                matches.append(result.match)  # noqa: PERF401  They are wanted after the error, too.
+        assert 1 <= len(matches) < 10
+        assert all(matches)
 
 
 # Those who come meanwhile
@@ -253,60 +244,38 @@ async def crowded(fake: FakeCluster, client: AsyncClient) -> asyncio.Task[list[V
     return call
 
 
-async def test_the_crowd_fills_every_slot(model: str) -> None:
-    async with cluster(model, slots=4) as fake:
-        cases = [case(i, max_tokens=60) for i in range(2)]
-        results = await verify(fake, cases, (Condition.CROWDED,))
-        assert all(result.match for result in results)
-        assert fake.nodes[1].engine.most_running == 4
-
-
 async def test_a_crowd_is_there_before_its_case(model: str) -> None:
-    others = []
-
+    others: list[int] = []
     async with cluster(model, slots=4) as fake:
-        fake.nodes[1].engine.step_ms = 10
-        real = attempt.Attempt.start
-
-        async def start(run: attempt.Attempt, handle: Any) -> None:
-            if run.task.request_id.startswith("verify"):
-                others.append(len(fake.nodes[1].engine._running))
-            await real(run, handle)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attempt.Attempt, "start", start)
+        engine = fake.nodes[1].engine
+        engine.step_ms = 10
+        with at_start(lambda run: others.append(len(engine._running))):
             await verify(fake, [case(i, max_tokens=5) for i in range(3)], (Condition.CROWDED,))
     assert others[0] >= 2  # Of 3: one may just have come to its end.
     assert min(others) >= 1
 
 
-async def test_a_request_gets_the_slot_of_a_filler(model: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("gives_way", [True, False])
+async def test_a_request_gets_the_slot_of_a_filler(
+    model: str, settings: dict[str, Any], gives_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And would wait for it, if fillers did not give way."""
+    if not gives_way:
+        monkeypatch.setattr(IdleRuns, "give_way", lambda idle, placement: None)
     async with cluster(model, slots=4, **settings) as fake, of(fake, "other") as client:
         call = await crowded(fake, client)
         fake.nodes[1].engine.hanging = True  # So that no filler can end by itself.
         prefilled = fake.nodes[0].engine.prefilled
         request = asyncio.ensure_future(generate(fake, (9, 9, 9), PARAMS, seed=4))
-        await fake.until(lambda: (9, 9, 9) in prefilled)
+        if gives_way:
+            await fake.until(lambda: (9, 9, 9) in prefilled)
+        else:
+            await fake.until(lambda: fake.router.queue.waiting == 1)
+            await asyncio.sleep(0.2)
+            assert fake.router.queue.waiting == 1
         fake.nodes[1].engine.hanging = False
         assert (await request)[0].token_ids == expected((9, 9, 9), PARAMS, 4)[0]
         assert (await call)[0].match
-
-
-async def test_a_filler_that_does_not_give_way_is_in_the_way(
-    model: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control."""
-    monkeypatch.setattr(IdleRuns, "give_way", lambda idle, placement: None)
-    async with cluster(model, slots=4, **settings) as fake, of(fake, "other") as client:
-        call = await crowded(fake, client)
-        fake.nodes[1].engine.hanging = True
-        request = asyncio.ensure_future(generate(fake, (9, 9, 9), PARAMS, seed=4))
-        await fake.until(lambda: fake.router.queue.waiting == 1)
-        await asyncio.sleep(0.2)
-        assert fake.router.queue.waiting == 1
-        fake.nodes[1].engine.hanging = False
-        await request
-        await call
 
 
 async def test_a_crowd_stays_away_while_somebody_waits(model: str, settings: dict[str, Any]) -> None:
