@@ -84,7 +84,7 @@ class Target:
         while not await self._in_use(name, mark):
             if time.monotonic() > deadline:
                 return False
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
         return True
 
     async def whole(self, timeout_s: float) -> None:

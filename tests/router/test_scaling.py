@@ -99,30 +99,18 @@ async def test_a_router_that_joins_busy_nodes_serves_by_their_registration_alone
         await asyncio.gather(running, start(two, 1))
 
 
-async def test_two_routers_never_hold_the_same_slot(model: str) -> None:
+async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another_and_none_has_two_holders(model: str) -> None:
     async with routers(model) as (one, two, names):
         bookings = Bookings(one.nodes[1])
         names.at["routers"] = [one.address, two.address]
         await two.ready("p1", "d1")
-        runs = [start(one, 99)]
-        await one.until(lambda: one.nodes[1].used_slots == 1)
-        runs += [start(two, seed) for seed in range(12)]
-        await one.until(lambda: one.nodes[1].used_slots == SLOTS)
-        runs += [start(one, seed) for seed in range(12, 24)]
-        await asyncio.gather(*runs)
-        assert (bookings.twice, bookings.sharing) == ([], 2)
-        assert one.nodes[1].engine.most_running == SLOTS
-
-
-async def test_a_router_that_keeps_all_slots_busy_leaves_some_to_another(model: str) -> None:
-    async with routers(model) as (one, two, names):
-        names.at["routers"] = [one.address, two.address]
-        await two.ready("p1", "d1")
         crowd = [start(one, seed) for seed in range(40)]
         await one.until(lambda: one.nodes[1].used_slots == SLOTS)
-        await asyncio.gather(*(start(two, seed) for seed in range(40, 44)))
+        await asyncio.gather(*(start(two, seed) for seed in range(40, 52)))
         assert one.router.queue.waiting > 10
         await asyncio.gather(*crowd)
+        assert (bookings.twice, bookings.sharing) == ([], 2)
+        assert one.nodes[1].engine.most_running == SLOTS
 
 
 async def test_a_router_whose_samples_fill_the_kv_leaves_some_to_larger_ones_of_another(
