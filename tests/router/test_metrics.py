@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.observe.metrics import MetricsServer
 from corun.params import SamplingParams
 from corun.testing.cluster import WAIT_S
+from corun.testing.nodes import LocalNode
 from router.app import Router
 from tests.clusters import FakeCluster, cluster, generate
 from tests.scraping import families, scrape
@@ -71,11 +72,6 @@ async def test_metrics_are_what_the_router_counts(model: str) -> None:
             await MetricsServer().start("127.0.0.1", port_of(fake.router))
 
 
-async def test_there_are_no_metrics_unless_asked_for(model: str) -> None:
-    async with cluster(model) as fake:
-        assert port_of(fake.router) == 0
-
-
 async def test_every_end_of_a_request_is_counted_once(model: str) -> None:
     slow = SamplingParams(max_tokens=400)
     async with (
@@ -122,45 +118,27 @@ async def test_runs_that_nodes_failed_are_counted_and_no_token_twice(model: str)
         assert (await shown(fake))[f'{R}requests_total{{outcome="failed",reason="unavailable"}}'] == 1
 
 
-async def until(done: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not done():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(poll(), WAIT_S)
-
-
-class Live:
-    """A router and a whole node of each role, each with a port for metrics."""
-
-    def __init__(self, fake: FakeCluster) -> None:
-        self.router = fake.router
-        self.prefill, self.decode = fake.nodes
-
-    def ports(self) -> list[int]:
-        return [
-            port_of(self.router),
-            *(node.observation.metrics.port for node in (self.prefill, self.decode)),
-        ]
-
-
 @pytest.fixture
-async def live(model: str) -> Any:
+async def live(model: str) -> AsyncIterator[FakeCluster]:
+    """A router and a whole node of each role, each with a port for metrics."""
     async with cluster(model, prefills=0, decodes=0, metrics_port=0) as fake:
         await fake.add_prefill(metrics_port=0)
         await fake.add_decode(metrics_port=0)
         await fake.ready("p1", "d1")
-        yield Live(fake)
+        yield fake
 
 
-async def run(live: Live, prompt: Sequence[int] = PROMPT, **params: Any) -> None:
-    async with AsyncClient(live.router.server.address, timeout_s=WAIT_S) as client:
-        await client.generate(prompt, SamplingParams(**params), seed=8)
+async def shown_by(node: LocalNode) -> dict[str, float]:
+    return await scrape(node.observation.metrics.port)
 
 
-async def test_nodes_show_what_they_do(live: Live) -> None:
-    await run(live, max_tokens=20)
-    _, prefill, decode = [await scrape(port) for port in live.ports()]
+def start(live: FakeCluster, prompt: Sequence[int] = PROMPT, **params: Any) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(generate(live, prompt, SamplingParams(**params), seed=8))
+
+
+async def test_nodes_show_what_they_do(live: FakeCluster) -> None:
+    await start(live, max_tokens=20)
+    prefill, decode = [await shown_by(node) for node in live.nodes]
     expected = {
         "corun_prefill_prompts_total": 1,
         "corun_prefill_prompt_tokens_total": 3,
@@ -195,99 +173,76 @@ async def test_nodes_show_what_they_do(live: Live) -> None:
     assert {name: decode[name] for name in expected} == expected
     assert 0.019 < decode["corun_decode_step_seconds_sum"] < WAIT_S
     (name,) = (name for name in decode if name.startswith("corun_node_info"))
-    for label in (f'generation="{live.decode.ref.generation}"', 'node="d1"', 'role="decode"'):
+    for label in (f'generation="{live.nodes[1].ref.generation}"', 'node="d1"', 'role="decode"'):
         assert label in name
 
 
-async def test_waits_at_a_prefill_node_are_foreseen_and_measured(live: Live) -> None:
-    """Sleeps may be longer than asked for, never shorter."""
-    live.prefill.engine.delay_s = 0.1
-    await run(live, max_tokens=1)
-    async with live.prefill.engine.turn:  # None is computed before all of them are there and looked at.
-        runs = [asyncio.ensure_future(run(live, (number, 6, 7), max_tokens=1)) for number in range(3)]
-        await until(lambda: live.prefill.service.queued_prompts == 3)
-        found = await scrape(live.ports()[1])
+async def test_waits_at_a_prefill_node_are_foreseen_and_measured(live: FakeCluster) -> None:
+    """Sleeps may be longer than asked for, never shorter. Equal prompts of a client wait for one computation."""
+    node = live.nodes[0]
+    node.engine.delay_s = 0.1
+    await start(live, max_tokens=1)
+    async with node.engine.turn:  # None is computed before all of them are there and looked at.
+        runs = [start(live, (number, 6, 7), max_tokens=1) for number in (0, 1, 2, 2, 2)]
+        await live.until(lambda: node.service.queued_prompts == 5)
+        found = await shown_by(node)
     assert found["corun_prefill_queued_prompt_tokens"] == 9
     assert 0.29 < found["corun_prefill_expected_wait_seconds"] < WAIT_S
     await asyncio.gather(*runs)
-    found = await scrape(live.ports()[1])
+    found = await shown_by(node)
     assert 0.29 < found["corun_prefill_queue_seconds_sum"] < WAIT_S
     assert 0.39 < found["corun_prefill_compute_seconds_sum"] < WAIT_S
-
-
-async def test_equal_prompts_of_a_client_wait_for_one_computation(live: Live) -> None:
-    async with live.prefill.engine.turn:
-        runs = [asyncio.ensure_future(run(live, max_tokens=1)) for _ in range(3)]
-        await until(lambda: live.prefill.service.queued_prompts == 3)
-        assert (await scrape(live.ports()[1]))["corun_prefill_queued_prompt_tokens"] == 3
-    await asyncio.gather(*runs)
-    found = await scrape(live.ports()[1])
-    assert (found["corun_prefill_prompts_total"], found["corun_prefill_shared_prompts_total"]) == (1, 2)
+    assert (found["corun_prefill_prompts_total"], found["corun_prefill_shared_prompts_total"]) == (4, 2)
     assert found["corun_prefill_held_kv_blocks"] == 0
 
 
-async def test_a_node_that_drains_says_so(live: Live) -> None:
-    live.decode.engine.hanging = True
-    running = asyncio.ensure_future(run(live, max_tokens=100))
-    await until(lambda: live.decode.service.running_samples == 1)
-    live.decode.stop.set()
-    await until(lambda: live.decode.service.draining)
-    found = await scrape(live.ports()[2])
+async def test_a_node_that_drains_says_so(live: FakeCluster) -> None:
+    node = live.nodes[1]
+    node.engine.hanging = True
+    running = start(live, max_tokens=100)
+    await live.until(lambda: node.service.running_samples == 1)
+    node.stop.set()
+    await live.until(lambda: node.service.draining)
+    found = await shown_by(node)
     assert (found["corun_node_serving"], found["corun_node_certified"]) == (0, 1)
     assert found["corun_decode_running_samples"] == found["corun_decode_leased_slots"] == 1
-    live.decode.engine.hanging = False
+    node.engine.hanging = False
     await running
 
 
-UNITS = ("_seconds", "_bytes")
 NO_UNITS = ("_milliseconds", "_ms", "_s", "_us", "_minutes", "_hours", "_kib", "_mib", "_gib", "_percent", "_kb", "_mb")
 NAME = re.compile(r"^(corun|process)_[a-z][a-z0-9_]*$")
 
 
 def lint(metric: Metric) -> list[str]:
     """What Prometheus's rules for names have against a metric, as promtool says it."""
-    name, found = metric.name, []
-    if not NAME.match(name):
-        found.append("its name is not in snake case with a prefix")
-    if not metric.documentation.strip() or metric.documentation.endswith("."):
-        found.append("its help is missing, or ends with a full stop")
-    if metric.type == "counter" and not all(one.name.endswith(("_total", "_created")) for one in metric.samples):
-        found.append("a counter ends with _total")
-    if metric.type != "counter" and name.endswith(("_total", "_count", "_sum", "_bucket")):
-        found.append("only a counter ends with _total, and nothing with a histogram's suffixes")
-    if name.endswith(NO_UNITS):
-        found.append("it does not have a base unit")
-    if metric.type == "histogram" and not name.endswith(UNITS):
-        found.append("a histogram has a unit")
-    if metric.type == "unknown":
-        found.append("it has no type")
+    name, kind, text = metric.name, metric.type, metric.documentation.strip()
     labels = {label for one in metric.samples for label in one.labels}
-    if metric.type != "histogram" and labels & {"le", "quantile"}:
-        found.append("le and quantile are not for it")
-    if any(not re.match(r"^[a-z][a-z_]*$", label) for label in labels):
-        found.append("its labels are not in snake case")
-    return [f"{name}: {what}" for what in found]
+    totals = all(one.name.endswith(("_total", "_created")) for one in metric.samples)
+    suffixed = name.endswith(("_total", "_count", "_sum", "_bucket"))
+    faults = {
+        "its name is not in snake case with a prefix": not NAME.match(name),
+        "its help is missing, or ends with a full stop": not text or text.endswith("."),
+        "a counter ends with _total": kind == "counter" and not totals,
+        "only a counter ends with _total, and nothing with a histogram's suffixes": kind != "counter" and suffixed,
+        "it does not have a base unit": name.endswith(NO_UNITS),
+        "a histogram has a unit": kind == "histogram" and not name.endswith(("_seconds", "_bytes")),
+        "it has no type": kind == "unknown",
+        "le and quantile are not for it": kind != "histogram" and bool(labels & {"le", "quantile"}),
+        "its labels are not in snake case": any(not re.match(r"^[a-z][a-z_]*$", label) for label in labels),
+    }
+    return [f"{name}: {what}" for what, holds in faults.items() if holds]
 
 
-async def test_all_names_follow_the_rules_of_prometheus(live: Live) -> None:
-    await run(live, max_tokens=4)
-    shown = [metric for port in live.ports() for metric in await asyncio.to_thread(families, port)]
+async def test_all_names_follow_the_rules_of_prometheus(live: FakeCluster) -> None:
+    await start(live, max_tokens=4)
+    ports = [port_of(live.router), *(node.observation.metrics.port for node in live.nodes)]
+    shown = [metric for port in ports for metric in await asyncio.to_thread(families, port)]
     assert len({metric.name for metric in shown if metric.name.startswith("corun_")}) > 45
     ours = [metric for metric in shown if not metric.name.startswith("process_")]
     assert [metric.name for metric in ours if metric.name.endswith("_created")] == []
     assert [fault for metric in ours for fault in lint(metric)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "text"),
-    [
-        ("corun_wait_ms", "gauge", "Wait"),
-        ("corun_things_total", "gauge", "Things"),
-        ("corun_wait", "histogram", "Wait"),
-        ("corun_Wait_seconds", "gauge", "Wait"),
-        ("corun_wait_seconds", "gauge", ""),
-        ("things", "gauge", "Things"),
-    ],
-)
-def test_the_rules_find_what_breaks_them(name: str, kind: str, text: str) -> None:
-    assert len(lint(Metric(name, text, kind))) == 1
+    broken = (("corun_wait_ms", "gauge"), ("corun_things_total", "gauge"), ("corun_wait", "histogram"))
+    for name, kind in (*broken, ("corun_Wait_seconds", "gauge"), ("things", "gauge")):
+        assert len(lint(Metric(name, "Things", kind))) == 1
+    assert len(lint(Metric("corun_wait_seconds", "", "gauge"))) == 1
