@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from corun.config.fields import RouterConfig
@@ -44,7 +45,6 @@ from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode
 from router.nodes.node_client import DecodeClient, PrefillClient
 from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
 from router.prompts import Model
-from router.refusals import Refusals
 from router.text import VERSION, Tokenizer
 
 OPEN_TIMEOUT_S = 10.0
@@ -86,7 +86,8 @@ class Registry:
         if clients have tokens. Statuses always say why."""
         self._decodes: dict[str, DecodeNode] = {}
         self._prefills: dict[str, PrefillNode] = {}
-        self._refused = Refusals(FORGET_AFTER_S)
+        self._refused: dict[str, tuple[NodeStatus, float]] = {}
+        """The nodes that may not join, or not yet, by id, each with the time of its last try on the loop's clock."""
         self._dead: dict[str, deque[str]] = {}  # The generations that were replaced, by node id.
         self._quarantined: dict[NodeRef, str] = {}  # The reasons. They are rare, so they are never forgotten.
         self._connecting: dict[tuple[str, str], asyncio.Future[None]] = {}
@@ -118,11 +119,11 @@ class Registry:
             OverloadedError: the router already knows the most nodes that it may know.
         """
         check_info(info)
-        everyone = self._decodes.keys() | self._prefills.keys() | set(self._refused)
+        everyone = self._decodes.keys() | self._prefills.keys() | self._refusals().keys()
         if info.ref.node_id not in everyone and len(everyone) >= MAX_NODES:
             raise OverloadedError(f"{len(everyone)} nodes are known here, as many as may be", FORGET_AFTER_S)
         if info.ref in self._quarantined and self._node(info.ref.node_id) is None:
-            self._refused.note(info, self._quarantined[info.ref])  # With a node, the node's status says so.
+            self._refuse(info, self._quarantined[info.ref])  # With a node, the node's status says so.
         self._check_trusted(info.ref)
         known = self._node(info.ref.node_id)
         if info.ref.generation in self._dead.get(info.ref.node_id, ()):
@@ -266,7 +267,11 @@ class Registry:
     def statuses(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
         now = self.clock.time()
-        return (*(node.status(now) for node in self._nodes()), *self._refused.statuses())
+        refused = (
+            replace(status, last_heartbeat_ms=round(1000 * (loop_time() - at)))
+            for _, (status, at) in sorted(self._refusals().items())
+        )
+        return (*(node.status(now) for node in self._nodes()), *refused)
 
     async def close(self) -> None:
         """Give every node up, after everything held there has been given back."""
@@ -350,12 +355,28 @@ class Registry:
                 raise UnavailableError(f"node {info.ref} failed its self-test: {info.finding}")
             waits = self.contract.admit(contract)
         except CorunError as error:
-            self._refused.note(info, str(error))
+            self._refuse(info, str(error))
             raise
         if waits:
-            self._refused.note(info, waits, NodeState.JOINING)
+            self._refuse(info, waits, NodeState.JOINING)
             raise UnavailableError(f"node {info.ref} is not in use yet: {waits}")
-        self._refused.drop(info.ref.node_id)
+        self._refused.pop(info.ref.node_id, None)
+
+    def _refuse(self, info: NodeInfo, reason: str, state: NodeState = NodeState.REFUSED) -> None:
+        """Remember a node that may not join. state: REFUSED, or JOINING if that may end by itself."""
+        known = self._refused.get(info.ref.node_id)
+        if known is None or known[0].detail != reason:
+            log.warning("node %s is %s: %s", info.ref, state.value, reason)
+        self._refused[info.ref.node_id] = (
+            NodeStatus(node=info, load=NodeLoad(), state=state, detail=reason),
+            loop_time(),
+        )
+
+    def _refusals(self) -> Mapping[str, tuple[NodeStatus, float]]:
+        """Return the refused nodes, and forget those that have not tried to join for long."""
+        now = loop_time()
+        self._refused = {name: found for name, found in self._refused.items() if now - found[1] < FORGET_AFTER_S}
+        return self._refused
 
     def _add(self, info: NodeInfo) -> None:
         node: Node[Any]

@@ -12,14 +12,13 @@ from corun.errors import (
     ContractMismatchError,
     InvalidArgumentError,
     NotFoundError,
-    OverloadedError,
     StaleGenerationError,
     UnavailableError,
 )
 from corun.testing.model import contract
 from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from router.nodes import registry as registry_module
-from router.nodes.contract_gate import MAX_OFFERED, MAX_TEXT_LENGTH, ClusterContract
+from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
 from router.nodes.registry import Registry
 from tests.clusters import cluster, generate
 
@@ -128,7 +127,6 @@ def test_a_fingerprint_that_is_none_is_refused(value: str) -> None:
         (P, "nixl", None),
         (D, "ref", NodeRef(node_id="", generation="1")),
         (D, "contract_json", "{}"),
-        (D, "contract_json", "x" * (MAX_TEXT_LENGTH + 1)),
         (D, "role", P),
     ],
 )
@@ -139,8 +137,9 @@ async def test_an_incomplete_description_is_refused(model: str, role: NodeRole, 
     assert all(status.state is NodeState.REFUSED for status in registry.statuses())
 
 
-async def test_nodes_that_are_refused_are_shown_and_few_are_known(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_NODES", 1)
+async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = Registry(RouterConfig(), "r")
     with pytest.raises(UnavailableError, match="the logits moved"):
         registry.register(replace(info(model), finding="the logits moved"))
@@ -148,8 +147,8 @@ async def test_nodes_that_are_refused_are_shown_and_few_are_known(model: str, mo
     assert status.state is NodeState.REFUSED
     assert "the logits moved" in status.detail
     assert registry.contract.fingerprint == ""
-    with pytest.raises(OverloadedError, match="1 nodes are known here, as many as may be"):
-        registry.register(info(model, "d2"))
+    monkeypatch.setattr(registry_module, "FORGET_AFTER_S", 0.0)
+    assert registry.statuses() == ()
 
 
 async def test_an_unknown_node_has_to_register(model: str) -> None:
