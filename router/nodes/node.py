@@ -57,6 +57,7 @@ class Node(Generic[C]):
         """The ids of the live nodes of the other role to which the node is connected."""
         self.lacks = "being prepared"
         """What the node needs while it has no peers, in words."""
+        self.preparing: asyncio.Future[None] | None = None
         self.silence: asyncio.TimerHandle | None = None
 
     @property

@@ -87,12 +87,11 @@ class Registry:
         self._decodes: dict[str, DecodeNode] = {}
         self._prefills: dict[str, PrefillNode] = {}
         self._refused: dict[str, tuple[NodeStatus, float]] = {}
-        """The nodes that may not join, or not yet, by id, each with the time of its last try on the loop's clock."""
+        """The nodes that may not join, or not yet, by id, each with the time of its last try."""
         self._dead: dict[str, deque[str]] = {}  # The generations that were replaced, by node id.
         self._quarantined: dict[NodeRef, str] = {}  # The reasons. They are rare, so they are never forgotten.
         self._connecting: dict[tuple[str, str], asyncio.Future[None]] = {}
         """The tasks that connect pairs, by the ids of the decode and the prefill node. They stay when they are done."""
-        self._preparing: dict[NodeRef, asyncio.Future[None]] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._watchers: list[Callable[[Placement | None], None]] = []
@@ -267,11 +266,9 @@ class Registry:
     def statuses(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
         now = self.clock.time()
-        refused = (
-            replace(status, last_heartbeat_ms=round(1000 * (loop_time() - at)))
-            for _, (status, at) in sorted(self._refusals().items())
-        )
-        return (*(node.status(now) for node in self._nodes()), *refused)
+        refused = [found for _, found in sorted(self._refusals().items())]
+        silent = (replace(status, last_heartbeat_ms=round(1000 * (now - at))) for status, at in refused)
+        return (*(node.status(now) for node in self._nodes()), *silent)
 
     async def close(self) -> None:
         """Give every node up, after everything held there has been given back."""
@@ -292,12 +289,10 @@ class Registry:
 
     def _drop(self, node: Node[Any], reason: str) -> None:
         node.put_out(Out.LOST, reason)
-        if node.silence is not None:
-            node.silence.cancel()
-        if preparing := self._preparing.pop(node.info.ref, None):
-            preparing.cancel()
-        for pair in [pair for pair in self._connecting if node.node_id in pair]:
-            self._connecting.pop(pair).cancel()
+        pairs = [pair for pair in self._connecting if node.node_id in pair]
+        for work in (node.silence, node.preparing, *map(self._connecting.pop, pairs)):
+            if work is not None:
+                work.cancel()
         for other in self._nodes():
             other.peers.discard(node.node_id)
         node.client.drop(reason)
@@ -367,14 +362,12 @@ class Registry:
         known = self._refused.get(info.ref.node_id)
         if known is None or known[0].detail != reason:
             log.warning("node %s is %s: %s", info.ref, state.value, reason)
-        self._refused[info.ref.node_id] = (
-            NodeStatus(node=info, load=NodeLoad(), state=state, detail=reason),
-            loop_time(),
-        )
+        status = NodeStatus(node=info, load=NodeLoad(), state=state, detail=reason)
+        self._refused[info.ref.node_id] = status, self.clock.time()
 
     def _refusals(self) -> Mapping[str, tuple[NodeStatus, float]]:
         """Return the refused nodes, and forget those that have not tried to join for long."""
-        now = loop_time()
+        now = self.clock.time()
         self._refused = {name: found for name, found in self._refused.items() if now - found[1] < FORGET_AFTER_S}
         return self._refused
 
@@ -391,7 +384,7 @@ class Registry:
             node = self._prefills[info.ref.node_id] = PrefillNode(info, prefill, now)
         log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
         self._expect_heartbeat(node)
-        self._preparing[info.ref] = spawn(self._prepare(node), f"preparing node {info.ref}")
+        node.preparing = spawn(self._prepare(node), f"preparing node {info.ref}")
 
     async def _prepare(self, node: Node[Any]) -> None:
         await _until_done(f"{node.node_id} is not ready", lambda: self._load_tokenizer(node.info), node)

@@ -16,9 +16,8 @@ from corun.params import SamplingParams
 from corun.seeds import sample_seed
 from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
-from tests.chaos.faults import Kind
+from tests.chaos.faults import Kind, Target
 from tests.chaos.run import Chaos
-from tests.chaos.target import Target
 from tests.chaos.traffic import Case, with_answer
 from tests.clusters import FakeCluster, cluster
 

@@ -10,20 +10,20 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from corun import AsyncClient, ClusterStatus, CorunError, guard
 from corun.models import tiny
 from corun.processes import descendants, end_tree, living
-from tests.chaos.faults import Kind
-from tests.chaos.resources import Usage, usage
+from tests.chaos.faults import Kind, Target, within
+from tests.chaos.report import Usage
 from tests.chaos.run import Chaos, say
-from tests.chaos.target import Target, within
 from tests.chaos.traffic import Case, answered, make_cases
 from tests.machine import command_line, free_port
 from tests.proxy import CuttingProxy
+from tests.scraping import scrape
 
 SLOTS = 8
 MAX_QUEUED_SAMPLES = 16
@@ -45,6 +45,7 @@ ROLES = {
     "d": ("decode_node", "--slots", str(SLOTS)),
 }
 """How nodes are started, by the first letter of their names."""
+_HELD_KV = ("corun_prefill_held_kv_blocks", "corun_decode_reserved_kv_blocks")
 
 
 class Process:
@@ -95,6 +96,24 @@ class Process:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    async def usage(self) -> Usage:
+        """Return the measures of the process now."""
+        root, tree = self.root, self.tree
+        told: Mapping[str, float] = {}
+        if self.metrics_port:
+            with suppress(OSError):  # A process that did not come back answers nothing; the report says so elsewhere.
+                told = await scrape(self.metrics_port)
+        tasks = told.get("corun_tasks")
+        return Usage(
+            life=self.lives,
+            memory_mib=_resident_mib(root),
+            engine_mib=_resident_mib([pid for pid in tree if pid not in root]),
+            fds=sum(_entries(pid, "fd") for pid in tree),
+            threads=sum(_entries(pid, "task") for pid in tree),
+            tasks=None if tasks is None else int(tasks),
+            kv_blocks=int(sum(told.get(name, 0) for name in _HELD_KV)),
+        )
+
     async def ended(self) -> str:
         """Wait until it ends. Return what was wrong with that; empty if nothing was."""
         assert self._guard is not None
@@ -110,6 +129,20 @@ class Process:
         if self._guard.returncode is None:
             self._guard.terminate()
         return await asyncio.wait_for(self.ended(), GRACE_S + END_S)
+
+
+def _resident_mib(pids: list[int]) -> float:
+    pages = 0
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # The process has just ended.
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
+def _entries(pid: int, folder: str) -> int:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return len(os.listdir(f"/proc/{pid}/{folder}"))
+    return 0
 
 
 class Processes(Target):
@@ -177,7 +210,7 @@ class Processes(Target):
 
     async def usage(self) -> dict[str, Usage]:
         await asyncio.sleep(SETTLE_S)
-        return {name: await usage(process) for name, process in self.processes.items()}
+        return {name: await process.usage() for name, process in self.processes.items()}
 
     def reruns(self) -> int:
         return sum(self.processes[name].log.read_text().count("an attempt of sample") for name in self.names("r"))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+SPARE = {"memory_mib": 48.0, "engine_mib": 64.0, "fds": 16.0, "threads": 8.0, "tasks": 16.0, "kv_blocks": 0.0}
+"""By how much each measure of an idle process may exceed the one before. Connections come and go, and allocators keep
+the memory that a burst needed."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +80,34 @@ class Report:
             values["longest_pause_s"] = quantiles([max(hit.pauses_s) for hit in self.hits if hit.pauses_s])
             values["pause_s"] = quantiles([pause for hit in self.hits for pause in hit.pauses_s])
         return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """The measures of one process with its engine, in one of its lives."""
+
+    life: int
+    memory_mib: float
+    """Resident memory of the process that serves."""
+    engine_mib: float
+    """Resident memory of all processes that it has started."""
+    fds: int
+    threads: int
+    tasks: int | None
+    """The number of tasks of its event loop; None for a process that does not report it."""
+    kv_blocks: int
+    """The number of KV blocks that are held for readers or reserved for leases."""
+
+
+def growth(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
+    """Return a text for each measure that has grown by more than it may."""
+    return [
+        f"{name} has {measure} {new:g}, and had {old:g}"
+        for name, now in after.items()
+        if now.life == before[name].life
+        for measure, spare in SPARE.items()
+        if (new := getattr(now, measure) or 0) > (old := getattr(before[name], measure) or 0) + spare
+    ]
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:

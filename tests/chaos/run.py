@@ -20,11 +20,8 @@ from itertools import islice
 import aiohttp
 
 from corun import AsyncClient, Condition, CorunError, OverloadedError, UnavailableError
-from tests.chaos import resources
-from tests.chaos.faults import CLIENTS, Kind, Planned, draw
-from tests.chaos.report import Hit, Report
-from tests.chaos.resources import Usage
-from tests.chaos.target import Target, within
+from tests.chaos.faults import CLIENTS, Kind, Planned, Target, draw, within
+from tests.chaos.report import Hit, Report, Usage, growth
 from tests.chaos.traffic import Case, over_http, streamed
 
 READY_AGAIN_S = 60.0
@@ -96,7 +93,7 @@ class Chaos:
         await self._under_load(rest, clients, seconds / 2)
         end = await self._measured("end")
         report, target = self.report, self.target
-        grown = {"start to half": resources.growth(start, middle), "half to end": resources.growth(middle, end)}
+        grown = {"start to half": growth(start, middle), "half to end": growth(middle, end)}
         report.grown = grown
         report.fds = {name: (start[name].fds, end[name].fds) for name in start}
         report.reruns = target.reruns()
