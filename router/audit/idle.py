@@ -202,7 +202,8 @@ class Unread:
 
 
 class Crowd:
-    """Up to `size` running fillers. A filler that ends or gives way is replaced as soon as a slot is idle.
+    """Up to `size` running fillers. A filler that ends or gives way is replaced as soon as a slot is idle, if its node
+    then still has `spare_slots` free slots.
 
     `pump` has to be called when the registry changes. The caller must close the crowd in every case.
     """
@@ -213,21 +214,19 @@ class Crowd:
         idle: IdleRuns,
         draw: Callable[[], SampleTask],
         size: int,
-        has_audits: Callable[[], bool],
+        spare_slots: Callable[[], int],
     ) -> None:
-        self.spare_slots = 1
-        """The number of slots that stay free on each node, for the verified sample until it has its own slot."""
         self._registry = registry
         self._idle = idle
         self._draw = draw
         self._size = size
-        self._has_audits = has_audits
+        self._spare_slots = spare_slots
         self._running: dict[IdleRun, Unread] = {}
         self._leaving: set[IdleRun] = set()
         """The ended runs whose slot is not free yet."""
         self._has_turned = False
         """Whether a filler has come to its end. By then, other fillers are at every stage."""
-        self._next: SampleTask | None = None
+        self._next = draw()
 
     def pump(self) -> None:
         """Start the fillers that may start now."""
@@ -252,13 +251,10 @@ class Crowd:
         return begun >= self._size or nobody_moves or self._has_turned
 
     def _start(self) -> bool:
-        # Audits are few and need no speed, but without this a crowd would keep them out for as long as it runs.
-        spare = SPARE_SLOTS + 1 if self._has_audits() else self.spare_slots
-        sample, output = self._next or self._draw(), Unread(self._registry.changed)
-        run = self._idle.start(sample, sample.need, output, self._ended, spare_slots=spare)
-        self._next = sample if run is None else None
+        output, spare = Unread(self._registry.changed), self._spare_slots()
+        run = self._idle.start(self._next, self._next.need, output, self._ended, spare_slots=spare)
         if run is not None:
-            self._running[run] = output
+            self._running[run], self._next = output, self._draw()
         return run is not None
 
     def _ended(self, run: IdleRun) -> None:

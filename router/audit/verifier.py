@@ -40,8 +40,6 @@ CROWD_TOKENS_PER_SLOT = 2
 more slots each sample has to stay longer until all slots are taken."""
 CROWD_WAIT_S = 10.0
 """The longest wait for the crowd before a case runs."""
-ROOM_WAIT_S = 1.0
-"""The longest wait, before a case queues, for the slot that its crowd leaves to it."""
 MAX_HELD_SLOTS = 16
 """The most slots per node that are held ahead of a case. More would test nothing new and take longer."""
 
@@ -204,12 +202,9 @@ class Verifier:
         wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
         rooms = [_room_beside(node, sample, node.slots) for node in nodes for sample in samples]
         num_tokens = max(CROWD_TOKENS, min((wanted, *rooms)))
-        async with self._crowd(job, self._num_slots - 1, partial(job.fillers.draw, num_tokens)) as crowd:
+        # One slot is left to the case. If others take that, the case waits in the queue and fillers give way to it.
+        async with self._crowd(job, self._num_slots - 1, partial(job.fillers.draw, num_tokens), spare_slots=0):
             for index, sample in job.samples:
-                crowd.spare_slots = 1
-                has_place = partial(self._registry.has_place, sample.need)
-                await self._registry.until(has_place, loop_time() + ROOM_WAIT_S)
-                crowd.spare_slots = 0  # From now on the case waits in the queue or has the slot that was left to it.
                 yield await self._run(job, index, sample)
 
     async def _in_other_slots(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
@@ -219,7 +214,7 @@ class Verifier:
             counts = [(node, max(0, min(held, node.slots - 1, _blocks_beside(node, sample)))) for node in nodes]
             num_tokens = min((_room_beside(node, sample, count) for node, count in counts if count), default=0)
             draw = partial(job.fillers.draw, num_tokens, endless=True)
-            async with self._crowd(job, sum(count for _, count in counts), draw):
+            async with self._crowd(job, sum(count for _, count in counts), draw, spare_slots=1):
                 result = await self._run(job, index, sample)
             yield result
 
@@ -243,12 +238,20 @@ class Verifier:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     @asynccontextmanager
-    async def _crowd(self, job: Job, size: int, draw: Callable[[], SampleTask]) -> AsyncIterator[Crowd]:
-        crowd = Crowd(self._registry, self._idle, draw, min(size, job.limit), lambda: self._auditor.waiting > 0)
+    async def _crowd(
+        self, job: Job, size: int, draw: Callable[[], SampleTask], *, spare_slots: int
+    ) -> AsyncIterator[None]:
+        """Let up to `size` fillers run beside the cases, and leave `spare_slots` slots free on each node."""
+
+        def spare() -> int:
+            # Audits are few and need no speed, but without this a crowd would keep them out for as long as it runs.
+            return SPARE_SLOTS + 1 if self._auditor.waiting else spare_slots
+
+        crowd = Crowd(self._registry, self._idle, draw, min(size, job.limit), spare)
         self._crowds.add(crowd)
         try:
             await crowd.stand(CROWD_WAIT_S)
-            yield crowd
+            yield
         finally:
             await crowd.close()
             self._crowds.discard(crowd)

@@ -375,28 +375,24 @@ class DecodeClient(NodeClient):
 
     async def _read_steps(self, opened: asyncio.Future[None]) -> None:
         """Read the step stream until it ends. Its end means that the node is lost, unless it was given up before."""
-        reason = "its step stream ended"
+        request = decode_pb2.StreamStepsRequest(
+            router_id=self.router_id, generation=self.ref.generation, session=self.session
+        )
+        reason, expected = "its step stream ended", 0
         try:
-            await self._deliver_steps(opened)
+            async for message in self._stub.StreamSteps(request):
+                if message.step != expected:
+                    raise DataLossError(f"message {message.step} came instead of {expected}")
+                expected += 1
+                if not opened.done():
+                    opened.set_result(None)
+                self._on_step(message)
         except grpc.aio.AioRpcError as error:
             reason = f"its step stream broke: {from_rpc_error(error)}"
         except CorunError as error:
             reason = f"its step stream is broken: {error}"
         finally:  # This includes CANCELLED from the other side, which grpc.aio raises as a CancelledError.
             self._give_up(reason)
-
-    async def _deliver_steps(self, opened: asyncio.Future[None]) -> None:
-        request = decode_pb2.StreamStepsRequest(
-            router_id=self.router_id, generation=self.ref.generation, session=self.session
-        )
-        expected = 0
-        async for message in self._stub.StreamSteps(request):
-            if message.step != expected:
-                raise DataLossError(f"message {message.step} came instead of {expected}")
-            expected += 1
-            if not opened.done():
-                opened.set_result(None)
-            self._on_step(message)
 
     def _on_step(self, message: decode_pb2.StreamStepsResponse) -> None:
         """Deliver the rows of one decode step. This is the hot path: the work per row is constant, and no task is woken

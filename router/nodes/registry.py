@@ -203,10 +203,6 @@ class Registry:
                 watcher(placement)
         return placement
 
-    def has_place(self, need: Need) -> bool:
-        """Return whether `place` would claim a pair now."""
-        return choose_pair(need, *self._candidates(), self._is_warm) is not None
-
     def place_idle(self, need: Need, spare_slots: int) -> Placement | None:
         """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""
         return self._claim(choose_idle_pair(need, *self._candidates(), self._is_warm, spare_slots), need)

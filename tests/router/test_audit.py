@@ -263,7 +263,7 @@ async def test_an_audit_leaves_a_prefill_node_that_gets_a_prompt(model: str) -> 
         await fake.until(lambda: prefill.queued_tokens == 2)  # Its audit is being prefilled.
         other = asyncio.ensure_future(generate(fake, (4, 4, 4), PARAMS, seed=10))
         await fake.until(lambda: prefill.queued_tokens == 3)  # The audit has left.
-        assert fake.router.auditor.status().waiting == 1
+        assert (fake.router.auditor.status().waiting, fake.router.auditor._running) == (1, {})
         prefill.engine.delay_s = 0.0
         await other
         assert (await audited(fake, 3)).matched == 3

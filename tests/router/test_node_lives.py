@@ -305,6 +305,9 @@ class TestDrain:
                 await fake.until(lambda name=name: fake.state(name) is NodeState.LOST)  # type: ignore[misc]
                 assert fake.detail(name) == "gone as planned"
                 assert f"node {node.ref} is gone as planned" in caplog.text
+                if name == "p1":
+                    joining = NodeState.JOINING, "not connected to a prefill node yet"
+                    assert (fake.state("d1"), fake.detail("d1")) == joining
             assert "lost" not in caplog.text
             assert "(p1 is gone as planned); no decode" in fake.router.registry.missing()
 

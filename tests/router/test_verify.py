@@ -244,15 +244,19 @@ async def crowded(fake: FakeCluster, client: AsyncClient) -> asyncio.Task[list[V
     return call
 
 
-async def test_a_crowd_is_there_before_its_case(model: str) -> None:
+async def test_a_crowd_is_there_before_its_case_and_leaves_it_a_slot(model: str) -> None:
     others: list[int] = []
+    placements: list[Any] = []
     async with cluster(model, slots=4) as fake:
+        fake.router.registry.watch(placements.append)
         engine = fake.nodes[1].engine
         engine.step_ms = 10
         with at_start(lambda run: others.append(len(engine._running))):
             await verify(fake, [case(i, max_tokens=5) for i in range(3)], (Condition.CROWDED,))
     assert others[0] >= 2  # Of 3: one may just have come to its end.
     assert min(others) >= 1
+    assert placements
+    assert None not in placements  # No case had to wait, so no filler gave way.
 
 
 @pytest.mark.parametrize("gives_way", [True, False])
