@@ -152,11 +152,6 @@ class Target:
             await asyncio.sleep(0.1)
         return True
 
-    async def whole(self, timeout_s: float) -> None:
-        """Wait until every router uses every node."""
-        waits = (Target.back(self, name, "", timeout_s) for name in self.names())
-        assert all(await asyncio.gather(*waits)), f"the cluster was not whole within {timeout_s:.0f} s"
-
     async def serves(self) -> bool:
         """Return whether every router uses at least one prefill and one decode node."""
         return all([{node[0] for node in await self._ready(router)} == {"p", "d"} for router in self.names("r")])

@@ -173,7 +173,8 @@ class Processes(Target):
         for process in self.processes.values():
             await process.start()
             self._supervisors.append(asyncio.create_task(self._supervise(process)))
-        await self.whole(START_S)
+        waits = (self.back(name, (1, ""), START_S) for name in self.names())
+        assert all(await asyncio.gather(*waits)), f"the cluster was not whole within {START_S:.0f} s"
 
     async def stop(self) -> list[str]:
         """End the gateway, then the routers, then the nodes. Return what went wrong."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
 from corun.types import NodeState
+from corun.v1.decode_service_pb2 import StreamStepsResponse
 from router.service import CLUSTER_SERVICE
 from tests.clusters import FakeCluster, Output, cluster, generate
 
@@ -152,6 +154,27 @@ class TestStuckEngine:
             assert output.receipt.prefill_node == other.ref
             ill.engine.go_on()
             await fake.ready(ill.ref.node_id)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (StreamStepsResponse(step=1), "message 1 came instead of 0"),
+        (StreamStepsResponse(step=0, lease_ids=[1]), "message 0 has columns of different lengths"),
+    ],
+)
+async def test_a_node_whose_steps_cannot_be_right_is_lost(
+    model: str, message: StreamStepsResponse, reason: str
+) -> None:
+    async def steps(request: Any) -> AsyncIterator[StreamStepsResponse]:
+        yield message
+
+    async with pool(model, "p1", "d1") as fake:
+        client = fake.router.registry._decodes["d1"].client
+        client._stub = SimpleNamespace(StreamSteps=steps)
+        await client._read_steps(asyncio.get_running_loop().create_future())
+        assert fake.state("d1") is NodeState.LOST
+        assert fake.detail("d1") == f"its step stream is broken: {reason}"
 
 
 NAMES = ("p1", "p2", "d1", "d2", "d3")
