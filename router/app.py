@@ -29,7 +29,6 @@ from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Ac
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
 BYTES_OF_CASES = 4 * 1024 * 1024
 """The bytes that one Verify request may have beyond one case with a prompt of the model's length."""
-SEED_KEY_BYTES = 32
 STOP_GRACE_S = 5.0
 """The seconds that cancelled calls have to end."""
 
@@ -58,8 +57,8 @@ class Router:
         self.registry.watch(self.idle.give_way)
         self.registry.subscribe(self.idle.review)
         self.registry.subscribe(self.auditor.pump)  # Audits come after the queue and use the room that it leaves.
-        metrics = RouterMetrics(self.router_id, self.registry, self.queue, self.auditor.status)
-        self.observation.metrics.show(metrics)
+        self.metrics = RouterMetrics(self.router_id, self.registry, self.queue, self.auditor.status)
+        self.observation.metrics.show(self.metrics)
         # If the file of client tokens cannot be used or has none, the previous ones stay.
         client_tokens = Renewed((config.client_tokens_file,), config.client_tokens).current
         self.server = GrpcServer(
@@ -74,16 +73,14 @@ class Router:
             longest_call_s=LONGEST_CALL_S,
             health=self.observation.health,
         )
-        self.runner = SampleRunner(self.registry, self.queue, config, metrics, self.auditor.note)
-        self.requests = RequestRunner(
-            self.registry,
-            self.queue,
-            self.runner,
-            seed_key=config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES),
-            node_wait_s=config.node_wait_s,
-            max_unsent_tokens=config.max_unsent_tokens,
-            share_kv=config.share_kv,
+        self.runner = SampleRunner(
+            registry=self.registry,
+            queue=self.queue,
+            config=config,
+            metrics=self.metrics,
+            on_finished=self.auditor.note,
         )
+        self.requests = RequestRunner(self.registry, self.queue, self.runner, config)
         self.verifier = Verifier(
             self.requests, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
@@ -153,7 +150,7 @@ class Router:
             activity=self._activity,
             registry=self.registry,
             queue=self.queue,
-            runner=self.runner,
+            metrics=self.metrics,
             requests=self.requests,
             verifier=self.verifier,
             auditor=self.auditor,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from corun.config.fields import RouterConfig
 from corun.errors import (
@@ -25,7 +25,7 @@ from corun.errors import (
     StaleGenerationError,
     UnavailableError,
 )
-from corun.observe.tracing import OFF, Span
+from corun.observe.tracing import OFF, Span, Value
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.rpc.auth import ANYONE, Caller
@@ -75,6 +75,15 @@ class SampleTask:
         kv_key = self.share_scope and f"{self.prompt_digest} {self.share_scope}"
         return Need(num_prompt=len(self.prompt_token_ids), max_tokens=self.params.max_tokens, kv_key=kv_key)
 
+    @property
+    def facts(self) -> dict[str, Value]:
+        """The attributes of the span of each attempt. They contain nothing of the prompt's text."""
+        return {
+            "corun.sample_index": self.index,
+            "gen_ai.request.seed": self.seed,
+            "gen_ai.usage.input_tokens": len(self.prompt_token_ids),
+        }
+
     def __str__(self) -> str:
         return f"sample {self.index} of request {self.request_id!r}"
 
@@ -110,31 +119,23 @@ class Output(Protocol):
         """Take the attempt's next token. Return True if the sample ends with it."""
 
 
-class DigestedOutput(Output, Protocol):
-    """An output of which there may be a receipt."""
+class DigestedOutput(Protocol):
+    """An output of which there may be a receipt, with digests as in `corun.receipt.OutputDigest`."""
 
     @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the sample so far, over all its attempts."""
-
-    def hexdigest(self) -> str:
-        """Return the digest of the sample's tokens (`corun.receipt.OutputDigest`)."""
-
-    def tokens_hexdigest(self) -> str:
-        """Return the digest of the sample's token ids alone."""
+    def num_tokens(self) -> int: ...
+    def hexdigest(self) -> str: ...
+    def tokens_hexdigest(self) -> str: ...
 
 
-AnyOutput = TypeVar("AnyOutput", bound=Output)
-
-
-class Attempt(Generic[AnyOutput]):
+class Attempt:
     """One attempt of one sample on one pair of nodes, with the slot and the KV that it holds there."""
 
     def __init__(
         self,
         task: SampleTask,
         placement: Placement,
-        output: AnyOutput,
+        output: Output,
         config: RouterConfig,
         span: Span = OFF,
         kv_scope: KvScope = ALONE,
@@ -164,16 +165,6 @@ class Attempt(Generic[AnyOutput]):
             )
         self.span.note({"corun.slot": self._lease.slot or 0})
 
-    async def decode(self, handle: KvHandle) -> FinishReason:
-        """Decode all tokens from the prompt's KV. They go to the output as they come."""
-        with self.span.child("decode") as span:
-            try:
-                await self.start(handle)
-                return await self.stream()
-            finally:
-                if self.first_token_at is not None:
-                    span.event("first_token", self.first_token_at)
-
     async def prefill(self) -> KvHandle:
         """Compute the prompt's KV and return its handle."""
         self._prefill_id = secrets.token_hex(12)
@@ -189,33 +180,32 @@ class Attempt(Generic[AnyOutput]):
         self.placement.leave(is_computed=True)
         return handle
 
+    async def decode(self, handle: KvHandle) -> FinishReason:
+        """Decode all tokens from the prompt's KV. They go to the output as they come."""
+        ended, node, source = self._lease.ended, self.placement.decode, self.placement.prefill
+        with self.span.child("decode") as span, _faults_of(node):
+            try:
+                await self.start(handle)
+                while not ended.done():
+                    left = self._config.step_timeout_s - node.client.silent_s(self._lease)
+                    if left <= 0:
+                        raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
+                    if not self.output.position:  # Before the first token, the KV may not have been read yet.
+                        if reason := source.no_source:
+                            raise NodeFaultError(source, UnavailableError(f"{source.node_id}: {reason}"))
+                        left = min(left, SOURCE_CHECK_S)
+                    await asyncio.wait((ended,), timeout=self._time(left))
+                return ended.result()
+            finally:
+                if self.first_token_at is not None:
+                    span.event("first_token", self.first_token_at)
+
     async def start(self, handle: KvHandle) -> None:
-        """Hand the KV over to the decode node and start to decode."""
+        """Hand the KV over to the decode node."""
         task = self.task
         start = Start(handle=handle, prompt_token_ids=task.prompt_token_ids, params=task.params, seed=task.seed)
-        with _faults_of(self.placement.decode):
-            timeout_s = self._time(self._config.step_timeout_s)
-            await self.placement.decode.client.start(self._lease, start, timeout_s, self.span.metadata)
-
-    async def stream(self) -> FinishReason:
-        """Wait for the last token. Tokens go to the output as they come."""
-        ended = self._lease.ended
-        with _faults_of(self.placement.decode):
-            while not ended.done():
-                left = self._config.step_timeout_s - self.placement.decode.client.silent_s(self._lease)
-                if left <= 0:
-                    raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
-                if not self.output.position:  # Before the first token, the KV may not have been read yet.
-                    self._check_source()
-                    left = min(left, SOURCE_CHECK_S)
-                await asyncio.wait((ended,), timeout=self._time(left))
-            return ended.result()
-
-    def _check_source(self) -> None:
-        """Raise NodeFaultError if the prefill node that holds the KV is lost or stuck."""
-        prefill = self.placement.prefill
-        if reason := prefill.no_source:
-            raise NodeFaultError(prefill, UnavailableError(f"{prefill.node_id}: {reason}"))
+        timeout_s = self._time(self._config.step_timeout_s)
+        await self.placement.decode.client.start(self._lease, start, timeout_s, self.span.metadata)
 
     def close(self) -> None:
         """Give back all that the attempt holds. This never waits: calls to nodes run in the background."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from corun import __version__
 from corun.errors import CorunError, kind_of
@@ -18,14 +19,14 @@ REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_d
 """The kinds of errors that refuse a request, in this form or at this time. All other errors count as failures."""
 
 
+@dataclass
 class Ending:
     """How one request ends."""
 
-    def __init__(self) -> None:
-        self.has_finished: Callable[[], bool] = lambda: False
-        """A function that returns whether the client was sent everything."""
-        self.error: Callable[[], CorunError | None] = lambda: None
-        """A function that returns the error that ended the request's output early; None if there was none."""
+    has_finished: bool = False
+    """Whether the client was sent everything."""
+    error: CorunError | None = None
+    """The error that ended the request's output early."""
 
 
 class RouterMetrics(Metrics):
@@ -35,31 +36,24 @@ class RouterMetrics(Metrics):
         self, router_id: str, registry: Registry, queue: SampleQueue, audit: Callable[[], AuditStatus]
     ) -> None:
         super().__init__("corun_router_")
-        self.requests = self.counter(
-            "requests",
-            "Requests that have ended: finished; cancelled by their client; refused, or failed, for a reason",
-            ("outcome", "reason"),
-        )
-        for ended in (("finished", ""), ("cancelled", ""), ("refused", "overloaded"), ("failed", "unavailable")):
-            self.requests.labels(*ended)
-        self.resumed_requests = self.counter("resumed_requests", "Requests that came back for the rest of their output")
-        self._add_samples()
-        self._show_parts(router_id, registry, queue)
-        self._show_audits(registry, audit)
-        self._show_nodes(registry)
+        self._add_counts()
+        self._show_state(router_id, registry, queue, audit)
 
     @contextmanager
     def request(self) -> Iterator[Ending]:
         """Count one request when it ends, whatever its outcome."""
         ending = Ending()
-        raised: CorunError | None = None
         try:
             yield ending
         except CorunError as error:
-            raised = error
+            ending.error = error
             raise
         finally:
-            self.requests.labels(*_outcome(ending, raised or ending.error())).inc()
+            outcome, reason = "finished" if ending.has_finished else "cancelled", ""
+            if ending.error is not None:
+                reason = kind_of(ending.error)
+                outcome = "refused" if reason in REFUSALS else "failed"
+            self.requests.labels(outcome, reason).inc()
 
     def note_sample(self, arrived: float, first_token: float | None, num_prompt: int, num_tokens: int) -> None:
         """Count the tokens and times of a sample that has finished. Times are on the loop's clock."""
@@ -69,11 +63,15 @@ class RouterMetrics(Metrics):
         if first_token is not None and num_tokens > 1:
             self.time_per_output_token_seconds.observe((now - first_token) / (num_tokens - 1))
 
-    def _add_samples(self) -> None:
+    def _add_counts(self) -> None:
+        text = "Requests that have ended: finished; cancelled by their client; refused, or failed, for a reason"
+        self.requests = self.counter("requests", text, ("outcome", "reason"))
+        for ended in (("finished", ""), ("cancelled", ""), ("refused", "overloaded"), ("failed", "unavailable")):
+            self.requests.labels(*ended)
+        self.resumed_requests = self.counter("resumed_requests", "Requests that came back for the rest of their output")
         self.finished_samples = self.counter("finished_samples", "Samples that ended well")
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of the samples that ended well")
-        text = "Tokens delivered to clients, counted when a run ends"
-        self.output_tokens = self.counter("output_tokens", text)
+        self.output_tokens = self.counter("output_tokens", "Tokens delivered to clients, counted when a run ends")
         text = "Runs of samples that a node failed: it was lost in them, or answered with a fault"
         self.sample_retries = self.counter("sample_retries", text, ("reason",))
         for reason in ("lost", "fault"):
@@ -86,47 +84,38 @@ class RouterMetrics(Metrics):
         text = "From a request's arrival to a sample's end, if it ended well"
         self.sample_seconds = self.histogram("sample_seconds", text)
 
-    def _show_parts(self, router_id: str, registry: Registry, queue: SampleQueue) -> None:
-        self.gauges_of(
-            "info",
-            "What this router is; always 1",
-            ("router", "version", "fingerprint"),
-            lambda: {(router_id, __version__, registry.contract.fingerprint): 1},
-        )
+    def _show_state(
+        self, router_id: str, registry: Registry, queue: SampleQueue, audit: Callable[[], AuditStatus]
+    ) -> None:
+        def info() -> Values:
+            return {(router_id, __version__, registry.contract.fingerprint): 1}
+
+        def audited() -> Values:
+            found = audit()
+            return {("match",): found.matched, ("mismatch",): found.mismatched, ("error",): found.failed}
+
+        labels = "router", "version", "fingerprint"
+        self.gauges_of("info", "What this router is; always 1", labels, info)
         text = "Seconds in which the event loop stood still, so that nothing was read or sent"
         self.counters_of("still_seconds", text, (), lambda: {(): registry.clock.still_s})
         self.gauge("queued_samples", "Samples waiting for a slot").set_function(lambda: queue.waiting)
         text = "Prompt tokens of the samples that wait for a slot"
         self.gauge("queued_prompt_tokens", text).set_function(lambda: queue.waiting_tokens)
-
-    def _show_audits(self, registry: Registry, audit: Callable[[], AuditStatus]) -> None:
         text = "Samples whose repeated run gave other bits, audits included"
         self.counters_of("mismatches", text, (), lambda: {(): registry.mismatches})
-        text = "Samples that were run again, by what came of it"
-        self.counters_of("audited_samples", text, ("result",), lambda: _results(audit()))
+        self.counters_of("audited_samples", "Samples that were run again, by what came of it", ("result",), audited)
         text = "Samples chosen for an audit that found no time or room"
         self.counters_of("audit_skipped", text, (), lambda: {(): audit().skipped})
-
-    def _show_nodes(self, registry: Registry) -> None:
-        text = "Nodes that the router knows, by role and state"
-        self.gauges_of("nodes", text, ("role", "state"), lambda: _nodes(registry))
+        self.gauges_of(
+            "nodes", "Nodes that the router knows, by role and state", ("role", "state"), lambda: _nodes(registry)
+        )
         text = "Whether a certified prefill and decode node, connected to each other, take work"
         self.gauge("certified_pair", text).set_function(lambda: not registry.missing())
-        text = "Slots of a decode node"
-        self.gauges_of("slots", text, ("node",), lambda: _slots(registry, lambda status: status.node.slots))
+        self.gauges_of(
+            "slots", "Slots of a decode node", ("node",), lambda: _slots(registry, lambda each: each.node.slots)
+        )
         text = "Slots of a decode node that are leased, by whatever router"
-        self.gauges_of("used_slots", text, ("node",), lambda: _slots(registry, lambda status: status.load.used_slots))
-
-
-def _outcome(ending: Ending, error: CorunError | None) -> tuple[str, str]:
-    if error is not None:
-        kind = kind_of(error)
-        return ("refused" if kind in REFUSALS else "failed", kind)
-    return ("finished" if ending.has_finished() else "cancelled", "")
-
-
-def _results(audit: AuditStatus) -> Values:
-    return {("match",): audit.matched, ("mismatch",): audit.mismatched, ("error",): audit.failed}
+        self.gauges_of("used_slots", text, ("node",), lambda: _slots(registry, lambda each: each.load.used_slots))
 
 
 def _nodes(registry: Registry) -> Values:

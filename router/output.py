@@ -7,7 +7,6 @@ This module must not know nodes, queues or gRPC.
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Callable, Sequence
 
@@ -49,13 +48,12 @@ class Outbox:
         self.overflowed: Callable[[], None] = lambda: None
         """Called when the client reads so slowly that there is no room for more."""
         self.ready: Callable[[], None] | None = None
-        """Called when there is output or an error. If it is None, the caller that waits in `take` is woken instead."""
+        """Called when there is output or an error."""
         self.error: CorunError | None = None
         """The error that ended the request; None if there was none."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._pending: dict[int, Piece] = {}  # By sample index, oldest first.
-        self._taking: asyncio.Future[None] | None = None  # The future of the caller that waits in `take`.
 
     def piece(self, sample_index: int, seed: int) -> Piece:
         """Return the piece to which new output of a sample is added. The caller must call `notify` afterwards."""
@@ -87,15 +85,8 @@ class Outbox:
         self.error = self.error or error
         self.notify()
 
-    async def take(self) -> Sequence[Piece]:
-        """Wait for output and take all of it. Raises the error passed to `fail`. Only one caller at a time may wait."""
-        if not self._pending and self.error is None:
-            self._taking = asyncio.get_running_loop().create_future()
-            await self._taking  # This wait ends, because each sample ends by its own deadline at the latest.
-        return self.take_now()
-
-    def take_now(self) -> Sequence[Piece]:
-        """Take all output that is there now, without waiting. Raises the error passed to `fail`."""
+    def take(self) -> Sequence[Piece]:
+        """Take all output that is there now. Raises the error passed to `fail`."""
         if self.error is not None:
             raise self.error
         if not self._pending:
@@ -108,10 +99,6 @@ class Outbox:
         """Tell the reader that there is output or an error."""
         if self.ready is not None:
             self.ready()
-        elif self._taking is not None:
-            taking, self._taking = self._taking, None
-            if not taking.done():  # The waiting caller may have been cancelled.
-                taking.set_result(None)
 
 
 class SampleOutput:
@@ -259,9 +246,8 @@ class SampleOutput:
     def _new_text(self) -> str:
         """Take the unsent text, without the part that the client has already received."""
         text, self._unsent = self._unsent, ""
-        return self._without_received(text) if self._skip_bytes else text
-
-    def _without_received(self, text: str) -> str:
+        if not self._skip_bytes:
+            return text
         data = text.encode()
         skipped = min(len(data), self._skip_bytes)
         self._skip_bytes -= skipped

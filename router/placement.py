@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from corun.types import NodeLoad
@@ -210,22 +210,10 @@ class Need:
         return replace(self, avoid=self.avoid.union(avoid), kv_key=self.kv_key if shares else "")
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCandidate:
-    node_id: str
-    room: DecodeRoom
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCandidate:
-    node_id: str
-    room: PrefillRoom
-
-
 def choose_pair(
     need: Need,
-    decodes: Iterable[DecodeCandidate],
-    prefills: Iterable[PrefillCandidate],
+    decodes: Mapping[str, DecodeRoom],
+    prefills: Mapping[str, PrefillRoom],
     is_warm: Callable[[str, str], bool],
 ) -> tuple[str, str] | None:
     """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
@@ -234,19 +222,17 @@ def choose_pair(
     those warm with it: first a node that is computing the same KV already, then the one with the fewest queued prompt
     tokens. This prompt's tokens are included, except on a node that may already have its KV.
     """
-    free = [node for node in prefills if node.room.has_room(need.kv_key)]
-    free.sort(key=lambda node: (node.node_id in need.avoid, *_delay(need, node.room), node.node_id))
-    for decode in _by_room(need, decodes):
-        for prefill in free:
-            if is_warm(decode.node_id, prefill.node_id):
-                return decode.node_id, prefill.node_id
-    return None
+    fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need.total)]
+    fitting.sort(key=lambda node_id: (node_id in need.avoid, *_least_used(decodes[node_id]), node_id))
+    free = [node_id for node_id, room in prefills.items() if room.has_room(need.kv_key)]
+    free.sort(key=lambda node_id: (node_id in need.avoid, *_delay(need, prefills[node_id]), node_id))
+    return next((pair for pair in itertools.product(fitting, free) if is_warm(*pair)), None)
 
 
 def choose_idle_pair(
     need: Need,
-    decodes: Iterable[DecodeCandidate],
-    prefills: Iterable[PrefillCandidate],
+    decodes: Mapping[str, DecodeRoom],
+    prefills: Mapping[str, PrefillRoom],
     is_warm: Callable[[str, str], bool],
     spare_slots: int,
 ) -> tuple[str, str] | None:
@@ -255,24 +241,24 @@ def choose_idle_pair(
     The prefill node must have nothing to do, and the decode node must keep `spare_slots` slots free. A node of
     `need.avoid` is used only if no pair without it could ever hold the sample, not because the other nodes are busy.
     """
-    able = [node for node in decodes if node.room.could_hold(need.total)]
-    pairs = [pair for pair in itertools.product(able, prefills) if is_warm(pair[0].node_id, pair[1].node_id)]
-    known = [sum(node.node_id in need.avoid for node in pair) for pair in pairs]
+    able = [node_id for node_id, room in decodes.items() if room.could_hold(need.total)]
+    pairs = [pair for pair in itertools.product(able, prefills) if is_warm(*pair)]
+    fewest = min((len(need.avoid.intersection(pair)) for pair in pairs), default=0)
     idle = [
-        (-decode.room.free_slots, -decode.room.free_blocks, decode.node_id, prefill.node_id)
-        for (decode, prefill), number in zip(pairs, known, strict=True)
-        if number == min(known) and prefill.room.is_idle and decode.room.has_idle_room(need.total, spare_slots)
+        (*_least_used(decodes[decode]), decode, prefill)
+        for decode, prefill in pairs
+        if len(need.avoid.intersection((decode, prefill))) == fewest
+        and prefills[prefill].is_idle
+        and decodes[decode].has_idle_room(need.total, spare_slots)
     ]
     return min(idle)[2:] if idle else None
+
+
+def _least_used(room: DecodeRoom) -> tuple[int, int]:
+    return -room.free_slots, -room.free_blocks
 
 
 def _delay(need: Need, room: PrefillRoom) -> tuple[bool, int]:
     if room.computes(need.kv_key):
         return False, 0
     return True, room.queued_tokens + (0 if room.may_have(need.kv_key) else need.num_prompt)
-
-
-def _by_room(need: Need, decodes: Iterable[DecodeCandidate]) -> list[DecodeCandidate]:
-    fitting = [node for node in decodes if node.room.may_ask(need.total)]
-    fitting.sort(key=lambda n: (n.node_id in need.avoid, -n.room.free_slots, -n.room.free_blocks, n.node_id))
-    return fitting

@@ -8,6 +8,7 @@ that wait for them. This module must not know samples, queues or nodes.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -98,59 +99,43 @@ class PromptEncoder:
         self._threads.shutdown(wait=False)
 
 
-class _Line:
-    """One client's texts in a lane, oldest first."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        """The lock that lets only one of the client's texts at a time wait for the lane."""
-        self.waiting = 0
-        """The bytes of the client's waiting texts."""
-
-
 class _Lane:
     """Texts that are tokenized one after the other. Clients take turns, each with its oldest text."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
         self._lock = asyncio.Lock()
-        self._lines: dict[str, _Line] = {}  # The lines of waiting clients, by client name.
-        self._waiting = 0  # The bytes of all waiting texts.
+        self._turns: dict[str, asyncio.Lock] = {}  # Each lets one text of a client at a time wait for the lane.
+        self._waiting: Counter[str] = Counter()  # The bytes of the waiting texts, by client.
 
     async def encode(self, text: str, size: int, model: Model, deadline: float, client: str) -> tuple[int, ...]:
-        line = self._lines.get(client) or _Line()
-        self._check_room(line, size)
-        self._lines[client] = line
-        self._waiting += size
-        line.waiting += size
-        encoding = asyncio.ensure_future(self._tokenize(line, text, model))
+        of_client = (self._waiting[client], MAX_WAITING_OF_CLIENT)
+        for waiting, most in ((self._waiting.total(), MAX_WAITING), of_client):
+            if waiting + size > most:
+                raise OverloadedError(f"{waiting} bytes of text wait to be tokenized, of at most {most}")
+        self._waiting[client] += size
+        encoding = asyncio.ensure_future(self._tokenize(text, model, client))
         try:
             await asyncio.wait((encoding,), timeout=max(0.0, deadline - loop_time()))
         finally:
             encoding.cancel()  # This does nothing to a finished task.
-            self._waiting -= size
-            line.waiting -= size
-            if not line.waiting:
-                del self._lines[client]
+            self._waiting[client] -= size
+            if not self._waiting[client]:
+                del self._waiting[client], self._turns[client]
         if not encoding.done():
             raise DeadlineError("the prompt was not tokenized before the deadline")
         return encoding.result()
 
-    def _check_room(self, line: _Line, size: int) -> None:
-        for waiting, most in ((self._waiting, MAX_WAITING), (line.waiting, MAX_WAITING_OF_CLIENT)):
-            if waiting + size > most:
-                raise OverloadedError(f"{waiting} bytes of text wait to be tokenized, of at most {most}")
+    async def _tokenize(self, text: str, model: Model, client: str) -> tuple[int, ...]:
+        def done(work: asyncio.Future[tuple[int, ...]]) -> None:
+            self._lock.release()
+            if not work.cancelled():
+                work.exception()  # Mark the error as retrieved, because the caller may be gone.
 
-    async def _tokenize(self, line: _Line, text: str, model: Model) -> tuple[int, ...]:
-        async with line.lock:
+        async with self._turns.setdefault(client, asyncio.Lock()):
             await self._lock.acquire()
             encode, max_tokens = model.tokenizer.encode, model.max_model_len - 1
             work = asyncio.get_running_loop().run_in_executor(self._threads, encode, text, max_tokens)
-            work.add_done_callback(self._done)
+            work.add_done_callback(done)
             # A thread runs to its end even if its caller is gone, so the lane's lock is held until then.
             return await asyncio.shield(work)
-
-    def _done(self, work: asyncio.Future[tuple[int, ...]]) -> None:
-        self._lock.release()
-        if not work.cancelled():
-            work.exception()  # Mark the error as retrieved, because the caller may be gone.

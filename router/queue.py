@@ -176,6 +176,7 @@ class SampleQueue:
         self._numbers = itertools.count()
         self._placements = itertools.count()
         self._pumping: asyncio.Handle | None = None
+        self._is_missing = False  # Whether nodes were missing, and samples waited, when `pump` last looked.
         self._pace = Pace()
 
     @property
@@ -199,7 +200,7 @@ class SampleQueue:
         """Count samples that have yet to `enter`. Raises OverloadedError at once, before any work is done for them, if
         `enter` would refuse them, or if they would not be placed before `deadline` or within `max_wait_s`. tokens: the
         least number of prompt tokens of each."""
-        if self.in_line or (self._aside and self._pool.missing()):
+        if self.in_line or (self._aside and self._is_missing):
             self._check_wait(samples, deadline, caller, priority)
         if (self.waiting or self._arriving.total()) and not self._has_room(caller, samples, samples * tokens):
             raise self._full()
@@ -274,13 +275,13 @@ class SampleQueue:
         for entry in [entry for entry in self._aside if entry.need.total <= most_tokens]:
             self._aside.pop(entry).cancel()
             self._line_up(entry)
-        is_missing = bool(self.in_line and self._pool.missing())  # Asked once: it goes through all nodes.
+        self._is_missing = bool(self.waiting and self._pool.missing())  # Asked once: it goes through all nodes.
         while (head := self._head()) is not None:
-            if not is_missing and (placement := self._pool.place(head.need)) is not None:
+            if not self._is_missing and (placement := self._pool.place(head.need)) is not None:
                 self._grant(head, placement)
-            elif not is_missing and head.need.total <= self._pool.most_tokens():
+            elif not self._is_missing and head.need.total <= self._pool.most_tokens():
                 break
-            elif is_missing or self._pool.awaited(head.need.total):
+            elif self._is_missing or self._pool.awaited(head.need.total):
                 self._aside[head] = asyncio.get_running_loop().call_later(self._node_wait_s, self._fail_aside, head)
             else:
                 self._fail_aside(head)
@@ -374,7 +375,7 @@ class SampleQueue:
         share, rank = self._shares[priority], _CLASSES[priority]
         bound = self._max_wait_s if self._max_wait_s and priority is not Priority.LOW else math.inf
         longest = min(deadline - loop_time(), bound)
-        line = self._aside if self._pool.missing() else (entry for _, entry in self._heap if self._is_in_line(entry))
+        line = self._aside if self._is_missing else (entry for _, entry in self._heap if self._is_in_line(entry))
         ranks = Counter(entry.key[0] for entry in line)
         weights = share.weights + (0 if (own := share.waiting[caller.name]) else caller.weight)
         ahead = min(ranks[rank] + samples, (own + samples) * weights / caller.weight)

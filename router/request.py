@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corun.config.fields import RouterConfig
 from corun.errors import (
     ContractMismatchError,
     CorunError,
@@ -36,11 +37,13 @@ from corun.types import Priority, ResumePoint
 from router.attempt import SampleTask
 from router.clock import loop_time
 from router.nodes.registry import Registry
-from router.output import Outbox, Piece, SampleOutput
+from router.output import Outbox, SampleOutput
 from router.prompts import Model, PromptEncoder
 from router.queue import QueueEntry, SampleQueue
 from router.sample import SampleRunner
 
+SEED_KEY_BYTES = 32
+"""The length of the key that a router draws if it is given none."""
 log = logging.getLogger(__name__)
 
 
@@ -77,22 +80,18 @@ class RunningRequest:
     def num_samples(self) -> int:
         return len(self._tasks)
 
-    def take(self) -> Awaitable[Sequence[Piece]]:
-        """Wait for output and return all that has come since the last call. Each sample's last piece has its receipt.
-
-        Raises the error that ended the request.
-        """
-        return self.outbox.take()
-
     async def to_end(self) -> tuple[str, Receipt]:
         """Wait for the end of a request with one sample, and close it. Return its text and its receipt."""
-        texts: list[str] = []
+        text, arrived = "", asyncio.Event()
+        self.outbox.ready = arrived.set
         try:
             while True:
-                for piece in await self.outbox.take():
-                    texts.append(piece.text)
+                arrived.clear()
+                for piece in self.outbox.take():
+                    text += piece.text
                     if piece.receipt is not None:
-                        return "".join(texts), piece.receipt
+                        return text, piece.receipt
+                await arrived.wait()  # This ends, because each sample ends by its own deadline at the latest.
         finally:
             await self.close()
 
@@ -115,19 +114,13 @@ class RequestRunner:
         registry: Registry,
         queue: SampleQueue,
         runner: SampleRunner,
-        *,
-        seed_key: bytes,
-        node_wait_s: float,
-        max_unsent_tokens: int,
-        share_kv: bool,
+        config: RouterConfig,
     ) -> None:
         self._registry = registry
         self._queue = queue
         self._runner = runner
-        self._seed_key = seed_key
-        self._node_wait_s = node_wait_s
-        self._max_unsent_tokens = max_unsent_tokens
-        self._share_kv = share_kv
+        self._config = config
+        self._seed_key = config.seed_key_bytes or secrets.token_bytes(SEED_KEY_BYTES)
         self._texts = PromptEncoder()
 
     def close(self) -> None:
@@ -176,7 +169,7 @@ class RequestRunner:
                 arrived=arrived,
                 # A resumed sample is compared with what the client has, so it must not read KV that may have been wrong
                 # in the earlier call.
-                share_scope=f"client {request.caller.name}" if self._share_kv and index not in received else "",
+                share_scope=f"client {request.caller.name}" if self._config.share_kv and index not in received else "",
                 span=request.span,
                 token_texts=request.token_texts,
             )
@@ -186,7 +179,7 @@ class RequestRunner:
 
     async def model(self, deadline: float) -> Model:
         """Wait until nodes are ready, and return the cluster's model."""
-        return await self._registry.wait_ready(min(deadline, loop_time() + self._node_wait_s))
+        return await self._registry.wait_ready(min(deadline, loop_time() + self._config.node_wait_s))
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams, model: Model) -> None:
         """Raise InvalidArgumentError if this model cannot run the request, or if no node has KV room for it."""
@@ -210,7 +203,7 @@ class RequestRunner:
         first = samples[0]
         needs = [sample.need for sample in samples]
         entries = self._queue.enter(needs, caller=first.caller, priority=first.priority)
-        outbox = Outbox(self._max_unsent_tokens)
+        outbox = Outbox(self._config.max_unsent_tokens)
         tasks = [
             asyncio.ensure_future(self._run(sample, entry, outbox, self._registry.model))
             for sample, entry in zip(samples, entries, strict=True)

@@ -1,7 +1,7 @@
 """The gRPC services of a router: `ClusterService` for clients, `RegistryService` for nodes.
 
-Owns: the translation between messages and plain values, the deadlines of calls, and the end of service. This module
-must not know how samples run.
+Owns: the translation between messages and plain values, what a client may see of the cluster, the deadlines of calls,
+and the end of service. This module must not know how samples run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 
+from corun.contract import Contract
 from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
 from corun.observe.tracing import Span, Value, of_call
 from corun.params import MAX_SAMPLES, check_lengths
@@ -19,7 +22,7 @@ from corun.rpc import codec
 from corun.rpc.encode import ResponseEncoder
 from corun.rpc.interceptor import Context, caller
 from corun.rpc.pump import Source
-from corun.types import ClusterStatus
+from corun.types import ClusterStatus, NodeInfo
 from corun.v1 import cluster_service_pb2 as cluster_pb2
 from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb2
@@ -27,12 +30,11 @@ from router.attempt import SampleTask
 from router.audit.auditor import Auditor
 from router.audit.verifier import Verifier, naming_case
 from router.clock import loop_time
+from router.metrics import RouterMetrics
 from router.nodes.registry import Registry
 from router.output import Piece
 from router.queue import SampleQueue
 from router.request import Request, RequestRunner, RunningRequest
-from router.sample import SampleRunner
-from router.views import for_client
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
 REGISTRY_SERVICE = "corun.v1.RegistryService"
@@ -40,6 +42,8 @@ LONGEST_CALL_S = 3600.0
 """The longest time a call may take, and the deadline of a call whose client set none."""
 ANSWER_S = 0.25
 """How many seconds before the client's deadline a call is given up, so that the reason still reaches the client."""
+HIDDEN = "(hidden)"
+FOR_OPERATORS = "only an operator's token shows why"
 AWAY_S = 0.5
 """The seconds after which a client should try again when this router shuts down. By then another router may listen at
 its address."""
@@ -78,81 +82,63 @@ class Activity:
         return True
 
 
+@dataclass(kw_only=True, eq=False)
 class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     """The gRPC service that answers clients."""
 
-    def __init__(
-        self,
-        *,
-        router_id: str,
-        activity: Activity,
-        registry: Registry,
-        queue: SampleQueue,
-        runner: SampleRunner,
-        requests: RequestRunner,
-        verifier: Verifier,
-        auditor: Auditor,
-        max_queued_samples: int,
-    ) -> None:
-        self._router_id = router_id
-        self._activity = activity
-        self._registry = registry
-        self._queue = queue
-        self._runner = runner
-        self._requests = requests
-        self._verifier = verifier
-        self._auditor = auditor
-        self._max_queued_samples = max_queued_samples
+    router_id: str
+    activity: Activity
+    registry: Registry
+    queue: SampleQueue
+    metrics: RouterMetrics
+    requests: RequestRunner
+    verifier: Verifier
+    auditor: Auditor
+    max_queued_samples: int
 
-    async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[bytes | Source]:
-        metrics = self._runner.metrics
-        with metrics.request() as ending, of_call(context, "corun.request") as span, self._activity.call():
+    async def Generate(self, request: cluster_pb2.GenerateRequest, context: Context) -> AsyncIterator[Source]:
+        metrics = self.metrics
+        with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.call():
             metrics.resumed_requests.inc(bool(request.resume))
             asked = _request(request, span)
-            samples = await self._requests.accept(asked, _deadline(context))
-            span.note({**_request_attributes(asked, samples), "corun.router": self._router_id})
-            running = self._requests.start(samples)
+            samples = await self.requests.accept(asked, _deadline(context))
+            span.note({**_request_attributes(asked, samples), "corun.router": self.router_id})
+            running = self.requests.start(samples)
             # A client that sent text gets the prompt's token ids, so it can check the receipt or run the request again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
-            fingerprint = self._registry.contract.fingerprint
-            responses = Responses(running, samples[0].request_id, with_logprobs=samples[0].params.logprobs)
-            ending.has_finished = lambda: responses.has_ended
-            ending.error = lambda: running.outbox.error
+            responses = Responses(running, samples[0], prompt, self.registry.contract.fingerprint)
             try:
-                for piece in await running.take():
-                    yield responses.encode(piece, prompt, fingerprint)
-                    prompt, fingerprint = (), ""
-                if not responses.has_ended:
-                    yield responses
+                yield responses
             finally:
                 span.note(_output_attributes(responses.receipts))
-                if error := running.outbox.error:  # The error may have been raised where the output was taken.
-                    span.fail(error)
+                ending.has_finished, ending.error = responses.has_ended, running.outbox.error
+                if ending.error:  # The error may have been raised where the output was taken.
+                    span.fail(ending.error)
                 await running.close()
 
     async def GetCluster(
         self, request: cluster_pb2.GetClusterRequest, context: Context
     ) -> cluster_pb2.GetClusterResponse:
         status = ClusterStatus(
-            router_id=self._router_id,
-            fingerprint=self._registry.contract.fingerprint,
-            nodes=self._registry.statuses(),
-            queued_samples=self._queue.waiting,
-            max_queued_samples=self._max_queued_samples,
-            finished_samples=int(self._runner.metrics.finished_samples.value),
-            mismatches=self._registry.mismatches,
-            refused_requests=self._queue.refused,
-            audit=self._auditor.status(),
-            model=None if self._registry.model is None else self._registry.model.status,
+            router_id=self.router_id,
+            fingerprint=self.registry.contract.fingerprint,
+            nodes=self.registry.statuses(),
+            queued_samples=self.queue.waiting,
+            max_queued_samples=self.max_queued_samples,
+            finished_samples=int(self.metrics.finished_samples.value),
+            mismatches=self.registry.mismatches,
+            refused_requests=self.queue.refused,
+            audit=self.auditor.status(),
+            model=None if self.registry.model is None else self.registry.model.status,
         )
         return codec.cluster_status_to_proto(status if caller().is_operator else for_client(status))
 
     async def Verify(
         self, request: cluster_pb2.VerifyRequest, context: Context
     ) -> AsyncIterator[cluster_pb2.VerifyResponse]:
-        with self._activity.call():
-            self._verifier.check_size(len(request.cases), len(request.conditions))
-            model = await self._requests.model(_deadline(context))
+        with self.activity.call():
+            self.verifier.check_size(len(request.cases), len(request.conditions))
+            model = await self.requests.model(_deadline(context))
             cases = []
             for index, case in enumerate(request.cases):
                 with naming_case(index):
@@ -160,7 +146,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                     cases.append(codec.verify_case_from_proto(case))
                 await asyncio.sleep(0)  # Let other tasks run: the prompts of all cases may take 16 MiB.
             conditions = [codec.condition_from_proto(condition) for condition in request.conditions]
-            results = self._verifier.verify(
+            results = self.verifier.verify(
                 cases, conditions, order_seed=request.order_seed, deadline=_deadline(context), caller=caller()
             )
             async with aclosing(results):
@@ -168,30 +154,23 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
                     yield codec.verify_result_to_proto(result)
 
 
+@dataclass(kw_only=True, eq=False)
 class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
     """The gRPC service that answers nodes."""
 
-    def __init__(
-        self,
-        *,
-        router_id: str,
-        activity: Activity,
-        registry: Registry,
-        heartbeat_interval_ms: int,
-    ) -> None:
-        self._router_id = router_id
-        self._activity = activity
-        self._registry = registry
-        self._heartbeat_interval_ms = heartbeat_interval_ms
+    router_id: str
+    activity: Activity
+    registry: Registry
+    heartbeat_interval_ms: int
 
     async def Register(self, request: registry_pb2.RegisterRequest, context: Context) -> registry_pb2.RegisterResponse:
-        if self._activity.draining:
+        if self.activity.draining:
             raise UnavailableError("the router is shutting down")
         response = registry_pb2.RegisterResponse(
-            router_id=self._router_id, heartbeat_interval_ms=self._heartbeat_interval_ms
+            router_id=self.router_id, heartbeat_interval_ms=self.heartbeat_interval_ms
         )
         with _report_quarantine(response):
-            self._registry.register(codec.node_info_from_proto(request.node))
+            self.registry.register(codec.node_info_from_proto(request.node))
         return response
 
     async def Heartbeat(
@@ -200,7 +179,7 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
         ref, load = codec.node_ref_from_proto(request.ref), codec.node_load_from_proto(request.load)
         response = registry_pb2.HeartbeatResponse()
         with _report_quarantine(response):
-            self._registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
+            self.registry.heartbeat(ref, load, draining=request.draining, stuck=request.stuck)
         return response
 
 
@@ -249,7 +228,8 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
         found = Shown(f"{len(message.resume)} entries")
         raise InvalidArgumentError("resume", found, f"must be 0 to {MAX_SAMPLES}")
     return Request(
-        prompt=_prompt(message),
+        # Token ids are copied once the model is known to accept so many.
+        prompt=message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids,
         params=codec.sampling_params_from_proto(message.sampling_params),
         request_id=message.request_id,
         seed=message.seed if message.HasField("seed") else None,
@@ -262,20 +242,18 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
     )
 
 
-def _prompt(message: cluster_pb2.GenerateRequest) -> str | Sequence[int]:
-    """Return the prompt as the message has it. Its token ids are copied once the model is known to accept so many."""
-    return message.text if message.WhichOneof("prompt") == "text" else message.token_ids.ids
-
-
 class Responses(Source):
-    """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own."""
+    """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own.
 
-    def __init__(self, running: RunningRequest, request_id: str, *, with_logprobs: bool) -> None:
+    prompt, fingerprint: what only the first response says.
+    """
+
+    def __init__(self, running: RunningRequest, sample: SampleTask, prompt: Sequence[int], fingerprint: str) -> None:
         self.receipts: list[Receipt] = []
         """The receipts that have been sent."""
         self._outbox = running.outbox
-        self._request_id = request_id
-        self._with_logprobs = with_logprobs
+        self._sample = sample
+        self._first = prompt, fingerprint
         self._running = running.num_samples
         self._encoders: dict[int, ResponseEncoder] = {}  # By sample index.
         self._pieces: deque[Piece] = deque()
@@ -289,17 +267,48 @@ class Responses(Source):
 
     def pull(self) -> bytes | None:
         if not self._pieces:
-            self._pieces.extend(self._outbox.take_now())
-        return self.encode(self._pieces.popleft()) if self._pieces else None
-
-    def encode(self, piece: Piece, prompt: Sequence[int] = (), fingerprint: str = "") -> bytes:
+            self._pieces.extend(self._outbox.take())
+        if not self._pieces:
+            return None
+        piece = self._pieces.popleft()
         if piece.receipt is not None:
             self._running -= 1
             self.receipts.append(piece.receipt)
         encoder = self._encoders.get(piece.sample_index)
         if encoder is None:
-            encoder = ResponseEncoder(self._request_id, piece.sample_index, piece.seed)
+            encoder = ResponseEncoder(self._sample.request_id, piece.sample_index, piece.seed)
             self._encoders[piece.sample_index] = encoder
-        logprobs = piece.logprobs if self._with_logprobs else ()
-        token_texts = piece.token_texts or ()
-        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, prompt, fingerprint, token_texts)
+        logprobs = piece.logprobs if self._sample.params.logprobs else ()
+        first, self._first = self._first, ((), "")
+        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, *first, piece.token_texts or ())
+
+
+def for_client(status: ClusterStatus) -> ClusterStatus:
+    """Return the status as a client that is no operator sees it: the nodes that serve it, and how busy they are.
+
+    Why a node is not in use and which sample differed are left out, because both may name another client's request. So
+    are the locations of models and nodes, and the values of environment variables.
+    """
+    audit = status.audit
+    nodes = (
+        replace(each, node=_node_for_client(each.node), detail=FOR_OPERATORS if each.detail else "")
+        for each in status.nodes
+    )
+    return replace(
+        status,
+        nodes=tuple(nodes),
+        audit=replace(audit, last_mismatch=FOR_OPERATORS if audit.last_mismatch else ""),
+    )
+
+
+def _node_for_client(node: NodeInfo) -> NodeInfo:
+    """Return the node with its contract, if that can be read, without the values of its variables. Its hash therefore
+    differs from the real one."""
+    contract = ""
+    with suppress(InvalidArgumentError):
+        known = Contract.from_json(node.contract_json)
+        environment = tuple(f"{name.partition('=')[0]}={HIDDEN}" for name in known.model.environment)
+        contract = replace(known, model=replace(known.model, environment=environment)).canonical_json()
+    model = PurePath(node.model).name if PurePath(node.model).is_absolute() else node.model
+    finding = HIDDEN if node.finding else ""
+    return replace(node, address="", nixl=None, model=model, finding=finding, contract_json=contract)

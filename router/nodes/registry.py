@@ -43,7 +43,7 @@ from router.clock import AwakeClock, loop_time
 from router.nodes.contract_gate import ClusterContract, check_info
 from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode
 from router.nodes.node_client import DecodeClient, PrefillClient
-from router.placement import DecodeCandidate, Need, PrefillCandidate, choose_idle_pair, choose_pair
+from router.placement import DecodeRoom, Need, PrefillRoom, choose_idle_pair, choose_pair
 from router.prompts import Model
 from router.text import VERSION, Tokenizer
 
@@ -311,9 +311,9 @@ class Registry:
         details = ((node, node.detail if self._tells_why else "") for node in nodes)
         return "; ".join(f"{node.node_id} is {state_in_words(node.state, detail)}" for node, detail in details)
 
-    def _candidates(self) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
-        decodes = [DecodeCandidate(node.node_id, node.room) for node in _usable(self._decodes)]
-        return decodes, [PrefillCandidate(node.node_id, node.room) for node in _usable(self._prefills)]
+    def _candidates(self) -> tuple[dict[str, DecodeRoom], dict[str, PrefillRoom]]:
+        decodes = {node.node_id: node.room for node in _usable(self._decodes)}
+        return decodes, {node.node_id: node.room for node in _usable(self._prefills)}
 
     def _claim(self, pair: tuple[str, str] | None, need: Need) -> Placement | None:
         return Placement(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None

@@ -124,7 +124,7 @@ async def finished(model: str) -> Finished:
     """A sample that a router finished."""
     found: list[Finished] = []
     async with cluster(model) as fake:
-        fake.router.runner._on_finished = found.append
+        fake.router.runner.on_finished = found.append
         await generate(fake, PROMPT, PARAMS, seed=8)
     return found[0]
 

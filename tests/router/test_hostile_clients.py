@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import struct
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from corun.v1 import cluster_service_pb2 as pb
 from router.attempt import Attempt, NodeFaultError
 from router.nodes import registry
 from router.nodes.registry import Registry
-from router.output import Outbox
 from tests.clusters import FakeCluster, cluster, generate
 from tests.fuzz.http2 import WINDOW_UPDATE, Connection, call, frame, hello, status_of
 
@@ -33,19 +31,6 @@ def request(max_tokens: int, n: int) -> bytes:
     message.token_ids.ids.extend(PROMPT)
     message.sampling_params.max_tokens, message.sampling_params.n = max_tokens, n
     return message.SerializeToString()
-
-
-async def test_an_outbox_is_bounded() -> None:
-    outbox, told = Outbox(3), []
-    outbox.overflowed = lambda: told.append(True)
-    for number in range(3):
-        outbox.add(outbox.piece(number % 2, 7), number, -1.0)
-    assert [piece.token_ids for piece in await outbox.take()] == [[0, 2], [1]]
-    for number in range(9):
-        outbox.add(outbox.piece(0, 7), number, -1.0)
-    assert told == [True]
-    with pytest.raises(OverloadedError, match="3 tokens wait for the client, as many as may"):
-        await outbox.take()
 
 
 async def test_a_client_that_reads_too_slowly_gives_its_slots_back(model: str) -> None:
@@ -77,7 +62,7 @@ async def test_short_deadlines_take_no_node_out(model: str, monkeypatch: pytest.
     faults: list[CorunError] = []
     monkeypatch.setattr(Registry, "note_fault", lambda _, member, error: faults.append(error))
 
-    async def early(attempt: Attempt[Any]) -> None:
+    async def early(attempt: Attempt) -> None:
         await asyncio.sleep(attempt.task.deadline - asyncio.get_running_loop().time() - 0.02)
         raise NodeFaultError(attempt.placement.decode, DeadlineError("Deadline Exceeded"))
 

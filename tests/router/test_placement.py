@@ -1,31 +1,39 @@
+"""Which nodes a sample gets, and the estimates of their room that this follows from."""
+
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from router.placement import (
-    DecodeCandidate,
-    DecodeRoom,
-    Need,
-    PrefillCandidate,
-    PrefillRoom,
-    choose_idle_pair,
-    choose_pair,
-)
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corun.types import NodeLoad
+from router.placement import DecodeRoom, Need, PrefillRoom, SharedCount, choose_idle_pair, choose_pair
 
 NEED = Need(num_prompt=16, max_tokens=16)
+SHARING = replace(NEED, kv_key="k")
+Decode, Prefill = tuple[str, DecodeRoom], tuple[str, PrefillRoom]
 
 
-def decode(node_id: str, *, slots: int = 4, kv_blocks: int = 100) -> DecodeCandidate:
-    return DecodeCandidate(node_id, DecodeRoom(slots=slots, kv_blocks=kv_blocks, block_size=16))
+def room(slots: int = 2, kv_blocks: int = 10) -> DecodeRoom:
+    return DecodeRoom(slots=slots, kv_blocks=kv_blocks, block_size=16)
 
 
-def prefill(node_id: str, *, queued: int = 0, max_in_flight: int = 4) -> PrefillCandidate:
+def decode(node_id: str, *, slots: int = 4, kv_blocks: int = 100) -> Decode:
+    return node_id, room(slots, kv_blocks)
+
+
+def prefill(node_id: str, *, queued: int = 0, max_in_flight: int = 4, computed: str = "") -> Prefill:
     room = PrefillRoom(max_in_flight=max_in_flight)
     if queued:
         room.take(queued)
-    return PrefillCandidate(node_id, room)
+    if computed:
+        room.take(16, computed)
+        room.give(16, computed, is_computed=True)
+    return node_id, room
 
 
 def always(_: str, __: str) -> bool:
@@ -36,87 +44,198 @@ def only(*pairs: tuple[str, str]) -> Callable[[str, str], bool]:
     return lambda d, p: (d, p) in pairs
 
 
-def test_most_free_slots_then_most_free_kv_then_id() -> None:
-    assert choose_pair(NEED, [decode("a", slots=3), decode("b")], [prefill("p")], always) == ("b", "p")
-    assert choose_pair(NEED, [decode("a"), decode("b", kv_blocks=200)], [prefill("p")], always) == ("b", "p")
-    assert choose_pair(NEED, [decode("b"), decode("a")], [prefill("p")], always) == ("a", "p")
+def chosen(
+    decodes: Iterable[Decode], prefills: Iterable[Prefill], need: Need = NEED, is_warm: Callable[..., bool] = always
+) -> str:
+    """The names of the pair; empty if the sample has to wait."""
+    return "".join(choose_pair(need, dict(decodes), dict(prefills), is_warm) or ())
 
 
-def test_fewest_queued_prompt_tokens_then_id() -> None:
-    prefills = [prefill("a", queued=20), prefill("c", queued=10), prefill("b", queued=10)]
-    assert choose_pair(NEED, [decode("d")], prefills, always) == ("d", "b")
+def idle(
+    decodes: Iterable[Decode], prefills: Iterable[Prefill], spare: int, is_warm: Callable[..., bool] = always
+) -> str:
+    """The names of the pair for an audit of a sample that ran on nodes a and p."""
+    return "".join(choose_idle_pair(NEED.again("a", "p"), dict(decodes), dict(prefills), is_warm, spare) or ())
+
+
+P, Q = prefill("p"), prefill("q")
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefills", "pair"),
+    [
+        ([decode("a", slots=3), decode("b")], [P], "bp"),  # The most free slots,
+        ([decode("a"), decode("b", kv_blocks=200)], [P], "bp"),  # then the most free KV,
+        ([decode("b"), decode("a")], [P], "ap"),  # then the first id.
+        ([decode("d")], [prefill("a", queued=20), prefill("c", queued=10), prefill("b", queued=10)], "db"),
+        ([decode("a", slots=0)], [P], ""),
+        ([decode("a", kv_blocks=1)], [P], ""),
+        ([decode("a")], [prefill("p", queued=1, max_in_flight=1)], ""),
+        ([], [P], ""),
+        ([decode("a")], [], ""),
+    ],
+)
+def test_the_choice(decodes: list[Decode], prefills: list[Prefill], pair: str) -> None:
+    found = {chosen(ds, ps) for ds in itertools.permutations(decodes) for ps in itertools.permutations(prefills)}
+    assert found == {pair}, "the order of the nodes does not matter"
 
 
 def test_a_node_that_computes_the_same_kv_comes_first_even_if_it_takes_no_other_prompt() -> None:
-    busy, idle = prefill("p", max_in_flight=1), prefill("q")
-    busy.room.take(16, "k")
-    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [busy, idle], always) == ("d", "p")
-    assert choose_pair(replace(NEED, kv_key="l"), [decode("d")], [busy, idle], always) == ("d", "q")
-    assert choose_pair(replace(NEED, kv_key="k").again(), [decode("d")], [busy, idle], always) == ("d", "q")
-    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [busy, idle], only(("d", "q"))) == ("d", "q")
-    lately = prefill("q")
-    lately.room.take(16, "k")
-    lately.room.give(16, "k", is_computed=True)
-    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [busy, lately], always) == ("d", "p")
+    one, busy = [decode("d")], prefill("p", max_in_flight=1)
+    busy[1].take(16, "k")
+    assert chosen(one, [busy, Q], SHARING) == "dp"
+    assert chosen(one, [busy, Q], replace(NEED, kv_key="l")) == "dq"
+    assert chosen(one, [busy, Q], SHARING.again()) == "dq"
+    assert chosen(one, [busy, Q], SHARING, only(("d", "q"))) == "dq"
+    assert chosen(one, [busy, prefill("q", computed="k")], SHARING) == "dp"
 
 
 def test_a_node_that_may_still_have_the_kv_saves_its_own_prompt() -> None:
-    had, other = prefill("q", queued=10), prefill("p")
-    had.room.take(16, "k")
-    had.room.give(16, "k", is_computed=True)
-    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [had, other], always) == ("d", "q")
-    had.room.take(10)
-    assert choose_pair(replace(NEED, kv_key="k"), [decode("d")], [had, other], always) == ("d", "p")
-
-
-def test_the_order_of_the_nodes_does_not_matter() -> None:
-    decodes = [decode("a"), decode("b", slots=2), decode("c")]
-    prefills = [prefill("p"), prefill("q", queued=3)]
-    found = {
-        choose_pair(NEED, ds, ps, always)
-        for ds in itertools.permutations(decodes)
-        for ps in itertools.permutations(prefills)
-    }
-    assert found == {("a", "p")}
+    had = prefill("q", queued=10, computed="k")
+    assert chosen([decode("d")], [had, P], SHARING) == "dq"
+    had[1].take(10)
+    assert chosen([decode("d")], [had, P], SHARING) == "dp"
 
 
 def test_only_warm_pairs_are_used() -> None:
-    decodes, prefills = [decode("a"), decode("b")], [prefill("p"), prefill("q")]
-    assert choose_pair(NEED, decodes, prefills, only(("b", "q"))) == ("b", "q")
-    assert choose_pair(NEED, decodes, prefills, only()) is None
-
-
-def test_a_sample_waits_for_slots_kv_and_a_prefill_turn() -> None:
-    assert choose_pair(NEED, [decode("a", slots=0)], [prefill("p")], always) is None
-    assert choose_pair(NEED, [decode("a", kv_blocks=1)], [prefill("p")], always) is None
-    assert choose_pair(NEED, [decode("a")], [prefill("p", queued=1, max_in_flight=1)], always) is None
-    assert choose_pair(NEED, [], [prefill("p")], always) is None
-    assert choose_pair(NEED, [decode("a")], [], always) is None
+    decodes = [decode("a"), decode("b")]
+    assert chosen(decodes, [P, Q], NEED, only(("b", "q"))) == "bq"
+    assert chosen(decodes, [P, Q], NEED, only()) == ""
 
 
 def test_nodes_that_failed_the_sample_come_last_but_are_taken() -> None:
-    decodes, prefills = [decode("a", slots=8), decode("b")], [prefill("p"), prefill("q", queued=5)]
-    again = NEED.again("a", "p")
-    assert choose_pair(again, decodes, prefills, always) == ("b", "q")
-    assert choose_pair(again, decodes[:1], prefills[:1], always) == ("a", "p")
+    decodes, prefills, again = [decode("a", slots=8), decode("b")], [P, prefill("q", queued=5)], NEED.again("a", "p")
+    assert chosen(decodes, prefills, again) == "bq"
+    assert chosen(decodes[:1], prefills[:1], again) == "ap"
 
 
 def test_idle_pairs_are_other_nodes_with_slots_to_spare_and_nothing_to_prefill() -> None:
-    decodes, prefills = [decode("a", slots=8), decode("b"), decode("c")], [prefill("p"), prefill("q"), prefill("r")]
-    known = NEED.again("a", "p")
-    assert choose_idle_pair(known, decodes, prefills, always, 2) == ("b", "q")
-    assert choose_idle_pair(known, decodes, prefills, only(("c", "r"), ("a", "p")), 2) == ("c", "r")
-    assert choose_idle_pair(known, decodes, [prefill("p"), prefill("q", queued=1)], always, 2) is None
-    assert choose_idle_pair(known, [decodes[0], decode("b", slots=0)], prefills, always, 2) == ("a", "q")
+    decodes, prefills = [decode("a", slots=8), decode("b"), decode("c")], [P, Q, prefill("r")]
+    assert idle(decodes, prefills, 2) == "bq"
+    assert idle(decodes, prefills, 2, only(("c", "r"), ("a", "p"))) == "cr"
+    assert idle(decodes, [P, prefill("q", queued=1)], 2) == ""
+    assert idle([decodes[0], decode("b", slots=0)], prefills, 2) == "aq"
 
 
 def test_a_node_of_the_first_run_is_taken_only_where_no_other_could_ever_do() -> None:
-    known = NEED.again("a", "p")
-    small = decode("b", kv_blocks=1)
-    assert choose_idle_pair(known, [decode("a"), small], [prefill("p")], always, 0) == ("a", "p")
+    assert idle([decode("a"), decode("b", kv_blocks=1)], [P], 0) == "ap"
     busy = decode("b")
     for _ in range(4):
-        busy.room.take(16)
-    assert choose_idle_pair(known, [decode("a"), busy], [prefill("p")], always, 0) is None
-    assert choose_idle_pair(known, [decode("a"), busy], [prefill("p")], only(("a", "p")), 0) == ("a", "p")
-    assert choose_idle_pair(known, [], [prefill("p")], always, 0) is None
+        busy[1].take(16)
+    assert idle([decode("a"), busy], [P], 0) == ""
+    assert idle([decode("a"), busy], [P], 0, only(("a", "p"))) == "ap"
+    assert idle([], [P], 0) == ""
+
+
+def free(decode: DecodeRoom) -> tuple[int, int]:
+    return decode.free_slots, decode.free_blocks
+
+
+def test_a_sample_needs_a_slot_and_its_whole_kv() -> None:
+    decode = room()
+    assert [decode.has_room(n) for n in (160, 161)] == [decode.could_hold(n) for n in (160, 161)] == [True, False]
+    decode.take(96)
+    assert [decode.has_room(n) for n in (64, 65)] == [True, False]
+    decode.take(16)
+    assert free(decode) == (0, 3)
+    assert not decode.has_room(1)
+    decode.give(96)
+    assert decode.has_room(144)
+
+
+def test_a_refusal_closes_the_node_until_something_changes_and_was_never_ours() -> None:
+    decode = room()
+    decode.take(16)
+    decode.refuse(16, decode.take(16))
+    assert free(decode) == (0, 0)
+    decode.give(16)
+    assert free(decode) == (2, 10)
+    decode.refuse(16, decode.take(16))
+    decode.report(NodeLoad(used_slots=1, used_kv_blocks=1))  # Perhaps our own of a moment ago.
+    assert free(decode) == (2, 10)
+    decode = room(4, 100)
+    decode.report(NodeLoad(used_slots=3, used_kv_blocks=8))
+    decode.refuse(32, decode.take(32))
+    decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
+    assert decode.free_slots == 0
+
+
+def test_slots_of_other_routers_count_and_ours_only_once() -> None:
+    decode = room(4)
+    decode.take(16)
+    decode.report(NodeLoad(used_slots=3, used_kv_blocks=3))
+    assert free(decode) == (1, 7)
+    decode.report(NodeLoad())
+    assert free(decode) == (3, 9), "an empty report does not free our leases"
+    for _ in range(3):
+        decode.take(16)
+    for _ in range(4):
+        decode.give(16)
+    decode.report(NodeLoad(used_slots=4, used_kv_blocks=4))  # Sampled before they ended.
+    assert decode.free_slots == 4
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "report"]), st.integers(1, 5)), max_size=50))
+def test_counts_never_go_below_zero_or_lose_own_claims(steps: list[tuple[str, int]]) -> None:
+    count, held = SharedCount(), []
+    for action, amount in steps:
+        if action == "take":
+            held.append(amount)
+            count.take(amount)
+        elif action == "give" and held:
+            count.give(held.pop())
+        elif action == "report":
+            count.report(amount)
+        assert count.own == sum(held)
+        assert count.foreign >= 0
+        assert count.used >= sum(held)
+
+
+def test_spare_slots_are_all_but_one_where_there_are_fewer() -> None:
+    decode = room(6, 100)
+    decode.take(16)
+    assert decode.has_idle_room(16, 4)
+    decode.take(16)
+    assert decode.keeps_free(4)
+    assert not decode.has_idle_room(16, 4)
+    decode.report(NodeLoad(used_slots=3))  # Another router came.
+    assert not decode.keeps_free(4)
+    single = room(1, 2)
+    assert [single.has_idle_room(n, 4) for n in (32, 33)] == [True, False]
+    single.take(16)
+    assert single.keeps_free(4)
+    assert not single.has_idle_room(16, 4)
+
+
+def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:
+    prefill = PrefillRoom(max_in_flight=1)
+    for _ in range(3):
+        assert prefill.has_room("a")
+        prefill.take(100, "a")
+    assert prefill.queued_tokens == 100
+    assert not prefill.has_room("b")
+    assert not prefill.has_room()
+    for _ in range(2):
+        prefill.give(100, "a")
+    assert prefill.queued_tokens == 100
+    assert not prefill.may_have("a")
+    prefill.give(100, "a", is_computed=True)
+    assert prefill.is_idle
+    assert prefill.may_have("a")
+    assert not prefill.computes("a")
+    prefill.take(100)
+    assert not prefill.may_have("")
+    assert not prefill.has_room("a")
+
+
+def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
+    prefill = PrefillRoom(max_in_flight=2)
+    prefill.take(100)
+    assert prefill.has_room()
+    prefill.take(50)
+    assert not prefill.has_room()
+    assert prefill.queued_tokens == 150
+    prefill.give(100)
+    prefill.report(NodeLoad(queued_prompt_tokens=1150))
+    assert prefill.has_room()
+    assert prefill.queued_tokens == 50 + 1000
