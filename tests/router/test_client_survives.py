@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corun import AsyncClient, Chunk, Client, ContractMismatchError, Generation, SamplingParams, UnavailableError
+from corun import AsyncClient, Chunk, Client, ContractMismatchError, SamplingParams, UnavailableError
 from corun.errors import InvalidArgumentError
 from corun.node.membership import NodeAgent
 from corun.receipt import output_digest
@@ -48,32 +48,36 @@ async def restart(fake: FakeCluster, **config: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def sharing(fake: FakeCluster, model: str, **config: Any) -> AsyncIterator[FakeCluster]:
-    """A second router over the nodes of `fake`."""
-    async with cluster(model, prefills=0, decodes=0, **config) as other:
+async def slow(model: str, *addresses: str, **settings: Any) -> AsyncIterator[tuple[FakeCluster, AsyncClient]]:
+    """A cluster that takes its time, and a client of it and of other routers."""
+    async with cluster(model, lease_ttl_ms=600, **settings) as fake:
+        for node in fake.nodes:
+            if node.info.slots:
+                node.engine.step_ms = 3.0
+            else:
+                node.engine.kv_ttl_s = 3.0  # A router that is killed leaves KV that nobody reads.
+        async with AsyncClient((fake.address, *addresses), timeout_s=TIMEOUT_S) as client:
+            yield fake, client
+
+
+@contextlib.asynccontextmanager
+async def two(model: str, **settings: Any) -> AsyncIterator[tuple[FakeCluster, FakeCluster, AsyncClient]]:
+    """A slow cluster, a second router over its nodes, and a client of both."""
+    async with cluster(model, prefills=0, decodes=0) as other, slow(model, other.address, **settings) as (fake, client):
         agents = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
         memberships = [asyncio.ensure_future(agent.run()) for agent in agents]
         try:
             await other.ready(*(node.info.ref.node_id for node in fake.nodes))
-            yield other
+            yield fake, other, client
         finally:
             for membership in memberships:
                 membership.cancel()
             await asyncio.wait(memberships)
 
 
-def slow(fake: FakeCluster, step_ms: float = 3.0) -> None:
-    for node in fake.nodes:
-        if node.info.slots:
-            node.engine.step_ms = step_ms
-        else:
-            node.engine.kv_ttl_s = 3.0  # A router that is killed leaves KV that nobody reads.
-
-
 class TestRouterRestart:
-    async def test_async_streams_go_on(self, model: str) -> None:
-        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
-            slow(fake)
+    async def test_streams_go_on(self, model: str) -> None:
+        async with slow(model) as (fake, client):
             chunks = []
             async for chunk in client.stream(PROMPT, PARAMS, request_id="r"):
                 chunks.append(chunk)
@@ -81,43 +85,27 @@ class TestRouterRestart:
                     await restart(fake)
             check(chunks, fake, "r")
 
-    async def test_sync_streams_go_on(self, model: str) -> None:
-        async with cluster(model, lease_ttl_ms=600) as fake:
-            slow(fake)
-            with Client(fake.address, timeout_s=TIMEOUT_S) as client:
-                chunks: list[Chunk] = []
-
-                def read() -> None:
-                    chunks.extend(client.stream(PROMPT, PARAMS, request_id="r"))
-
-                reading = asyncio.ensure_future(asyncio.to_thread(read))
-                await fake.until(lambda: fake.nodes[1].drawn_tokens > 20)
-                await restart(fake)
-                await reading
-            check(chunks, fake, "r")
-
-    async def test_requests_without_an_id_survive_too_and_samples_that_are_done_stay_done(self, model: str) -> None:
-        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
-            slow(fake)
-            params = SamplingParams(max_tokens=60, n=3)
-            run = asyncio.ensure_future(client.generate(PROMPT, params))
-            await fake.until(lambda: fake.nodes[1].drawn_tokens > 60)
-            await restart(fake)
+    @pytest.mark.parametrize(("seed", "n", "config"), [(None, 3, {}), (5, 1, {"seed_key": "11" * 32})])
+    async def test_requests_survive(self, model: str, seed: int | None, n: int, config: dict[str, Any]) -> None:
+        """Without an id of their own, too; samples that are done stay done, and a given seed needs no key."""
+        async with slow(model) as (fake, client):
+            params = SamplingParams(max_tokens=60, n=n)
+            run = asyncio.ensure_future(client.generate(PROMPT, params, seed=seed))
+            await fake.until(lambda: fake.nodes[1].drawn_tokens > 20 * n)
+            await restart(fake, **config)
             done = await run
-            seed = derive_seed(bytes(32), done.request_id)
+            seed = derive_seed(bytes(32), done.request_id) if seed is None else seed
             for index, sample in enumerate(done.samples):
                 ids, _, _ = expected(done.prompt_token_ids, params, sample_seed(seed, index))
                 assert (sample.token_ids, sample.logprobs) == (tuple(ids), ())
 
-    async def test_batches_survive(self, model: str) -> None:
-        async with cluster(model, lease_ttl_ms=600) as fake:
-            slow(fake)
+    async def test_batches_of_a_blocking_client_survive(self, model: str) -> None:
+        async with slow(model) as (fake, _):
             prompts = [[i, 9] for i in range(24)]
             params = SamplingParams(max_tokens=30)
             with Client(fake.address, timeout_s=TIMEOUT_S) as client:
-                run = asyncio.ensure_future(
-                    asyncio.to_thread(client.generate_many, prompts, params, seeds=list(range(24)))
-                )
+                batch = asyncio.to_thread(client.generate_many, prompts, params, seeds=list(range(24)))
+                run = asyncio.ensure_future(batch)
                 await fake.until(lambda: fake.nodes[1].drawn_tokens > 200)
                 await restart(fake)
                 results = await run
@@ -125,8 +113,7 @@ class TestRouterRestart:
                 assert list(done.token_ids) == expected(prompts[i], params, i)[0]
 
     async def test_another_seed_key_is_an_error_and_no_other_bits(self, model: str) -> None:
-        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
-            slow(fake)
+        async with slow(model) as (fake, client):
             stream = client.stream(PROMPT, PARAMS, request_id="r")
             chunks = [await anext(stream) for _ in range(10)]
             await restart(fake, seed_key="11" * 32)
@@ -136,38 +123,20 @@ class TestRouterRestart:
             prompt = chunks[0].prompt_token_ids
             assert got == expected(prompt, PARAMS, derive_seed(bytes(32), "r"))[0][: len(got)]
 
-    async def test_a_given_seed_needs_no_key(self, model: str) -> None:
-        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address, timeout_s=TIMEOUT_S) as client:
-            slow(fake)
-            run = asyncio.ensure_future(client.generate(PROMPT, PARAMS, seed=5))
-            await fake.until(lambda: fake.nodes[1].drawn_tokens > 20)
-            await restart(fake, seed_key="11" * 32)
-            done = await run
-            assert list(done.token_ids) == expected(done.prompt_token_ids, PARAMS, 5)[0]
-
     async def test_a_cluster_with_another_contract_is_refused(self, model: str) -> None:
-        async with (
-            cluster(model) as fake,
-            cluster(model, prefills=0, decodes=0) as other,
-            AsyncClient((fake.address, other.address), timeout_s=TIMEOUT_S) as client,
-        ):
+        async with cluster(model, prefills=0, decodes=0) as other, slow(model, other.address) as (fake, client):
             await other.add_prefill(threads=2)
             await other.add_decode(threads=2)
             await other.ready("p1", "d1")
-            slow(fake)
             stream = client.stream(PROMPT, PARAMS, request_id="r")
             await anext(stream)
             await fake.kill_router()
             with pytest.raises(ContractMismatchError, match="fingerprint"):
                 async for _ in stream:
                     pass
-            await fake.until(lambda: not fake.nodes[1].engine._running)
-            for lease in list(fake.nodes[1].service._table._leases.values()):
-                fake.nodes[1].service._expire(lease)
 
     async def test_without_any_router_the_deadline_ends_it(self, model: str) -> None:
-        async with cluster(model, lease_ttl_ms=600) as fake, AsyncClient(fake.address) as client:
-            slow(fake)
+        async with slow(model) as (fake, client):
             stream = client.stream(PROMPT, PARAMS, timeout_s=1.0)
             await anext(stream)
             await fake.kill_router()
@@ -177,23 +146,12 @@ class TestRouterRestart:
                     pass
             assert asyncio.get_running_loop().time() - started < TIMEOUT_S / 2  # Its own deadline is a second.
 
-    async def test_a_draining_router_sends_its_clients_on(self, model: str) -> None:
-        async with (
-            cluster(model) as fake,
-            sharing(fake, model) as other,
-            AsyncClient(f"{fake.address},{other.address}", timeout_s=TIMEOUT_S) as client,
-        ):
-            fake.router._activity.draining = True
-            done = await client.generate([1, 2], PARAMS, seed=3)
-            assert list(done.token_ids) == expected([1, 2], PARAMS, 3)[0]
-            fake.router._activity.draining = False
-
 
 class TestBrokenConnections:
     """With these seeds the first cuts come too early for a whole output, even if all its tokens came in one message."""
 
     @pytest.mark.parametrize("seed", [2, 36, 55])
-    async def test_async_streams_over_a_connection_that_breaks_at_random_bytes(self, model: str, seed: int) -> None:
+    async def test_streams_over_a_connection_that_breaks_at_random_bytes(self, model: str, seed: int) -> None:
         async with (
             cluster(model) as fake,
             CuttingProxy(fake.address, seed=seed, cuts=12, longest=3000) as proxy,
@@ -203,14 +161,6 @@ class TestBrokenConnections:
             chunks = [chunk async for chunk in client.stream(PROMPT, params, request_id="r")]
             assert proxy.num_cuts > 4
             check(chunks, fake, "r", params)
-
-    @pytest.mark.parametrize("seed", [2, 22])
-    async def test_sync_streams_too(self, model: str, seed: int) -> None:
-        async with cluster(model) as fake, CuttingProxy(fake.address, seed=seed, cuts=8, longest=3000) as proxy:
-            with Client(proxy.address, timeout_s=TIMEOUT_S) as client:
-                chunks = await asyncio.to_thread(lambda: list(client.stream(PROMPT, PARAMS, request_id="r")))
-            assert proxy.num_cuts > 2
-            check(chunks, fake, "r")
 
     async def test_many_requests_share_a_connection_that_breaks(self, model: str) -> None:
         async with (
@@ -227,12 +177,7 @@ class TestBrokenConnections:
 
 class TestTwoRouters:
     async def test_a_client_moves_to_the_other(self, model: str) -> None:
-        async with (
-            cluster(model, lease_ttl_ms=600) as fake,
-            sharing(fake, model) as other,
-            AsyncClient([fake.address, other.address], timeout_s=TIMEOUT_S) as client,
-        ):
-            slow(fake)
+        async with two(model) as (fake, other, client):
             chunks = []
             async for chunk in client.stream(PROMPT, PARAMS, request_id="r"):
                 chunks.append(chunk)
@@ -240,6 +185,13 @@ class TestTwoRouters:
                     await fake.kill_router()
             check(chunks, other, "r")
             assert (await client.get_cluster()).router_id == other.router.router_id
+
+    async def test_a_draining_router_sends_its_clients_on(self, model: str) -> None:
+        async with two(model) as (fake, _, client):
+            fake.router._activity.draining = True
+            done = await client.generate([1, 2], PARAMS, seed=3)
+            assert list(done.token_ids) == expected([1, 2], PARAMS, 3)[0]
+            fake.router._activity.draining = False
 
     async def test_the_first_that_answers_is_used(self, model: str) -> None:
         async with cluster(model) as fake:
@@ -258,18 +210,12 @@ class TestTwoRouters:
     async def test_one_of_two_is_killed_under_load(self, model: str) -> None:
         """Slots are the nodes' own: what the dead router held comes back after its time to live, nothing is lost."""
         async with (
-            cluster(model, prefills=2, decodes=2, slots=4, lease_ttl_ms=600) as fake,
-            sharing(fake, model) as other,
-            AsyncClient([fake.address, other.address], timeout_s=TIMEOUT_S) as moving,
+            two(model, prefills=2, decodes=2, slots=4) as (fake, other, moving),
             AsyncClient(other.address, timeout_s=TIMEOUT_S) as staying,
         ):
-            slow(fake)
             params = SamplingParams(max_tokens=40, logprobs=True)
-
-            async def run(client: AsyncClient, number: int) -> Generation:
-                return await client.generate([number, 8], params, seed=number)
-
-            runs = [asyncio.ensure_future(run(moving if i % 2 else staying, i)) for i in range(40)]
+            both = moving, staying
+            runs = [asyncio.ensure_future(both[i % 2].generate([i, 8], params, seed=i)) for i in range(40)]
             await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
             decodes = [node.service for node in fake.nodes if node.info.slots]
             await fake.until(lambda: [node._table.slots_in_use() for node in decodes] == [[0, 1, 2, 3]] * 2)

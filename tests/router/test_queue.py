@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import random
 import weakref
 from typing import Any, cast
 
@@ -125,58 +124,45 @@ async def test_an_entry_that_waits_again_keeps_its_place() -> None:
     assert placed(entries) == [0, 1]
 
 
-async def test_too_many_waiting_samples_are_refused_whole() -> None:
-    pool = FakePool(free=1)
-    queue = make(pool, max_samples=2)
-    kept = queue.enter([need()] * 3)
-    with pytest.raises(OverloadedError) as caught:
-        queue.enter([need()])
-    assert 0.1 <= caught.value.retry_after_s <= 30
-    assert (queue.waiting, placed(kept)) == (2, [0])
-
-
-async def test_a_refused_request_gives_back_the_seats_it_got() -> None:
+async def test_what_is_too_much_is_refused_whole() -> None:
     pool = FakePool(free=3)
-    queue = make(pool, max_samples=1)
-    with pytest.raises(OverloadedError):
-        queue.enter([need()] * 5)
+    queue = make(pool, max_samples=2, max_tokens=10)
+    with pytest.raises(OverloadedError, match="no room for more samples of this client") as caught:
+        queue.enter([need()] * 6)
+    assert 0.1 <= caught.value.retry_after_s <= 30
     assert (pool.free, queue.waiting, queue.waiting_tokens) == (3, 0, 0)
-
-
-async def test_waiting_prompt_tokens_are_bounded() -> None:
-    queue = make(FakePool(), max_tokens=10)
+    pool.free = 0
     queue.enter([need(num_prompt=6)])
     with pytest.raises(OverloadedError, match="6 of at most 10 tokens"):
         queue.enter([need(num_prompt=5)])
     queue.enter([need(num_prompt=4)])
+    assert (queue.waiting, queue.waiting_tokens) == (2, 10)
 
 
-async def test_a_wait_ends_at_its_deadline() -> None:
-    queue = make(FakePool())
-    (entry,) = queue.enter([need()])
-    with pytest.raises(DeadlineError, match="no slot became free"):
-        await queue.place(entry, later(SOON))
-    assert queue.waiting == 0
-
-
-async def test_an_expired_head_makes_way() -> None:
-    pool = FakePool(free=1, largest=100)
-    queue = make(pool)
-    large, small = queue.enter([need(max_tokens=80), need()])
-    placement = await queue.place(large, later())
-    large_again = queue.enter([need(max_tokens=80)])[0]
-    placement.close()
-    assert placed([small, large_again]) == [0]
-
-
-async def test_missing_nodes_end_the_wait_after_a_while() -> None:
-    pool = FakePool()
-    pool.gap = "no decode node has joined"
-    queue = make(pool)
-    entries = queue.enter([need()] * 2)
-    for entry in entries:
-        with pytest.raises(UnavailableError, match="no decode node has joined"):
-            await queue.place(entry, later())
+@pytest.mark.parametrize(
+    ("gap", "later_on", "tokens", "node_wait_s", "deadline_s", "error", "says"),
+    [
+        ("", 0, 1, SOON, SOON, DeadlineError, "no slot became free before the deadline; 2 samples are waiting"),
+        ("no decode node has joined", 0, 1, SOON, 5.0, UnavailableError, "no decode node has joined"),
+        ("no decode node has joined", 0, 1, 60.0, SOON, UnavailableError, "no decode node has joined"),
+        ("", 0, 50, SOON, 5.0, UnavailableError, "51 tokens: no other node could hold them either"),
+        ("", 100, 50, SOON, 5.0, UnavailableError, "51 tokens: d2 is joining: it is stuck"),
+        ("", 100, 50, 60.0, SOON, UnavailableError, "51 tokens: d2 is joining: it is stuck"),
+    ],
+)
+async def test_every_wait_ends_and_says_for_what_it_was(
+    gap: str, later_on: int, tokens: int, node_wait_s: float, deadline_s: float, error: type[Exception], says: str
+) -> None:
+    pool = FakePool(largest=10, later=later_on)
+    pool.gap = gap
+    queue = make(pool, node_wait_s=node_wait_s)
+    entry, behind = queue.enter([need(max_tokens=tokens), need()])
+    with pytest.raises(error, match=says):
+        await queue.place(entry, later(deadline_s))
+    pool.gap, pool.free = "", 1
+    queue.pump()
+    assert gap or placed([behind]), "it blocks nobody"
+    queue.leave(behind)
     assert queue.waiting == 0
 
 
@@ -221,25 +207,6 @@ async def test_nodes_that_come_back_in_time_end_nothing() -> None:
     assert placed([entry])
 
 
-async def test_missing_nodes_are_named_at_the_deadline_too() -> None:
-    pool = FakePool()
-    pool.gap = "no prefill node has joined"
-    queue = make(pool, node_wait_s=60.0)
-    (entry,) = queue.enter([need()])
-    with pytest.raises(UnavailableError, match="no prefill node has joined"):
-        await queue.place(entry, later(SOON))
-    queue.leave(entry)
-
-
-async def test_what_no_node_can_hold_does_not_block_the_queue() -> None:
-    pool = FakePool(free=1, largest=10)
-    queue = make(pool)
-    large, small = queue.enter([need(max_tokens=50), need()])
-    with pytest.raises(UnavailableError, match="51 tokens"):
-        await queue.place(large, later())
-    assert placed([small])
-
-
 async def test_who_only_an_unusable_node_could_hold_steps_aside_and_comes_back_first() -> None:
     pool = FakePool(free=1, largest=10, later=100)
     queue = make(pool, node_wait_s=60.0)
@@ -274,17 +241,6 @@ async def test_what_had_a_seat_steps_aside_and_keeps_its_place() -> None:
     assert queue._head() is None
 
 
-async def test_a_wait_aside_ends_after_a_while_and_says_for_which_node_it_was() -> None:
-    queue = make(FakePool(free=1, largest=10, later=100))
-    (entry,) = queue.enter([need(max_tokens=50)])
-    with pytest.raises(UnavailableError, match="51 tokens: d2 is joining: it is stuck"):
-        await queue.place(entry, later())
-    (entry,) = queue.enter([need(max_tokens=50)])
-    with pytest.raises(UnavailableError, match="51 tokens: d2 is joining: it is stuck"):
-        await queue.place(entry, later(SOON / 2))
-    assert queue.waiting == 0
-
-
 async def test_who_waits_aside_makes_nobody_expect_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "interval_s", lambda pace, now: 100.0)
     queue = make(FakePool(largest=10, later=100), max_wait_s=10.0, node_wait_s=60.0)
@@ -293,43 +249,25 @@ async def test_who_waits_aside_makes_nobody_expect_a_wait(monkeypatch: pytest.Mo
         pass
 
 
-async def test_a_waiter_that_is_cancelled_leaves() -> None:
-    queue = make(FakePool())
-    (entry,) = queue.enter([need()])
-    waiter = asyncio.ensure_future(queue.place(entry, later()))
-    await asyncio.sleep(0)
-    waiter.cancel()
-    await asyncio.wait((waiter,))
-    assert waiter.cancelled()
-    assert queue.waiting == 0
-
-
-async def test_a_seat_granted_to_a_cancelled_waiter_goes_back() -> None:
-    pool = FakePool()
-    queue = make(pool)
-    (entry,) = queue.enter([need()])
-    waiter = asyncio.ensure_future(queue.place(entry, later()))
-    await asyncio.sleep(0)
-    pool.free = 1
-    queue.pump()  # The placement is granted, and the waiter cancelled before it could take it.
-    assert pool.free == 0
-    waiter.cancel()
-    await asyncio.wait((waiter,))
-    assert pool.free == 1
-
-
-async def test_a_seat_is_not_granted_to_a_waiter_cancelled_before() -> None:
+@pytest.mark.parametrize("granted", ["never", "before", "after"])
+async def test_a_waiter_that_is_cancelled_leaves_its_place_to_the_next(granted: str) -> None:
+    """It may be granted a placement that it cannot take any more, or be cancelled a moment before it would be."""
     pool = FakePool()
     queue = make(pool)
     first, second = queue.enter([need()] * 2)
     waiter = asyncio.ensure_future(queue.place(first, later()))
     await asyncio.sleep(0)
+    pool.free = 0 if granted == "never" else 1
+    if granted == "before":
+        queue.pump()
+        assert pool.free == 0
     waiter.cancel()
-    pool.free = 1
-    queue.pump()
-    assert placed([second])
+    if granted == "after":
+        queue.pump()
     await asyncio.wait((waiter,))
-    assert pool.free == 0
+    assert waiter.cancelled()
+    assert bool(placed([second])) == (granted != "never")
+    assert (pool.free, queue.waiting) == (0, 1 if granted == "never" else 0)
 
 
 async def test_leaving_twice_is_harmless() -> None:
@@ -358,37 +296,6 @@ async def test_a_request_that_leaves_is_looked_behind_once() -> None:
     assert 1 <= pool.looks < 10
 
 
-async def test_random_visitors_lose_no_seat() -> None:
-    pool = FakePool(free=5)
-    queue = make(pool, max_samples=1000)
-    rng = random.Random(3)
-    running = most = 0
-
-    async def visit() -> None:
-        nonlocal running, most
-        (entry,) = queue.enter([need(num_prompt=rng.randint(1, 9))])
-        placement = await queue.place(entry, later())
-        for _ in range(rng.randint(0, 2)):
-            placement.close()
-            queue.again(entry)
-            placement = await queue.place(entry, later())
-        running += 1
-        most = max(most, running)
-        try:
-            await asyncio.sleep(rng.random() / 500)
-        finally:
-            running -= 1
-            placement.close()
-
-    tasks = [asyncio.ensure_future(visit()) for _ in range(300)]
-    for _ in range(100):
-        await asyncio.sleep(0)
-        rng.choice(tasks).cancel()
-    await asyncio.wait(tasks)
-    assert most == 5
-    assert (pool.free, queue.waiting, queue.waiting_tokens) == (5, 0, 0)
-
-
 HOG, SMALL = Caller(name="hog"), Caller(name="small")
 
 
@@ -401,15 +308,6 @@ async def give(pool: FakePool, queue: SampleQueue, entries: dict[str, QueueEntry
         queue.pump()
         found += [name for name in before if not entries[name].is_waiting]
     return " ".join(found)
-
-
-async def test_higher_classes_come_first() -> None:
-    pool = FakePool()
-    queue = make(pool)
-    entries = {}
-    for name in ("low 1", "normal 1", "high 1", "low 2", "normal 2", "high 2"):
-        (entries[name],) = queue.enter([need()], priority=Priority(name.split()[0]))
-    assert await give(pool, queue, entries, 6) == "high 1 high 2 normal 1 normal 2 low 1 low 2"
 
 
 async def test_clients_of_a_class_take_turns() -> None:
@@ -439,16 +337,26 @@ async def test_what_ran_comes_before_every_class_and_what_only_had_a_seat_before
     assert placement is not None
 
 
-async def test_requests_on_their_way_in_are_bounded_too() -> None:
+async def test_requests_on_their_way_in_are_bounded_before_any_work_too() -> None:
     """They wait for nodes, or for a tokenizer."""
     queue = make(FakePool(), max_samples=3)
+
+    def arrives(caller: Caller, samples: int = 1) -> contextlib.AbstractContextManager[None]:
+        return queue.arriving(samples, 1, later(), caller=caller, priority=Priority.HIGH)
+
     with contextlib.ExitStack() as arrived:
         for _ in range(3):
-            arrived.enter_context(queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL))
-        with pytest.raises(OverloadedError), queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+            arrived.enter_context(arrives(SMALL))
+        with pytest.raises(OverloadedError), arrives(SMALL):
             pass
-    with queue.arriving(3, 1, later(), caller=SMALL, priority=Priority.NORMAL):
+    with arrives(SMALL, 3):
         pass
+    queue.enter([need()] * 3, caller=HOG)
+    with pytest.raises(OverloadedError, match="3 of at most 3 wait"), arrives(HOG):
+        pass
+    with arrives(SMALL):
+        pass
+    assert queue.refused == 2
 
 
 async def test_a_wait_that_would_be_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,20 +459,6 @@ def test_who_waits_for_an_instant_says_little_of_the_pace() -> None:
     assert pace.interval_s(100.0) < 0.01
 
 
-async def test_no_client_can_keep_the_others_out() -> None:
-    queue = make(FakePool(), max_samples=6)
-    queue.enter([need()] * 6, caller=HOG)
-    with pytest.raises(OverloadedError, match="6 of at most 6 wait"):
-        queue.enter([need()], caller=HOG)
-    small = queue.enter([need()] * 3, caller=SMALL)
-    for client in (SMALL, HOG):
-        with pytest.raises(OverloadedError):
-            queue.enter([need()], caller=client)
-    third = queue.enter([need()], caller=Caller(name="third"))
-    assert all(entry.is_waiting for entry in [*small, *third])
-    assert (queue.waiting, queue.refused) == (10, 3)
-
-
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 9)), max_size=60))
 def test_whoever_asks_there_is_room_for_another_and_less_than_twice_the_bound_waits(
     asks: list[tuple[str, int]],
@@ -578,17 +472,6 @@ def test_whoever_asks_there_is_room_for_another_and_less_than_twice_the_bound_wa
         queue.enter([need()], caller=Caller(name="another"))
 
     asyncio.run(run())
-
-
-async def test_who_would_be_refused_is_refused_before_any_work() -> None:
-    queue = make(FakePool(), max_samples=3)
-    queue.enter([need()] * 3, caller=HOG)
-    with pytest.raises(OverloadedError, match="3 of at most 3 wait"):  # noqa: SIM117
-        with queue.arriving(1, 1, later(), caller=HOG, priority=Priority.HIGH):
-            pass
-    with queue.arriving(1, 1, later(), caller=SMALL, priority=Priority.NORMAL):
-        pass
-    assert queue.refused == 1
 
 
 steps = st.lists(

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from corun.errors import ContractMismatchError, DataLossError, InvalidArgumentError
 from corun.params import SamplingParams
-from corun.receipt import OutputDigest, output_digest
+from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.seeds import derive_seed
 from corun.testing.engines import expected
 from corun.types import FinishReason, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
 from router.output import Outbox, Piece, SampleOutput
-from router.text import ByteLevelDetokenizer, Detokenizer
-from tests.clusters import FakeCluster, Output, cluster, generate, send
+from router.text import ByteLevelDetokenizer
+from tests.clusters import Output, cluster, generate, send, take
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=40, logprobs=True)
@@ -36,10 +35,6 @@ TEXTS = {
 }
 
 
-def detokenizer() -> Detokenizer:
-    return ByteLevelDetokenizer(lambda token_id: bytes([token_id]))
-
-
 class Run:
     """One call's run of an output whose tokens are bytes; every state in which a message may have left is noted."""
 
@@ -49,7 +44,7 @@ class Run:
             sample_index=0,
             seed=7,
             params=params,
-            detokenizer=detokenizer(),
+            detokenizer=ByteLevelDetokenizer(lambda token_id: bytes([token_id])),
             outbox=self.outbox,
             received=received,
             with_token_texts=True,
@@ -88,47 +83,51 @@ def point(ids: list[int], text_bytes: int) -> ResumePoint:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_cut_gives_the_rest_and_no_more(name: str) -> None:
-    data, stops = TEXTS[name]
-    params = SamplingParams(max_tokens=100, stop=stops, stop_token_ids=[1])
-    whole = Run(params).over(data)
-    for ids, text in whole.states:
-        rest = Run(params, point(ids, len(text.encode()))).over(data)
-        assert ids + rest.ids == whole.ids
-        assert text + rest.text == whole.text
-        assert (rest.reason, rest.output.hexdigest()) == (whole.reason, whole.output.hexdigest())
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_every_cut_gives_the_texts_of_the_other_tokens(name: str) -> None:
+    """A client may also have kept text and tokens up to different places."""
     data, stops = TEXTS[name]
     params = SamplingParams(max_tokens=100, stop=stops, stop_token_ids=[1])
     whole = Run(params).over(data)
     assert "".join(whole.token_texts).startswith(whole.text.removesuffix("\N{REPLACEMENT CHARACTER}"))
-    for ids, text in whole.states:
-        rest = Run(params, point(ids, len(text.encode()))).over(data)
-        assert whole.token_texts[len(ids) :] == rest.token_texts
+    lengths = [(n, length) for n in range(len(whole.ids) + 1) for length in range(len(whole.text) + 1)]
+    assert {(len(ids), len(text)) for ids, text in whole.states} <= set(lengths)
+    for num_tokens, length in lengths:
+        received = point(whole.ids[:num_tokens], len(whole.text[:length].encode()))
+        rest = Run(params, received).over(data)
+        assert (rest.ids, rest.text) == (whole.ids[num_tokens:], whole.text[length:])
+        assert rest.token_texts == whole.token_texts[num_tokens:]
+        assert (rest.reason, rest.output.hexdigest()) == (whole.reason, whole.output.hexdigest())
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_text_and_tokens_may_be_cut_apart(name: str) -> None:
-    """A client may have kept text and tokens up to different places."""
-    data, stops = TEXTS[name]
-    params = SamplingParams(max_tokens=100, stop=stops, stop_token_ids=[1])
-    whole = Run(params).over(data)
-    for num_tokens in range(len(whole.ids) + 1):
-        for length in range(len(whole.text) + 1):
-            received = point(whole.ids[:num_tokens], len(whole.text[:length].encode()))
-            rest = Run(params, received).over(data)
-            assert (rest.ids, rest.text) == (whole.ids[num_tokens:], whole.text[length:])
+OTHER = "tokens received are not those of this sample"
 
 
-def test_nothing_is_sent_before_the_digest_was_equal() -> None:
-    params = SamplingParams(max_tokens=100)
-    for changes in ({"output_digest": "0" * 64}, {"output_digest": ""}, {"num_tokens": 3}):
-        run = Run(params, replace(point(list(b"abcd"), 0), **changes))
-        with pytest.raises(DataLossError, match="tokens received are not those of this sample"):
-            run.over(b"abcdefgh")
-        assert (run.ids, run.text) == ([], "")
+@pytest.mark.parametrize(
+    ("received", "data", "message"),
+    [
+        (replace(point(list(b"abcd"), 0), output_digest="0" * 64), b"abcdefgh", OTHER),
+        (replace(point(list(b"abcd"), 0), output_digest=""), b"abcdefgh", OTHER),
+        (replace(point(list(b"abcd"), 0), num_tokens=3), b"abcdefgh", OTHER),
+        (point(list(b"abcde"), 0), b"abcd", "5 tokens were received of 4"),
+        (point(list(b"ab"), 5), b"abcd", "more text was received than the output has"),
+        (point(list("a€".encode()), 2), "a€b".encode(), "within a character"),
+    ],
+)
+def test_what_was_received_and_cannot_be_is_data_loss(received: ResumePoint, data: bytes, message: str) -> None:
+    run = Run(SamplingParams(max_tokens=100), received)
+    with pytest.raises(DataLossError, match=message):
+        run.over(data)
+    assert message != OTHER or (run.ids, run.text) == ([], ""), "nothing is sent before the digest was equal"
+
+
+def test_a_node_fault_while_resuming_changes_nothing() -> None:
+    data = b"abcdefgh"
+    for fault_at in range(len(data)):
+        run = Run(SamplingParams(max_tokens=100), point(list(data[:4]), 4))
+        for token_id in data[:fault_at]:
+            assert not run.output.take(token_id, logprob(token_id))
+        run.output.restart()
+        assert run.over(data).reason is FinishReason.LENGTH
+        assert (bytes(run.ids), run.text) == (data[4:], "efgh")
 
 
 @pytest.mark.parametrize(
@@ -138,38 +137,6 @@ def test_nothing_is_sent_before_the_digest_was_equal() -> None:
         (point(list(b"ab"), 5), "more text was received than the output has"),
     ],
 )
-def test_more_than_there_is_was_received(received: ResumePoint, message: str) -> None:
-    with pytest.raises(DataLossError, match=message):
-        Run(SamplingParams(max_tokens=100), received).over(b"abcd")
-
-
-def test_text_received_ends_with_a_character() -> None:
-    with pytest.raises(DataLossError, match="within a character"):
-        Run(SamplingParams(max_tokens=100), point(list("a€".encode()), 2)).over("a€b".encode())
-
-
-def test_a_node_fault_while_resuming_changes_nothing() -> None:
-    params, data = SamplingParams(max_tokens=100), b"abcdefgh"
-    for fault_at in range(len(data)):
-        outbox = Outbox()
-        output = SampleOutput(
-            sample_index=0,
-            seed=7,
-            params=params,
-            detokenizer=detokenizer(),
-            outbox=outbox,
-            received=point(list(data[:4]), 4),
-        )
-        for token_id in data[:fault_at]:
-            assert not output.take(token_id, logprob(token_id))
-        output.restart()
-        for token_id in data:
-            assert not output.take(token_id, logprob(token_id))
-        assert output.end(FinishReason.LENGTH) is FinishReason.LENGTH
-        piece = outbox._pending[0]
-        assert (bytes(piece.token_ids), piece.text) == (data[4:], "efgh")
-
-
 def request(
     params: SamplingParams = PARAMS, *points: ResumePoint, request_id: str = "r", fingerprint: str = ""
 ) -> pb.GenerateRequest:
@@ -178,46 +145,26 @@ def request(
 
 
 def received(output: Output, num_tokens: int, text: str, *, index: int = 0, done: bool = False) -> ResumePoint:
-    digest = OutputDigest()
-    for token_id, value in zip(output.token_ids[:num_tokens], output.logprobs, strict=False):
-        digest.update(token_id, value)
     return ResumePoint(
         sample_index=index,
         seed=output.seed,
         num_tokens=num_tokens,
-        output_digest=digest.hexdigest(),
+        output_digest=output_digest(output.token_ids[:num_tokens], output.logprobs[:num_tokens]),
         text_bytes=len(text.encode()),
         done=done,
     )
 
 
-class Cuts:
-    """An output as it came, message by message."""
-
-    def __init__(self) -> None:
-        self.states: list[tuple[int, str]] = [(0, "")]
-
-    async def read(self, fake: FakeCluster, params: SamplingParams) -> Output:
-        output = Output()
-        async with fake.stub() as stub:
-            async for message in stub.Generate(request(params), timeout=10):
-                output.token_ids.extend(message.token_ids)
-                output.logprobs.extend(message.logprobs)
-                output.text += message.text
-                output.seed = message.seed
-                self.states.append((len(output.token_ids), output.text))
-                output.receipt = message.receipt
-        return output
-
-
 class TestOverTheWire:
     async def test_every_cut_of_a_stream(self, model: str) -> None:
-        async with cluster(model) as one, cluster(model) as two:
+        async with cluster(model) as one, cluster(model) as two, one.stub() as stub:
             two_fingerprint = (await two.status()).fingerprint
             for stop in ((), ("a", "e", "\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}e")):
-                params, cuts = replace(PARAMS, stop=stop), Cuts()
-                whole = await cuts.read(one, params)
-                for num_tokens, text in cuts.states:
+                params, whole, states = replace(PARAMS, stop=stop), Output(), [(0, "")]
+                async for message in stub.Generate(request(params), timeout=10):
+                    take(whole, message)
+                    states.append((len(whole.token_ids), whole.text))
+                for num_tokens, text in states:
                     again = request(params, received(whole, num_tokens, text), fingerprint=two_fingerprint)
                     (rest,) = await send(two, again)
                     assert rest.token_ids == whole.token_ids[num_tokens:]
@@ -271,24 +218,20 @@ class TestOverTheWire:
                 await send(fake, request(PARAMS, received(elsewhere, 0, "")))
             assert fake.nodes[0].engine.prefilled == []
 
-    @pytest.mark.parametrize(
-        ("changes", "field"),
-        [
-            ({"sample_index": 1}, "resume[0].sample_index"),
-            ({"num_tokens": 41}, "resume[0].num_tokens"),
-            ({"done": True}, "resume"),
-        ],
-    )
-    async def test_points_that_cannot_be(self, model: str, changes: dict[str, Any], field: str) -> None:
+    async def test_points_that_cannot_be(self, model: str) -> None:
+        good = received(Output(seed=derive_seed(bytes(32), "r")), 0, "")
+        refused = {
+            "resume[0].sample_index": request(PARAMS, replace(good, sample_index=1)),
+            "resume[0].num_tokens": request(PARAMS, replace(good, num_tokens=41)),
+            "resume": request(PARAMS, replace(good, done=True)),
+            "resume[1].sample_index": request(PARAMS, good, good),
+            "request_id": request(PARAMS, good, request_id=""),
+        }
         async with cluster(model) as fake:
-            good = received(Output(seed=derive_seed(bytes(32), "r")), 0, "")
-            with pytest.raises(InvalidArgumentError) as caught:
-                await send(fake, request(PARAMS, replace(good, **changes)))
-            assert caught.value.field == field
-            with pytest.raises(InvalidArgumentError, match="must be given once"):
-                await send(fake, request(PARAMS, good, good))
-            with pytest.raises(InvalidArgumentError, match="must be set to resume"):
-                await send(fake, request(PARAMS, good, request_id=""))
+            for field, message in refused.items():
+                with pytest.raises(InvalidArgumentError) as caught:
+                    await send(fake, message)
+                assert caught.value.field == field
 
     async def test_a_node_dies_while_a_request_is_resumed(self, model: str) -> None:
         async with cluster(model, decodes=2) as fake:
