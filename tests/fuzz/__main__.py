@@ -19,9 +19,9 @@ import tyro
 
 from corun_bench.nodes import Topology
 from tests.fuzz.beside import CALM_S, besiege
-from tests.fuzz.hostile import SCALES, measure
-from tests.fuzz.observed import running
+from tests.fuzz.hostile import ATTACKS, measure
 from tests.fuzz.runner import fuzzing
+from tests.fuzz.target import running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,37 +66,33 @@ async def run_attacks(options: Options) -> dict[str, Any]:
     reports = []
     for name in options.attack:
         async with running(options.log, client_timeout_s=options.client_timeout_s) as target:
-            scale = options.scale or SCALES[name]
+            scale = options.scale or ATTACKS[name][0]
             reports.append(await measure(target, name, scale=scale, seconds=options.seconds, server=options.server))
     left = [f"{report['attack']}: {left}" for report in reports for left in report["left"]]
     return {"attacks": reports, "findings": left}
 
 
-async def run(options: Options) -> dict[str, Any]:
+async def run_cases(options: Options) -> dict[str, Any]:
     async with running(options.log) as target, fuzzing(target, options.seed) as fuzzer:
         at_once = options.at_once or 96
         report = await fuzzer.run(first=options.first, cases=options.cases, at_once=at_once, canary_every=200)
     return report.as_dict()
 
 
-async def run_real(options: Options) -> dict[str, Any]:
+async def run_siege(options: Options) -> dict[str, Any]:
     topology = Topology(model=options.model, threads=options.threads, slots=options.slots)
     with tempfile.TemporaryDirectory() as scratch:
+        logs, at_once = Path(options.logs or scratch), options.at_once or 6
         report = await besiege(
-            topology,
-            Path(options.logs or scratch),
-            seed=options.seed,
-            minutes=options.minutes,
-            at_once=options.at_once or 6,
-            calm_s=options.calm_s,
+            topology, logs, seed=options.seed, minutes=options.minutes, at_once=at_once, calm_s=options.calm_s
         )
     return report.as_dict()
 
 
 def main() -> int:
     options = tyro.cli(Options, prog="tests.fuzz")
-    wanted = run_real if options.engines == "real" else run_attacks if options.attack else run
-    report = asyncio.run(wanted(options))
+    run = run_siege if options.engines == "real" else run_attacks if options.attack else run_cases
+    report = asyncio.run(run(options))
     print(json.dumps(report))
     return 1 if report["findings"] else 0
 

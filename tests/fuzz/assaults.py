@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import io
-import random
+import json
 import string
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -21,12 +22,11 @@ import grpc.aio
 
 from corun.rpc.channel import Access, Channel, channel
 from corun.v1 import cluster_service_pb2 as pb
-from corun.v1 import types_pb2
+from tests.fuzz.http2 import varint
 from tests.fuzz.messages import Maker
 
 CALL_S = 20.0
 """Deadline of one assault."""
-_GENERATE, _VERIFY = "/corun.v1.ClusterService/Generate", "/corun.v1.ClusterService/Verify"
 _MATERIAL = (
     "\u9fa5", "\U0001f600", " ", "\n", "a", "e\u0301\u0327", "\u200d", "<|endoftext|>", "1234567890", "\0", "\u202e",
     "\ufdfa", "lorem ipsum dolor ", "'s", "\ufeff", "\uff41", "\U0001f468\u200d\U0001f469\u200d\U0001f467",
@@ -59,9 +59,10 @@ class Victim:
     vocab_size: int
     max_model_len: int
 
-    async def call(self, method: str, request: bytes, *, take: int = 10_000, after_s: float = 0.0) -> str:
+    async def call(self, request: Any, *, method: str = "Generate", take: int = 10_000, after_s: float = 0.0) -> str:
         """The status of a call that reads `take` messages and, with `after_s`, waits so long before it reads."""
-        call = self.link.unary_stream(method)(request, timeout=CALL_S)
+        data = request if isinstance(request, bytes) else request.SerializeToString()
+        call = self.link.unary_stream(f"/corun.v1.ClusterService/{method}")(data, timeout=CALL_S)
         try:
             await asyncio.sleep(after_s)
             async for _ in call:
@@ -91,6 +92,12 @@ class Victim:
         except aiohttp.ClientError as error:
             return f"HTTP {type(error).__name__}"
 
+    def request(self, rng: Random, length: int, **params: Any) -> pb.GenerateRequest:
+        """A request with so many token ids."""
+        request = pb.GenerateRequest(seed=rng.getrandbits(62), sampling_params=params)
+        request.token_ids.ids.extend(rng.randrange(self.vocab_size) for _ in range(length))
+        return request
+
 
 @asynccontextmanager
 async def victim(router: str, url: str, token: str = "", **sizes: int) -> AsyncIterator[Victim]:
@@ -100,152 +107,129 @@ async def victim(router: str, url: str, token: str = "", **sizes: int) -> AsyncI
         yield Victim(link=link, session=session, url=url, token=token, **sizes)
 
 
-async def ordinary(victim: Victim, rng: random.Random) -> str:
+async def ordinary(victim: Victim, rng: Random) -> str:
     """No assault: a request as anybody may have, with a prompt of any length that fits, read to its end."""
-    request = pb.GenerateRequest(seed=rng.getrandbits(62))
     length = int((victim.max_model_len - 64) ** rng.random())
-    request.token_ids.ids.extend(rng.randrange(victim.vocab_size) for _ in range(length))
-    request.sampling_params.max_tokens, request.sampling_params.n = 64, rng.choice((1, 1, 2, 4))
-    return await victim.call(_GENERATE, request.SerializeToString())
+    return await victim.call(victim.request(rng, length, max_tokens=64, n=rng.choice((1, 1, 2, 4))))
 
 
-async def big_text(victim: Victim, rng: random.Random) -> str:
+async def big_text(victim: Victim, rng: Random) -> str:
     """A text of up to 15 MB: one character, or words that no tokenizer has seen."""
-    size = rng.choice(_SIZES)
+    size, material = rng.choice(_SIZES), rng.choice(_MATERIAL)
     if rng.random() < 0.3:
-        words = ("".join(rng.choices(string.printable, k=rng.randrange(1, 40))) for _ in range(500))
-        material = " ".join(words)
-    else:
-        material = rng.choice(_MATERIAL)
+        material = " ".join("".join(rng.choices(string.printable, k=rng.randrange(1, 40))) for _ in range(500))
     text = material * max(1, size // len(material.encode()))
-    request = pb.GenerateRequest(text=text, sampling_params=types_pb2.SamplingParams(max_tokens=4))
-    return await victim.call(_GENERATE, request.SerializeToString())
+    return await victim.call(pb.GenerateRequest(text=text, sampling_params={"max_tokens": 4}))
 
 
-async def fitting_text(victim: Victim, rng: random.Random) -> str:
+async def fitting_text(victim: Victim, rng: Random) -> str:
     """A text around the model's length, where no bound on bytes can refuse it."""
     text = rng.choice(_MATERIAL) * rng.randrange(1, 2 * victim.max_model_len)
-    request = pb.GenerateRequest(text=text, sampling_params=types_pb2.SamplingParams(max_tokens=2))
-    return await victim.call(_GENERATE, request.SerializeToString())
+    return await victim.call(pb.GenerateRequest(text=text, sampling_params={"max_tokens": 2}))
 
 
-async def big_ids(victim: Victim, rng: random.Random) -> str:
+async def big_ids(victim: Victim, rng: Random) -> str:
     """Millions of token ids, or as many as fit, some of which are none."""
     count = rng.choice((0, victim.max_model_len - 2, victim.max_model_len + 1, 300_000, 4_000_000, 15_000_000))
     ids = bytes([rng.randrange(1, 127)]) * count if rng.random() < 0.8 else b"\xff\xff\xff\xff\x0f" * (count // 5)
-    packed = _field(1, ids)
-    return await victim.call(_GENERATE, _field(3, packed) + _field(4, b"\x28\x02"))
+    return await victim.call(_field(3, _field(1, ids)) + _field(4, b"\x28\x02"))
 
 
-async def wide(victim: Victim, rng: random.Random) -> str:
+async def wide(victim: Victim, rng: Random) -> str:
     """A short prompt with a very long list, or a very long word, of something else."""
     count = rng.choice((1_000, 100_000, 400_000))
     if rng.random() < 0.2:
-        return await victim.call(_VERIFY, _field(1, b"") * 10 * count)
+        return await victim.call(_field(1, b"") * 10 * count, method="Verify")
     entry = b"\x08\x01\x15\x00\x00\x80\x3f"  # Token 1 with a bias of 1.
     lists = (_field(7, b"x") * count, _field(8, b"\x03" * count), _field(13, entry) * count)
     words = (_field(6, b"\x08\x00") * count, _field(1, b"x" * 10 * count), _field(7, b"x" * 10 * count))
     params = rng.choice((b"", *lists))
     wide = rng.choice(words) if not params else b""
-    return await victim.call(_GENERATE, _field(2, b"a") + _field(4, params + b"\x28\x02") + wide)
+    return await victim.call(_field(2, b"a") + _field(4, params + b"\x28\x02") + wide)
 
 
-async def corner(victim: Victim, rng: random.Random) -> str:
+async def corner(victim: Victim, rng: Random) -> str:
     """Parameters at their limits and beyond, several at a time, on tokens of the prompt."""
-    request = pb.GenerateRequest(seed=rng.getrandbits(62))
-    prompt = [rng.randrange(victim.vocab_size) for _ in range(rng.choice((1, 3, 16, 17)))]
-    request.token_ids.ids.extend(prompt)
+    request = victim.request(rng, rng.choice((1, 3, 16, 17)), max_tokens=8, logprobs=True)
     params = request.sampling_params
-    params.max_tokens, params.logprobs = 8, True
     for name in rng.sample(list(_CORNERS), rng.randrange(1, 5)):
         setattr(params, name, rng.choice(_CORNERS[name]))
     if rng.random() < 0.5:
-        params.logit_bias.update({token: rng.choice((-100.0, 100.0, 1e-45)) for token in prompt})
+        params.logit_bias.update({token: rng.choice((-100.0, 100.0, 1e-45)) for token in request.token_ids.ids})
     if rng.random() < 0.2:
         params.logit_bias.update(dict.fromkeys(range(min(1024, victim.vocab_size)), -100.0))
-    return await victim.call(_GENERATE, request.SerializeToString())
+    return await victim.call(request)
 
 
-async def changed(victim: Victim, rng: random.Random) -> str:
+async def changed(victim: Victim, rng: Random) -> str:
     """A right request with one to three fields, at any depth, set to something else."""
-    request = pb.GenerateRequest(seed=1)
-    request.token_ids.ids.extend((1, 2, 3))
-    request.sampling_params.max_tokens = 8
-    data = Maker(rng).changed(request).SerializeToString()
-    return await victim.call(_GENERATE, data)
+    request = pb.GenerateRequest(seed=1, token_ids={"ids": (1, 2, 3)}, sampling_params={"max_tokens": 8})
+    return await victim.call(Maker(rng).changed(request))
 
 
-async def flood(victim: Victim, rng: random.Random) -> str:
+async def flood(victim: Victim, rng: Random) -> str:
     """Long prompts at once, whose client goes away in the middle of everything."""
-    length = rng.randrange(1, victim.max_model_len - 64)
-    request = pb.GenerateRequest()
-    request.token_ids.ids.extend(rng.randrange(victim.vocab_size) for _ in range(length))
-    request.sampling_params.max_tokens, request.sampling_params.n = 64, rng.choice((1, 4, 256))
+    request = victim.request(rng, rng.randrange(1, victim.max_model_len - 64), max_tokens=64, n=rng.choice((1, 4, 256)))
+    request.ClearField("seed")
     request.priority = rng.choice((0, 1, 2, 3))
     data = request.SerializeToString()
-    calls = [asyncio.ensure_future(victim.call(_GENERATE, data)) for _ in range(24)]
-    await asyncio.wait(calls, timeout=rng.choice((0.0, 0.02, 0.2, 1.0)))
-    for call in calls:
-        call.cancel()
-    await asyncio.wait(calls)
-    return "left"
+    return await _left([victim.call(data) for _ in range(24)], rng.choice((0.0, 0.02, 0.2, 1.0)))
 
 
-async def slow_reader(victim: Victim, rng: random.Random) -> str:
+async def slow_reader(victim: Victim, rng: Random) -> str:
     """Many tokens that are asked for and not read."""
-    request = pb.GenerateRequest(text="a")
-    request.sampling_params.max_tokens, request.sampling_params.n = 400, 64
-    request.sampling_params.ignore_eos = True
-    return await victim.call(_GENERATE, request.SerializeToString(), after_s=rng.uniform(1, 4), take=3)
+    request = pb.GenerateRequest(text="a", sampling_params={"max_tokens": 400, "n": 64, "ignore_eos": True})
+    return await victim.call(request, after_s=rng.uniform(1, 4), take=3)
 
 
-async def verification(victim: Victim, rng: random.Random) -> str:
+async def verification(victim: Victim, rng: Random) -> str:
     """A verification of many cases under every condition, some of them several times, that is left after a while."""
     request = pb.VerifyRequest(conditions=rng.choices((1, 2, 3, 4), k=rng.choice((1, 4, 4000))))
     prompt = [rng.randrange(victim.vocab_size) for _ in range(rng.choice((3, 100, 10_000)))]
     for _ in range(rng.choice((1, 50, 300))):
         case = request.cases.add(seed=rng.getrandbits(62), prompt_token_ids=prompt)
         case.sampling_params.max_tokens = rng.choice((8, 200))
-    data = request.SerializeToString()
-    call = asyncio.ensure_future(victim.call(_VERIFY, data))
-    await asyncio.wait((call,), timeout=rng.uniform(0.5, 4.0))
-    if call.done():
-        return call.result()
-    call.cancel()
-    await asyncio.wait((call,))
-    return "left"
+    return await _left([victim.call(request, method="Verify")], rng.uniform(0.5, 4.0))
 
 
-async def http_body(victim: Victim, rng: random.Random) -> str:
+async def _left(calls: list[Awaitable[str]], after_s: float) -> str:
+    """The status of a call that ends in time; all calls are cancelled after that."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    done, _ = await asyncio.wait(tasks, timeout=after_s)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    return done.pop().result() if len(tasks) == len(done) == 1 else "left"
+
+
+async def http_body(victim: Victim, rng: Random) -> str:
     """A large body for the gateway: text, numbers, nesting, or no JSON at all."""
     size = rng.choice((10_000, 1_000_000, 15_000_000))
-    body = rng.choice(
-        (
-            b'{"prompt":"' + b"a" * size + b'"}',
-            b'{"prompt":"' + b"\\u9fa5" * (size // 6) + b'"}',
-            b'{"prompt":[' + b"1," * (size // 2) + b"1]}",
-            b'{"prompt":[' + b"[1]," * (size // 4) + b"[1]]}",
-            b'{"prompt":"a","logit_bias":{' + b'"1":1,' * (size // 6) + b'"2":1}}',
-            b'{"prompt":"a","stop":[' + b'"x",' * (size // 4) + b'"x"]}',
-            b'{"seed":' + b"9" * size + b"}",
-            b"[" * size,
-            b'{"a":' * (size // 5),
-            rng.randbytes(size),
-        )
+    bodies = (
+        b'{"prompt":"' + b"a" * size + b'"}',
+        b'{"prompt":"' + b"\\u9fa5" * (size // 6) + b'"}',
+        b'{"prompt":[' + b"1," * (size // 2) + b"1]}",
+        b'{"prompt":[' + b"[1]," * (size // 4) + b"[1]]}",
+        b'{"prompt":"a","logit_bias":{' + b'"1":1,' * (size // 6) + b'"2":1}}',
+        b'{"prompt":"a","stop":[' + b'"x",' * (size // 4) + b'"x"]}',
+        b'{"seed":' + b"9" * size + b"}",
+        b"[" * size,
+        b'{"a":' * (size // 5),
+        rng.randbytes(size),
     )
-    return await victim.post(body, key=rng.choice((None, None, None, "", "Bearer ", "Bearer x", "Basic eDp5")))
+    keys = (None, None, None, "", "Bearer ", "Bearer x", "Basic eDp5")
+    return await victim.post(rng.choice(bodies), key=rng.choice(keys))
 
 
-async def http_corner(victim: Victim, rng: random.Random) -> str:
+async def http_corner(victim: Victim, rng: Random) -> str:
     """Parameters at their limits and beyond, over HTTP."""
     name = rng.choice(list(_CORNERS))
     value = rng.choice((*_CORNERS[name], "x", None, [], {}, True, 1e400))
-    text = {float("inf"): "1e999"}.get(value) if isinstance(value, float) else None
-    shown = text or repr(value).replace("'", '"').replace("None", "null").replace("True", "true").replace("nan", "NaN")
+    shown = json.dumps(value).replace("Infinity", "1e999")
     return await victim.post(f'{{"prompt":[1,2,3],"max_tokens":4,"{name}":{shown}}}'.encode())
 
 
-async def http_slow(victim: Victim, rng: random.Random) -> str:
+async def http_slow(victim: Victim, rng: Random) -> str:
     """A body that comes a piece at a time."""
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -258,7 +242,7 @@ async def http_slow(victim: Victim, rng: random.Random) -> str:
     return await victim.post(pieces())
 
 
-ASSAULTS: dict[str, tuple[int, Callable[[Victim, random.Random], Awaitable[str]]]] = {
+ASSAULTS: dict[str, tuple[int, Callable[[Victim, Random], Awaitable[str]]]] = {
     "text": (20, big_text),
     "fitting text": (8, fitting_text),
     "ids": (10, big_ids),
@@ -275,17 +259,12 @@ ASSAULTS: dict[str, tuple[int, Callable[[Victim, random.Random], Awaitable[str]]
 """By name, with how often each is drawn."""
 
 
-def draw(seed: int, number: int) -> tuple[str, random.Random]:
+def draw(seed: int, number: int) -> tuple[str, Random]:
     """The assault of a number, and its random stream."""
-    rng = random.Random(f"{seed} {number}")
-    names = list(ASSAULTS)
-    return rng.choices(names, [weight for weight, _ in ASSAULTS.values()])[0], rng
+    rng = Random(f"{seed} {number}")
+    return rng.choices(list(ASSAULTS), [weight for weight, _ in ASSAULTS.values()])[0], rng
 
 
 def _field(number: int, data: bytes) -> bytes:
     """A length-delimited field of a message, without making a Python object of each of its items."""
-    size, length = len(data), b""
-    while size >= 0x80:
-        length += bytes([size & 0x7F | 0x80])
-        size >>= 7
-    return bytes([number << 3 | 2]) + length + bytes([size]) + data
+    return bytes([number << 3 | 2]) + varint(len(data)) + data

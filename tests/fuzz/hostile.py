@@ -9,10 +9,10 @@ Tests only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import resource
 import statistics
-import struct
 import sys
 import time
 from collections import Counter
@@ -25,20 +25,9 @@ from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import raise_file_limit
 from corun.testing.engines import MAX_MODEL_LEN, expected
-from corun.v1 import cluster_service_pb2, cluster_service_pb2_grpc
-from tests.fuzz.http2 import (
-    INITIAL_WINDOW,
-    MAX_FRAME,
-    WINDOW_UPDATE,
-    Connection,
-    call,
-    frame,
-    headers,
-    hello,
-    message,
-    status_of,
-)
-from tests.fuzz.observed import Target
+from corun.v1 import cluster_service_pb2_grpc
+from tests.fuzz.http2 import MAX_FRAME, Connection, call, headers, hello, message, status_of, widen
+from tests.fuzz.target import Target
 
 GENERATE, WATCH = b"/corun.v1.ClusterService/Generate", b"/grpc.health.v1.Health/Watch"
 ORDINARY_S = 60.0
@@ -46,6 +35,7 @@ PARAMS = SamplingParams(max_tokens=8, logprobs=True)
 _OPEN_AT_ONCE = 200
 
 Seen = Counter[str]
+Attack = Callable[[str, int, Seen], Awaitable[None]]
 
 
 async def slowloris(address: str, scale: int, seen: Seen) -> None:
@@ -69,13 +59,17 @@ async def slowloris(address: str, scale: int, seen: Seen) -> None:
 
 async def idle(address: str, scale: int, seen: Seen) -> None:
     """Connections that do nothing: half of them are silent, half speak HTTP/2 and answer pings."""
-    for start in range(0, scale, _OPEN_AT_ONCE):
-        count = min(_OPEN_AT_ONCE, scale - start)
-        greetings = [hello() if number % 2 else b"P" for number in range(count)]
-        links = await asyncio.gather(*(_opened(address, greeting, seen) for greeting in greetings))
-        for link in links:
-            _keep(asyncio.ensure_future(_stay(link, seen)))
-    await asyncio.Event().wait()
+    opening = asyncio.Semaphore(_OPEN_AT_ONCE)
+
+    async def one(greeting: bytes) -> None:
+        async with opening:
+            link = await _opened(address, greeting, seen)
+        while not link.is_over:
+            await link.read(3600.0)
+        seen["closed by the server"] += 1
+        link.close()
+
+    await asyncio.gather(*(one(hello() if number % 2 else b"P") for number in range(scale)))
 
 
 async def giant(address: str, scale: int, seen: Seen) -> None:
@@ -95,8 +89,7 @@ async def giant(address: str, scale: int, seen: Seen) -> None:
                     await link.writer.drain()
                 else:
                     await link.read(1.0)
-            await link.until_ended(1, 5.0)
-            seen[f"ended with status {status_of(link.ended.get(1, b''))}"] += 1
+            seen[f"ended with status {await link.until_ended(1, 5.0)}"] += 1
             seen["MiB sent"] += sent >> 20
             link.close()
 
@@ -105,26 +98,21 @@ async def giant(address: str, scale: int, seen: Seen) -> None:
 
 async def slow_reader(address: str, scale: int, seen: Seen) -> None:
     """Clients that let one byte a second come of a long answer."""
-    request = cluster_service_pb2.GenerateRequest()
-    request.token_ids.ids.extend((1, 2, 3))
-    request.sampling_params.n, request.sampling_params.logprobs = 4, True
-    request.sampling_params.max_tokens = MAX_MODEL_LEN - 3
-    payload = request.SerializeToString()
-    byte, plenty = (frame(WINDOW_UPDATE, 0, 1, struct.pack(">I", size)) for size in (1, 1 << 24))
+    params = SamplingParams(n=4, logprobs=True, max_tokens=MAX_MODEL_LEN - 3)
+    request = call(1, GENERATE, codec.generate_request((1, 2, 3), params).SerializeToString())
 
     async def one() -> None:
         while True:
-            link = await _opened(address, hello(**{f"n{INITIAL_WINDOW}": 0}), seen)
-            link.send(call(1, GENERATE, payload))
+            link = await _opened(address, hello(0), seen)
+            link.send(request)
             seen["requests"] += 1
             began = time.monotonic()
             while 1 not in link.ended and not link.is_over and time.monotonic() < began + 15:
-                link.send(byte)
+                link.send(widen(1, 1))
                 await link.read(1.0)
                 await asyncio.sleep(0.5)
-            link.send(plenty + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 24)))
-            await link.until_ended(1, 5.0)
-            seen[f"ended with status {status_of(link.ended.get(1, b''))}"] += 1
+            link.send(widen(1, 1 << 24) + widen(0, 1 << 24))
+            seen[f"ended with status {await link.until_ended(1, 5.0)}"] += 1
             link.close()
 
     await asyncio.gather(*(one() for _ in range(scale)))
@@ -144,14 +132,14 @@ async def many_streams(address: str, scale: int, seen: Seen) -> None:
     seen["closed by the server"] += 1
 
 
-ATTACKS: dict[str, Callable[[str, int, Seen], Awaitable[None]]] = {
-    "slowloris": slowloris,
-    "idle": idle,
-    "giant": giant,
-    "slow_reader": slow_reader,
-    "many_streams": many_streams,
+ATTACKS: dict[str, tuple[int, Attack]] = {
+    "slowloris": (500, slowloris),
+    "idle": (10_000, idle),
+    "giant": (2, giant),
+    "slow_reader": (2, slow_reader),
+    "many_streams": (3000, many_streams),
 }
-SCALES = {"slowloris": 500, "idle": 10_000, "giant": 2, "slow_reader": 2, "many_streams": 3000}
+"""By name, each with its ordinary scale."""
 
 
 async def measure(target: Target, name: str, *, scale: int, seconds: float, server: str = "open") -> dict[str, Any]:
@@ -163,13 +151,13 @@ async def measure(target: Target, name: str, *, scale: int, seconds: float, serv
     attacker = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)
     assert attacker.stdin is not None
     assert attacker.stdout is not None
+    most = {"memory_mib": memory, "files": files}
     try:
         await asyncio.wait_for(attacker.stdout.readline(), ORDINARY_S)
-        watch = asyncio.create_task(_peak(target))
+        watch = asyncio.create_task(_watch(target, most))
         await asyncio.sleep(seconds / 4)
         during = await latency(target.addresses["open"], seconds)
         watch.cancel()
-        peak = await watch
         attacker.stdin.close()
         seen = json.loads(await asyncio.wait_for(attacker.stdout.readline(), ORDINARY_S))
     finally:
@@ -185,8 +173,8 @@ async def measure(target: Target, name: str, *, scale: int, seconds: float, serv
         "before": before,
         "during": during,
         "seen": seen,
-        "memory_mib": {"before": memory, "peak": peak["memory_mib"], "after": target.rss_mib},
-        "files": {"before": files, "peak": peak["files"], "after": target.files},
+        "memory_mib": {"before": memory, "peak": most["memory_mib"], "after": target.rss_mib},
+        "files": {"before": files, "peak": most["files"], "after": target.files},
         "left": left,
         "alive": target.alive,
     }
@@ -217,16 +205,12 @@ async def latency(address: str, seconds: float) -> dict[str, Any]:
     return {"requests": len(took), "failed": +failed, "p50_ms": round(cuts[49], 2), "p99_ms": round(cuts[98], 2)}
 
 
-async def _peak(target: Target) -> dict[str, float]:
-    """The most memory and files of the target until it is cancelled."""
-    most = {"memory_mib": 0.0, "files": 0.0}
-    try:
-        while target.alive:
-            most = {"memory_mib": max(most["memory_mib"], target.rss_mib), "files": max(most["files"], target.files)}
-            await asyncio.sleep(0.1)
-    except asyncio.CancelledError:
-        pass
-    return most
+async def _watch(target: Target, most: dict[str, float]) -> None:
+    """Note the most memory and files of the target until this is cancelled."""
+    while target.alive:
+        for name, found in (("memory_mib", target.rss_mib), ("files", target.files)):
+            most[name] = max(most[name], found)
+        await asyncio.sleep(0.1)
 
 
 async def _opened(address: str, greeting: bytes, seen: Seen) -> Connection:
@@ -242,50 +226,26 @@ async def _opened(address: str, greeting: bytes, seen: Seen) -> Connection:
             return link
 
 
-async def _stay(link: Connection, seen: Seen) -> None:
-    while not link.is_over:
-        await link.read(3600.0)
-    seen["closed by the server"] += 1
-    link.close()
-
-
-_tasks: set[asyncio.Future[None]] = set()
-
-
-def _keep(task: asyncio.Future[None]) -> None:
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-
-
 async def attack(name: str, address: str, scale: int) -> Seen:
     """Attacks until stdin ends."""
     seen: Seen = Counter()
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     print("ready", flush=True)
-    attacking = asyncio.ensure_future(ATTACKS[name](address, scale, seen))
-    ended = asyncio.ensure_future(reader.read())
-    await asyncio.wait((attacking, ended), return_when=asyncio.FIRST_COMPLETED)
-    if attacking.done() and attacking.exception() is not None:
-        seen[f"the attack failed: {attacking.exception()!r}"] += 1
-    await ended
-    return seen
-
-
-def main() -> None:
-    raise_file_limit()
-    _, address, scale = sys.argv[1:]
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    seen = asyncio.run(_bounded(sys.argv[1], address, min(int(scale), files - 100)))
-    print(json.dumps(seen), flush=True)
-
-
-async def _bounded(name: str, address: str, scale: int) -> Seen:
-    seen = await attack(name, address, scale)
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
-        task.cancel()
+    _, run = ATTACKS[name]
+    attacking = asyncio.ensure_future(run(address, scale, seen))
+    await reader.read()
+    attacking.cancel()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await attacking
+    except Exception as error:
+        seen[f"the attack failed: {error!r}"] += 1
     return seen
 
 
 if __name__ == "__main__":
-    main()
+    raise_file_limit()
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = asyncio.run(attack(sys.argv[1], sys.argv[2], min(int(sys.argv[3]), most_files - 100)))
+    print(json.dumps(found), flush=True)

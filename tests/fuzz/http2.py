@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -26,13 +26,15 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", *, l
     return struct.pack(">I", size & 0xFFFFFF)[1:] + struct.pack(">BBI", kind & 0xFF, flags & 0xFF, stream) + payload
 
 
-def settings(**values: int) -> bytes:
-    """A SETTINGS frame of `n4=0` style values."""
-    return frame(SETTINGS, payload=b"".join(struct.pack(">HI", int(k[1:]), v) for k, v in values.items()))
+def hello(window: int | None = None) -> bytes:
+    """The preface with SETTINGS; window: how much the server may send on each stream at first."""
+    values = b"" if window is None else struct.pack(">HI", INITIAL_WINDOW, window)
+    return PREFACE + frame(SETTINGS, payload=values)
 
 
-def hello(**values: int) -> bytes:
-    return PREFACE + settings(**values)
+def widen(stream: int, size: int) -> bytes:
+    """A WINDOW_UPDATE of a stream; 0 is the connection."""
+    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", size))
 
 
 def block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -61,37 +63,27 @@ def call(stream: int, path: bytes, payload: bytes, *more: tuple[bytes, bytes]) -
     return headers(stream, path, *more) + frame(DATA, END_STREAM, stream, message(payload))
 
 
-def frames(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
-    """Kind, flags, stream and payload of each whole frame."""
-    while len(data) >= 9 and len(data) >= 9 + (size := int.from_bytes(data[:3], "big")):
-        yield data[3], data[4], int.from_bytes(data[5:9], "big") & 0x7FFFFFFF, data[9 : 9 + size]
-        data = data[9 + size :]
-
-
-@dataclass(kw_only=True)
 class Connection:
     """A connection whose every frame is ours to send. Reading answers pings and settings, as an honest client does."""
 
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    windows: dict[int, int] = field(default_factory=dict)
-    """Bytes that the server lets us send, by stream; 0 is the connection."""
-    received: dict[int, bytes] = field(default_factory=dict)
-    """DATA by stream."""
-    ended: dict[int, bytes] = field(default_factory=dict)
-    """The last HEADERS block, or RST_STREAM's code, by stream."""
-    goaway: bytes = b""
-    is_over: bool = False
-    _initial: int = WINDOW
-    _rest: bytes = b""
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.ended: dict[int, bytes] = {}
+        """The last HEADERS block, or RST_STREAM's code, by stream."""
+        self.goaway = b""
+        self.is_over = False
+        self._room: defaultdict[int, int] = defaultdict(int)
+        """Bytes that the server lets us send beyond the first window, by stream; 0 is the connection."""
+        self._initial = WINDOW
+        self._rest = b""
 
     @classmethod
-    async def open(cls, address: str, greeting: bytes = b"", *, source: str | None = None) -> Connection:
+    async def open(cls, address: str, greeting: bytes = b"") -> Connection:
         host, _, port = address.rpartition(":")
-        local = None if source is None else (source, 0)
-        reader, writer = await asyncio.open_connection(host, int(port), local_addr=local)
+        reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(greeting or hello())
-        return cls(reader=reader, writer=writer)
+        return cls(reader, writer)
 
     def send(self, data: bytes) -> None:
         if not self.writer.is_closing():
@@ -99,54 +91,50 @@ class Connection:
 
     def window(self, stream: int) -> int:
         """Bytes of DATA that may be sent now."""
-        return min(self.windows.get(stream, self._initial), self.windows.get(0, WINDOW))
+        return min(self._initial + self._room[stream], WINDOW + self._room[0])
 
-    def send_data(self, stream: int, data: bytes, flags: int = 0) -> None:
+    def send_data(self, stream: int, data: bytes) -> None:
         """Sends DATA that fits the window."""
-        self.send(frame(DATA, flags, stream, data))
-        self.windows[0] = self.windows.get(0, WINDOW) - len(data)
-        self.windows[stream] = self.windows.get(stream, self._initial) - len(data)
+        self.send(frame(DATA, 0, stream, data))
+        for each in (0, stream):
+            self._room[each] -= len(data)
 
-    async def read(self, seconds: float, size: int = 1 << 16) -> bool:
+    async def read(self, seconds: float) -> bool:
         """Takes what has come, for at most so long; False if nothing did, or the connection is over."""
         try:
-            data = await asyncio.wait_for(self.reader.read(size), seconds)
+            data = await asyncio.wait_for(self.reader.read(1 << 16), seconds)
         except asyncio.TimeoutError:
             return False
         except OSError:
             data = b""
         self.is_over = not data
         self._rest += data
-        for kind, flags, stream, payload in frames(self._rest):
-            self._rest = self._rest[9 + len(payload) :]
-            self._take(kind, flags, stream, payload)
+        while len(self._rest) >= 9 and len(self._rest) >= (end := 9 + int.from_bytes(self._rest[:3], "big")):
+            kind, flags, stream = struct.unpack(">BBI", self._rest[3:9])
+            payload, self._rest = self._rest[9:end], self._rest[end:]
+            self._take(kind, flags, stream & 0x7FFFFFFF, payload)
         return bool(data)
 
-    async def until_ended(self, stream: int, seconds: float) -> bytes | None:
-        """What ended a stream; None if nothing did in that time."""
+    async def until_ended(self, stream: int, seconds: float) -> int | None:
+        """The gRPC status that ended a stream; None if there is none in that time."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while stream not in self.ended and not self.is_over and (left := end - loop.time()) > 0:
             await self.read(left)
-        return self.ended.get(stream)
+        return status_of(self.ended.get(stream, b""))
 
     def close(self) -> None:
         self.writer.transport.abort()
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind == SETTINGS and not flags & ACK:
-            for number, value in struct.iter_unpack(">HI", payload):
-                if number == INITIAL_WINDOW:
-                    grown, self._initial = value - self._initial, value
-                    self.windows = {k: v + grown if k else v for k, v in self.windows.items()}
+            values = dict(struct.iter_unpack(">HI", payload))
+            self._initial = values.get(INITIAL_WINDOW, self._initial)
             self.send(frame(SETTINGS, ACK))
         elif kind == PING and not flags & ACK:
             self.send(frame(PING, ACK, 0, payload))
         elif kind == WINDOW_UPDATE:
-            before = self.windows.get(stream, self._initial if stream else WINDOW)
-            self.windows[stream] = before + int.from_bytes(payload, "big")
-        elif kind == DATA:
-            self.received[stream] = self.received.get(stream, b"") + payload
+            self._room[stream] += int.from_bytes(payload, "big")
         elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
             self.ended.setdefault(stream, payload)
         elif kind == GOAWAY:
@@ -162,16 +150,16 @@ def status_of(trailers: bytes) -> int | None:
     return int(digits) if not rest[0] & 0x80 and digits.isdigit() else None
 
 
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it, and HPACK its lengths: seven bits a byte, the lowest first."""
+    out = bytearray()
+    while value >= 128:
+        out.append(value % 128 + 128)
+        value //= 128
+    return bytes([*out, value])
+
+
 def _text(value: bytes) -> bytes:
-    return _length(len(value)) + value
-
-
-def _length(size: int) -> bytes:
-    """HPACK's integer with a prefix of seven bits."""
-    if size < 127:
-        return bytes([size])
-    out, size = [127], size - 127
-    while size >= 128:
-        out.append(size % 128 + 128)
-        size //= 128
-    return bytes([*out, size])
+    """A text with its length, HPACK's integer with a prefix of seven bits."""
+    size = len(value)
+    return (bytes([size]) if size < 127 else b"\x7f" + varint(size - 127)) + value

@@ -8,12 +8,12 @@ Tests only.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import grpc
@@ -29,9 +29,9 @@ from corun.testing.engines import expected
 from corun.v1 import cluster_service_pb2
 from tests.fuzz.http2 import Connection, status_of
 from tests.fuzz.messages import Maker, mutated
-from tests.fuzz.observed import Target
-from tests.fuzz.raw import SCRIPTS
-from tests.fuzz.surface import HEALTH, SERVED, TYPED, UNKNOWN_METHODS, Code, Method, draw_method, valid
+from tests.fuzz.raw import SCRIPTS, script
+from tests.fuzz.surface import CLUSTER, HEALTH, SERVED, TYPED, UNKNOWN_METHODS, Code, Method
+from tests.fuzz.target import Target
 
 KINDS = {"message": 50, "bytes": 30, "raw": 15, "unknown method": 2, "token": 3}
 """Weights."""
@@ -43,8 +43,10 @@ MAX_PAYLOAD = 2**22
 RAW_WAIT_S = 0.15
 CANARY_S = 120.0
 CANARY_PROMPT, CANARY_PARAMS, CANARY_SEED = (1, 2, 3), SamplingParams(max_tokens=12, logprobs=True), 7
+_BAD_CODES = {Code.UNKNOWN.value[0], Code.INTERNAL.value[0]}
 _UNTYPED_RAW = {"odd_path": {2}, "broken_frames": {2}, "odd_frames": {2}}
 """A path that is not UTF-8 is refused by gRPC for Python itself, with UNKNOWN, before any code of ours."""
+_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,6 @@ class Report:
     """What a run did and found."""
 
     seed: int
-    cases: Counter[str] = field(default_factory=Counter)
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
     """By kind of case; of raw ones, how the connection or stream ended."""
     findings: list[str] = field(default_factory=list)
@@ -70,56 +71,44 @@ class Report:
             self.findings.append(f"case {number}: {what}")
 
     def count(self, kind: str, status: str) -> None:
-        self.cases[kind] += 1
         self.statuses.setdefault(kind, Counter())[status] += 1
 
     def as_dict(self) -> dict[str, Any]:
         statuses = {kind: dict(counter.most_common()) for kind, counter in sorted(self.statuses.items())}
-        return {**vars(self), "cases": dict(self.cases), "statuses": statuses, "case_count": self.cases.total()}
+        cases = {kind: counter.total() for kind, counter in self.statuses.items()}
+        return {**vars(self), "cases": cases, "statuses": statuses, "case_count": sum(cases.values())}
 
 
 class Fuzzer:
     """One run."""
 
-    def __init__(self, target: Target, seed: int, links: dict[str, Any], kinds: Sequence[str] = tuple(KINDS)) -> None:
+    def __init__(self, target: Target, seed: int, links: dict[str, Any], kinds: Sequence[str]) -> None:
         self.report = Report(seed=seed)
         self._target = target
         self._links = links
-        self._kinds = tuple(kinds)
+        self._kinds = kinds
 
     async def run(self, *, first: int, cases: int, at_once: int, canary_every: int) -> Report:
-        began = time.monotonic()
-        report, target = self.report, self._target
+        began, report, target = time.monotonic(), self.report, self._target
         await self.canary(first)
-        files = target.files
-        report.files["before"] = files
-        self._note_memory(0)
+        files = report.files["before"] = target.files
+        report.memory_mib["0"] = target.rss_mib
         numbers = iter(range(first, first + cases))
-        workers = [asyncio.create_task(self._work(numbers, first, cases, canary_every)) for _ in range(at_once)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
+        await asyncio.gather(*(self._work(numbers, first, cases, canary_every) for _ in range(at_once)))
         if target.alive:
-            await self._finish(first + cases, files)
+            await self.canary(first + cases)
+            for link in self._links.values():
+                await link.close()
+            for leak in await target.settled(files):
+                report.add(first + cases, f"still held: {leak}")
+            for error in target.errors():
+                report.add(first + cases, f"in the log: {error}")
+            report.files["after"], report.memory_mib["settled"] = target.files, target.rss_mib
+            report.log_mib = round(target.log.stat().st_size / 2**20, 1)
         report.seconds = round(time.monotonic() - began, 1)
         return report
 
-    async def _finish(self, number: int, files: int) -> None:
-        report, target = self.report, self._target
-        await self.canary(number)
-        for link in self._links.values():
-            await link.close()
-        for leak in await target.settled(files):
-            report.add(number, f"still held: {leak}")
-        report.files["after"] = target.files
-        report.memory_mib["settled"] = target.rss_mib
-        report.log_mib = target.log_mib
-        for error in target.tracebacks():
-            report.add(number, f"in the log: {error}")
-
-    async def _work(self, numbers: Any, first: int, cases: int, canary_every: int) -> None:
+    async def _work(self, numbers: Iterator[int], first: int, cases: int, canary_every: int) -> None:
         for number in numbers:
             if not self._target.alive:
                 self.report.add(number, "the process is gone")
@@ -128,118 +117,76 @@ class Fuzzer:
             done = number - first + 1
             if done % canary_every == 0:
                 await self.canary(number)
-            if done % max(1, cases // 10) == 0:
-                self._note_memory(done)
-
-    def _note_memory(self, done: int) -> None:
-        if self._target.alive:
-            self.report.memory_mib[str(done)] = self._target.rss_mib
+            if done % max(1, cases // 10) == 0 and self._target.alive:
+                self.report.memory_mib[str(done)] = self._target.rss_mib
 
     async def case(self, number: int) -> None:
         """Runs one case."""
-        rng = random.Random(f"{self.report.seed} {number}")
-        weights = [KINDS[kind] for kind in self._kinds]
-        kind = rng.choices(self._kinds, weights)[0]
-        if kind == "raw":
-            await self._raw(rng, number)
-        elif kind == "unknown method":
-            await self._unknown(rng, number)
-        else:
-            await self._call(rng, number, kind)
+        rng = Random(f"{self.report.seed} {number}")
+        kind = rng.choices(self._kinds, [KINDS[kind] for kind in self._kinds])[0]
+        run = {"raw": self._raw, "unknown method": self._unknown}.get(kind, self._call)
+        await run(rng, number, kind)
 
-    async def _call(self, rng: random.Random, number: int, kind: str) -> None:
+    async def _call(self, rng: Random, number: int, kind: str) -> None:
         server = rng.choice(tuple(SERVED))
-        method = draw_method(rng, server)
+        method = Method(rng, server)
         metadata, must_be = self._credentials(rng, server, method, odd=kind == "token")
         payload = self._payload(rng, method, kind)
         answers = rng.choice((1, 2, 1000)) if rng.random() < 0.2 else 1000
-        timeout_s = rng.choice((0.002, 0.05, 0.3, LONGEST_S) if method.descriptor.server_streaming else _UNARY_S)
-        code, detail = await self._send(server, method, payload, metadata, timeout_s, answers)
+        timeout_s = rng.choice(_UNARY_S if method.is_unary else (0.002, 0.05, 0.3, LONGEST_S))
+        call = self._links[server].unary_stream(method.path)(payload, metadata=metadata, timeout=timeout_s)
+        code, detail = await _ended(call, method, answers)
         self.report.count(kind, code.name)
-        is_unary = not method.descriptor.server_streaming
-        if is_unary and code is Code.DEADLINE_EXCEEDED and timeout_s >= LONGEST_S:
+        if method.is_unary and code is Code.DEADLINE_EXCEEDED and timeout_s >= LONGEST_S:
             self.report.late[f"{server} {method.path} {len(payload)}"] += 1
         allowed = TYPED if must_be is None else {must_be, Code.DEADLINE_EXCEEDED, Code.CANCELLED}
         if code not in allowed or detail.startswith("!"):
             what = f"{server} {method.path}, {kind}: {code.name} {detail}"
             self.report.add(number, f"{what}; {len(payload)} bytes {payload[:200].hex()}")
 
-    async def _send(
-        self, server: str, method: Method, payload: bytes, metadata: Any, timeout_s: float, answers: int
-    ) -> tuple[Code, str]:
-        """The status of a call; a detail that begins with "!" is wrong whatever the status."""
-        call = self._links[server].unary_stream(method.path)(payload, metadata=metadata, timeout=timeout_s)
-        try:
-            async for answer in call:
-                method.check(answer)
-                answers -= 1
-                if not answers:
-                    call.cancel()
-                    return Code.CANCELLED, "by us"
-        except grpc.aio.AioRpcError as error:
-            is_ours = is_answered(error) or error.code() in (Code.DEADLINE_EXCEEDED, Code.CANCELLED)
-            too_large = error.code() is Code.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
-            return error.code(), f"{'' if is_ours or too_large else '!not ours: '}{error.details()}"
-        except DecodeError as error:
-            return Code.OK, f"!answered with what is not {method.descriptor.output_type.name}: {error}"
-        except asyncio.CancelledError:
-            return Code.CANCELLED, "by the channel"
-        return Code.OK, ""
-
-    def _payload(self, rng: random.Random, method: Method, kind: str) -> bytes:
+    def _payload(self, rng: Random, method: Method, kind: str) -> bytes:
         maker = Maker(rng)
-        right = valid(rng, method, self._target.nodes)
+        right = method.valid(rng, self._target.nodes)
         how = rng.random()
         request = right if how < 0.1 else maker.changed(right) if how < 0.7 else maker.any_of(right.DESCRIPTOR)
         data: bytes = (right if request.ByteSize() > MAX_PAYLOAD else request).SerializeToString()
         return mutated(rng, data, right.SerializeToString()) if kind == "bytes" else data
 
-    def _credentials(self, rng: random.Random, server: str, method: Method, *, odd: bool) -> tuple[Any, Code | None]:
+    def _credentials(self, rng: Random, server: str, method: Method, *, odd: bool) -> tuple[Any, Code | None]:
         """Metadata of a call, and the one status that it may have."""
-        secrets = self._target.secrets
-        service = method.descriptor.containing_service.full_name
-        closed = Code.UNAUTHENTICATED if server == "guarded" and service != HEALTH else None
+        closed = Code.UNAUTHENTICATED if server == "guarded" and method.service != HEALTH else None
         if odd:
             return _odd_metadata(rng), closed
         if server == "guarded" and rng.random() < 0.5:
-            is_client_call = service.endswith("ClusterService")
-            return bearer(secrets.token("client")), None if is_client_call else closed
+            return bearer(self._target.secrets.token("client")), None if method.service == CLUSTER else closed
         return (), closed
 
-    async def _unknown(self, rng: random.Random, number: int) -> None:
+    async def _unknown(self, rng: Random, number: int, kind: str) -> None:
         server, path = rng.choice(tuple(SERVED)), rng.choice(UNKNOWN_METHODS)
-        call = self._links[server].unary_stream(path)(rng.randbytes(rng.randrange(40)), timeout=2.0)
-        try:
-            async for _ in call:
-                self.report.add(number, f"{server} answers {path}")
-            code = Code.OK
-        except grpc.aio.AioRpcError as error:
-            code = error.code()
-        self.report.count("unknown method", code.name)
+        code, _ = await _ended(self._links[server].unary_stream(path)(rng.randbytes(rng.randrange(40)), timeout=2.0))
+        self.report.count(kind, code.name)
         if code not in (Code.UNIMPLEMENTED, Code.DEADLINE_EXCEEDED):
             self.report.add(number, f"{server} {path}: {code.name}")
 
-    async def _raw(self, rng: random.Random, number: int) -> None:
-        name = rng.choice(tuple(SCRIPTS))
-        address = rng.choice(tuple(self._target.addresses.values()))
+    async def _raw(self, rng: Random, number: int, kind: str) -> None:
+        name, address = rng.choice(SCRIPTS), rng.choice(tuple(self._target.addresses.values()))
         try:
-            link = await Connection.open(address, SCRIPTS[name](rng))
+            link = await Connection.open(address, script(name, rng))
         except OSError as error:
             self.report.add(number, f"no connection: {error}")
             return
         try:
             while await link.read(RAW_WAIT_S) and not link.ended:
                 pass
-            outcome = _outcome(link)
         finally:
             link.close()
-        self.report.count("raw", outcome)
-        codes = {status_of(trailers) for trailers in link.ended.values()} & {
-            Code.UNKNOWN.value[0],
-            Code.INTERNAL.value[0],
-        }
-        if codes - _UNTYPED_RAW.get(name, set()):
-            self.report.add(number, f"raw {name}: status {codes}")
+        codes = {status_of(trailers) or 0 for trailers in link.ended.values() if len(trailers) != 4}
+        outcome = "goaway" if link.goaway else "closed" if link.is_over else "silence"
+        if link.ended:
+            outcome = "status " + ", ".join(_NAMES.get(c, str(c)) for c in sorted(codes)) if codes else "stream reset"
+        self.report.count(kind, outcome)
+        if wrong := codes & _BAD_CODES - _UNTYPED_RAW.get(name, set()):
+            self.report.add(number, f"raw {name}: status {wrong}")
 
     async def canary(self, number: int) -> None:
         """An ordinary request to each cluster gives the right bits."""
@@ -247,7 +194,7 @@ class Fuzzer:
         request = codec.generate_request(CANARY_PROMPT, CANARY_PARAMS, seed=CANARY_SEED).SerializeToString()
         read = cluster_service_pb2.GenerateResponse.FromString
         for server, token in (("open", ""), ("guarded", self._target.secrets.token("client"))):
-            method = self._links[server].unary_stream("/corun.v1.ClusterService/Generate", response_deserializer=read)
+            method = self._links[server].unary_stream(f"/{CLUSTER}/Generate", response_deserializer=read)
             try:
                 call = method(request, metadata=bearer(token), timeout=CANARY_S)
                 answers = [answer async for answer in call]
@@ -260,31 +207,39 @@ class Fuzzer:
                 self.report.add(number, f"canary of {server}: {got}, not {(ids, logprobs)}")
 
 
-def _odd_metadata(rng: random.Random) -> Any:
-    return rng.choice(
-        (
-            (("authorization", "Bearer " + "0" * 64),),
-            (("authorization", "bearer"),),
-            (("authorization", ""),),
-            (("authorization", "Basic eDp5"),),
-            (("authorization", "Bearer a"), ("authorization", "Bearer b")),
-            (("authorization", "Bearer " + "x" * rng.choice((600, 9000))),),
-            (("authorization-bin", rng.randbytes(40)),),
-            tuple((f"x-{i}", "y" * 50) for i in range(60)),
-        )
+async def _ended(call: Any, method: Method | None = None, answers: int = 1000) -> tuple[Code, str]:
+    """The status of a call; a detail that begins with "!" is wrong whatever the status."""
+    try:
+        async for answer in call:
+            if method is not None:
+                method.check(answer)
+            answers -= 1
+            if not answers:
+                call.cancel()
+                return Code.CANCELLED, "by us"
+    except grpc.aio.AioRpcError as error:
+        is_ours = is_answered(error) or error.code() in (Code.DEADLINE_EXCEEDED, Code.CANCELLED)
+        too_large = error.code() is Code.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
+        return error.code(), f"{'' if is_ours or too_large else '!not ours: '}{error.details()}"
+    except DecodeError as error:
+        return Code.OK, f"!answered with what is not its type: {error}"
+    except asyncio.CancelledError:
+        return Code.CANCELLED, "by the channel"
+    return Code.OK, ""
+
+
+def _odd_metadata(rng: Random) -> Any:
+    odd = (
+        (("authorization", "Bearer " + "0" * 64),),
+        (("authorization", "bearer"),),
+        (("authorization", ""),),
+        (("authorization", "Basic eDp5"),),
+        (("authorization", "Bearer a"), ("authorization", "Bearer b")),
+        (("authorization", "Bearer " + "x" * rng.choice((600, 9000))),),
+        (("authorization-bin", rng.randbytes(40)),),
+        tuple((f"x-{i}", "y" * 50) for i in range(60)),
     )
-
-
-def _outcome(link: Connection) -> str:
-    codes = sorted({status_of(trailers) or 0 for trailers in link.ended.values() if len(trailers) != 4})
-    names = {code.value[0]: code.name for code in grpc.StatusCode}
-    if codes:
-        return "status " + ", ".join(names.get(code, str(code)) for code in codes)
-    if link.ended:
-        return "stream reset"
-    if link.goaway:
-        return "goaway"
-    return "closed" if link.is_over else "silence"
+    return rng.choice(odd)
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
-"""What is fuzzed, in a process of its own: real routers and node services over fake engines.
+"""What is fuzzed: real routers and node services over fake engines, in a process of their own, and how it is watched.
 
-    python -m tests.fuzz.target MODEL_DIR SECRETS_DIR
+    python -m tests.fuzz.target MODEL_DIR SECRETS_DIR SETTINGS
 
 Prints a line of JSON with the addresses when all is ready, answers each line on stdin with a line of what is held, and
 ends when stdin does. Logs go to stderr. Tests only.
@@ -14,17 +14,21 @@ ends when stdin does. Logs go to stderr. Tests only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import re
 import sys
+import tempfile
 from collections import deque
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from corun.node import membership
 from corun.rpc.server import raise_file_limit
 from corun.testing.cluster import router_config
+from corun.testing.model import write_tokenizer
 from router.nodes import registry
 from router.service import ClusterService
 from tests.clusters import FakeCluster, cluster
@@ -37,50 +41,125 @@ SLOTS = 32
 LEASE_TTL_MS = 5000
 FORGET_AFTER_S = 20.0
 """What a router keeps of nodes that are gone would look like a leak, too."""
+START_S = 120.0
+SETTLE_S = 60.0
+_OWN_OF_GRPC = re.compile(r"Traceback .*\n(?: +File \"src/python/grpcio/.*\n(?: {4,}.*\n)*)+grpc\S+ExecuteBatchError")
+"""What gRPC prints by itself when a client is gone that it wanted to tell of an error of its own."""
+_UNEXPECTED = re.compile(
+    r"^(?:.* internal error .*|Traceback .*|.*Task exception was never retrieved.*)$", re.MULTILINE
+)
+
+
+class Target:
+    """A running target process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, told: dict[str, Any], secrets: Secrets, log: Path) -> None:
+        self.addresses: dict[str, str] = told["addresses"]
+        self.nodes: dict[str, dict[str, str]] = told["nodes"]
+        self.secrets = secrets
+        self.log = log
+        self._process = process
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    @property
+    def rss_mib(self) -> float:
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return round(pages * 4096 / 2**20, 1)
+
+    @property
+    def files(self) -> int:
+        """Open file descriptors."""
+        return len(list(Path(f"/proc/{self._process.pid}/fd").iterdir()))
+
+    def errors(self) -> list[str]:
+        """Unexpected errors in the log, each kind once: its line without the time, or how its traceback ends."""
+        text, found = _OWN_OF_GRPC.sub("", self.log.read_text(errors="replace")), set()
+        for match in _UNEXPECTED.finditer(text):
+            first, *lines = text[match.start() : match.start() + 3000].splitlines()
+            own = next((line for line in lines if line and line[0] not in " \t"), first)
+            found.add(own if first.startswith("Traceback") else re.sub(r"^\S+ \S+ ", "", first))
+        return sorted(found)
+
+    async def settled(self, files: int, slack: int = 8) -> list[str]:
+        """What is still held, or open beyond `files`, after a while in which all should have been given back."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + SETTLE_S
+        while (found := await self._held(files + slack)) and loop.time() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        return found
+
+    async def _held(self, files: int) -> list[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        found: list[str] = json.loads(await asyncio.wait_for(self._process.stdout.readline(), START_S))
+        return found + [f"{self.files} files are open, not {files}"] * (self.files > files)
+
+
+@contextlib.asynccontextmanager
+async def running(log_path: str = "", **settings: Any) -> AsyncIterator[Target]:
+    """A target; `settings` are those of its routers, or broken=True. log_path: where its log is kept."""
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        secrets = Secrets.make(scratch / "secrets")
+        log = Path(log_path) if log_path else scratch / "log"
+        command = [sys.executable, "-m", "tests.fuzz.target", write_tokenizer(scratch), str(secrets.directory)]
+        with log.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *command, json.dumps(settings), stdin=-1, stdout=-1, stderr=stderr, limit=2**24
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            told = await asyncio.wait_for(process.stdout.readline(), START_S)
+            assert told, log.read_text()[-3000:]
+            yield Target(process, json.loads(told), secrets, log)
+        finally:
+            process.stdin.close()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), SETTLE_S)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 async def serve(model: str, secrets: Secrets, settings: dict[str, Any]) -> None:
-    async with AsyncExitStack() as stack:
-        open_router = await stack.enter_async_context(cluster(model, slots=SLOTS, **PATIENT, **settings))
-        tokens = {name: value for name, value in secrets.settings.items() if not name.startswith("tls")}
-        guarded = await stack.enter_async_context(cluster(model, **PATIENT, **settings, **tokens))
+    tokens = {name: value for name, value in secrets.settings.items() if not name.startswith("tls")}
+    async with (
+        cluster(model, slots=SLOTS, **PATIENT, **settings) as open_router,
+        cluster(model, **PATIENT, **settings, **tokens) as guarded,
+        contextlib.AsyncExitStack() as stack,
+    ):
         lone = FakeCluster(model, router_config(**PATIENT, **settings))
         stack.push_async_callback(lone.close)
         await lone.add_router()
         prefill = await lone.add_prefill("p", join=False)
         decode = await lone.add_decode("d", join=False, lease_ttl_ms=LEASE_TTL_MS)
-        for fake in (open_router, guarded):
-            for node in fake.nodes:
-                if node.info.slots:
-                    node.engine.step_ms = STEP_MS
         for node in (*open_router.nodes, *guarded.nodes, prefill, decode):
-            _forget_calls(node.engine)
+            if node.info.slots and node is not decode:
+                node.engine.step_ms = STEP_MS
+            for name in {"prefilled", "released", "connected"} & vars(node.engine).keys():
+                setattr(node.engine, name, deque(maxlen=10))  # What fakes note of calls would look like a leak, too.
         prefill.engine.kv_ttl_s = LEASE_TTL_MS / 1000
-        nodes = {node.info.role.value: _described(node) for node in (prefill, decode)}
+        nodes = {
+            node.info.role.value: {
+                "address": node.info.address,
+                "generation": node.info.ref.generation,
+                "contract": node.info.contract_json,
+            }
+            for node in (prefill, decode)
+        }
         clusters = {"open": open_router, "guarded": guarded, "lone": lone}
-        addresses = {name: fake.address for name, fake in clusters.items()}
-        print(json.dumps({"addresses": addresses, "nodes": nodes}), flush=True)
-        await _answer(clusters)
-
-
-def _forget_calls(engine: Any) -> None:
-    """The fakes note all they are asked, which would look like a leak."""
-    for name in ("prefilled", "released", "connected"):
-        if hasattr(engine, name):
-            setattr(engine, name, deque(maxlen=10))
-
-
-def _described(node: Any) -> dict[str, str]:
-    return {"address": node.info.address, "generation": node.info.ref.generation, "contract": node.info.contract_json}
-
-
-async def _answer(clusters: dict[str, FakeCluster]) -> None:
-    """Says what is held for every line that is asked."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while await reader.readline():
-        print(json.dumps(_held(clusters)), flush=True)
+        print(json.dumps({"addresses": {name: each.address for name, each in clusters.items()}, "nodes": nodes}))
+        sys.stdout.flush()
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while await reader.readline():
+            print(json.dumps(_held(clusters)), flush=True)
 
 
 def _held(clusters: dict[str, FakeCluster]) -> list[str]:
@@ -96,7 +175,7 @@ def _break() -> None:
 
     async def broken(self: Any, request: Any, context: Any) -> Any:
         _ = {12: "fine"}[request.sampling_params.max_tokens]
-        async with aclosing(generate(self, request, context)) as responses:
+        async with contextlib.aclosing(generate(self, request, context)) as responses:
             async for response in responses:
                 yield response
 

@@ -36,7 +36,7 @@ def request(max_tokens: int, n: int) -> bytes:
 async def test_a_client_that_reads_too_slowly_gives_its_slots_back(model: str) -> None:
     """Long before its samples would have ended; others are served, and it learns why when it reads."""
     async with cluster(model, max_unsent_tokens=50) as fake:
-        link = await Connection.open(fake.address, hello(n4=0))
+        link = await Connection.open(fake.address, hello(0))
         slow = pb.GenerateRequest.FromString(request(500, 8)).sampling_params
         fake.nodes[1].engine.step_ms = 5.0  # 2.5 s for each of them.
         link.send(call(1, GENERATE, request(500, 8)))
