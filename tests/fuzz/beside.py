@@ -67,35 +67,26 @@ class Report:
         return {**vars(self), "assaults": assaults, "count": sum(map(Counter.total, self.assaults.values()))}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The tokens of the cluster and of its two clients. It tells these apart to share slots and the queue fairly."""
+    """The tokens of the cluster and of its two clients, which it tells apart to share slots and the queue fairly.
 
-    folder: Path
-    cluster: str
-    bystander: str
-    attacker: str
+    The attacker may not ask for the highest priority, which goes before all.
+    """
 
-    @classmethod
-    def written(cls, folder: Path) -> Tokens:
-        """Write new tokens to files. The attacker may not ask for the highest priority, which goes before all."""
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        made = cls(folder=folder, **{name: secrets.token_hex(16) for name in ("cluster", "bystander", "attacker")})
-        made.file("cluster").write_text(made.cluster)
-        made.file("bystander").write_text(made.bystander)
-        clients = f"bystander: {made.bystander}\nattacker: {made.attacker} max_priority=normal\n"
-        made.file("clients").write_text(clients)
-        return made
-
-    def file(self, name: str) -> Path:
-        return self.folder / f"{name}.token"
+        self.cluster, self.attacker, bystander = (secrets.token_hex(16) for _ in range(3))
+        clients = f"bystander: {bystander}\nattacker: {self.attacker} max_priority=normal\n"
+        self.files = {name: folder / f"{name}.token" for name in ("cluster", "bystander", "clients")}
+        for path, text in zip(self.files.values(), (self.cluster, bystander, clients), strict=True):
+            path.write_text(text)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a cluster (`corun_bench.nodes.Nodes`) with these tokens."""
         return {
-            "router_flags": ("--client-tokens-file", str(self.file("clients"))),
-            "member_flags": ("--cluster-token-file", str(self.file("cluster"))),
+            "router_flags": ("--client-tokens-file", str(self.files["clients"])),
+            "member_flags": ("--cluster-token-file", str(self.files["cluster"])),
             "token": self.cluster,
         }
 
@@ -139,7 +130,9 @@ class Siege:
             await asyncio.wait(workers, timeout=1.0)
             for name, mib in self._processes.memory().items():
                 self._most[name] = max(self._most.get(name, 0.0), mib)
-            self._check_alive()
+            for name, process in self._processes.running.items():
+                if (code := process.poll()) is not None:
+                    self.report.find(f"{name} ended with {code}")
         await asyncio.gather(*workers)
 
     async def _ordinary(self, numbers: Iterator[int], until: float) -> None:
@@ -157,11 +150,6 @@ class Siege:
                 self.report.find(f"assault {number}, {kind}: {answer}")
             if time.monotonic() - began > 2 * CALL_S:
                 self.report.find(f"assault {number}, {kind}: not over after {2 * CALL_S:.0f} s")
-
-    def _check_alive(self) -> None:
-        for name, process in self._processes.running.items():
-            if (code := process.poll()) is not None:
-                self.report.find(f"{name} ended with {code}")
 
     def _judge(self, calm: list[dict[str, Any]], beside: list[dict[str, Any]]) -> None:
         report = self.report
@@ -184,30 +172,32 @@ class Siege:
 
     async def _settled(self) -> None:
         """Wait until nothing of the assaults is held. Anything that still is becomes a finding."""
-        end = time.monotonic() + SETTLE_S
-        while (held := await self._held()) and time.monotonic() < end:  # noqa: ASYNC110
+        end, of_bystander = time.monotonic() + SETTLE_S, 3  # Its streams go on.
+        while True:
+            status = await asyncio.to_thread(self._nodes.status)
+            used = sum(node.load.used_slots for node in status.nodes) if status else 0
+            if status and used <= of_bystander and not status.queued_samples:
+                return
+            if time.monotonic() > end:
+                held = f"{used} slots, {status.queued_samples} waiting" if status else "the router does not answer"
+                self.report.find(f"still held after {SETTLE_S:.0f} s: {held}")
+                return
             await asyncio.sleep(0.5)
-        if held:
-            self.report.find(f"still held after {SETTLE_S:.0f} s: {held}")
-
-    async def _held(self) -> str:
-        status = await asyncio.to_thread(self._nodes.status)
-        if status is None:
-            return "the router does not answer"
-        of_bystander = 3  # Its streams go on.
-        used = sum(node.load.used_slots for node in status.nodes)
-        return f"{used} slots, {status.queued_samples} waiting" if used > of_bystander or status.queued_samples else ""
 
     @asynccontextmanager
     async def _bystander(self) -> AsyncIterator[None]:
-        told = (self._nodes.address, self._target.url, str(self._tokens.file("bystander")))
+        async def read(stdout: asyncio.StreamReader) -> None:
+            while line := await stdout.readline():
+                self._told.append(json.loads(line))
+
+        told = (self._nodes.address, self._target.url, str(self._tokens.files["bystander"]))
         command = [sys.executable, "-m", "tests.fuzz.bystander", *told]
         process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, limit=2**20)
         assert process.stdin is not None
         assert process.stdout is not None
         learned = await asyncio.wait_for(process.stdout.readline(), START_S)
         assert learned, "the bystander got no right answers"
-        reading = asyncio.create_task(self._read(process.stdout))
+        reading = asyncio.create_task(read(process.stdout))
         os.nice(NICENESS)  # From here on, this process is the attacker.
         try:
             yield
@@ -216,16 +206,12 @@ class Siege:
             await asyncio.wait_for(process.wait(), START_S)
             await reading
 
-    async def _read(self, stdout: asyncio.StreamReader) -> None:
-        while line := await stdout.readline():
-            self._told.append(json.loads(line))
-
 
 async def besiege(topology: Topology, logs: Path, *, seed: int, minutes: float, at_once: int, calm_s: float) -> Report:
     """Do a whole run on a cluster of its own, with a gateway in front of it."""
     report = Report(seed=seed, minutes=minutes)
     url = f"http://127.0.0.1:{free_port()}"
-    tokens = Tokens.written(logs)
+    tokens = Tokens(logs)
     with running(topology, logs, **tokens.settings) as nodes:
         flags = ("--router", nodes.address, "--port", url.rpartition(":")[2])
         nodes.processes.start("gateway", "corun", "gateway", *flags)

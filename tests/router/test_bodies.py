@@ -50,13 +50,14 @@ def test_parameters_are_counted_first(field: str, limit: int) -> None:
         SamplingParams(**{field: Unread(9_999_999)})
 
 
-def test_parameters_of_a_message_are_not_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_message_is_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(codec, "SamplingParams", lambda **values: seen.update(values))
-    message = pb.GenerateRequest().sampling_params
-    codec.sampling_params_from_proto(message)
+    monkeypatch.setattr(service, "caller", lambda: ANYONE)
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+    assert type(service._request(message, Span()).prompt) is type(message.token_ids.ids)
     for field in ("stop", "stop_token_ids", "logit_bias"):
-        assert type(seen[field]) is type(getattr(message, field))
+        assert type(seen[field]) is type(getattr(message.sampling_params, field))
 
 
 async def test_a_message_is_not_parsed_if_no_prompt_of_the_model_is_so_long(model: str) -> None:
@@ -81,12 +82,6 @@ async def test_a_prompt_is_counted_first(model: str) -> None:
             await fake.router.requests.accept(request, asyncio.get_running_loop().time() + WAIT_S)
 
 
-async def test_a_prompt_of_a_message_is_not_copied_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "caller", lambda: ANYONE)
-    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
-    assert type(service._request(message, Span()).prompt) is type(message.token_ids.ids)
-
-
 async def test_resume_points_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "resume_point_from_proto", lambda _: pytest.fail("an entry was read"))
     async with cluster(model) as fake:
@@ -105,19 +100,14 @@ async def verify(fake: FakeCluster, request: pb.VerifyRequest) -> None:
             raise from_rpc_error(error) if hasattr(error, "code") else error from None
 
 
-async def test_a_message_of_empty_entries_is_not_parsed(model: str) -> None:
-    """Each takes two bytes, and more than a hundred of memory."""
-    async with cluster(model) as fake:
-        with pytest.raises(InvalidArgumentError, match="message = more than 16384 fields: must have at most 16384"):
-            await verify(fake, pb.VerifyRequest(cases=[pb.VerifyCase()] * 20_000))
-
-
 async def test_cases_and_their_prompts_are_counted_first(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "verify_case_from_proto", lambda _: pytest.fail("an entry was read"))
     long = VerifyCase(prompt_token_ids=(1,) * MAX_MODEL_LEN, sampling_params=SamplingParams(), seed=1)
     refused = {
         r"cases\[0\]\.prompt\.token_ids = 512 tokens: must be at most 511": codec.verify_request([long]),
         "cases = 9: must be 1 to 8 cases": pb.VerifyRequest(cases=[pb.VerifyCase()] * 9),
+        # Each entry takes two bytes, and more than a hundred of memory.
+        "message = more than 16384 fields: must have at most 16384": pb.VerifyRequest(cases=[pb.VerifyCase()] * 20_000),
         "conditions = 5: must be at most 4 conditions": pb.VerifyRequest(cases=[pb.VerifyCase()], conditions=[1] * 5),
     }
     async with cluster(model, max_queued_samples=8) as fake:

@@ -93,17 +93,9 @@ async def test_a_node_that_is_silent_is_lost_all_the_same(model: str) -> None:
         assert fake.detail("d1") == f"no heartbeat for {TIMEOUT_S:g} s"
 
 
-async def test_a_stream_that_was_not_read_was_not_silent(model: str) -> None:
-    async with cluster(model, step_timeout_s=TIMEOUT_S, max_attempts=1, **PATIENT) as fake:
-        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
-        await fake.until(lambda: fake.nodes[1].drawn_tokens > 3)
-        stand_still()
-        (output,) = await run
-        assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
-
-
-async def test_an_answer_that_was_not_read_came_in_time(model: str) -> None:
-    async with cluster(model, reserve_timeout_s=TIMEOUT_S, max_attempts=1, **PATIENT) as fake:
+@pytest.mark.parametrize("unread", ["step_timeout_s", "reserve_timeout_s"])
+async def test_what_was_not_read_came_in_time(model: str, unread: str) -> None:
+    async with cluster(model, max_attempts=1, **{unread: TIMEOUT_S}, **PATIENT) as fake:
         client = fake.router.registry._decodes["d1"].client
         reserve = client._reserve
 
@@ -112,8 +104,13 @@ async def test_an_answer_that_was_not_read_came_in_time(model: str) -> None:
             stand_still()
             await asyncio.sleep(clocks.TICK_S)  # As an answer that is still to be read.
 
-        client._reserve = slowly  # type: ignore[method-assign]
-        (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
+        if unread == "reserve_timeout_s":
+            client._reserve = slowly  # type: ignore[method-assign]
+        run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
+        await fake.until(lambda: fake.nodes[1].drawn_tokens > 3)
+        if unread == "step_timeout_s":
+            stand_still()
+        (output,) = await run
         assert output.token_ids == expected(PROMPT, PARAMS, 1)[0]
 
 

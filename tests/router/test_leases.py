@@ -46,24 +46,18 @@ async def hold(fake: FakeCluster, node: LocalNode) -> asyncio.Future[list[Output
 
 
 class TestSlowPrompts:
-    async def test_a_prompt_may_take_longer_than_leases_live_without_a_stream(self, model: str) -> None:
+    @pytest.mark.parametrize(("delay_s", "prompts"), [(0.3, 1), (0.04, 8)])
+    async def test_prompts_may_take_longer_than_leases_live_without_a_stream(
+        self, model: str, delay_s: float, prompts: int
+    ) -> None:
+        """One that is long, or a backlog of quick ones. It fails nobody, and does not grow."""
         async with cluster(model, lease_ttl_ms=100, **PATIENT) as fake:
             prefill, decode = fake.nodes
-            prefill.engine.delay_s = 0.3
-            (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
-            assert right(output, PROMPT, PARAMS, 1)
-            assert (prefill.engine.prefilled, decode.service.metrics.expired_leases.value) == ([PROMPT], 0)
-
-    async def test_a_backlog_of_prompts_fails_nobody_and_does_not_grow(self, model: str) -> None:
-        """Each prompt is quick; all that are ahead of it are not."""
-        async with cluster(model, lease_ttl_ms=100, **PATIENT) as fake:
-            prefill, decode = fake.nodes
-            prefill.engine.delay_s = 0.04
-            runs = [generate(fake, (i, 1), PARAMS, seed=i) for i in range(8)]
+            prefill.engine.delay_s = delay_s
+            runs = [generate(fake, (i, 1), PARAMS, seed=i) for i in range(prompts)]
             for i, (output,) in enumerate(await asyncio.gather(*runs)):
                 assert right(output, (i, 1), PARAMS, i)
-            assert len(prefill.engine.prefilled) == 8
-            assert decode.service.metrics.expired_leases.value == 0
+            assert (len(prefill.engine.prefilled), decode.service.metrics.expired_leases.value) == (prompts, 0)
 
     async def test_a_router_that_is_cut_off_loses_its_leases(self, model: str) -> None:
         """The control, and what is left of the time to live: its stream broke, and it does not come back."""

@@ -25,9 +25,9 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serves_until_told_to_stop(number: signal.Signals) -> None:
-    port = free_port()
-    process = start("--port", str(port))
+def test_serves_and_can_be_watched_until_told_to_stop(number: signal.Signals) -> None:
+    port, metrics = free_port(), free_port()
+    process = start("--port", str(port), "--metrics-port", str(metrics))
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -35,6 +35,14 @@ def test_serves_until_told_to_stop(number: signal.Signals) -> None:
             for service, status in (("", statuses.SERVING), ("corun.v1.ClusterService", statuses.NOT_SERVING)):
                 request = health_pb2.HealthCheckRequest(service=service)
                 assert health.Check(request, timeout=WAIT_S, wait_for_ready=True).status == status
+        deadline = time.monotonic() + WAIT_S
+        while probe(metrics, "/startedz") != 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        said = {path: probe(metrics, path) for path in ("/livez", "/startedz", "/readyz")}
+        assert said == {"/livez": 200, "/startedz": 200, "/readyz": 503}, "without nodes it would be sent clients"
+        found = values(families(metrics))
+        assert (found["corun_router_certified_pair"], found["corun_router_queued_samples"]) == (0, 0)
+        assert found["process_cpu_seconds_total"] > 0
         process.send_signal(number)
         _, errors = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, errors
@@ -44,42 +52,25 @@ def test_serves_until_told_to_stop(number: signal.Signals) -> None:
         process.wait()
 
 
-def test_can_be_watched_from_outside() -> None:
-    metrics = free_port()
-    process = start("--port", "0", "--metrics-port", str(metrics))
-    try:
-        deadline = time.monotonic() + WAIT_S
-        while probe(metrics, "/startedz") != 200 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        said = {path: probe(metrics, path) for path in ("/livez", "/startedz", "/readyz")}
-        assert said == {"/livez": 200, "/startedz": 200, "/readyz": 503}, "without nodes it would be sent clients"
-        found = values(families(metrics))
-        assert (found["corun_router_certified_pair"], found["corun_router_queued_samples"]) == (0, 0)
-        assert found["process_cpu_seconds_total"] > 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_traces_that_cannot_be_exported_as_asked_end_the_start() -> None:
-    process = start("--port", "0", OTEL_TRACES_EXPORTER="otlp", OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf")
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "says"),
+    [
+        (
+            ["--port", "0"],
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+            1,
+            "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/protobuf': must be grpc",
+        ),
+        (["--max-attempts", "0"], {}, 2, "max_attempts"),
+        ([], {"CORUN_SEED_KEY": "never shown"}, 2, "CORUN_SEED_KEY: seed_key = 11 characters: must be up to 64 bytes"),
+    ],
+)
+def test_what_cannot_be_used_ends_the_start(
+    arguments: list[str], environment: dict[str, str], code: int, says: str
+) -> None:
+    process = start(*arguments, **environment)
     _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 1
-    assert "OTEL_EXPORTER_OTLP_PROTOCOL = 'http/protobuf': must be grpc" in errors
+    assert process.returncode == code
+    assert says in errors
     assert "Traceback" not in errors
-
-
-def test_a_bad_setting_ends_with_2_and_names_the_limit() -> None:
-    process = start("--max-attempts", "0")
-    _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 2
-    assert "max_attempts" in errors
-    assert "Traceback" not in errors
-
-
-def test_the_seed_key_may_come_from_the_environment_and_is_never_shown() -> None:
-    process = start(CORUN_SEED_KEY="not hexadecimal")
-    _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 2
-    assert "CORUN_SEED_KEY: seed_key = 15 characters: must be up to 64 bytes" in errors
-    assert "not hexadecimal" not in errors
+    assert "never shown" not in errors

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -111,22 +111,20 @@ def test_the_longest_text_follows_from_the_model() -> None:
 
 
 @contextlib.asynccontextmanager
-async def ticking(clock: Callable[[], float] = time.perf_counter) -> AsyncIterator[list[float]]:
+async def ticking(clock: Callable[[], float]) -> AsyncIterator[list[float]]:
     """The gaps between ticks of the event loop, in seconds of a clock."""
-    gaps: list[float] = []
+    times = [clock()]
 
     async def tick() -> None:
-        last = clock()
         while True:
             await asyncio.sleep(0.005)
-            now = clock()
-            gaps.append(now - last)
-            last = now
+            times.append(clock())
 
-    ticker = asyncio.ensure_future(tick())
+    ticker, gaps = asyncio.ensure_future(tick()), list[float]()
     try:
         yield gaps
         await asyncio.sleep(0.02)  # For the gap that lasted to the end.
+        gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
     finally:
         ticker.cancel()
 
@@ -142,7 +140,7 @@ async def test_a_text_beyond_the_model_is_refused_before_anything_is_done(model:
 async def test_the_loop_runs_while_a_long_text_is_tokenized() -> None:
     prompt = HAN * (MIB // 6)
     began = time.perf_counter()
-    async with ticking() as gaps:
+    async with ticking(time.perf_counter) as gaps:
         ids = await PromptEncoder().encode(prompt, model_of(MIB), asyncio.get_running_loop().time() + FAR_S)
     assert len(ids) == 1 + len(prompt.encode())
     assert max(gaps) < (time.perf_counter() - began) / 3
@@ -221,14 +219,21 @@ async def test_a_wait_ends_at_the_deadline() -> None:
     encoder.close()
 
 
-async def test_texts_that_wait_are_bounded_and_the_other_lane_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MAX_WAITING", 3 * prompts.LONG)
+@pytest.mark.parametrize(
+    ("bound", "most", "clients"),
+    [("MAX_WAITING", 3 * prompts.LONG, "aaaaa"), ("MAX_WAITING_OF_CLIENT", 2 * LONG, "aaaba")],
+)
+async def test_texts_that_wait_are_bounded_in_each_lane_and_of_each_client(
+    bound: str, most: int, clients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, bound, most)
     tokenizer = Gate()
-    async with encoding(tokenizer, [LONG, LONG, LONG, OTHER]) as calls:
-        with pytest.raises(OverloadedError, match="wait to be tokenized"):
+    async with encoding(tokenizer, [LONG, LONG, LONG, OTHER if clients == "aaaaa" else LONG, OTHER], clients) as calls:
+        says = rf"{2 * LONG} bytes of text wait to be tokenized, of at most {most}"
+        with pytest.raises(OverloadedError, match=says):
             await calls[2]
         tokenizer.open()
-        assert [len(await calls[i]) for i in (0, 1, 3)] == [LONG + 1, LONG + 1, OTHER + 1]
+        assert all([await calls[i] for i in (0, 1, 3, 4)])
 
 
 async def test_clients_take_turns_however_many_texts_each_has() -> None:
@@ -240,31 +245,16 @@ async def test_clients_take_turns_however_many_texts_each_has() -> None:
     assert tokenizer.begun[2:] == [OTHER + 3, OTHER + 1, OTHER + 4, OTHER + 2]
 
 
-async def test_one_client_does_not_fill_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MAX_WAITING_OF_CLIENT", 2 * LONG)
-    tokenizer = Gate()
-    async with encoding(tokenizer, [LONG, LONG, LONG, LONG, OTHER], "aaaba") as calls:
-        with pytest.raises(
-            OverloadedError, match=rf"{2 * LONG} bytes of text wait to be tokenized, of at most {2 * LONG}"
-        ):
-            await calls[2]
-        tokenizer.open()
-        assert [len(await calls[i]) for i in (0, 1, 3)] == [LONG + 1] * 3
-
-
 async def test_short_texts_need_no_thread() -> None:
     encoder = PromptEncoder()
     encoder.close()
     assert len(await encoder.encode("the", model_of(10), 0.0)) == 2
-
-
-async def test_a_text_without_tokens_is_refused(model: str) -> None:
     tokenizer = Tokenizer(byte_level(normalizer=normalizers.Strip(), post_processor=None).to_str().encode())
     with pytest.raises(InvalidArgumentError, match=r"prompt\.text = 3 bytes: must have at least one token"):
-        await PromptEncoder().encode("   ", model_of(10, tokenizer), 0.0)
+        await encoder.encode("   ", model_of(10, tokenizer), 0.0)
 
 
-async def test_a_text_that_fits_runs(model: str, tmp_path: Path) -> None:
+async def test_a_text_that_fits_runs(model: str) -> None:
     async with cluster(model) as fake:
         (output,) = await generate(fake, "x" * 500, SamplingParams(max_tokens=12))
         assert output.receipt.num_prompt_tokens == 500

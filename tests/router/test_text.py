@@ -63,25 +63,14 @@ def test_text_survives_whole_characters_only(text: str) -> None:
 
 
 def test_half_a_character_is_held_back() -> None:
-    ids = list(BYTE_LEVEL.encode("é😀x"))
-    assert ids[0] == 256  # The post-processor's own special token.
-    emoji = pieces(BYTE_LEVEL, [*BYTE_LEVEL.encode("😀")][1:])
-    assert emoji == ["", "", "", "😀", ""]
-    assert pieces(SENTENCEPIECE, [9 + byte for byte in "好".encode()] + [4]) == ["", "", "", "好b", ""]
-
-
-def test_an_unfinished_character_comes_out_at_the_end() -> None:
-    ids = [*BYTE_LEVEL.encode("😀")][1:3]
-    assert pieces(BYTE_LEVEL, ids) == ["", "", "�"]
-
-
-def test_the_detokenizer_fits_the_decoder() -> None:
     assert isinstance(BYTE_LEVEL.detokenizer(), ByteLevelDetokenizer)
     assert isinstance(SENTENCEPIECE.detokenizer(), WindowDetokenizer)
-
-
-def test_special_and_unknown_tokens_have_no_text() -> None:
-    assert pieces(BYTE_LEVEL, [256, 257, 9999]) == ["", "", "", ""]
+    bos, *emoji = BYTE_LEVEL.encode("😀")
+    assert bos == 256  # The post-processor's own special token.
+    assert pieces(BYTE_LEVEL, emoji) == ["", "", "", "😀", ""]
+    assert pieces(BYTE_LEVEL, emoji[:2]) == ["", "", "�"], "the end shows what is unfinished"
+    assert pieces(BYTE_LEVEL, [256, 257, 9999]) == ["", "", "", ""], "special and unknown tokens have no text"
+    assert pieces(SENTENCEPIECE, [9 + byte for byte in "好".encode()] + [4]) == ["", "", "", "好b", ""]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
@@ -102,25 +91,24 @@ def run(stops: list[str], texts: list[str], *, armed_from: int = 0) -> tuple[lis
     return [*shown, matcher.flush()], False
 
 
-def test_without_stops_text_passes() -> None:
-    assert run([], ["a", "b"]) == (["a", "b", ""], False)
-
-
-def test_what_may_be_a_stop_is_held_back() -> None:
-    assert run(["END"], ["xE", "N", "q"]) == (["x", "", "ENq", ""], False)
-    assert run(["END"], ["xE", "N", "Dq"]) == (["x", "", ""], True)
-    assert run(["END"], ["xEN"]) == (["x", "EN"], False)
-
-
-def test_the_earliest_match_cuts() -> None:
-    assert run(["cd", "bc"], ["abcde"]) == (["a"], True)
-    assert run(["aab"], ["aa", "aab"]) == (["", "aa"], True)
-
-
-def test_a_stop_may_not_end_before_it_is_armed() -> None:
-    assert run(["ab"], ["ab", "x", "ab"], armed_from=1) == (["ab", "x", ""], True)
-    assert run(["ab"], ["a", "b", "c"], armed_from=1) == (["", ""], True)
-    assert run(["ab"], ["ab", "", ""], armed_from=1) == (["ab", "", "", ""], False)
+@pytest.mark.parametrize(
+    ("stops", "texts", "armed_from", "shown", "matched"),
+    [
+        ([], ["a", "b"], 0, ["a", "b", ""], False),
+        (["END"], ["xE", "N", "q"], 0, ["x", "", "ENq", ""], False),  # What may be a stop is held back.
+        (["END"], ["xE", "N", "Dq"], 0, ["x", "", ""], True),
+        (["END"], ["xEN"], 0, ["x", "EN"], False),
+        (["cd", "bc"], ["abcde"], 0, ["a"], True),  # The earliest match cuts.
+        (["aab"], ["aa", "aab"], 0, ["", "aa"], True),
+        (["ab"], ["ab", "x", "ab"], 1, ["ab", "x", ""], True),  # It may not end before it is armed.
+        (["ab"], ["a", "b", "c"], 1, ["", ""], True),
+        (["ab"], ["ab", "", ""], 1, ["ab", "", "", ""], False),
+    ],
+)
+def test_what_stop_strings_leave(
+    stops: list[str], texts: list[str], armed_from: int, shown: list[str], matched: bool
+) -> None:
+    assert run(stops, texts, armed_from=armed_from) == (shown, matched)
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3), st.lists(st.text("ab", max_size=3)))
