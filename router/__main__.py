@@ -28,7 +28,11 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
     router = Router(config)
     tracing.start("corun-router", router.router_id)
     await router.start()
-    _spare_collections()
+    # Make garbage collections rare and leave all present objects out of them. Hardly any object here is part of a
+    # cycle, and the messages of one step reach the usual threshold of 700 objects several times.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         await stop.wait()
         await router.drain()
@@ -37,27 +41,15 @@ async def serve(config: RouterConfig, stop: asyncio.Event) -> None:
         await tracing.stop()
 
 
-def _spare_collections() -> None:
-    """Make garbage collections rare and leave all present objects out of them. Hardly any object here is part of a
-    cycle, and the messages of one step reach the usual threshold of 700 objects several times."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-
-
-def _with_seed_key(config: RouterConfig) -> RouterConfig:
-    if config.seed_key_file:
-        return config
-    try:
-        return replace(config, seed_key=os.environ.get(SEED_KEY_VARIABLE, ""))
-    except InvalidArgumentError as error:
-        print(f"{SEED_KEY_VARIABLE}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = _with_seed_key(parse(RouterConfig, prog="python -m router"))
+    config = parse(RouterConfig, prog="python -m router")
+    if not config.seed_key_file:
+        try:
+            config = replace(config, seed_key=os.environ.get(SEED_KEY_VARIABLE, ""))
+        except InvalidArgumentError as error:
+            print(f"{SEED_KEY_VARIABLE}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     raise_file_limit()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(lambda stop: serve(config, stop))

@@ -44,13 +44,7 @@ class Router:
         self.observation = Observation(config, CLUSTER_SERVICE)
         access = Access.of_member(config)
         self.registry = Registry(config, _process_id(self.router_id), access)
-        self.queue = SampleQueue(
-            self.registry,
-            max_samples=config.max_queued_samples,
-            max_tokens=config.max_queued_tokens,
-            node_wait_s=config.node_wait_s,
-            max_wait_s=config.max_queue_wait_s,
-        )
+        self.queue = SampleQueue(self.registry, config)
         self.registry.subscribe(self.queue.pump_soon)
         self.idle = IdleRuns(self.registry, self.queue, config)
         self.auditor = Auditor(self.registry, self.idle, config)
@@ -144,7 +138,6 @@ class Router:
             spawn(self.server.set_serving(CLUSTER_SERVICE, ready), "telling health")
 
     def _add_services(self) -> None:
-        config = self._config
         cluster = ClusterService(
             router_id=self.router_id,
             activity=self._activity,
@@ -154,16 +147,16 @@ class Router:
             requests=self.requests,
             verifier=self.verifier,
             auditor=self.auditor,
-            max_queued_samples=config.max_queued_samples,
+            max_queued_samples=self._config.max_queued_samples,
         )
-        registry = RegistryService(
+        nodes = RegistryService(
             router_id=self.router_id,
             activity=self._activity,
             registry=self.registry,
-            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            heartbeat_interval_ms=self._config.heartbeat_interval_ms,
         )
         self.server.add(cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, cluster)
-        self.server.add(registry_service_pb2_grpc.add_RegistryServiceServicer_to_server, registry)
+        self.server.add(registry_service_pb2_grpc.add_RegistryServiceServicer_to_server, nodes)
 
 
 def _process_id(router_id: str) -> str:

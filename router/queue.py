@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from corun.config.fields import RouterConfig
 from corun.errors import CorunError, DeadlineError, OverloadedError, UnavailableError
 from corun.rpc.auth import ANYONE, Caller
 from corun.types import Priority
@@ -146,24 +146,15 @@ class Pace:
 
 
 class SampleQueue:
-    """Gives placements to entries in order. `pump` or `pump_soon` has to be called when the pool changes.
+    """Gives placements to entries in order. `pump` or `pump_soon` has to be called when the pool changes."""
 
-    max_wait_s: the longest wait that a newcomer may expect, except in the lowest class; 0 means no limit.
-    node_wait_s: the longest wait aside, for nodes that are missing or cannot be used now.
-    """
-
-    def __init__(
-        self, pool: Registry, *, max_samples: int, max_tokens: int, node_wait_s: float, max_wait_s: float = 0.0
-    ) -> None:
+    def __init__(self, pool: Registry, config: RouterConfig) -> None:
         self.refused = 0
         """The number of refused requests, since the router started."""
         self.waiting = 0
         """The number of samples without a placement."""
         self._pool = pool
-        self._max_samples = max_samples
-        self._max_tokens = max_tokens
-        self._max_wait_s = max_wait_s
-        self._node_wait_s = node_wait_s
+        self._config = config
         self._heap: list[tuple[tuple[int, bool, float, int], QueueEntry]] = []
         """The entries in line, and some that have left: those are dropped when they are first."""
         self._aside: dict[QueueEntry, asyncio.TimerHandle] = {}
@@ -282,7 +273,9 @@ class SampleQueue:
             elif not self._is_missing and head.need.total <= self._pool.most_tokens():
                 break
             elif self._is_missing or self._pool.awaited(head.need.total):
-                self._aside[head] = asyncio.get_running_loop().call_later(self._node_wait_s, self._fail_aside, head)
+                self._aside[head] = asyncio.get_running_loop().call_later(
+                    self._config.node_wait_s, self._fail_aside, head
+                )
             else:
                 self._fail_aside(head)
         self._pace.waits(loop_time(), anyone=self.in_line > 0)
@@ -363,18 +356,22 @@ class SampleQueue:
         arriving = self._arriving.total() + self._arriving[caller.name]
         both = self.waiting + self._samples_of[caller.name] + arriving + 2 * samples
         both_tokens = self.waiting_tokens + self._tokens_of[caller.name] + 2 * tokens
-        return both <= CLIENT_PART * self._max_samples and both_tokens <= CLIENT_PART * self._max_tokens
+        return (
+            both <= CLIENT_PART * self._config.max_queued_samples
+            and both_tokens <= CLIENT_PART * self._config.max_queued_tokens
+        )
 
     def _full(self) -> OverloadedError:
-        room = f"{self.waiting + self._arriving.total()} of at most {self._max_samples} wait"
-        held = f"{self.waiting_tokens} of at most {self._max_tokens} tokens"
+        room = f"{self.waiting + self._arriving.total()} of at most {self._config.max_queued_samples} wait"
+        held = f"{self.waiting_tokens} of at most {self._config.max_queued_tokens} tokens"
         return self._refusal(f"the queue has no room for more samples of this client: {room}, with {held}")
 
     def _check_wait(self, samples: int, deadline: float, caller: Caller, priority: Priority) -> None:
         """Raise OverloadedError if the last of so many new samples would wait too long, not counting missing nodes."""
         share, rank = self._shares[priority], _CLASSES[priority]
-        bound = self._max_wait_s if self._max_wait_s and priority is not Priority.LOW else math.inf
-        longest = min(deadline - loop_time(), bound)
+        longest, most_s = deadline - loop_time(), self._config.max_queue_wait_s
+        if most_s and priority is not Priority.LOW:
+            longest = min(longest, most_s)
         line = self._aside if self._is_missing else (entry for _, entry in self._heap if self._is_in_line(entry))
         ranks = Counter(entry.key[0] for entry in line)
         weights = share.weights + (0 if (own := share.waiting[caller.name]) else caller.weight)

@@ -137,21 +137,31 @@ class RequestRunner:
             PermissionDeniedError: the caller may not ask for this priority.
             UnavailableError: nodes were missing until `deadline` or for `node_wait_s`.
         """
-        check_priority(request.priority, request.caller)
+        order, most = list(Priority), request.caller.max_priority
+        if order.index(request.priority) < order.index(most):
+            limit = f"must be {most.value} or lower for client {request.caller.name}"
+            raise PermissionDeniedError("priority", request.priority.value, limit)
         tokens = 1 if isinstance(request.prompt, str) else len(request.prompt)  # A text has at least one token.
         with self._queue.arriving(request.params.n, tokens, deadline, caller=request.caller, priority=request.priority):
             return await self._accept(request, deadline)
 
     async def _accept(self, request: Request, deadline: float) -> list[SampleTask]:
-        arrived = loop_time()
+        arrived, name = loop_time(), request.caller.name
         if not request.prompt:
             raise InvalidArgumentError("prompt", Shown("nothing"), "must be text or token ids, at least one")
         request_id = check_request_id(request.request_id) or secrets.token_hex(16)
         seed = derive_seed(self._seed_key, request_id) if request.seed is None else check_seed(request.seed)
         received = _received(request, seed)
         model = await self.model(deadline)
-        self._check_fingerprint(request.fingerprint)
-        prompt = await self._token_ids(request.prompt, model, deadline, request.caller)
+        fingerprint = self._registry.contract.fingerprint
+        if request.fingerprint not in ("", fingerprint):
+            differences = {"fingerprint": (request.fingerprint, fingerprint)}
+            raise ContractMismatchError("the request began under another contract", differences)
+        if isinstance(request.prompt, str):
+            prompt = await self._texts.encode(request.prompt, model, deadline, name)
+        else:
+            check_lengths(len(request.prompt), 1, model.max_model_len)
+            prompt = tuple(request.prompt)
         self.check(prompt, request.params, model)
         digest = prompt_digest(prompt)
         return [
@@ -169,7 +179,7 @@ class RequestRunner:
                 arrived=arrived,
                 # A resumed sample is compared with what the client has, so it must not read KV that may have been wrong
                 # in the earlier call.
-                share_scope=f"client {request.caller.name}" if self._config.share_kv and index not in received else "",
+                share_scope=f"client {name}" if self._config.share_kv and index not in received else "",
                 span=request.span,
                 token_texts=request.token_texts,
             )
@@ -234,52 +244,27 @@ class RequestRunner:
             log.exception("internal error %s in %s", error_id, sample)
             outbox.fail(InternalError(f"internal error, id {error_id}"))
 
-    def _check_fingerprint(self, expected: str) -> None:
-        found = self._registry.contract.fingerprint
-        if expected and expected != found:
-            differences = {"fingerprint": (expected, found)}
-            raise ContractMismatchError("the request began under another contract", differences)
-
-    async def _token_ids(
-        self, prompt: str | Sequence[int], model: Model, deadline: float, caller: Caller
-    ) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return await self._texts.encode(prompt, model, deadline, caller.name)
-        check_lengths(len(prompt), 1, model.max_model_len)
-        return tuple(prompt)
-
-
-def check_priority(priority: Priority, caller: Caller) -> None:
-    """Raise PermissionDeniedError if the caller may not ask for this priority."""
-    order = list(Priority)
-    if order.index(priority) < order.index(caller.max_priority):
-        limit = f"must be {caller.max_priority.value} or lower for client {caller.name}"
-        raise PermissionDeniedError("priority", priority.value, limit)
-
 
 def _received(request: Request, seed: int) -> dict[int, ResumePoint]:
     """Return the output that the client has, by sample index. Raises InvalidArgumentError if the resume points are not
     valid, and ContractMismatchError if they were drawn from other seeds than this router gives."""
     if request.resume and not request.request_id:
         raise InvalidArgumentError("request_id", request.request_id, "must be set to resume a request")
-    found: dict[int, ResumePoint] = {}
+    params, found = request.params, dict[int, ResumePoint]()
     for number, point in enumerate(request.resume):
-        _check_point(f"resume[{number}]", point, request.params)
+        name = f"resume[{number}]"
+        if point.sample_index >= params.n:
+            raise InvalidArgumentError(f"{name}.sample_index", point.sample_index, f"must be below n, {params.n}")
+        if point.num_tokens > params.max_tokens:
+            limit = f"must be at most max_tokens, {params.max_tokens}"
+            raise InvalidArgumentError(f"{name}.num_tokens", point.num_tokens, limit)
         if point.sample_index in found:
-            raise InvalidArgumentError(f"resume[{number}].sample_index", point.sample_index, "must be given once")
+            raise InvalidArgumentError(f"{name}.sample_index", point.sample_index, "must be given once")
         found[point.sample_index] = point
         own = sample_seed(seed, point.sample_index)
         if point.seed != own:  # Routers of one cluster share a seed key, so this router has another key.
-            differences = {f"resume[{number}].seed": (str(point.seed), str(own))}
+            differences = {f"{name}.seed": (str(point.seed), str(own))}
             raise ContractMismatchError("the request began with another seed than this router gives it", differences)
-    if len(found) == request.params.n and all(point.done for point in found.values()):
+    if len(found) == params.n and all(point.done for point in found.values()):
         raise InvalidArgumentError("resume", Shown("all samples done"), "must leave a sample to run")
     return found
-
-
-def _check_point(field: str, point: ResumePoint, params: SamplingParams) -> None:
-    if point.sample_index >= params.n:
-        raise InvalidArgumentError(f"{field}.sample_index", point.sample_index, f"must be below n, {params.n}")
-    if point.num_tokens > params.max_tokens:
-        limit = f"must be at most max_tokens, {params.max_tokens}"
-        raise InvalidArgumentError(f"{field}.num_tokens", point.num_tokens, limit)

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import tokenizers
 
@@ -29,16 +28,6 @@ _LONGEST_CHARACTER = 4
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """The spelling of a token that a ByteFallback decoder turns into a byte. It decodes a whole run of such tokens at
 once."""
-
-
-class Detokenizer(Protocol):
-    """Turns the tokens of one sample into text as they come. Together the pieces are the decoded text of all tokens."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that this token completes. It is never half a character, and often empty."""
-
-    def flush(self) -> str:
-        """Return the rest of the text when no more tokens come. An unfinished character becomes U+FFFD."""
 
 
 class Tokenizer:
@@ -86,7 +75,8 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def detokenizer(self) -> Detokenizer:
-        """Return a new detokenizer for one sample."""
+        """Return a new detokenizer for one sample, which turns its tokens into text as they come. Together the pieces
+        are the decoded text of all tokens."""
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes)
         return WindowDetokenizer(self.decode, self.token)
@@ -142,9 +132,11 @@ class ByteLevelDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
+        """Return the text that this token completes. It is never half a character, and often empty."""
         return self._utf8.decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
+        """Return the rest of the text when no more tokens come. An unfinished character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -183,6 +175,9 @@ class WindowDetokenizer:
         self._emitted_ids = len(self._window)
         self._emitted = self._decode(self._window)
         return new
+
+
+Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
 
 
 class StopMatcher:

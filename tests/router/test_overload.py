@@ -17,8 +17,8 @@ from corun.rpc import codec
 from corun.rpc.channel import Access
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import expected_digest
+from router.prompts import PromptEncoder
 from router.queue import SampleQueue
-from router.request import RequestRunner
 from tests.clusters import FakeCluster, cluster, send
 
 TOKENS = {"alice": "a" * 16, "bob": "b" * 16, "capped": "c" * 16}
@@ -109,26 +109,27 @@ async def test_a_token_limits_the_priority(model: str, settings: dict[str, Any])
 
 
 async def test_text_is_not_tokenized_for_a_full_queue(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenized: list[Any] = []
-    token_ids = RequestRunner._token_ids
+    tokenized: list[str] = []
+    encode = PromptEncoder.encode
 
-    async def counted(generator: RequestRunner, prompt: Any, *rest: Any) -> Any:
-        tokenized.append(prompt)
-        return await token_ids(generator, prompt, *rest)
+    async def counted(encoder: PromptEncoder, text: str, *rest: Any) -> Any:
+        tokenized.append(text)
+        return await encode(encoder, text, *rest)
 
-    monkeypatch.setattr(RequestRunner, "_token_ids", counted)
+    monkeypatch.setattr(PromptEncoder, "encode", counted)
     async with (
         cluster(model, slots=2, max_queued_samples=2) as fake,
         AsyncClient(fake.address, timeout_s=WAIT_S) as client,
     ):
         calls = await full(fake, client, 2)
-        before = len(tokenized)
         for _ in range(5):
             with pytest.raises(OverloadedError):
                 await client.generate("x" * 100_000, PARAMS)
-        assert len(tokenized) == before
+        assert tokenized == []
         fake.nodes[1].engine.hanging = False
         await asyncio.gather(*calls)
+        await client.generate("x", PARAMS)
+        assert tokenized == ["x"]
 
 
 @pytest.mark.parametrize("keeps_its_place", [True, False])

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from corun.errors import DeadlineError, OverloadedError, UnavailableError
 from corun.rpc.auth import Caller
+from corun.testing.cluster import router_config
 from corun.types import Priority
 from router.nodes.node import Placement
+from router.nodes.registry import Registry
 from router.placement import Need
 from router.queue import Pace, QueueEntry, SampleQueue
 
@@ -62,8 +64,10 @@ class FakePool:
 
 
 def make(pool: FakePool, **changes: Any) -> SampleQueue:
-    values = {"max_samples": 100, "max_tokens": 100_000, "node_wait_s": SOON}
-    queue = SampleQueue(pool, **{**values, **changes})
+    settings = {"max_queued_samples": 100, "max_queued_tokens": 100_000, "node_wait_s": SOON, "max_queue_wait_s": 0.0}
+    names = {"max_samples": "max_queued_samples", "max_tokens": "max_queued_tokens", "max_wait_s": "max_queue_wait_s"}
+    settings |= {names.get(name, name): value for name, value in changes.items()}
+    queue = SampleQueue(cast("Registry", pool), router_config(**settings))
     pool.changed = queue.pump
     return queue
 
