@@ -112,22 +112,6 @@ async def test_a_small_sample_does_not_overtake_a_large_one() -> None:
     assert placed(entries) == [0]
 
 
-async def test_an_entry_that_waits_again_keeps_its_place() -> None:
-    pool = FakePool(free=2)
-    queue = make(pool)
-    entries = queue.enter([need()] * 4)
-    first, second = [await queue.place(entry, later()) for entry in entries[:2]]
-    queue.again(entries[1])
-    queue.again(entries[0])
-    assert queue.waiting == 4
-    first.close()
-    assert entries[0].granted is not None
-    assert entries[0].granted.done()
-    assert placed(entries) == [0]
-    second.close()
-    assert placed(entries) == [0, 1]
-
-
 async def test_what_is_too_much_is_refused_whole() -> None:
     pool = FakePool(free=3)
     queue = make(pool, max_samples=2, max_tokens=10)
@@ -168,20 +152,6 @@ async def test_every_wait_ends_and_says_for_what_it_was(
     assert gap or placed([behind]), "it blocks nobody"
     queue.leave(behind)
     assert queue.waiting == 0
-
-
-async def test_who_waited_through_an_outage_keeps_the_order() -> None:
-    pool = FakePool()
-    queue = make(pool, node_wait_s=60.0)
-    first = queue.enter([need(), need()])
-    pool.gap = "gone"
-    queue.pump()
-    late, high = queue.enter([need()]) + queue.enter([need()], priority=Priority.HIGH)
-    assert (queue.waiting, queue.in_line) == (4, 0)
-    pool.gap, pool.free = "", 3
-    queue.pump()
-    assert placed([high, *first, late]) == [0, 1, 2]
-    assert queue.in_line == 1
 
 
 async def test_an_outage_is_looked_at_once_however_many_wait() -> None:
@@ -227,22 +197,6 @@ async def test_who_only_an_unusable_node_could_hold_steps_aside_and_comes_back_f
     for entry in (large, larger, small, late):
         queue.leave(entry)
     assert (queue.waiting, queue.in_line) == (0, 0)
-
-
-async def test_what_had_a_seat_steps_aside_and_keeps_its_place() -> None:
-    pool = FakePool(free=2, largest=100, later=100)
-    queue = make(pool, node_wait_s=60.0)
-    large, other = queue.enter([need(max_tokens=50), need(max_tokens=50)])
-    placements = [await queue.place(entry, later()) for entry in (large, other)]
-    pool.largest = 10
-    queue.again(other, ran=True)
-    queue.again(large, ran=True)
-    assert (queue.waiting, queue.in_line) == (2, 0)
-    pool.largest = 100
-    for placement in placements:
-        placement.close()
-    assert placed([large, other]) == [0, 1]
-    assert queue._head() is None
 
 
 async def test_who_waits_aside_makes_nobody_expect_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +292,17 @@ async def test_what_ran_comes_before_every_class_and_what_only_had_a_seat_before
     queue.again(entries["refused"])
     queue.again(entries["ran"], ran=True)
     assert await give(pool, queue, entries, 4) == "ran high refused low"
+    assert placement is not None
+
+
+async def test_what_had_a_seat_comes_before_what_stepped_aside() -> None:
+    pool = FakePool(free=1, largest=10, later=100)
+    queue = make(pool, node_wait_s=60.0)
+    large, small = queue.enter([need(max_tokens=50), need()])
+    placement = await queue.place(small, later())
+    pool.free, pool.largest = 0, 100
+    queue.again(small)
+    assert await give(pool, queue, {"large": large, "small": small}, 2) == "small large"
     assert placement is not None
 
 
