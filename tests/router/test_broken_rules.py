@@ -7,7 +7,9 @@ tests/prefill_node/test_scheduler.py and tests/decode_node/test_scheduler.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,16 +35,6 @@ async def neighbouring_seeds_differ(model: str) -> bool:
         return not any(tuple(other.token_ids) in drawn for (other,) in others)
 
 
-async def test_samples_share_nothing_with_neighbouring_seeds(model: str) -> None:
-    assert await neighbouring_seeds_differ(model)
-
-
-async def test_seed_plus_i_would_share_samples(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own rule for n > 1."""
-    monkeypatch.setattr(request, "sample_seed", lambda seed, i: seed + i)
-    assert not await neighbouring_seeds_differ(model)
-
-
 async def stream_over_a_lying_node_is_right(model: str) -> bool:
     """Rule 7: a stream that goes on elsewhere is the one right stream, or an error."""
     async with cluster(model, decodes=2) as fake:
@@ -58,15 +50,6 @@ async def stream_over_a_lying_node_is_right(model: str) -> bool:
         return (output.token_ids, output.logprobs) == (ids, logprobs)
 
 
-async def test_a_second_run_with_other_bits_is_not_delivered(model: str) -> None:
-    assert await stream_over_a_lying_node_is_right(model)
-
-
-async def test_without_the_prefix_check_it_would_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SampleOutput, "_is_different", lambda output, at, record: False)
-    assert not await stream_over_a_lying_node_is_right(model)
-
-
 async def what_was_never_sent_is_not_continued(model: str) -> bool:
     """Rule 7: a client that comes back with other bits than the cluster's gets an error, not the rest of another."""
     async with cluster(model) as fake:
@@ -79,10 +62,21 @@ async def what_was_never_sent_is_not_continued(model: str) -> bool:
         return False
 
 
-async def test_only_what_was_sent_is_continued(model: str) -> None:
-    assert await what_was_never_sent_is_not_continued(model)
+RULES: dict[str, tuple[Callable[[str], Awaitable[bool]], Any, str, Any]] = {
+    # vLLM's own rule for n > 1.
+    "seeds": (neighbouring_seeds_differ, request, "sample_seed", lambda seed, i: seed + i),
+    "prefix": (stream_over_a_lying_node_is_right, SampleOutput, "_is_different", lambda output, at, record: False),
+    "digest": (what_was_never_sent_is_not_continued, SampleOutput, "_check_received", lambda output: None),
+}
+"""What each rule keeps right, and what breaks the rule."""
 
 
-async def test_without_the_digest_anything_would_be(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SampleOutput, "_check_received", lambda output: None)
-    assert not await what_was_never_sent_is_not_continued(model)
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+async def test_a_rule_keeps_it_right_and_nothing_else(
+    model: str, rule: str, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_right, owner, name, without = RULES[rule]
+    if broken:
+        monkeypatch.setattr(owner, name, without)
+    assert await is_right(model) is not broken
