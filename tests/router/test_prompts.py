@@ -8,17 +8,14 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import pytest
-import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from corun.errors import InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
 from corun.testing.cluster import WAIT_S
-from router import prompts, text
+from router import prompts
 from router.prompts import Model, PromptEncoder
 from router.text import Tokenizer
 from tests.clusters import cluster, generate
@@ -28,86 +25,19 @@ MIB = 2**20
 FAR_S = 60.0
 
 
-def byte_level(**parts: object) -> tokenizers.Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: i for i, char in enumerate([*alphabet, "th", "the", "ĠĠ"])}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h"), ("th", "e"), ("Ġ", "Ġ")]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<bos>"])
-    made.add_tokens([AddedToken("two wörds")])
-    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 259)])
-    for name, part in parts.items():
-        setattr(made, name, part)
-    return made
-
-
-def sentencepiece() -> tokenizers.Tokenizer:
-    """As Llama 2: a leading ▁, bytes as <0xNN>."""
-    pieces = ["<unk>", "<s>", "▁", "▁a", "a", "b", "▁cd", "好", *(f"<0x{byte:02X}>" for byte in range(256))]
-    model = models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
-    made = tokenizers.Tokenizer(model)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return made
-
-
-def letters() -> tokenizers.Tokenizer:
-    """Tokens of one byte, and a token of one byte for every character that has none."""
-    made = tokenizers.Tokenizer(models.BPE(vocab={"?": 0, "a": 1, "e": 2, "K": 3}, merges=[], unk_token="?"))
-    made.normalizer = normalizers.NFKC()
-    return made
-
-
-MADE = {
-    "byte level": byte_level(),
-    "NFC": byte_level(normalizer=normalizers.NFC()),
-    "sentencepiece": sentencepiece(),
-    "letters": letters(),
-}
-TOKENIZERS = {name: Tokenizer(made.to_str().encode()) for name, made in MADE.items()}
-SHRINKING = "\u212a\uff21\U0001d400\u1112\u1161\u11ab\u03b1\u0313\u0301\u0345"
-"""A Kelvin sign, a wide and a bold A, a Hangul syllable and a Greek letter in parts."""
-TEXTS = st.text(st.one_of(st.sampled_from("the  two wörds<bos>ab好" + SHRINKING), st.characters(codec="utf-8")))
-
-
-@pytest.mark.parametrize("name", MADE)
-@given(TEXTS, st.sampled_from((3, 10**6)))
-def test_ids_are_those_of_encode(name: str, prompt: str, piece: int) -> None:
-    """With the special tokens, and also where the text was counted in pieces before."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE", piece)
-        ids = MADE[name].encode(prompt).ids
-        assert TOKENIZERS[name].encode(prompt, 10**6) == tuple(ids)
-
-
-@pytest.mark.parametrize("name", MADE)
-@given(TEXTS)
-def test_no_token_stands_for_more_than_the_longest(name: str, prompt: str) -> None:
-    """Else a prompt that fits the model would be refused for its bytes."""
-    ids = MADE[name].encode(prompt, add_special_tokens=False).ids
-    assert len(prompt.encode()) <= len(ids) * TOKENIZERS[name].max_token_bytes
-
-
-def test_how_much_too_long_a_text_is_is_said_unless_it_is_far_too_long() -> None:
-    tokenizer = TOKENIZERS["byte level"]
-    limit = "must be at most 9 tokens, the model's length 10 less one for output"
-    with pytest.raises(InvalidArgumentError) as caught:
-        tokenizer.encode("x" * 9, 9)
-    assert str(caught.value) == f"prompt.text = 10 tokens: {limit}"
-    with pytest.raises(InvalidArgumentError) as caught:
-        tokenizer.encode("x" * 2 * text.PIECE, 9)
-    assert str(caught.value) == f"prompt.text = more than 18 tokens: {limit}"
-
-
-def model_of(max_model_len: int, tokenizer: Tokenizer = TOKENIZERS["byte level"]) -> Model:
+def model_of(max_model_len: int, tokenizer: Tokenizer) -> Model:
     return Model(tokenizer=tokenizer, vocab_size=1000, max_model_len=max_model_len, name="m")
 
 
-def test_the_longest_text_follows_from_the_model() -> None:
-    longest = TOKENIZERS["byte level"].max_token_bytes
-    assert model_of(100).max_prompt_bytes == 100 * longest
-    assert model_of(512 * 1024).max_prompt_bytes == 4 * MIB
-    assert model_of(MIB).max_prompt_bytes == 8 * MIB
+@pytest.fixture
+def tokenizer(model: str) -> Gate:
+    """A tokenizer with a token per byte that tokenizes when it is told to."""
+    return Gate(model)
+
+
+def test_the_longest_text_follows_from_the_model(tokenizer: Gate) -> None:
+    most = {length: model_of(length, tokenizer).max_prompt_bytes for length in (100, 512 * 1024, 2 * MIB)}
+    assert most == {100: 100 * tokenizer.max_token_bytes, 512 * 1024: 512 * 1024 * 4, 2 * MIB: 8 * MIB}
 
 
 @contextlib.asynccontextmanager
@@ -137,12 +67,13 @@ async def test_a_text_beyond_the_model_is_refused_before_anything_is_done(model:
     assert max(gaps) < 0.5
 
 
-async def test_the_loop_runs_while_a_long_text_is_tokenized() -> None:
+async def test_the_loop_runs_while_a_long_text_is_tokenized(tokenizer: Gate) -> None:
+    tokenizer.open()
     prompt = HAN * (MIB // 6)
     began = time.perf_counter()
     async with ticking(time.perf_counter) as gaps:
-        ids = await PromptEncoder().encode(prompt, model_of(MIB), asyncio.get_running_loop().time() + FAR_S)
-    assert len(ids) == 1 + len(prompt.encode())
+        ids = await PromptEncoder().encode(prompt, model_of(MIB, tokenizer), asyncio.get_running_loop().time() + FAR_S)
+    assert len(ids) == len(prompt.encode())
     assert max(gaps) < (time.perf_counter() - began) / 3
 
 
@@ -152,8 +83,8 @@ LONG, OTHER = prompts.LONG + 1, prompts.SHORT + 1
 class Gate(Tokenizer):
     """Tokenizes when it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__(MADE["byte level"].to_str().encode())
+    def __init__(self, model: str) -> None:
+        super().__init__((Path(model) / "tokenizer.json").read_bytes())
         self.opened = {True: threading.Event(), False: threading.Event()}
         """For long texts, and for others."""
         self.begun: list[int] = []
@@ -194,22 +125,21 @@ async def encoding(
         encoder.close()
 
 
-async def test_one_long_text_at_a_time_and_one_other() -> None:
-    tokenizer = Gate()
+async def test_one_long_text_at_a_time_and_one_other(tokenizer: Gate) -> None:
     async with encoding(tokenizer, [LONG, OTHER, LONG + 1, LONG + 2, OTHER + 1]) as calls:
         assert sorted(tokenizer.begun) == [OTHER, LONG]
         calls[0].cancel()  # It is being tokenized, and goes on; one that waits is gone at once.
         calls[2].cancel()
         tokenizer.opened[False].set()
-        assert [len(await calls[i]) for i in (1, 4)] == [OTHER + 1, OTHER + 2]
+        assert [len(await calls[i]) for i in (1, 4)] == [OTHER, OTHER + 1]
         assert tokenizer.begun[2:] == [OTHER + 1]
         tokenizer.opened[True].set()
-        assert len(await calls[3]) == LONG + 3
+        assert len(await calls[3]) == LONG + 2
         assert tokenizer.begun[3:] == [LONG + 2]
 
 
-async def test_a_wait_ends_at_the_deadline() -> None:
-    tokenizer, encoder = Gate(), PromptEncoder()
+async def test_a_wait_ends_at_the_deadline(tokenizer: Gate) -> None:
+    encoder = PromptEncoder()
     now = asyncio.get_running_loop().time()
     calls = [encoder.encode("x" * OTHER, model_of(MIB, tokenizer), now + 0.05) for _ in range(2)]
     found = await asyncio.gather(*calls, return_exceptions=True)
@@ -224,10 +154,9 @@ async def test_a_wait_ends_at_the_deadline() -> None:
     [("MAX_WAITING", 3 * prompts.LONG, "aaaaa"), ("MAX_WAITING_OF_CLIENT", 2 * LONG, "aaaba")],
 )
 async def test_texts_that_wait_are_bounded_in_each_lane_and_of_each_client(
-    bound: str, most: int, clients: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Gate, bound: str, most: int, clients: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, bound, most)
-    tokenizer = Gate()
     async with encoding(tokenizer, [LONG, LONG, LONG, OTHER if clients == "aaaaa" else LONG, OTHER], clients) as calls:
         says = rf"{2 * LONG} bytes of text wait to be tokenized, of at most {most}"
         with pytest.raises(OverloadedError, match=says):
@@ -236,8 +165,7 @@ async def test_texts_that_wait_are_bounded_in_each_lane_and_of_each_client(
         assert all([await calls[i] for i in (0, 1, 3, 4)])
 
 
-async def test_clients_take_turns_however_many_texts_each_has() -> None:
-    tokenizer = Gate()
+async def test_clients_take_turns_however_many_texts_each_has(tokenizer: Gate) -> None:
     sizes = [OTHER, LONG, OTHER + 1, OTHER + 2, OTHER + 3, OTHER + 4]
     async with encoding(tokenizer, sizes, "aaaabb") as calls:
         tokenizer.open()
@@ -245,13 +173,13 @@ async def test_clients_take_turns_however_many_texts_each_has() -> None:
     assert tokenizer.begun[2:] == [OTHER + 3, OTHER + 1, OTHER + 4, OTHER + 2]
 
 
-async def test_short_texts_need_no_thread() -> None:
-    encoder = PromptEncoder()
+async def test_short_texts_need_no_thread(tokenizer: Gate) -> None:
+    encoder, short = PromptEncoder(), model_of(10, tokenizer)
     encoder.close()
-    assert len(await encoder.encode("the", model_of(10), 0.0)) == 2
-    tokenizer = Tokenizer(byte_level(normalizer=normalizers.Strip(), post_processor=None).to_str().encode())
-    with pytest.raises(InvalidArgumentError, match=r"prompt\.text = 3 bytes: must have at least one token"):
-        await encoder.encode("   ", model_of(10, tokenizer), 0.0)
+    tokenizer.open()
+    assert len(await encoder.encode("the", short, 0.0)) == 3
+    with pytest.raises(InvalidArgumentError, match=r"prompt\.text = 0 bytes: must have at least one token"):
+        await encoder.encode("", short, 0.0)
 
 
 async def test_a_text_that_fits_runs(model: str) -> None:

@@ -6,37 +6,92 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
+from router import text as module
 from router.text import ByteLevelDetokenizer, StopMatcher, Tokenizer, WindowDetokenizer
 
+BOS = 259
+"""The special token that the byte-level post-processor adds."""
 
-def byte_level() -> Tokenizer:
+
+def byte_level(**parts: object) -> tokenizers.Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {char: i for i, char in enumerate([*alphabet, "th", "the", "ĠĠ"])}
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h"), ("th", "e"), ("Ġ", "Ġ")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<bos>", "<eos>"])
     made.add_tokens([AddedToken("two wörds"), AddedToken("naïve"), AddedToken("é")])
-    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
-    return Tokenizer(made.to_str().encode())
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
 
 
-def sentencepiece() -> Tokenizer:
+def sentencepiece() -> tokenizers.Tokenizer:
     """As Llama 2: words with a leading ▁, bytes as <0xNN>."""
-    pieces = ["<unk>", "<s>", "▁", "▁a", "b", "▁cd", "e", "好", "�", *(f"<0x{byte:02X}>" for byte in range(256))]
-    made = tokenizers.Tokenizer(
-        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
-    )
+    pieces = ["<unk>", "<s>", "▁", "▁a", "b", "▁cd", "e", "好", "�", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    model = models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     made.add_special_tokens(["<s>"])
-    return Tokenizer(made.to_str().encode())
+    return made
 
 
-BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
+def letters() -> tokenizers.Tokenizer:
+    """Tokens of one byte, and a token of one byte for every character that has none."""
+    made = tokenizers.Tokenizer(models.BPE(vocab={"?": 0, "a": 1, "e": 2, "K": 3}, merges=[], unk_token="?"))
+    made.normalizer = normalizers.NFKC()
+    return made
+
+
+MADE = {
+    "byte level": byte_level(),
+    "NFC": byte_level(normalizer=normalizers.NFC()),
+    "sentencepiece": sentencepiece(),
+    "letters": letters(),
+}
+TOKENIZERS = {name: Tokenizer(made.to_str().encode()) for name, made in MADE.items()}
+SHRINKING = "\u212a\uff21\U0001d400\u1112\u1161\u11ab\u03b1\u0313\u0301\u0345"
+"""A Kelvin sign, a wide and a bold A, a Hangul syllable and a Greek letter in parts."""
+TEXTS = st.text(st.one_of(st.sampled_from("the  two wörds<bos>ab好" + SHRINKING), st.characters(codec="utf-8")))
+
+
+@pytest.mark.parametrize("name", MADE)
+@given(TEXTS, st.sampled_from((3, 10**6)))
+def test_ids_are_those_of_encode(name: str, prompt: str, piece: int) -> None:
+    """With the special tokens, and also where the text was counted in pieces before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", piece)
+        ids = MADE[name].encode(prompt).ids
+        assert TOKENIZERS[name].encode(prompt, 10**6) == tuple(ids)
+
+
+@pytest.mark.parametrize("name", MADE)
+@given(TEXTS)
+def test_no_token_stands_for_more_than_the_longest(name: str, prompt: str) -> None:
+    """Else a prompt that fits the model would be refused for its bytes."""
+    ids = MADE[name].encode(prompt, add_special_tokens=False).ids
+    assert len(prompt.encode()) <= len(ids) * TOKENIZERS[name].max_token_bytes
+
+
+def test_how_much_too_long_a_text_is_is_said_unless_it_is_far_too_long() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    limit = "must be at most 9 tokens, the model's length 10 less one for output"
+    with pytest.raises(InvalidArgumentError) as caught:
+        tokenizer.encode("x" * 9, 9)
+    assert str(caught.value) == f"prompt.text = 10 tokens: {limit}"
+    with pytest.raises(InvalidArgumentError) as caught:
+        tokenizer.encode("x" * 2 * module.PIECE, 9)
+    assert str(caught.value) == f"prompt.text = more than 18 tokens: {limit}"
+
+
+BYTE_LEVEL, SENTENCEPIECE = TOKENIZERS["byte level"], TOKENIZERS["sentencepiece"]
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -44,12 +99,12 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-@given(st.lists(st.integers(0, 262), max_size=40))
+@given(st.lists(st.integers(0, 265), max_size=40))
 def test_byte_level_pieces_are_the_decoded_whole(ids: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
-@given(st.lists(st.integers(0, 265), max_size=40))
+@given(st.lists(st.integers(0, 266), max_size=40))
 def test_window_pieces_are_the_decoded_whole(ids: list[int]) -> None:
     assert "".join(pieces(SENTENCEPIECE, ids)) == SENTENCEPIECE.decode(ids)
 
@@ -66,10 +121,10 @@ def test_half_a_character_is_held_back() -> None:
     assert isinstance(BYTE_LEVEL.detokenizer(), ByteLevelDetokenizer)
     assert isinstance(SENTENCEPIECE.detokenizer(), WindowDetokenizer)
     bos, *emoji = BYTE_LEVEL.encode("😀")
-    assert bos == 256  # The post-processor's own special token.
+    assert bos == BOS  # The post-processor's own special token.
     assert pieces(BYTE_LEVEL, emoji) == ["", "", "", "😀", ""]
     assert pieces(BYTE_LEVEL, emoji[:2]) == ["", "", "�"], "the end shows what is unfinished"
-    assert pieces(BYTE_LEVEL, [256, 257, 9999]) == ["", "", "", ""], "special and unknown tokens have no text"
+    assert pieces(BYTE_LEVEL, [BOS, BOS + 1, 9999]) == ["", "", "", ""], "special and unknown tokens have no text"
     assert pieces(SENTENCEPIECE, [9 + byte for byte in "好".encode()] + [4]) == ["", "", "", "好b", ""]
 
 
