@@ -110,7 +110,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
             try:
                 yield responses
             finally:
-                span.note(_output_attributes(responses.receipts))
+                span.note(responses.attributes)
                 ending.has_finished, ending.error = responses.has_ended, running.outbox.error
                 if ending.error:  # The error may have been raised where the output was taken.
                     span.fail(ending.error)
@@ -216,13 +216,6 @@ def _request_attributes(request: Request, samples: Sequence[SampleTask]) -> dict
     }
 
 
-def _output_attributes(receipts: Sequence[Receipt]) -> dict[str, Value]:
-    return {
-        "gen_ai.usage.output_tokens": sum(receipt.num_output_tokens for receipt in receipts),
-        "gen_ai.response.finish_reasons": [receipt.finish_reason.value for receipt in receipts],
-    }
-
-
 def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
     if len(message.resume) > MAX_SAMPLES:
         found = Shown(f"{len(message.resume)} entries")
@@ -249,18 +242,25 @@ class Responses(Source):
     """
 
     def __init__(self, running: RunningRequest, sample: SampleTask, prompt: Sequence[int], fingerprint: str) -> None:
-        self.receipts: list[Receipt] = []
-        """The receipts that have been sent."""
+        self._receipts: list[Receipt] = []  # Those that have been sent.
         self._outbox = running.outbox
         self._sample = sample
         self._first = prompt, fingerprint
-        self._running = running.num_samples
+        self._num_samples = running.num_samples
         self._encoders: dict[int, ResponseEncoder] = {}  # By sample index.
         self._pieces: deque[Piece] = deque()
 
     @property
     def has_ended(self) -> bool:
-        return not self._running
+        return len(self._receipts) == self._num_samples
+
+    @property
+    def attributes(self) -> dict[str, Value]:
+        """The attributes of the request's span that follow from its output."""
+        return {
+            "gen_ai.usage.output_tokens": sum(receipt.num_output_tokens for receipt in self._receipts),
+            "gen_ai.response.finish_reasons": [receipt.finish_reason.value for receipt in self._receipts],
+        }
 
     def listen(self, ready: Callable[[], None] | None) -> None:
         self._outbox.ready = ready
@@ -272,8 +272,7 @@ class Responses(Source):
             return None
         piece = self._pieces.popleft()
         if piece.receipt is not None:
-            self._running -= 1
-            self.receipts.append(piece.receipt)
+            self._receipts.append(piece.receipt)
         encoder = self._encoders.get(piece.sample_index)
         if encoder is None:
             encoder = ResponseEncoder(self._sample.request_id, piece.sample_index, piece.seed)
