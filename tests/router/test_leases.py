@@ -207,5 +207,7 @@ class TestRetries:
                 await decode.kill()
             with pytest.raises(UnavailableError):
                 await run
-            await fake.idle()
+            ended = asyncio.get_running_loop().time()
+            await fake.until(lambda: not fake.kv.held)
+            assert asyncio.get_running_loop().time() - ended < prefill.engine.kv_ttl_s / 2, "it did not end by itself"
             assert prefill.engine.prefilled == [PROMPT]

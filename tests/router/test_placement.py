@@ -64,7 +64,7 @@ P, Q = prefill("p"), prefill("q")
 @pytest.mark.parametrize(
     ("decodes", "prefills", "pair"),
     [
-        ([decode("a", slots=3), decode("b")], [P], "bp"),  # The most free slots,
+        ([decode("a", slots=3, kv_blocks=200), decode("b")], [P], "bp"),  # The most free slots,
         ([decode("a"), decode("b", kv_blocks=200)], [P], "bp"),  # then the most free KV,
         ([decode("b"), decode("a")], [P], "ap"),  # then the first id.
         ([decode("d")], [prefill("a", queued=20), prefill("c", queued=10), prefill("b", queued=10)], "db"),

@@ -93,6 +93,11 @@ class TestRequests:
             (output,) = await generate(fake, "Once upon a tïme", PARAMS, seed=1)
             check(output, tokenizer_of(fake).encode("Once upon a tïme"), PARAMS, 1)
             assert output.text == tokenizer_of(fake).decode(output.token_ids)
+            async with fake.stub() as stub:
+                call = stub.Generate(codec.generate_request("Once upon", PARAMS), timeout=WAIT_S)
+                messages = [message async for message in call]
+            told = [(len(message.prompt_token_ids), message.fingerprint) for message in messages]
+            assert told == [(9, status.fingerprint)] + [(0, "")] * (len(told) - 1), "only the first one says it"
             without = SamplingParams(max_tokens=4)
             check((await generate(fake, PROMPT, without, seed=3))[0], PROMPT, without, 3)
 
