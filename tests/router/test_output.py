@@ -77,33 +77,25 @@ def test_a_repeated_run_delivers_only_what_is_new() -> None:
     assert output.hexdigest() == output_digest([3, 4, 5], [fp32(-0.1 * t) for t in (3, 4, 5)])
 
 
-@pytest.mark.parametrize(("token", "logprob"), [(4, -0.5), (3, -0.25), (3, -0.5000001)])
-def test_one_other_bit_is_data_loss(token: int, logprob: float) -> None:
+@pytest.mark.parametrize(
+    ("first", "again", "says"),
+    [
+        ((3, -0.5), (4, -0.5), "differs at token 1"),
+        ((3, -0.5), (3, -0.25), "differs at token 1"),
+        ((3, -0.5), (3, fp32(-0.5000001)), "differs at token 1"),
+        ((3, 0.0), (3, -0.0), "differs at token 1"),  # Bits are compared, not values.
+        ((3, -0.5), None, "ended after 1 of 2"),
+    ],
+)
+def test_one_other_bit_is_data_loss(first: tuple[int, float], again: tuple[int, float] | None, says: str) -> None:
     output, _ = make()
-    output.take(1, -1.0)
-    output.take(3, -0.5)
+    for token in ((1, -1.0), first):
+        output.take(*token)
     output.restart()
     assert not output.take(1, -1.0)
-    assert output.take(token, fp32(logprob))  # Ends the run.
-    with pytest.raises(DataLossError, match="differs at token 1"):
+    assert again is None or output.take(*again), "it ends the run"
+    with pytest.raises(DataLossError, match=says):
         output.end(FinishReason.STOP)
-
-
-def test_bits_are_compared_not_values() -> None:
-    output, _ = make()
-    output.take(1, 0.0)
-    output.restart()
-    assert output.take(1, -0.0)
-
-
-def test_a_repeated_run_that_ends_early_is_data_loss() -> None:
-    output, _ = make()
-    output.take(1, -1.0)
-    output.take(2, -1.0)
-    output.restart()
-    output.take(1, -1.0)
-    with pytest.raises(DataLossError, match="ended after 1 of 2"):
-        output.end(FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
