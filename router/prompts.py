@@ -121,7 +121,8 @@ class _Lane:
             encoding.cancel()  # This does nothing to a finished task.
             self._waiting[client] -= size
             if not self._waiting[client]:
-                del self._waiting[client], self._turns[client]
+                del self._waiting[client]
+                self._turns.pop(client, None)  # A text whose caller left at once has none.
         if not encoding.done():
             raise DeadlineError("the prompt was not tokenized before the deadline")
         return encoding.result()
