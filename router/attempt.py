@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from corun.config.fields import RouterConfig
 from corun.errors import (
@@ -128,14 +128,17 @@ class DigestedOutput(Protocol):
     def tokens_hexdigest(self) -> str: ...
 
 
-class Attempt:
+AnyOutput = TypeVar("AnyOutput", bound=Output)
+
+
+class Attempt(Generic[AnyOutput]):
     """One attempt of one sample on one pair of nodes, with the slot and the KV that it holds there."""
 
     def __init__(
         self,
         task: SampleTask,
         placement: Placement,
-        output: Output,
+        output: AnyOutput,
         config: RouterConfig,
         span: Span = OFF,
         kv_scope: KvScope = ALONE,

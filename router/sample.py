@@ -139,7 +139,7 @@ class SampleRun:
         self._give_back_kv = nothing
 
     @contextmanager
-    def _account_for(self, attempt: Attempt) -> Iterator[None]:
+    def _account_for(self, attempt: Attempt[SampleOutput]) -> Iterator[None]:
         """Give back what an attempt holds, and draw the consequences of its end.
 
         A refused reservation and a node fault end the attempt without an error, so that the sample can be placed again.
@@ -175,7 +175,7 @@ class SampleRun:
         received = self._task.received
         return max(0, self._output.num_tokens - (received.num_tokens if received else 0))
 
-    def _note_fault(self, fault: NodeFaultError, attempt: Attempt, still_s: float) -> None:
+    def _note_fault(self, fault: NodeFaultError, attempt: Attempt[SampleOutput], still_s: float) -> None:
         """Tell the registry of a node fault, and prepare the next attempt. Raises the error that ends the sample if
         there is no next attempt.
 
@@ -228,7 +228,7 @@ class SampleRun:
             )
         return UnavailableError(f"nodes failed {runs} runs of {task} ({nodes})")
 
-    def _note_mismatch(self, error: DataLossError, attempt: Attempt) -> None:
+    def _note_mismatch(self, error: DataLossError, attempt: Attempt[SampleOutput]) -> None:
         """Log that bits differ. If two attempts in this router differ, quarantine the nodes of both, because one of
         them gave wrong bits and nothing shows which."""
         log.error("%s of %s", error, self._task)

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 class IdleRun:
     """One run of one sample, from its placement to its end."""
 
-    def __init__(self, attempt: Attempt, keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
+    def __init__(self, attempt: Attempt[Any], keeps_free: int, on_end: Callable[[IdleRun], None]) -> None:
         self.task = attempt.task
         self.placement = attempt.placement
         self.end: FinishReason | BaseException | None = None
