@@ -52,7 +52,7 @@ class Bench(BenchOptions):
     """
 
     def run(self) -> int:
-        code: int = _load("corun_bench.command", "corun bench", "cpu").run(self)
+        code: int = _load("corun_bench.benchmark", "corun bench", "cpu").run(self)
         return code
 
 
@@ -106,10 +106,9 @@ class Report:
     def run(self) -> int:
         if not self.files:
             raise InvalidArgumentError("files", "none", "must be at least one result file")
-        views = _load("corun_bench.report.views", "corun bench report", "bench")
-        page = _load("corun_bench.report.page", "corun bench report", "bench")
+        report = _load("corun_bench.report", "corun bench report", "bench")
         read = {str(path): results.read(path, (results.SCHEMA, results.KERNELS_SCHEMA)) for path in self.files}
-        for path in page.write(views.merge(read), self.output, baseline=self.baseline):
+        for path in report.write(results.merge(read), self.output, baseline=self.baseline):
             print(path)
         return 0
 
@@ -133,7 +132,7 @@ class Kernels(KernelOptions):
     """JSON file to write the report to."""
 
     def run(self) -> int:
-        kernels = _load("corun_bench.kernels.runner", "corun bench kernels", "gpu")
+        kernels = _load("corun_bench.kernels", "corun bench kernels", "gpu")
         progress = Console(stderr=True)
         report = kernels.measure(self, lambda text: progress.print(text, style="dim"))
         if self.output is not None:
@@ -164,7 +163,7 @@ class RouterBench(RouterOptions):
     """File to write the JSON line to, as well."""
 
     def run(self) -> int:
-        capacity = _load("corun_bench.router.capacity", "corun bench router", "router")
+        capacity = _load("corun_bench.capacity", "corun bench router", "router")
         result = capacity.search(self) if self.search else capacity.measure(self)
         line = json.dumps(result)
         print("\n".join([*capacity.report(result), line]))

@@ -1,23 +1,37 @@
-"""The cluster as a target: its public gRPC service, read as raw bytes during the run and decoded afterwards."""
+"""Targets behind a network: the cluster's router over gRPC, and any server with OpenAI's completions API.
+
+Must not know workloads, nor how the times are used.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
+from typing import Any
 
+import aiohttp
 import grpc
+from aiohttp.http_exceptions import HttpProcessingError
 
-from corun.errors import from_rpc_error
+from corun.errors import InvalidArgumentError, UnavailableError, from_rpc_error
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
-from corun_bench.driver import Target
-from corun_bench.engines import TEMPERATURE
-from corun_bench.records import Outcome, Request
+from corun_bench.driver import Outcome, Request, Target
+from corun_bench.systems import TEMPERATURE
 
 METHOD = "/corun.v1.ClusterService/Generate"
-DEADLINE_S = 3600.0
-"""The deadline of one call; the driver's own timeout is shorter."""
+TIMEOUT_S = 3600.0
+"""The time limit for one request, from its sending to its last token; the driver's own timeout is shorter."""
+CONNECT_TIMEOUT_S = 30.0
+KEEPALIVE_S = 4.0
+"""How long an unused connection is kept. Servers built on uvicorn close theirs after 5 s, and no request must be sent
+on a connection that is being closed."""
+MAX_EVENT_BYTES = 2**24
+MAX_SHOWN = 200
+"""The number of characters of a server's error that are kept."""
 
 
 class ClusterTarget(Target):
@@ -35,7 +49,7 @@ class ClusterTarget(Target):
         )
         message = codec.generate_request(request.prompt_token_ids, params, seed=request.seed)
         received: list[tuple[float, bytes]] = []
-        call = self._generate(message, timeout=DEADLINE_S)
+        call = self._generate(message, timeout=TIMEOUT_S)
         try:
             received.extend([(clock(), data) async for data in call])
         except grpc.RpcError as error:
@@ -50,17 +64,176 @@ class ClusterTarget(Target):
         A wave of requests that ends brings thousands of them; to decode them at once would delay the next wave.
         """
         for outcome, received in self._received:
-            _decode(received, outcome)
+            for at, data in received:
+                message = pb.GenerateResponse.FromString(data)
+                if message.token_ids:
+                    outcome.arrivals.append((at, len(message.token_ids)))
+                    outcome.token_ids += message.token_ids
+                    outcome.logprobs += message.logprobs
         self._received.clear()
 
     async def close(self) -> None:
         await self._channel.close(None)
 
 
-def _decode(received: list[tuple[float, bytes]], outcome: Outcome) -> None:
-    for at, data in received:
-        message = pb.GenerateResponse.FromString(data)
-        if message.token_ids:
-            outcome.arrivals.append((at, len(message.token_ids)))
-            outcome.token_ids += message.token_ids
-            outcome.logprobs += message.logprobs
+class OpenAiTarget(Target):
+    """A server at `url`, as in http://127.0.0.1:8000. `model` is its model; empty: the first that the server lists.
+
+    vLLM's own fields are sent. From a server that does not know them, tokens are counted but not known
+    (`Outcome.token_ids` stays empty), and the output may end early at the end-of-sequence token. No standard call
+    empties the caches of a server, but prompts of different runs differ.
+    """
+
+    def __init__(self, url: str, *, model: str = "") -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgumentError("url", url, "must begin with http:// or https://")
+        self.model = model
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Open the client and ask for the model. Raises UnavailableError if the server does not name one."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+            read_bufsize=MAX_EVENT_BYTES,
+        )
+        try:
+            if not self.model:
+                async with self._session.get(f"{self._url}/v1/models") as response:
+                    body = await response.read()
+                    if response.status != 200:
+                        raise UnavailableError(f"{self._url}/v1/models: HTTP {response.status}: {_message(body)}")
+                self.model = str(json.loads(body)["data"][0]["id"])
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, (aiohttp.ClientError, OSError, asyncio.TimeoutError)):
+                raise UnavailableError(f"{self._url}/v1/models: {type(error).__name__}: {error}") from error
+            if isinstance(error, (ValueError, LookupError, TypeError)):
+                raise UnavailableError(f"{self._url}/v1/models lists no model") from error
+            raise
+
+    async def close(self) -> None:
+        """Close the client; every request in flight ends."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
+        """Send one request and record what comes until it ends. A failure is recorded as well, and not raised."""
+        assert self._session is not None, "start() comes first"
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": list(request.prompt_token_ids),
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            "temperature": TEMPERATURE,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        body |= {"logprobs": 0} if logprobs else {}  # 0: only the sampled token's own.
+        answer = _Answer(outcome)
+        try:
+            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    raise BadAnswerError(f"HTTP {response.status}: {_message(await response.read())}")
+                async for line in response.content:
+                    if line.startswith(b"data:"):  # Other lines are empty, comments, or fields that are not used here.
+                        answer.take(line[5:].strip(), clock())
+            answer.finish(request.max_tokens)
+        except asyncio.TimeoutError:  # Before OSError, which it is in some versions of Python.
+            outcome.error = f"no end after {TIMEOUT_S:g} s"
+        except BadAnswerError as error:
+            outcome.error = _shown(str(error))
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:  # Two are too long lines.
+            outcome.error = _shown(f"{type(error).__name__}: {error}")
+
+
+class BadAnswerError(Exception):
+    """A server's answer reports an error, or is malformed."""
+
+
+class _Answer:
+    """The content of one stream so far."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._num_tokens = 0
+        self._total: int | None = None
+        """The number of output tokens by the server's own count."""
+        self._reason = ""
+        self._done = False
+
+    def take(self, data: bytes, now: float) -> None:
+        """Take one event: one line of data, as in OpenAI's API.
+
+        Raises BadAnswerError if it reports an error or is malformed.
+        """
+        if data == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise BadAnswerError(f"an event that is no JSON object: {_text(data)}")
+        if error := event.get("error"):
+            raise BadAnswerError(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
+        try:
+            total = (event.get("usage") or {}).get("completion_tokens")
+            for choice in event.get("choices") or ():
+                self._take_choice(choice, total, now)
+            self._total = self._total if total is None else int(total)
+        except (AttributeError, TypeError, ValueError) as bad:
+            raise BadAnswerError(f"an event of another shape: {_text(data)}") from bad
+
+    def _take_choice(self, choice: dict[str, Any], total: int | None, now: float) -> None:
+        token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+        if token_ids is not None:
+            count = len(token_ids)
+            self._outcome.token_ids.extend(map(int, token_ids))
+        elif total is not None:
+            count = int(total) - self._num_tokens
+        else:
+            count = 0 if reason and not choice.get("text") else 1
+        self._reason = reason or self._reason
+        if count > 0:
+            self._num_tokens += count
+            self._outcome.arrivals.append((now, count))
+        if logprobs := choice.get("logprobs"):
+            self._outcome.logprobs.extend(map(float, logprobs["token_logprobs"]))
+
+    def finish(self, max_tokens: int) -> None:
+        """Check the end. Raises BadAnswerError if it came too early, or if the server counts other tokens."""
+        if not self._done:
+            raise BadAnswerError(f"the stream broke off after {self._num_tokens} tokens")
+        total = self._num_tokens if self._total is None else self._total
+        # A server that puts several tokens into one message may count them only at the end. They came with the last
+        # message at the latest.
+        if total > self._num_tokens and self._outcome.arrivals and not self._outcome.token_ids:
+            at, count = self._outcome.arrivals[-1]
+            self._outcome.arrivals[-1] = at, count + total - self._num_tokens
+            self._num_tokens = total
+        if self._num_tokens != total:
+            raise BadAnswerError(f"{self._num_tokens} tokens came, and the server says {total}")
+        if self._num_tokens != max_tokens:
+            raise BadAnswerError(f"{self._num_tokens} of {max_tokens} tokens came, finish reason {self._reason!r}")
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error: the field of OpenAI's format, or else the whole text."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return _text(body)
+
+
+def _text(data: bytes) -> str:
+    return data[:MAX_SHOWN].decode("utf-8", "replace")
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:MAX_SHOWN]

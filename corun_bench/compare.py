@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,32 +10,52 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun_bench import results
 from corun_bench.metrics import Spread
+from corun_bench.results import Json, leaves, median_of, merge, spread_of
 
 THROUGHPUT = "output_throughput"
 LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50": "median_tpot_ms"}
 
 
-def compare(first: results.Result, second: results.Result) -> dict[str, Any]:
+def compare(first: Json, second: Json) -> dict[str, Any]:
     """Return the comparison as plain values for JSON.
 
     {"differing": {condition: [a, b]}, "rows": [{"workload", "system", metric: [a, b], …, "ratio": […] | None}]}
     A ratio is [median, smallest, largest]. A metric that a file does not have is None.
     """
-    a, b = results.group(first["runs"]), results.group(second["runs"])
-    rates = results.mismatch_rates(first), results.mismatch_rates(second)
-    rows = [
-        {
-            "workload": workload,
-            "system": system,
-            **_metrics(a.get((workload, system), []), b.get((workload, system), [])),
-            "mismatch_rate": [rate.get((workload, system)) for rate in rates],
-        }
-        for workload, system in dict.fromkeys([*a, *b])
-    ]
-    differing = results.differing_conditions(first, second)
-    return {"differing": {name: list(pair) for name, pair in differing.items()}, "rows": rows}
+    both = [merge({"": one}) for one in (first, second)]
+    rows = []
+    for cell in dict.fromkeys((run["workload"], run["system"]) for one in both for run in one.runs):
+        workload, system = cell
+        runs = [[run for run in one.runs if (run["workload"], run["system"]) == cell] for one in both]
+        again = [one.mismatch(system, workload) for one in both]
+        rows.append(
+            {
+                "workload": workload,
+                "system": system,
+                "repeats": [len(runs[0]), len(runs[1])],
+                "ratio": ratio(*(spread_of(of_file, THROUGHPUT) for of_file in runs)),
+                **{key: [median_of(of_file, key) for of_file in runs] for key in (THROUGHPUT, *LATENCIES.values())},
+                "mismatch_rate": [found.rate if found else None for found in again],
+            }
+        )
+    return {"differing": differing(first, second), "rows": rows}
+
+
+def differing(first: Json, second: Json) -> dict[str, list[str]]:
+    """Return what makes two results hard to compare: hardware, versions, model, settings of systems that both have."""
+    systems = [{row["system"] for row in one["systems"]} for one in (first, second)]
+
+    def conditions(result: Json) -> dict[str, str]:
+        found = {name: result["conditions"].get(name) for name in ("hardware", "versions", "model")}
+        for row in result["systems"]:
+            if row["system"] in systems[0] & systems[1]:
+                found |= {f"{row['system']}: {name}": row.get(name) for name in ("gpus", "slots", "settings")}
+        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in leaves(found)}
+
+    a, b = conditions(first), conditions(second)
+    pairs = {name: [a.get(name, "none"), b.get(name, "none")] for name in sorted(a.keys() | b.keys())}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def ratio(a: Spread | None, b: Spread | None) -> list[float] | None:
@@ -55,22 +76,12 @@ def show(comparison: Mapping[str, Any]) -> None:
     for name in ("workload", "system", "output tok/s", "b/a", *(f"{name} ms" for name in LATENCIES), "mismatches"):
         table.add_column(name, overflow="fold")
     for row in comparison["rows"]:
-        table.add_row(*_cells(row))
+        found = row["ratio"]
+        rate = "-" if found is None else f"{found[0]:.3f} ({found[1]:.3f} to {found[2]:.3f})"
+        latencies = [_pair(row[key], "{:.1f}") for key in LATENCIES.values()]
+        speed, mismatches = _pair(row[THROUGHPUT], "{:.1f}"), _pair(row["mismatch_rate"], "{:.2%}")
+        table.add_row(row["workload"], row["system"], speed, rate, *latencies, mismatches)
     console.print(table)
-
-
-def _metrics(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
-    medians = {key: [results.median_of(runs, key) for runs in (a, b)] for key in (THROUGHPUT, *LATENCIES.values())}
-    speeds = results.spread_of(a, THROUGHPUT), results.spread_of(b, THROUGHPUT)
-    return {"repeats": [len(a), len(b)], "ratio": ratio(*speeds), **medians}
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    found = row["ratio"]
-    rate = "-" if found is None else f"{found[0]:.3f} ({found[1]:.3f} to {found[2]:.3f})"
-    latencies = [_pair(row[key], "{:.1f}") for key in LATENCIES.values()]
-    speed, mismatches = _pair(row[THROUGHPUT], "{:.1f}"), _pair(row["mismatch_rate"], "{:.2%}")
-    return [row["workload"], row["system"], speed, rate, *latencies, mismatches]
 
 
 def _pair(values: list[float | None], form: str) -> str:

@@ -1,19 +1,87 @@
 """The client loop: it sends a workload's requests, closed or open loop, and records what comes back and when.
 
-All systems share this loop. It must not know what a system is: a `Target` streams one request.
+All systems share this loop. It must not know what a system is: a `Target` streams one request. Times are seconds on the
+client's monotonic clock since the run began, taken where the client receives a message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from corun.errors import CorunError
-from corun_bench.records import Outcome, Request, Run, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sample to draw: `max_tokens` tokens after a prompt, whatever they are."""
+
+    index: int
+    """The request's place in the workload, from 0."""
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    arrival_s: float = 0.0
+    """The time at which the request is sent in an open loop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Requests in their order, and when they are sent.
+
+    Closed loop: `max_concurrency` requests are in flight, and the next is sent when one ends (paper, Section V). Open
+    loop: each is sent at its `arrival_s`, with at most `max_concurrency` in flight if that is not 0.
+    """
+
+    name: str
+    """The workload's name, as in "in=512,out=256", "burstgpt", "rl=32x8"."""
+    requests: tuple[Request, ...]
+    max_concurrency: int = 256
+    """The most requests in flight; 0: no limit (open loop only)."""
+    request_rate: float = math.inf
+    """Requests a second of an open loop; inf: a closed loop."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
+
+    @property
+    def is_open(self) -> bool:
+        return math.isfinite(self.request_rate)
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """The outcome of one request."""
+
+    index: int
+    num_prompt_tokens: int
+    sent_s: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """When each message with tokens came, and how many tokens it held."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """The fp32 log probabilities of the sampled tokens; empty unless asked for."""
+    error: str = ""
+    """Why the request failed; empty if it got all its tokens."""
+    done_s: float = 0.0
+    """The time at which the request ended, successfully or not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One pass over a workload on one system."""
+
+    system: str
+    workload: str
+    repeat: int
+    outcomes: list[Outcome]
+    """The outcomes in the order of the workload's requests."""
+    duration_s: float
+    """The time from the start of the run to the end of the last request, in seconds."""
 
 
 class Target(ABC):
@@ -44,92 +112,53 @@ async def drive(
     on_done: Callable[[], None] = lambda: None,
 ) -> Run:
     """Run a workload once. A request that fails, or is not done `timeout_s` after the start, has an error."""
-    loop = _Loop(target, workload, logprobs, timeout_s, on_done)
-    await target.forget()
-    return await loop.run(system, repeat)
+    outcomes = [
+        Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids)) for request in workload.requests
+    ]
+    pairs = list(zip(workload.requests, outcomes, strict=True))
+    began = 0.0
 
+    def clock() -> float:
+        return time.perf_counter() - began
 
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Turn off garbage collection: everything that comes back is kept, and a search through it would stall the loop."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-class _Loop:
-    def __init__(
-        self, target: Target, workload: Workload, logprobs: bool, timeout_s: float, on_done: Callable[[], None]
-    ) -> None:
-        self._target, self._workload, self._logprobs = target, workload, logprobs
-        self._timeout_s, self._on_done = timeout_s, on_done
-        self._outcomes = [
-            Outcome(index=request.index, num_prompt_tokens=len(request.prompt_token_ids))
-            for request in workload.requests
-        ]
-        self._began = 0.0
-
-    async def run(self, system: str, repeat: int) -> Run:
-        with _no_collections():
-            self._began = time.perf_counter()
-            await (self._open() if self._workload.is_open else self._closed())
-        self._target.settle()
-        self._check_counts()
-        return Run(
-            system=system,
-            workload=self._workload.name,
-            repeat=repeat,
-            outcomes=self._outcomes,
-            duration_s=max((outcome.done_s for outcome in self._outcomes), default=0.0),
-        )
-
-    def _check_counts(self) -> None:
-        for request, outcome in zip(self._workload.requests, self._outcomes, strict=True):
-            came = sum(count for _, count in outcome.arrivals)
-            if not outcome.error and came != request.max_tokens:
-                outcome.error = f"{came} of {request.max_tokens} tokens came"
-
-    def _clock(self) -> float:
-        return time.perf_counter() - self._began
-
-    async def _closed(self) -> None:
-        """Keep `max_concurrency` requests in flight: send the next when one ends (paper, Section V)."""
-        waiting = iter(zip(self._workload.requests, self._outcomes, strict=True))
-        workers = min(self._workload.max_concurrency, len(self._outcomes))
-        await asyncio.gather(*(self._work(waiting) for _ in range(workers)))
-
-    async def _work(self, waiting: Iterator[tuple[Request, Outcome]]) -> None:
-        for request, outcome in waiting:
-            await self._one(request, outcome)
-
-    async def _open(self) -> None:
-        """Send each request at its arrival time, within the limit on requests in flight, if there is one."""
-        limit = self._workload.max_concurrency or len(self._outcomes)
-        gate = asyncio.Semaphore(max(1, limit))
-        await asyncio.gather(
-            *(
-                self._at(request, outcome, gate)
-                for request, outcome in zip(self._workload.requests, self._outcomes, strict=True)
-            )
-        )
-
-    async def _at(self, request: Request, outcome: Outcome, gate: asyncio.Semaphore) -> None:
-        await asyncio.sleep(request.arrival_s - self._clock())
-        async with gate:
-            await self._one(request, outcome)
-
-    async def _one(self, request: Request, outcome: Outcome) -> None:
-        outcome.sent_s = self._clock()
+    async def one(request: Request, outcome: Outcome) -> None:
+        outcome.sent_s = clock()
+        drawing = target.run(request, outcome, logprobs=logprobs, clock=clock)
         try:
-            await asyncio.wait_for(
-                self._target.run(request, outcome, logprobs=self._logprobs, clock=self._clock),
-                max(0.001, self._timeout_s - outcome.sent_s),
-            )
+            await asyncio.wait_for(drawing, max(0.001, timeout_s - outcome.sent_s))
         except asyncio.TimeoutError:
-            outcome.error = f"not done {self._timeout_s:g} s after the run began"
+            outcome.error = f"not done {timeout_s:g} s after the run began"
         except CorunError as error:
             outcome.error = f"{type(error).__name__}: {error}"
-        outcome.done_s = self._clock()
-        self._on_done()
+        outcome.done_s = clock()
+        on_done()
+
+    async def work(waiting: Iterator[tuple[Request, Outcome]]) -> None:
+        """Send the next request when one ends (paper, Section V)."""
+        for request, outcome in waiting:
+            await one(request, outcome)
+
+    async def send_at(request: Request, outcome: Outcome, gate: asyncio.Semaphore) -> None:
+        await asyncio.sleep(request.arrival_s - clock())
+        async with gate:
+            await one(request, outcome)
+
+    await target.forget()
+    gc.disable()  # Everything that comes back is kept, and a search through it would stall the loop.
+    try:
+        began = time.perf_counter()
+        if workload.is_open:
+            gate = asyncio.Semaphore(workload.max_concurrency or max(1, len(pairs)))
+            await asyncio.gather(*(send_at(request, outcome, gate) for request, outcome in pairs))
+        else:
+            waiting = iter(pairs)
+            await asyncio.gather(*(work(waiting) for _ in range(min(workload.max_concurrency, len(pairs)))))
+    finally:
+        gc.enable()
+    target.settle()
+    for request, outcome in pairs:
+        came = sum(count for _, count in outcome.arrivals)
+        if not outcome.error and came != request.max_tokens:
+            outcome.error = f"{came} of {request.max_tokens} tokens came"
+    duration_s = max((outcome.done_s for outcome in outcomes), default=0.0)
+    return Run(system=system, workload=workload.name, repeat=repeat, outcomes=outcomes, duration_s=duration_s)

@@ -22,12 +22,9 @@ import zmq.asyncio
 
 from corun.errors import DeadlineError, InternalError, UnavailableError
 from corun_bench.children import TAIL, Processes
-from corun_bench.driver import Target
-from corun_bench.records import Outcome, Request
-from corun_bench.systems import EngineSettings
+from corun_bench.driver import Outcome, Request, Target
+from corun_bench.systems import TEMPERATURE, EngineSettings
 
-TEMPERATURE = 0.6
-"""The sampling temperature of every request to every system; the paper's determinism test uses it too."""
 ANSWER_S = 60.0
 STOP_S = 30.0
 FINISHED_WELL = ("stop", "length")

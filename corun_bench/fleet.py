@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from corun.errors import UnavailableError
-from corun.types import ClusterStatus
 from corun_bench import conditions
 from corun_bench.children import Processes
-from corun_bench.client import ClusterTarget
+from corun_bench.client import ClusterTarget, OpenAiTarget
 from corun_bench.driver import Target
-from corun_bench.engines import TEMPERATURE, Engine, IndependentEngines, PlainProxy
+from corun_bench.engines import Engine, IndependentEngines, PlainProxy
 from corun_bench.nodes import Nodes, Topology
-from corun_bench.openai import OpenAiTarget
 from corun_bench.systems import PAIRED, Machine, System
 
 START_TIMEOUT_S = 600.0
@@ -105,15 +103,14 @@ async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
 @asynccontextmanager
 async def foreign(url: str, model: str) -> AsyncIterator[Up]:
     """Give a server with OpenAI's API to the block. model: empty for the first that it lists."""
-    target = OpenAiTarget(url, model=model, temperature=TEMPERATURE)
+    target = OpenAiTarget(url, model=model)
     await target.start()
-    nothing = {"prefill": 0, "decode": 0, "total": 0}
     try:
         yield Up(
             system=None,
             target=target,
             slots=0,
-            gpus=nothing,
+            gpus={"prefill": 0, "decode": 0, "total": 0},
             ready_s=None,
             processes=Processes(Path()),
             settings={"url": url},
@@ -126,21 +123,26 @@ async def foreign(url: str, model: str) -> AsyncIterator[Up]:
 async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
     began = time.monotonic()
     processes = Processes(logs)
+    engines: list[Engine] = []
+
+    async def ready(waited_for: list[Engine]) -> None:
+        starting = [engine for engine in waited_for if not engine.facts]
+        await asyncio.gather(*(engine.ready(began + START_TIMEOUT_S) for engine in starting))
+
     async with AsyncExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corun-bench-")))
-        engines: list[Engine] = []
         for settings in system.engines(machine):
             # vLLM measures what memory is free while it starts, so engines on one GPU start one after the other.
-            neighbours = [engine for engine in engines if {*engine.settings.gpus} & {*settings.gpus}]
-            await _ready([engine for engine in neighbours if not engine.facts], began)
+            await ready([engine for engine in engines if {*engine.settings.gpus} & {*settings.gpus}])
             engine = Engine(f"{settings.role}-{len(engines)}", settings, processes, sockets)
             stack.push_async_callback(engine.stop)
             engines.append(engine)
-        await _ready([engine for engine in engines if not engine.facts], began)
+        await ready(engines)
+        prefill, decode = ([one for one in engines if one.settings.role == role] for role in ("prefill", "decode"))
         yield Up(
             system=system,
-            target=_target(system, engines),
-            slots=system.slots_on(machine) * sum(engine.settings.role != "prefill" for engine in engines),
+            target=PlainProxy(prefill, decode) if system.kind in PAIRED else IndependentEngines(engines),
+            slots=system.slots_on(machine) * (len(engines) - len(prefill)),
             gpus=system.gpus(machine),
             ready_s=round(time.monotonic() - began, 1),
             processes=processes,
@@ -149,27 +151,32 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
         )
 
 
-async def _ready(engines: list[Engine], began: float) -> None:
-    await asyncio.gather(*(engine.ready(began + START_TIMEOUT_S) for engine in engines))
-
-
-def _target(system: System, engines: list[Engine]) -> Target:
-    if system.kind not in PAIRED:
-        return IndependentEngines(engines)
-    by_role = {role: [one for one in engines if one.settings.role == role] for role in ("prefill", "decode")}
-    return PlainProxy(by_role["prefill"], by_role["decode"])
-
-
 @asynccontextmanager
 async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
     began = time.monotonic()
-    topology = _topology(system, machine)
+    prefill, decode = system.places(machine)
+    on_gpu = bool(machine.gpus)
+    devices = [machine.device(place) if on_gpu else (place,) for place in (*prefill, *decode)]
+    topology = Topology(
+        model=machine.model,
+        prefill_gpus=tuple(gpu for device in devices[: len(prefill)] for gpu in device),
+        decode_gpus=tuple(gpu for device in devices[len(prefill) :] for gpu in device),
+        tensor_parallel_size=machine.tensor_parallel_size,
+        slots=system.slots_on(machine),
+        chunk_size=machine.chunk_size,
+        max_model_len=machine.max_model_len,
+        threads=0 if on_gpu else max(1, len(machine.cores) // 2),
+        start_timeout_s=START_TIMEOUT_S,
+    )
     nodes = Nodes(topology, Processes(logs), prefill_flags=(), router_flags=ROUTER_FLAGS)
     try:
         await _start(nodes)
         status = await asyncio.to_thread(nodes.status)
         if status is None:
             raise UnavailableError("the router does not answer")
+        facts = {
+            one.node.ref.node_id: {"kv_blocks": one.node.kv_blocks, "slots": one.node.slots} for one in status.nodes
+        }
         target = ClusterTarget(nodes.address)
         try:
             yield Up(
@@ -179,7 +186,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
                 gpus=system.gpus(machine),
                 ready_s=round(time.monotonic() - began, 1),
                 processes=nodes.processes,
-                settings={**system.describe(machine), "nodes": _nodes(status)},
+                settings={**system.describe(machine), "nodes": facts},
                 fingerprint=status.fingerprint,
                 nodes=nodes,
             )
@@ -201,26 +208,3 @@ async def _start(nodes: Nodes) -> None:
         for name in list(nodes.processes.running):  # A starting node handles no signals yet.
             await asyncio.to_thread(nodes.kill, name)
         raise
-
-
-def _topology(system: System, machine: Machine) -> Topology:
-    prefill, decode = system.places(machine)
-    on_gpu = bool(machine.gpus)
-    devices = [machine.device(place) if on_gpu else (place,) for place in (*prefill, *decode)]
-    return Topology(
-        model=machine.model,
-        prefill_gpus=tuple(gpu for device in devices[: len(prefill)] for gpu in device),
-        decode_gpus=tuple(gpu for device in devices[len(prefill) :] for gpu in device),
-        tensor_parallel_size=machine.tensor_parallel_size,
-        slots=system.slots_on(machine),
-        chunk_size=machine.chunk_size,
-        max_model_len=machine.max_model_len,
-        threads=0 if on_gpu else max(1, len(machine.cores) // 2),
-        start_timeout_s=START_TIMEOUT_S,
-    )
-
-
-def _nodes(status: ClusterStatus) -> dict[str, Any]:
-    return {
-        node.node.ref.node_id: {"kv_blocks": node.node.kv_blocks, "slots": node.node.slots} for node in status.nodes
-    }

@@ -10,14 +10,17 @@
 
 The result file of `corun bench kernels` is read here as well, because a report shows both: {"schema":
 "corun-bench-kernels-1", "kernels": [{"kernel", "variant", …}], …}. A handoff is the reading of one prompt's KV by a
-decode node. This module must not know how anything was measured.
+decode node. Owns which runs stand for a system on a workload. This module must not know how anything was measured or
+is drawn.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,13 @@ from corun_bench.metrics import Mismatch, Spread, spread
 
 SCHEMA = "corun-bench-1"
 KERNELS_SCHEMA = "corun-bench-kernels-1"
+STD = "std"
+ORDER = ("std", "std+nosplit", "std+isolated", "bi", "colocated", "colocated+ladder", "pd-std", "cluster")
+"""Kinds of systems in the order in which they are shown; other systems follow in the order of the files."""
+PLACEMENTS = ("cluster", "cluster:1p1d", "cluster:shared")
+"""The placements of the kind that has several, in the order in which they are shown; other placements follow."""
 Json = dict[str, Any]
-"""A JSON object in a file."""
-Result = dict[str, Any]
-"""The whole content of a file."""
-Cell = tuple[str, str]
-"""A pair (workload, system)."""
+"""A JSON object in a file, or the whole content of a file."""
 
 _PARTS: Mapping[str, Mapping[str, type]] = {
     SCHEMA: {"command": list, "conditions": dict, "systems": list, "runs": list, "mismatches": list},
@@ -43,13 +47,11 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "mismatches": ("system", "workload"),
     "kernels": ("kernel", "variant"),
 }
-_COUNTS = ("requests", "different_tokens", "different_bits", "tokens_only")
 _TOO_LARGE = 1e300  # Python reads infinities, NaN and integers of any size from JSON.
-_COMPARED_CONDITIONS = ("hardware", "versions", "model")
-_COMPARED_SETTINGS = ("gpus", "slots", "settings")
+_PADDING = re.compile(r"padding=(\d+)")
 
 
-def write(path: Path, result: Result) -> None:
+def write(path: Path, result: Json) -> None:
     """Write a line of JSON: the file appears in full or not at all. Raises InvalidArgumentError for another schema."""
     text = json.dumps(_checked(path, result, (SCHEMA,)), allow_nan=False, separators=(",", ":"))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -60,7 +62,7 @@ def write(path: Path, result: Result) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def read(path: Path, schemas: Sequence[str] = (SCHEMA,)) -> Result:
+def read(path: Path, schemas: Sequence[str] = (SCHEMA,)) -> Json:
     """Read a result file; raises InvalidArgumentError if it has none of these schemas, OSError if it is unreadable."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -69,58 +71,153 @@ def read(path: Path, schemas: Sequence[str] = (SCHEMA,)) -> Result:
     return _checked(path, result, schemas)
 
 
-def group(rows: Iterable[Json]) -> dict[Cell, list[Json]]:
-    """Return the rows of each workload on each system, in the file's order."""
-    cells: dict[Cell, list[Json]] = {}
-    for row in rows:
-        cells.setdefault((row["workload"], row["system"]), []).append(row)
-    return cells
+def _checked(path: Path, result: Any, schemas: Sequence[str]) -> Json:
+    def wrong(field: str, limit: str) -> InvalidArgumentError:
+        return InvalidArgumentError(field, Shown(f"in {path.name}"), limit)
+
+    schema = result.get("schema") if isinstance(result, dict) else None
+    if not isinstance(schema, str) or schema not in schemas:
+        raise InvalidArgumentError("schema", schema, f"must be {' or '.join(map(repr, schemas))} in {path.name}")
+    for part, kind in _PARTS[schema].items():
+        if not isinstance(result.get(part), kind):
+            raise wrong(part, f"must be a JSON {'object' if kind is dict else 'list'}")
+        for i, row in enumerate(result[part] if part in _NAMED else ()):
+            if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in _NAMED[part]):
+                raise wrong(f"{part}[{i}]", f"must be an object with {' and '.join(_NAMED[part])}")
+    return dict(result)
 
 
-def spread_of(runs: Iterable[Mapping[str, Any]], key: str) -> Spread | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """The whole content of some result files, as tuples of the files' own JSON objects."""
+
+    documents: tuple[Json, ...] = ()
+    systems: tuple[Json, ...] = ()
+    runs: tuple[Json, ...] = ()
+    mismatches: tuple[Json, ...] = ()
+    kernels: tuple[Json, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """All systems, in the order in which they are shown."""
+        return in_order(row["system"] for row in (*self.runs, *self.systems))
+
+    @property
+    def workloads(self) -> list[str]:
+        """All workloads except the steps of a padding sweep, as the files name them."""
+        return [name for name in dict.fromkeys(run["workload"] for run in self.runs) if padding_of(name) is None]
+
+    def runs_of(self, workload: str, system: str, concurrency: float | None = None) -> list[Json]:
+        """Return the repeats of a system on a workload; concurrency None: the one that stands for the workload."""
+        wanted = self.concurrency(workload) if concurrency is None else concurrency
+        runs = [run for run in self.runs if (run["workload"], run["system"]) == (workload, system)]
+        return [run for run in runs if _concurrency(run) == wanted]
+
+    def concurrency(self, workload: str) -> float:
+        """Return the concurrency that stands for a workload: the one that most systems ran, or the largest such."""
+        systems: dict[float, set[str]] = {}
+        for run in self.runs:
+            if run["workload"] == workload:
+                systems.setdefault(_concurrency(run), set()).add(run["system"])
+        return max(systems, key=lambda value: (len(systems[value]), value), default=0.0)
+
+    def concurrencies(self, workload: str) -> list[float]:
+        """Return all concurrencies of a workload, the smallest first; 0 means that none was set."""
+        return sorted({_concurrency(run) for run in self.runs if run["workload"] == workload})
+
+    def mismatch(self, system: str, workload: str | None = None) -> Mismatch | None:
+        """Return the result of running requests again, for one workload or all; None if that was not done."""
+        sums = dict.fromkeys(("requests", "different_tokens", "different_bits", "tokens_only"), 0)
+        for row in self.mismatches:
+            if row["system"] == system and workload in {None, row["workload"]}:
+                sums = {key: count + whole(row, key) for key, count in sums.items()}
+        return Mismatch(**sums) if sums["requests"] else None  # type: ignore[arg-type]
+
+    def gpus(self, system: str) -> int:
+        """Return the number of all GPUs of a system; 0 if it has none, or if the files do not say."""
+        of_system = (entry for entry in self.systems if entry["system"] == system)
+        return next((whole(mapping(entry, "gpus"), "total") for entry in of_system), 0)
+
+
+def merge(documents: Mapping[str, Json]) -> Results:
+    """Merge the files of `read`, by file name.
+
+    Raises InvalidArgumentError if they have different models, or a system with different numbers of GPUs: such runs are
+    not repeats of each other. Files of kernels name their model in another way, and no system is compared with them.
+    """
+    models = {
+        file: mapping(document, "conditions").get("model")
+        for file, document in documents.items()
+        if document.get("schema") == SCHEMA
+    }
+    named = {file: model for file, model in models.items() if model is not None}
+    for file, model in named.items():
+        first = next(iter(named))
+        if model != named[first]:
+            limit = f"must be the model of all files, and {first} has {named[first]!r}"
+            raise InvalidArgumentError(f"{file}: model", model, limit)
+    parts = {part: tuple(row for found in documents.values() for row in found.get(part, ())) for part in _NAMED}
+    files = tuple({**document, "file": file} for file, document in documents.items())
+    results = Results(documents=files, **parts)
+    for entry in results.systems:
+        total = whole(mapping(entry, "gpus"), "total")
+        if total != (first_total := results.gpus(entry["system"])):
+            limit = f"must be {first_total} as in the other file: a system stands for one number of GPUs"
+            raise InvalidArgumentError(f"system {entry['system']}: gpus", total, limit)
+    return results
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return each name once, sorted by kind and then by placement, with foreign systems last."""
+
+    def place(known: Sequence[str], name: str) -> int:
+        return known.index(name) if name in known else len(known)
+
+    return sorted(
+        dict.fromkeys(names), key=lambda name: (place(ORDER, name.partition(":")[0]), place(PLACEMENTS, name))
+    )
+
+
+def is_ablation(system: str) -> bool:
+    """Return whether a system is STD with some of CoRun's constraints, which is not meant for serving."""
+    return system.startswith("std+")
+
+
+def padding_of(workload: str) -> int | None:
+    """Return N of a workload "padding=N" (one request, and steps of N rows); None for any other workload."""
+    match = _PADDING.fullmatch(workload)
+    return int(match[1]) if match else None
+
+
+def _concurrency(run: Json) -> float:
+    return number(run, "max_concurrency") or 0.0
+
+
+def spread_of(runs: Iterable[Json], key: str) -> Spread | None:
     """Return the spread of one metric over repeats; None if no repeat has it."""
     values = [value for run in runs if (value := number(run, key)) is not None]
     return spread(values) if values else None
 
 
-def median_of(runs: Iterable[Mapping[str, Any]], key: str) -> float | None:
+def median_of(runs: Iterable[Json], key: str) -> float | None:
     """Return the median of one metric over repeats; None if no repeat has it."""
     found = spread_of(runs, key)
     return found.median if found else None
 
 
-def mismatch_of(rows: Iterable[Json]) -> Mismatch | None:
-    """Return several comparisons as one; None if nothing was compared."""
-    sums = dict.fromkeys(_COUNTS, 0)
-    for row in rows:
-        sums = {key: count + whole(row, key) for key, count in sums.items()}
-    return Mismatch(not_compared=(), **sums) if sums["requests"] else None
-
-
-def mismatch_rates(result: Result) -> dict[Cell, float | None]:
-    """Return the share of compared requests that differ, for each cell in which something was compared."""
-    found = {cell: mismatch_of(rows) for cell, rows in group(result["mismatches"]).items()}
-    return {cell: mismatch.rate for cell, mismatch in found.items() if mismatch}
-
-
-def differing_conditions(first: Result, second: Result) -> dict[str, tuple[str, str]]:
-    """Return what makes two results hard to compare: hardware, versions, model, settings of systems that both have."""
-    a, b = _conditions(first), _conditions(second)
-    shared = {name for name in a.keys() | b.keys() if _system(name) in _systems(a) & _systems(b)}
-    pairs = {name: (a.get(name, "none"), b.get(name, "none")) for name in sorted(shared)}
-    return {name: (one, other) for name, (one, other) in pairs.items() if one != other}
-
-
 def number(values: Mapping[str, Any], key: str) -> float | None:
     """Return a finite number of a JSON object; None if there is none under this key."""
-    return _finite(values.get(key))
+    value = values.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) < _TOO_LARGE else None
 
 
 def numbers(values: Mapping[str, Any], key: str) -> list[float]:
     """Return the finite numbers of a JSON list; empty if there is no list under this key."""
     found = values.get(key)
     items = found if isinstance(found, list) else []
-    return [value for item in items if (value := _finite(item)) is not None]
+    return [value for item in items if (value := number({key: item}, key)) is not None]
 
 
 def whole(values: Mapping[str, Any], key: str) -> int:
@@ -141,44 +238,3 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _finite(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if abs(value) < _TOO_LARGE else None
-
-
-def _conditions(result: Result) -> dict[str, str]:
-    conditions = {name: result["conditions"].get(name) for name in _COMPARED_CONDITIONS}
-    for row in result["systems"]:
-        settings = {name: row.get(name) for name in _COMPARED_SETTINGS}
-        conditions |= {f"{row['system']}: {name}": value for name, value in settings.items()}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in leaves(conditions)}
-
-
-def _systems(flat: Iterable[str]) -> set[str]:
-    return {_system(name) for name in flat}
-
-
-def _system(name: str) -> str:
-    """Return the system that a condition belongs to; empty if it belongs to the whole run."""
-    return name.partition(": ")[0] if ": " in name else ""
-
-
-def _checked(path: Path, result: Any, schemas: Sequence[str]) -> Result:
-    schema = result.get("schema") if isinstance(result, dict) else None
-    if not isinstance(schema, str) or schema not in schemas:
-        raise InvalidArgumentError("schema", schema, f"must be {' or '.join(map(repr, schemas))} in {path.name}")
-    for part, kind in _PARTS[schema].items():
-        if not isinstance(result.get(part), kind):
-            raise _wrong(path, part, f"must be a JSON {'object' if kind is dict else 'list'}")
-    for part in (part for part in _NAMED if part in _PARTS[schema]):
-        for i, row in enumerate(result[part]):
-            if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in _NAMED[part]):
-                raise _wrong(path, f"{part}[{i}]", f"must be an object with {' and '.join(_NAMED[part])}")
-    return dict(result)
-
-
-def _wrong(path: Path, field: str, limit: str) -> InvalidArgumentError:
-    return InvalidArgumentError(field, Shown(f"in {path.name}"), limit)

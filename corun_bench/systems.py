@@ -24,6 +24,8 @@ KINDS = {
     "std+isolated": "std+nosplit with isolated prefill (ablation)",
 }
 LADDER = "colocated+ladder"
+TEMPERATURE = 0.6
+"""The sampling temperature of every request to every system; the paper's determinism test uses it too."""
 PAIRED = ("pd-std", "cluster")
 """The kinds whose prefill and decode run in separate processes."""
 SHARED = "shared"

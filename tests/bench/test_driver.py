@@ -3,8 +3,7 @@ from __future__ import annotations
 import math
 
 from corun.errors import UnavailableError
-from corun_bench.driver import drive
-from corun_bench.records import Request, Workload
+from corun_bench.driver import Request, Workload, drive
 from tests.bench.targets import FakeTarget
 
 
@@ -20,7 +19,7 @@ async def test_a_closed_loop_keeps_as_many_in_flight_as_may_be() -> None:
     run = await drive(target, workload(13), system="s", repeat=2)
     assert (target.most, target.started, target.forgotten, target.settled) == (4, list(range(13)), 1, 1)
     assert [outcome.index for outcome in run.outcomes] == list(range(13))
-    assert all(outcome.num_tokens == 3 and not outcome.error for outcome in run.outcomes)
+    assert all(len(outcome.token_ids) == 3 and not outcome.error for outcome in run.outcomes)
     assert (run.system, run.workload, run.repeat) == ("s", "w", 2)
     assert run.duration_s == max(outcome.done_s for outcome in run.outcomes)
 

@@ -15,12 +15,12 @@ import pytest
 from corun.errors import UnavailableError
 from corun.models import tiny
 from corun.processes import descendants
-from corun_bench import fleet, runner, workloads
+from corun_bench import fleet, results, workloads
+from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
+from corun_bench.driver import Outcome, Request
 from corun_bench.engines import Engine
 from corun_bench.options import BenchOptions
-from corun_bench.records import Outcome, Request
-from corun_bench.runner import Benchmark, Plan
 from corun_bench.systems import EngineSettings, Machine, System, parse_systems
 
 DEADLINE_S = 20.0
@@ -131,7 +131,7 @@ async def test_a_cancelled_benchmark_leaves_its_result_and_no_process(
     work.cancel()
     await asyncio.wait({work}, timeout=DEADLINE_S)
     assert work.cancelled()
-    assert len(runner.results.read(tmp_path / "result.json")["runs"]) == 2
+    assert len(results.read(tmp_path / "result.json")["runs"]) == 2
 
 
 def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, str]) -> Benchmark:
@@ -142,11 +142,6 @@ def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, str]) 
         System, "engines", lambda self, machine: engines(self, Machine(model=does[self.name], cores=(0,)))
     )
     counts = {"num_prompts": 4, "num_warmups": 0, "repeats": 2, "mismatch_requests": 0}
-    plan = Plan(
-        options=BenchOptions(**counts, max_concurrency=(2,), timeout_s=120.0),
-        machine=Machine(model=str(tiny.ensure()), cores=(0,)),
-        systems=tuple(parse_systems(list(does))),
-        specs=workloads.expand(["in=8,out=4"]),
-        directory=tmp_path,
-    )
-    return Benchmark(plan)
+    machine = Machine(model=str(tiny.ensure()), cores=(0,))
+    options = BenchOptions(**counts, max_concurrency=(2,), timeout_s=120.0)
+    return Benchmark(options, machine, tuple(parse_systems(list(does))), workloads.expand(["in=8,out=4"]), tmp_path)

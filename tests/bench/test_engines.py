@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from corun.errors import InternalError
+from corun_bench.driver import Outcome, Request
 from corun_bench.engines import IndependentEngines, PlainProxy
-from corun_bench.records import Outcome, Request
 
 
 class FakeEngine:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from corun.errors import InvalidArgumentError
+from corun_bench.driver import Outcome, Run
 from corun_bench.metrics import (
-    Gpus,
-    Mismatch,
+    MAX_BINS,
+    MIN_BINS,
     Spread,
     aggregate_throughput,
+    bin_width,
     fp32_bits,
     mismatches,
     parse_goodput,
@@ -23,10 +25,8 @@ from corun_bench.metrics import (
     spread,
     summarize,
 )
-from corun_bench.records import Outcome, Run
-from corun_bench.timeline import MAX_BINS, MIN_BINS, bin_width
 
-ONE_EACH = Gpus(prefill=1, decode=1, total=2)
+ONE_EACH = {"prefill": 1, "decode": 1, "total": 2}
 
 
 def outcome(index: int, times: list[float], *, sent: float = 0.0, prompt: int = 10, **changes: Any) -> Outcome:
@@ -71,7 +71,7 @@ def test_throughput_counts_what_was_completed() -> None:
     assert (found["request_throughput"], found["output_throughput"]) == (0.5, 1.0)
     assert found["total_token_throughput"] == 21.0
     assert found["duration"] == 4.0
-    gpus = Gpus(prefill=2, decode=4, total=5)
+    gpus = {"prefill": 2, "decode": 4, "total": 5}
     spread_out = summary(outcome(0, [1.0, 2.0], prompt=40), duration=2.0, gpus=gpus)
     assert spread_out["input_tokens_per_s_per_prefill_gpu"] == 10.0
     assert spread_out["output_tokens_per_s_per_decode_gpu"] == 0.25
@@ -93,26 +93,6 @@ def test_statistics_are_those_of_numpy(count: int) -> None:
     assert percentile(sorted(ttfts), 100) == max(ttfts)
 
 
-def test_the_names_are_those_that_vllm_saves() -> None:
-    found = summary(outcome(0, [1.0, 2.0]))
-    totals = "duration completed failed total_input_tokens total_output_tokens request_throughput request_goodput "
-    totals += "output_throughput total_token_throughput max_output_tokens_per_s max_concurrent_requests"
-    metrics = ("ttft", "tpot", "itl", "e2el")
-    latencies = {f"{what}_{name}_ms" for name in metrics for what in ("mean", "median", "std", "p50", "p90", "p99")}
-    ours = {
-        "input_tokens_per_s_per_prefill_gpu",
-        "output_tokens_per_s_per_decode_gpu",
-        "output_tokens_per_s_per_gpu",
-        "timeline",
-        "peak_decode_tokens_per_s",
-        "slot_occupancy",
-        "padding_waste",
-        "ttfts",
-        "tpots",
-    }
-    assert set(found) == set(totals.split()) | latencies | ours
-
-
 def test_peaks_are_of_seconds_since_the_first_was_sent() -> None:
     found = summary(outcome(0, [10.1, 10.2, 11.3], sent=10.0), outcome(1, [10.9, 12.5], sent=10.5))
     assert found["max_output_tokens_per_s"] == 3.0
@@ -124,18 +104,16 @@ def test_peaks_are_of_seconds_since_the_first_was_sent() -> None:
 def test_goodput_wants_every_limit() -> None:
     requests = [outcome(0, [0.1, 0.2]), outcome(1, [0.1, 0.9]), outcome(2, [0.5, 0.6]), outcome(3, [0.1])]
     assert summary(*requests, duration=1.0)["request_goodput"] is None
-    limits = parse_goodput("ttft:200 tpot:150")
+    limits = parse_goodput(["ttft:200", "tpot:150"])
     assert summary(*requests, duration=1.0, goodput=limits)["request_goodput"] == 2.0, "one token has no gap to miss"
     assert summary(*requests, duration=1.0, goodput={"e2el": 99.0})["request_goodput"] == 0.0
 
 
 def test_goodput_is_read_as_vllm_reads_it() -> None:
-    assert parse_goodput("ttft:200 tpot:50.5  e2el:1e3") == {"ttft": 200.0, "tpot": 50.5, "e2el": 1000.0}
-    assert parse_goodput(["ttft:1", "tpot:0"]) == {"ttft": 1.0, "tpot": 0.0}
-    assert parse_goodput("") == {}
+    assert parse_goodput(["ttft:0", "tpot:50.5", "e2el:1e3"]) == {"ttft": 0.0, "tpot": 50.5, "e2el": 1000.0}
     for wrong in ("itl:5", "ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:nan", "ttft:inf", "ttft:1 ttft:2", "ttft:1:2"):
         with pytest.raises(InvalidArgumentError, match="goodput"):
-            parse_goodput(wrong)
+            parse_goodput(wrong.split())
 
 
 def test_the_timeline_has_all_tokens_and_no_first_token_twice() -> None:
@@ -194,7 +172,7 @@ def test_occupancy_is_of_the_time_in_which_something_decodes() -> None:
 )
 def test_odd_runs_have_finite_numbers(outcomes: tuple[Outcome, ...]) -> None:
     for duration in (0.0, None):
-        found = summary(*outcomes, duration=duration, goodput={"ttft": 1.0}, gpus=Gpus(prefill=0, decode=0, total=0))
+        found = summary(*outcomes, duration=duration, goodput={"ttft": 1.0}, gpus=dict.fromkeys(ONE_EACH, 0))
         assert found["output_tokens_per_s_per_gpu"] is None
         assert found["mean_tpot_ms"] >= 0
         assert min(found["timeline"]["running"], default=0) >= 0
@@ -208,29 +186,17 @@ def test_a_system_that_hides_its_token_ids_is_counted_by_its_messages() -> None:
 
 
 def test_the_aggregate_is_weighted_by_time() -> None:
-    tasks = [{"output_throughput": 100.0, "duration": 1.0}, {"output_throughput": 10.0, "duration": 9.0}]
-    assert aggregate_throughput(tasks) == pytest.approx(19.0)
+    assert aggregate_throughput([(100.0, 1.0), (10.0, 9.0)]) == pytest.approx(19.0)
     assert aggregate_throughput([]) == 0.0
 
 
 def test_spread_of_repeats() -> None:
     assert spread([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, min=1.0, max=10.0, repeats=4)
     assert spread([6.0, 2.0]).over(2) == Spread(median=2.0, min=1.0, max=3.0, repeats=2)
-    with pytest.raises(InvalidArgumentError, match="repeats"):
-        spread([])
 
 
 def sampled(index: int, tokens: list[int], logprobs: list[float], error: str = "") -> Outcome:
     return Outcome(index=index, num_prompt_tokens=1, token_ids=tokens, logprobs=logprobs, error=error)
-
-
-def test_equal_runs_have_no_mismatch() -> None:
-    first = run(sampled(0, [1, 2], [-0.5, -0.25]), sampled(1, [3], [-1.0]))
-    again = run(sampled(1, [3], [-1.0]), sampled(0, [1, 2], [-0.5, -0.25]))
-    assert mismatches(first, again) == Mismatch(
-        requests=2, different_tokens=0, different_bits=0, tokens_only=0, not_compared=()
-    )
-    assert mismatches(first, again).rate == 0.0
 
 
 def test_one_bit_is_a_mismatch() -> None:
@@ -251,10 +217,5 @@ def test_what_cannot_be_compared_is_named_and_not_counted_as_equal() -> None:
     found = mismatches(first, again)
     assert (found.requests, found.tokens_only, found.not_compared) == (1, 1, (1, 2, 3, 4))
     assert mismatches(run(), run()).rate is None
-
-
-def test_bits_are_fp32() -> None:
-    assert fp32_bits([0.1]) == fp32_bits([float(np.float32(0.1))])
-    assert fp32_bits([math.nan]) == fp32_bits([math.nan])
-    assert fp32_bits([0.0]) != fp32_bits([-0.0])
+    assert fp32_bits([0.1, math.nan]) == fp32_bits([float(np.float32(0.1)), math.nan])
     assert fp32_bits([-1e300]) == fp32_bits([-math.inf]), "a foreign system may send anything"

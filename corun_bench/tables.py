@@ -1,0 +1,306 @@
+"""Tables of a report: cells of text, made of a result's numbers, and the table that `corun bench` prints.
+
+Owns which numbers stand side by side, and what they are compared with. This module must not know HTML.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table as Printed
+from rich.text import Text
+
+from corun_bench.metrics import aggregate_throughput
+from corun_bench.results import (
+    STD,
+    Json,
+    Results,
+    in_order,
+    is_ablation,
+    leaves,
+    mapping,
+    median_of,
+    number,
+    spread_of,
+    whole,
+)
+
+NOTHING = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "e2e"}
+_STYLES = {"good": "green", "bad": "red", "dim": "dim"}
+
+
+class Cell(NamedTuple):
+    """Text, and its kind, which decides its colour: "", "good", "bad" or "dim"."""
+
+    text: str
+    kind: str = ""
+
+
+Rows = list[tuple[str, dict[str, Cell]]]
+"""The name of each row, and its cells by column."""
+
+
+class Table(NamedTuple):
+    """A table. `columns` leaves out the first column, which names the row."""
+
+    columns: tuple[str, ...] = ()
+    sections: tuple[tuple[str, list[tuple[str, tuple[Cell, ...]]]], ...] = ()
+    """For each section its title, and each row's name and cells."""
+
+
+def _table(sections: dict[str, Rows], *, keep_empty: bool = False) -> Table:
+    """Return a table without the columns that are empty in all rows."""
+    rows = [cells for section in sections.values() for _, cells in section]
+    if not rows:
+        return Table()
+    full = [keep_empty or any(cells[column].text != NOTHING for cells in rows) for column in rows[0]]
+    made = {
+        title: [(name, tuple(compress(cells.values(), full))) for name, cells in section]
+        for title, section in sections.items()
+    }
+    return Table(tuple(compress(rows[0], full)), tuple(made.items()))
+
+
+def summary(results: Results, baseline: str) -> Table:
+    """Return a row per system over the workloads that all systems ran: the paper's weighted throughput, and bits."""
+    systems = [name for name in results.names if not is_ablation(name) and _tasks(results, name)]
+    of_all = [set(_tasks(results, name)) for name in systems]
+    shared = [name for name in results.workloads if all(name in ran for ran in of_all)]
+    base = aggregate(results, baseline, shared)
+    rows: Rows = []
+    for name in systems:
+        value, gpus = aggregate(results, name, shared), results.gpus(name)
+        cells = {
+            "GPUs": _count(gpus),
+            "workloads": _count(len(shared)),
+            "output tokens/s": _number(value),
+            f"{TIMES} {baseline}": _ratio(value, base),
+            "per GPU": _number(value / gpus if value and gpus else None),
+            "bits differ": _bits(results, name),
+            "failed": _failed([run for run in results.runs if run["system"] == name]),
+        }
+        rows.append((name, cells))
+    return _table({"": rows}, keep_empty=True)
+
+
+def aggregate(results: Results, system: str, workloads: Sequence[str]) -> float | None:
+    """Return the paper's aggregate of medians over repeats; None unless the system ran all of the workloads."""
+    tasks = _tasks(results, system)
+    if not workloads or not all(workload in tasks for workload in workloads):
+        return None
+    return aggregate_throughput(tasks[workload] for workload in workloads)
+
+
+def _tasks(results: Results, system: str) -> dict[str, tuple[float, float]]:
+    """Return output throughput and duration of each workload that the system ran, as medians over repeats."""
+    found = {}
+    for workload in results.workloads:
+        runs = results.runs_of(workload, system)
+        throughput, duration = median_of(runs, "output_throughput"), median_of(runs, "duration")
+        if throughput is not None and duration:
+            found[workload] = throughput, duration
+    return found
+
+
+def throughputs(results: Results, baseline: str) -> Table:
+    """Return the throughput of each system on each workload, and whether its bits stayed the same."""
+
+    def cells(system: str, workload: str, runs: list[Json], base: list[Json]) -> dict[str, Cell]:
+        value, gpus = median_of(runs, "output_throughput"), results.gpus(system)
+        return {
+            "GPUs": _count(gpus),
+            **_speed(runs, base, baseline),
+            "per GPU": _number(value / gpus if value is not None and gpus else None),
+            "bits differ": _bits(results, system, workload),
+            "total tokens/s": _number(median_of(runs, "total_token_throughput")),
+            "decode peak tokens/s": _number(median_of(runs, "peak_decode_tokens_per_s")),
+            "slots in use": _share(median_of(runs, "slot_occupancy")),
+            "padding": _share(median_of(runs, "padding_waste")),
+            "repeats": _count(len(runs)),
+            "failed": _failed(runs),
+        }
+
+    return _by_workload(results, baseline, cells)
+
+
+def latencies(results: Results, baseline: str) -> Table:
+    """Return the latencies in ms, each a median over repeats."""
+
+    def cells(system: str, workload: str, runs: list[Json], base: list[Json]) -> dict[str, Cell]:
+        return {
+            f"{title} {statistic}": _number(median_of(runs, f"{statistic}_{key}_ms"))
+            for key, title in _LATENCIES.items()
+            for statistic in ("mean", "median", "p90", "p99")
+        }
+
+    return _by_workload(results, baseline, cells)
+
+
+def printed(results: Results, baseline: str) -> Printed:
+    """Return the few columns that fit a terminal, speed beside determinism; a workload is named in its first row."""
+
+    def cells(system: str, workload: str, runs: list[Json], base: list[Json]) -> dict[str, Cell]:
+        latency = {
+            f"{_LATENCIES[key]} {statistic} ms": _number(median_of(runs, f"{statistic}_{key}_ms"))
+            for key in ("ttft", "tpot")
+            for statistic in ("median", "p99")
+        }
+        more = {"padding": _share(median_of(runs, "padding_waste")), "bits differ": _bits(results, system, workload)}
+        return {**_speed(runs, base, baseline), **latency, **more}
+
+    table = _by_workload(results, baseline, cells)
+    made = Printed("workload", "system", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        made.add_column(column, justify="right")
+    for title, rows in table.sections:
+        for i, (name, row) in enumerate(rows):
+            texts = (Text(cell.text, _STYLES.get(cell.kind, "")) for cell in row)
+            made.add_row(Text("" if i else title), Text(name), *texts)
+    return made
+
+
+def _by_workload(results: Results, baseline: str, cells: Callable[..., dict[str, Cell]]) -> Table:
+    """Return a table with a section per workload and concurrency.
+
+    cells: makes a row of a system, a workload, the repeats of the one on the other, and the baseline's repeats.
+    """
+    sections: dict[str, Rows] = {}
+    for workload in dict.fromkeys(run["workload"] for run in results.runs):
+        for concurrency in results.concurrencies(workload):
+            base = results.runs_of(workload, baseline, concurrency)
+            title = workload + (f", {_digits(concurrency)} in flight" if concurrency else "")
+            for name in results.names:
+                if runs := results.runs_of(workload, name, concurrency):
+                    sections.setdefault(title, []).append((name, cells(name, workload, runs, base)))
+    return _table(sections)
+
+
+def systems(results: Results) -> Table:
+    """Return start-up, memory, handoffs and identity of each system; sizes are in MiB."""
+    rows: Rows = []
+    for entry in sorted(results.systems, key=lambda entry: results.names.index(entry["system"])):
+        gpus, memory, handoff = (mapping(entry, name) for name in ("gpus", "memory", "handoff"))
+        sizes = [value for process in memory if (value := number(memory, process)) is not None]
+        split = f"{whole(gpus, 'total')} ({whole(gpus, 'prefill')} + {whole(gpus, 'decode')})"
+        fingerprint = str(entry.get("fingerprint") or NOTHING)
+        cells = {
+            "GPUs (prefill + decode)": Cell(split if gpus else NOTHING),
+            "slots": _number(number(entry, "slots")),
+            "ready after s": _number(number(entry, "ready_s")),
+            "RSS MiB": Cell(f"{sum(sizes):,.0f}" if sizes else NOTHING),
+            "of which": Cell(_listed(memory), "dim"),
+            "GPU memory": Cell(_listed(mapping(entry, "gpu_memory"))),
+            "handoffs": _number(number(handoff, "count")),
+            "failed": _failed([handoff]) if handoff else Cell(NOTHING),
+            "handoff ms": _number(number(handoff, "mean_ms")),
+            "handoff GB/s": _number(number(handoff, "gb_per_s")),
+            "fingerprint": Cell(fingerprint if len(fingerprint) <= 24 else f"{fingerprint[:23]}…", "dim"),
+        }
+        rows.append((entry["system"], cells))
+    return _table({"": rows})
+
+
+def kernels(results: Results) -> Table:
+    """Return the latency of each kernel and variant, and which of the paper's properties its bits have."""
+    entries = results.kernels
+    of_std = [entry for entry in entries if entry["variant"] == STD]
+    bases = {(entry["kernel"], number(entry, "rows")): number(entry, "median_us") for entry in of_std}
+    order = in_order(entry["variant"] for entry in entries)
+    sections: dict[str, Rows] = {entry["kernel"]: [] for entry in entries}
+    for entry in sorted(entries, key=lambda entry: order.index(entry["variant"])):
+        rows, value = number(entry, "rows"), number(entry, "median_us")
+        cells = {
+            "rows": _number(rows),
+            "median µs": _number(value),
+            "min … max": _range(number(entry, "min_us"), number(entry, "max_us")),
+            f"{TIMES} {STD}": _ratio(value, bases.get((entry["kernel"], rows))),
+            "batch-invariant": _yes(entry.get("batch_invariant")),
+            "position-invariant": _yes(entry.get("position_invariant")),
+        }
+        sections[entry["kernel"]].append((entry["variant"], cells))
+    return _table(sections, keep_empty=True)
+
+
+def flat(values: Json) -> list[tuple[str, str]]:
+    """Return nested objects as dotted names and their values as text, without empty values."""
+    return [(name, _plain(value)) for name, value in leaves(values) if value not in (None, "", [], {}, ())]
+
+
+def _listed(values: Json) -> str:
+    return ", ".join(f"{name} {value}" for name, value in flat(values)) or NOTHING
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _speed(runs: list[Json], base: list[Json], baseline: str) -> dict[str, Cell]:
+    found = spread_of(runs, "output_throughput")
+    several = found is not None and found.repeats > 1
+    return {
+        "output tokens/s": _number(found.median if found else None),
+        "min … max": _range(found.min, found.max) if found and several else Cell(NOTHING),
+        f"{TIMES} {baseline}": _ratio(*(median_of(rows, "output_throughput") for rows in (runs, base))),
+    }
+
+
+def compact(value: float) -> str:
+    """Return a number in few characters, as for a tick or a bar: 0.53, 7.4, 128, 12.3k, 1.2M."""
+    for limit, unit, suffix in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= limit:
+            return f"{compact(value / unit)}{suffix}"
+    if abs(value) >= 100 or value == round(value):
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def _digits(value: float) -> str:
+    """Return a number in few characters, but with all digits before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else compact(value)
+
+
+def _number(value: float | None) -> Cell:
+    return Cell(NOTHING if value is None else _digits(value))
+
+
+def _range(low: float | None, high: float | None) -> Cell:
+    return Cell(NOTHING if low is None or high is None else f"{_digits(low)} … {_digits(high)}", "dim")
+
+
+def _count(value: int) -> Cell:
+    return Cell(str(value) if value else NOTHING)
+
+
+def _share(value: float | None) -> Cell:
+    return Cell(NOTHING if value is None else f"{value:.1%}")
+
+
+def _ratio(value: float | None, base: float | None) -> Cell:
+    return Cell(NOTHING if value is None or not base else f"{value / base:.2f}")
+
+
+def _bits(results: Results, system: str, workload: str | None = None) -> Cell:
+    found = results.mismatch(system, workload)
+    if found is None:
+        return Cell("not run again", "dim")
+    return Cell(f"{found.different_bits} of {found.requests}", "bad" if found.different_bits else "good")
+
+
+def _failed(rows: Sequence[Json]) -> Cell:
+    count = sum(whole(row, "failed") for row in rows)
+    return Cell(str(count), "bad" if count else "dim")
+
+
+def _yes(value: object) -> Cell:
+    words = {True: Cell("yes", "good"), False: Cell("no", "bad")}
+    return words[value] if isinstance(value, bool) else Cell("not measured", "dim")

@@ -1,0 +1,182 @@
+"""A whole benchmark over targets without an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corun.errors import UnavailableError
+from corun.models import tiny
+from corun_bench import benchmark, conditions, results, workloads
+from corun_bench.benchmark import Benchmark
+from corun_bench.children import Processes
+from corun_bench.driver import Outcome, Target
+from corun_bench.engines import IndependentEngines
+from corun_bench.fleet import Up
+from corun_bench.options import BenchOptions
+from corun_bench.systems import Machine, System, parse_systems
+from tests.bench.targets import FakeTarget
+
+
+class FakeUp(Up):
+    """A system that is up, without processes."""
+
+    def __init__(self, system: System, target: Any) -> None:
+        gpus = {"prefill": 1, "decode": 1, "total": 1}
+        processes = Processes(Path("/nowhere"))
+        super().__init__(
+            system=system, target=target, slots=4, gpus=gpus, ready_s=1.0, processes=processes, settings={}
+        )
+        self.engines = getattr(target, "engines", [])
+
+    def check(self) -> None:
+        """Nothing can end."""
+
+
+def made(tmp_path: Path, **changes: Any) -> Benchmark:
+    machine = Machine(model=str(tiny.ensure()), max_model_len=512, slots=4)
+    systems = tuple(parse_systems([changes.pop("systems", "std,cluster")]))
+    specs = workloads.expand(["in=8,out=4", "rl=2x3,in=8,out=4"])
+    values: dict[str, Any] = {"num_prompts": 6, "num_warmups": 2, "repeats": 2, "mismatch_requests": 3}
+    options = BenchOptions(**{**values, "max_concurrency": (1, 4), **changes})
+    return Benchmark(options, machine, systems, specs, tmp_path)
+
+
+def over(monkeypatch: pytest.MonkeyPatch, **targets: Target) -> None:
+    @asynccontextmanager
+    async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+        if system.name not in targets:
+            raise UnavailableError("it does not start\nits log")
+        yield FakeUp(system, targets[system.name])
+
+    monkeypatch.setattr(benchmark, "up", up)
+
+
+async def test_every_system_runs_every_workload_and_bits_that_depend_on_the_crowd_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over(monkeypatch, std=FakeTarget(crowd_shows=True), cluster=FakeTarget())
+    monkeypatch.setattr(benchmark, "PROGRESS_S", 0.0)
+    one = made(tmp_path)
+    one.prepare()
+    await one.run()
+    found = results.read(tmp_path / "result.json")
+    assert found == json.loads(json.dumps(one.result))
+    assert one.failures == []
+    cells = [(run["system"], run["workload"], run["max_concurrency"], run["repeat"]) for run in found["runs"]]
+    assert sorted(cells) == sorted(
+        (system, workload, concurrency, repeat)
+        for system in ("std", "cluster")
+        for workload in ("in=8,out=4", "rl=2x3,in=8,out=4")
+        for concurrency in (1, 4)
+        for repeat in (0, 1)
+    )
+    assert {run["completed"] for run in found["runs"]} == {6}
+    rows = [(row["system"], row["requests"], row["different_bits"]) for row in found["mismatches"]]
+    assert rows == [("std", 3, 3), ("std", 3, 3), ("cluster", 3, 0), ("cluster", 3, 0)]
+    said = capsys.readouterr().err
+    assert "std: in=8,out=4: 1 of 6 requests done" in said
+    assert "6 of 6 requests done" not in said
+    first, again, other = (one._workload(workloads.parse("in=8,out=4"), repeat, 4) for repeat in (0, 0, 1))
+    assert first == again
+    prompts, others = ({request.prompt_token_ids for request in run.requests} for run in (first, other))
+    assert prompts.isdisjoint(others), "repeats have other prompts"
+
+
+async def test_what_does_not_start_is_said_and_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over(monkeypatch, cluster=FakeTarget())
+    one = made(tmp_path)
+    await one.run()
+    assert one.failures == ["std: it does not start"]
+    assert {run["system"] for run in one.result["runs"]} == {"cluster"}
+    assert "its log" in capsys.readouterr().err
+
+
+async def test_why_a_process_ended_is_said_and_not_what_failed_because_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forget(self: FakeTarget) -> None:
+        self.forgotten = -1
+        raise UnavailableError("std-0 does not listen")
+
+    def check(self: FakeUp) -> None:
+        assert isinstance(self.target, FakeTarget)
+        if self.target.forgotten:
+            raise UnavailableError("std-0 ended with -9")
+
+    monkeypatch.setattr(FakeTarget, "forget", forget)
+    monkeypatch.setattr(FakeUp, "check", check)
+    over(monkeypatch, std=FakeTarget())
+    one = made(tmp_path, systems="std")
+    await one.run()
+    assert one.failures == ["std: std-0 ended with -9"]
+
+
+async def test_requests_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over(monkeypatch, std=FakeTarget(errors={1: UnavailableError("gone")}))
+    one = made(tmp_path, systems="std")
+    await one.run()
+    assert one.failures[0] == "std: in=8,out=4: 1 requests failed: UnavailableError: gone"
+    assert "std: in=8,out=4: 1 requests could not be compared" in one.failures
+    assert {run["failed"] for run in one.result["runs"]} == {1}
+
+
+class FakeEngine:
+    """Gives every request its tokens at once, and notes how long its steps are made."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.padded: list[int] = []
+
+    async def forget(self) -> None:
+        """Nothing is kept."""
+
+    async def pad_to(self, rows: int) -> None:
+        self.padded.append(rows)
+
+    async def draw(self, name: str, prompt: Any, parameters: dict[str, Any], outcome: Outcome, clock: Any) -> None:
+        outcome.arrivals.append((clock(), parameters["max_tokens"]))
+        outcome.token_ids += [7] * parameters["max_tokens"]
+
+
+async def test_padding_is_of_systems_whose_steps_all_have_a_row_for_each_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = {name: FakeEngine() for name in ("std", "colocated", "colocated+ladder")}
+    over(monkeypatch, **{name: IndependentEngines([engine]) for name, engine in engines.items()})  # type: ignore[list-item]
+    one = made(tmp_path, systems=",".join(engines), padding=(1, 2), mismatch_requests=0)
+    await one.run()
+    assert one.failures == []
+    known = {run["system"]: run["padding_waste"] is not None for run in one.result["runs"]}
+    assert known == {"std": False, "colocated": True, "colocated+ladder": False}
+    assert all(run["slot_occupancy"] is not None for run in one.result["runs"])
+    swept = [(run["system"], run["workload"]) for run in one.result["runs"] if "padding" in run["workload"]]
+    expected = [("std", 1), ("colocated", 1), ("colocated", 2), ("colocated+ladder", 1)]
+    assert swept == [(name, f"padding={rows}") for name, rows in expected for _ in range(2)]
+    assert [engine.padded for engine in engines.values()] == [[], [1, 2, 4], []]
+
+
+def test_conditions_are_said_in_lines() -> None:
+    h200 = {"name": "NVIDIA H200", "driver": "580.1", "memory": "143771"}
+    found = {
+        "hardware": {"cpu": "A CPU", "cores": 8, "gpus": [h200, h200]},
+        "versions": {"vllm": "0.26.0"},
+        "clocks": {"before": [], "after": [{"clocks.sm": "1860", "clocks.max.sm": "1980"}]},
+        "model": {"name": "m"},
+        "sampling": "temperature 0.6",
+    }
+    systems = [{"system": "std", "fingerprint": ""}, {"system": "cluster", "fingerprint": "ab12"}]
+    assert list(conditions.lines(found, systems)) == [
+        "A CPU, 8 cores; 2 x NVIDIA H200, driver 580.1",
+        "vllm 0.26.0",
+        "model {'name': 'm'}; temperature 0.6",
+        "clocks at the end: 1860 of 1980 MHz",
+        "cluster: fingerprint ab12",
+    ]

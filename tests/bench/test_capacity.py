@@ -1,0 +1,204 @@
+"""The router's measurement, at a size that takes a second; and its own parts. No timing is asserted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from corun.errors import InvalidArgumentError, UnavailableError
+from corun.types import FinishReason
+from corun_bench.capacity import _load, _together, is_carried, quantiles, report
+from corun_bench.children import Processes
+from corun_bench.cli import RouterBench
+from corun_bench.fake_node import FakeDirect, StepEngine
+from corun_bench.load import Load, LoadOptions, Results, read_code, step_code
+from corun_bench.options import RouterOptions
+from decode_node.service import StepRow
+
+SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}
+
+
+def test_every_token_arrives_and_the_json_has_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    options = {**SMALL, "seconds": 1.0, "ramp_s": 0.1, "warmup_s": 0.2, "client_processes": 2, "output": path}
+    assert RouterBench(**options).run() == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert json.loads(path.read_text()) == found
+    assert table[0].startswith("conditions: decode_nodes 2, slots 3")
+    assert (found["conditions"]["engines"], found["conditions"]["client_processes"]) == ("fake", 2)
+    assert {"cpus", "processor", "load_average", "python", "grpcio", "uvloop"} <= found["conditions"].keys()
+    for name in ("router", "direct"):
+        figures = found[name]
+        assert figures["wrong"] == 0, found["errors"]
+        assert figures["samples"] > 6
+        assert figures["tokens"] > 10 * (figures["samples"] - 6)  # Only the first of each slot are shorter than 12.
+        assert figures["tokens_per_s"] > 0
+        assert set(figures["latency_ms"]) == set(figures["ttft_ms"]) == {"p50", "p90", "p99", "max"}
+        assert all(delay > 0 for delay in figures["latency_ms"].values())
+    assert set(found["router"]["rss_mib"]) == set(found["router"]["cores"]) == {"router", "nodes", "clients"}
+    assert set(found["direct"]["cpu_s_per_1000_tokens"]) == {"nodes", "clients"}
+    assert found["added_ms"]["p50"] == pytest.approx(
+        found["router"]["latency_ms"]["p50"] - found["direct"]["latency_ms"]["p50"], abs=0.01
+    )
+
+
+class LateClients(Processes):
+    """Clients that come up one after the other, noted with what is waited for and looked at."""
+
+    def start(
+        self, name: str, module: str, *flags: str, stdin: int | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.seen = [*getattr(self, "seen", []), name]
+
+    def wait(self, seconds: float) -> None:
+        self.seen.append(seconds)
+        index = sum(one == seconds for one in self.seen) - 1
+        if index < 2:
+            (self.logs / f"client-{index}.ready").touch()
+
+    def cpu_s(self) -> dict[str, float]:
+        self.seen.append("cpu")
+        return {}
+
+    def finish(self, names: Iterable[str], timeout_s: float) -> None:
+        raise UnavailableError("enough is known")
+
+
+def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path) -> None:
+    setup = RouterOptions(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0)
+    processes = LateClients(tmp_path)
+    with pytest.raises(UnavailableError, match="enough"):
+        _load(setup, processes, "/a.B/C", ["h:1"])
+    *polls, ramp, before, measured, after = processes.seen[2:]
+    assert (ramp, before, measured, after) == (7.0, "cpu", 20.0, "cpu")
+    assert len(polls) == 2
+
+
+async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
+    """What a client says of a fake node."""
+    engine = StepEngine(3, 0.002)
+    server = stream(engine).server
+    options = LoadOptions(
+        addresses=[f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"],
+        method="/corun.bench.FakeDirect/Generate",
+        concurrency=4,
+        prompt_tokens=3,
+        output_tokens=8,
+        ramp_s=0.01,
+        output=str(tmp_path / "unused"),
+    )
+    await server.start()
+    ticking, stop, load = asyncio.ensure_future(engine.tick()), asyncio.Event(), Load(options)
+    running = asyncio.ensure_future(load.run(stop))
+    try:
+        while len(load.calls) < 12 and not running.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        stop.set()
+        return await running
+    finally:
+        ticking.cancel()
+        await server.stop(0.0)
+
+
+async def test_the_client_counts_every_token_and_its_step(tmp_path: Path) -> None:
+    results = await load_of(FakeDirect, tmp_path)
+    assert results.errors == []
+    assert results.calls > 4
+    assert results.tokens == 2 + 4 + 6 + 8 + 8 * (results.calls - 4) == len(results.times) // 2
+    assert {read_code(code)[0] for code in results.times[1::2]} == {3}
+
+
+class Forgetful(FakeDirect):
+    """Leaves out the first token of every sample."""
+
+    def on_step(self, rows: Sequence[StepRow]) -> None:
+        self.begun: set[str] = getattr(self, "begun", set())
+        super().on_step([row for row in rows if row.request_id in self.begun])
+        self.begun |= {row.request_id for row in rows}
+
+
+async def test_a_token_that_does_not_arrive_is_found(tmp_path: Path) -> None:
+    results = await load_of(Forgetful, tmp_path)
+    assert len(results.errors) == results.calls
+    assert "7 of 8 tokens came" in results.errors[-1]
+
+
+def test_steps_are_told_apart_by_bits_that_fp32_keeps() -> None:
+    for index, step in ((0, 0), (15, 1), (7, 999_999)):
+        code = step_code(index, step)
+        assert struct.unpack("<f", struct.pack("<f", code))[0] == code
+        assert read_code(code) == (index, step)
+
+
+async def test_a_fake_engine_gives_each_request_its_tokens() -> None:
+    engine, rows = StepEngine(1, 0.001), []
+    engine.on_step = rows.extend
+    engine.add("a", 2)
+    engine.add("b", 3)
+    engine.add("c", 9)
+    engine.step()
+    await engine.abort("c")
+    engine.step()
+    engine.step()
+    of = {name: [row.finish for row in rows if row.request_id == name] for name in "abc"}
+    assert of == {"a": [None, FinishReason.LENGTH], "b": [None, None, FinishReason.LENGTH], "c": [None]}
+    assert [read_code(row.logprob) for row in rows if row.request_id == "b"] == [(1, 0), (1, 1), (1, 2)]
+    assert len(engine.times) == 3
+
+
+def test_quantiles_are_of_what_came() -> None:
+    assert quantiles([i / 1000 for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
+    with pytest.raises(UnavailableError, match="nothing came"):
+        quantiles([])
+
+
+@pytest.mark.parametrize(
+    ("delivered", "wrong", "added", "carried"),
+    [(990, 0, 4.9, True), (900, 0, 4.9, False), (990, 1, 4.9, False), (990, 0, 5.1, False)],
+)
+def test_what_is_carried(delivered: float, wrong: int, added: float, carried: bool) -> None:
+    router = {"tokens_per_s": delivered, "offered_tokens_per_s": 1000, "wrong": wrong}
+    for slow in ("p50", "p90", "p99"):
+        quantiles_added = {"p50": -2.0, "p90": -1.0, "p99": 0.0, "max": 90.0, slow: added}
+        assert is_carried({"router": router, "added_ms": quantiles_added}) is carried
+
+
+def test_one_wrong_sample_of_several_runs_is_not_lost_in_a_median() -> None:
+    runs = [{"wrong": wrong, "latency_ms": {"p99": 1.0 + wrong}, "errors": []} for wrong in (0, 2, 0)]
+    assert _together(runs) == {"wrong": 2, "latency_ms": {"p99": 1.0}}
+
+
+@pytest.mark.parametrize("bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}])
+def test_a_measurement_that_cannot_be_made_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
+        RouterOptions(**{**SMALL, **bad}).check()
+
+
+def test_a_search_is_reported_run_by_run() -> None:
+    delays = dict.fromkeys(("p50", "p90", "p99", "max"), 1.0)
+    figures = {
+        "tokens_per_s": 1.0,
+        "latency_ms": delays,
+        "ttft_ms": delays,
+        "cpu_s_per_1000_tokens": {"router": 0.05},
+        "rss_mib": {"router": 80.0},
+        "wrong": 0,
+        "samples": 3,
+    }
+    setup = {"decode_nodes": 1, "slots": 256, "step_ms": 30.0}
+    run = {"conditions": setup, "router": figures, "direct": figures, "added_ms": delays, "goal_ms": 5.0}
+    lines = report(
+        {
+            "conditions": setup,
+            "carried_decode_nodes": 1,
+            "searched": [{**run, "carried": True}, {**run, "carried": False}],
+        }
+    )
+    assert sum(line.startswith("1 x 256 slots") for line in lines) == 2
+    assert lines[-1] == "carried: 1 decode nodes"
