@@ -30,7 +30,7 @@ from corun.processes import descendants, end_tree
 from corun_bench import conditions, metrics, report, results, tables, workloads
 from corun_bench.client import OpenAiTarget
 from corun_bench.driver import Run, Target, Workload, drive
-from corun_bench.engines import IndependentEngines
+from corun_bench.engines import IndependentEngines, PlainProxy
 from corun_bench.fleet import Up, foreign, up
 from corun_bench.nodes import has_gpu
 from corun_bench.options import RESULT, BenchOptions, check_options, output_directory
@@ -347,7 +347,7 @@ class Benchmark:
 
         A system that does not pad is measured once.
         """
-        if not self.options.padding or not isinstance(found.target, IndependentEngines):
+        if not self.options.padding or not found.engines or isinstance(found.target, PlainProxy):
             return
         spec, engine = workloads.parse(f"in={PADDING_PROMPT},out={PADDING_OUTPUT}"), found.engines[0]
         for rows in self.options.padding if found.pads else self.options.padding[:1]:

@@ -16,6 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from corun.errors import InvalidArgumentError, UnavailableError, from_rpc_error
 from corun.params import SamplingParams
+from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.v1 import cluster_service_pb2 as pb
@@ -35,13 +36,16 @@ MAX_SHOWN = 200
 
 
 class ClusterTarget(Target):
-    """A router. A cluster keeps no KV from one request to the next, so there is nothing to forget."""
+    """A router. A cluster keeps no KV from one request to the next, so there is nothing to forget.
 
-    def __init__(self, address: str) -> None:
+    method: another method with the same messages.
+    """
+
+    def __init__(self, address: str, method: str = METHOD) -> None:
         self._channel = channel(address)
         serialize = pb.GenerateRequest.SerializeToString
         self._received: list[tuple[Outcome, list[tuple[float, bytes]]]] = []
-        self._generate = self._channel.unary_stream(METHOD, request_serializer=serialize, response_deserializer=None)
+        self._generate = self._channel.unary_stream(method, request_serializer=serialize, response_deserializer=None)
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
         params = SamplingParams(
@@ -64,13 +68,20 @@ class ClusterTarget(Target):
         A wave of requests that ends brings thousands of them; to decode them at once would delay the next wave.
         """
         for outcome, received in self._received:
+            digest = ""
             for at, data in received:
                 message = pb.GenerateResponse.FromString(data)
                 if message.token_ids:
                     outcome.arrivals.append((at, len(message.token_ids)))
                     outcome.token_ids += message.token_ids
                     outcome.logprobs += message.logprobs
+                digest = message.receipt.output_digest or digest
+            if digest and outcome.logprobs and digest != output_digest(outcome.token_ids, outcome.logprobs):
+                outcome.error = "its receipt is of other tokens"
         self._received.clear()
+
+    async def connected(self) -> None:
+        await self._channel.channel_ready()
 
     async def close(self) -> None:
         await self._channel.close(None)

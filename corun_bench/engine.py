@@ -26,6 +26,7 @@ from corun.node.vllm import start as base
 from corun.types import NodeRole
 from corun_bench.systems import LADDER, EngineSettings
 
+ISOLATED = "prefill_node.scheduler.IsolatedPrefillScheduler"
 PADDING = (1, 2, 4, 8)
 """Step sizes, in rows, that a padding sweep can run in addition to those of a decode node."""
 
@@ -68,6 +69,7 @@ def _stock_environment(settings: EngineSettings, on_cpu: bool) -> dict[str, str]
 def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
     """Return the engine's `AsyncEngineArgs`. Call this after `prepare`."""
     from vllm import AsyncEngineArgs
+    from vllm.config import KVTransferConfig
 
     made = AsyncEngineArgs(
         model=settings.model,
@@ -83,41 +85,15 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
         made.kv_cache_memory_bytes = settings.kv_cache_gib * 1024**3
         made.max_num_seqs = settings.slots
         made.max_num_batched_tokens = 2**15  # Chunked prefill of a seeded request crashes vLLM on a CPU.
-    if settings.is_ours:
-        _colocate(made, settings, on_cpu)
-    elif settings.kind.startswith("std+"):
-        _ablate(made, settings, on_cpu)
-    if settings.role != "both":
-        made.kv_transfer_config = _transfer(settings)
-    return made
-
-
-async def _certify(llm: Any, *, smaller_steps: bool) -> None:
-    """Run the decode node's self-test. Raises UnavailableError if it finds a difference."""
-    from decode_node.engine import certify_rows
-
-    if finding := await base.certify(llm):
-        raise UnavailableError(f"the self-test found a difference: {finding}")
-    await certify_rows(llm, wanted=smaller_steps)
-
-
-def _usage_context() -> Any:
-    """Return the context of vLLM's server: vLLM's default limits on tokens and sequences depend on it."""
-    from vllm.usage.usage_lib import UsageContext
-
-    return UsageContext.OPENAI_API_SERVER
-
-
-def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
-    """Put the cluster's two halves into one engine, with the cluster's own settings."""
-    made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
-    made.worker_cls = "decode_node.worker.FixedShapeWorker"
-    made.enable_prefix_caching = False
-    made.disable_cascade_attn = True
-    made.enable_flashinfer_autotune = False
-    made.max_num_seqs = settings.slots
-    made.disable_custom_all_reduce = settings.tensor_parallel_size > 2
-    if not on_cpu:
+    if settings.is_ours:  # The cluster's two halves in one engine, with the cluster's own settings.
+        made.scheduler_cls = ISOLATED
+        made.worker_cls = "decode_node.worker.FixedShapeWorker"
+        made.enable_prefix_caching = False
+        made.disable_cascade_attn = True
+        made.enable_flashinfer_autotune = False
+        made.max_num_seqs = settings.slots
+        made.disable_custom_all_reduce = settings.tensor_parallel_size > 2
+    if settings.is_ours and not on_cpu:
         from decode_node.slots import smaller_than
         from prefill_node.engine import prefill_buckets
 
@@ -126,22 +102,15 @@ def _colocate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
         steps = {*padding, *smaller_than(settings.slots), settings.slots}
         sizes = sorted({*prefill_buckets(settings.chunk_size), *steps})
         made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
-        made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
-
-
-def _ablate(made: Any, settings: EngineSettings, on_cpu: bool) -> None:
-    """Apply one step of the paper's ablation (Section V-E); each step contains the one before."""
+    # The steps of the paper's ablation (Section V-E); each step contains the one before.
     if settings.kind == "std+isolated":
-        made.scheduler_cls = "prefill_node.scheduler.IsolatedPrefillScheduler"
-    if not on_cpu:
+        made.scheduler_cls = ISOLATED
+    if not on_cpu and (settings.is_ours or settings.kind.startswith("std+")):
         made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
-
-
-def _transfer(settings: EngineSettings) -> Any:
-    from vllm.config import KVTransferConfig
-
-    role = "kv_producer" if settings.role == "prefill" else "kv_consumer"
-    return KVTransferConfig(kv_connector="NixlConnector", kv_role=role)
+    if settings.role != "both":
+        role = "kv_producer" if settings.role == "prefill" else "kv_consumer"
+        made.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role=role)
+    return made
 
 
 class Server:
@@ -162,18 +131,25 @@ class Server:
         """Run the engine until the parent says stop."""
         began = time.monotonic()
         made = arguments(settings, prepare(settings))
-        self._llm = base.step_llm().from_engine_args(made, usage_context=_usage_context())
+        from vllm.usage.usage_lib import UsageContext
+
+        # vLLM's default limits on tokens and sequences depend on the context: this is its server's.
+        self._llm = base.step_llm().from_engine_args(made, usage_context=UsageContext.OPENAI_API_SERVER)
         self._llm.on_outputs = self._take
         self._llm.on_dead = lambda: self._tell("died", "the engine's output loop ended")
-        if settings.is_ours:
-            await _certify(self._llm, smaller_steps=settings.kind == LADDER)
-        self._tell("ready", await self._facts(made, time.monotonic() - began))
+        if settings.is_ours:  # The decode node's self-test.
+            from decode_node.engine import certify_rows
+
+            if finding := await base.certify(self._llm):
+                raise UnavailableError(f"the self-test found a difference: {finding}")
+            await certify_rows(self._llm, wanted=settings.kind == LADDER)
+        self._tell("ready", self._facts(time.monotonic() - began))
         decoder = msgspec.msgpack.Decoder()
         while (command := decoder.decode(await self._commands.recv()))[0] != "stop":
             await getattr(self, f"_{command[0]}")(*command[1:])
         self._llm.shutdown()
 
-    async def _facts(self, made: Any, seconds: float) -> dict[str, Any]:
+    def _facts(self, seconds: float) -> dict[str, Any]:
         config = self._llm.vllm_config
         compilation = config.compilation_config
         return {
@@ -218,31 +194,27 @@ class Server:
 
     async def _pad(self, rows: int) -> None:
         """Make all further decode steps this many rows long."""
-        await base.call_workers(self._llm, "use", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
+        await base.call_workers(self._llm, "pad_to", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
         self._tell("padded", rows)
 
     def _take(self, outputs: list[Any]) -> None:
-        self._tell("step", [_row(output) for output in outputs])
+        """Send (request id, tokens, logprobs or None, finish reason or None, transfer parameters or None) of each."""
+        rows = []
+        for output in outputs:
+            logprobs = None if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+            reason = None if output.finish_reason is None else str(output.finish_reason)
+            rows.append((output.request_id, output.new_token_ids, logprobs, reason, output.kv_transfer_params))
+        self._tell("step", rows)
 
     def _tell(self, kind: str, value: Any) -> None:
         self._events.send(self._encoder.encode((kind, value)))
 
 
-def _row(output: Any) -> tuple[Any, ...]:
-    """Return (request id, tokens, logprobs or None, finish reason or None, transfer parameters or None)."""
-    logprobs = None if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
-    reason = None if output.finish_reason is None else str(output.finish_reason)
-    return output.request_id, output.new_token_ids, logprobs, reason, output.kv_transfer_params
-
-
-def read_settings(text: str) -> EngineSettings:
-    values = json.loads(text)
-    return EngineSettings(**values | {name: tuple(values[name]) for name in ("gpus", "cores")})
-
-
 def main() -> None:
-    settings, commands, events = sys.argv[1:]
-    asyncio.run(Server(commands, events).serve(read_settings(settings)))
+    text, commands, events = sys.argv[1:]
+    values = json.loads(text)
+    settings = EngineSettings(**values | {name: tuple(values[name]) for name in ("gpus", "cores")})
+    asyncio.run(Server(commands, events).serve(settings))
 
 
 if __name__ == "__main__":

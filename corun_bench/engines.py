@@ -7,14 +7,15 @@ decode. Must not know vLLM.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -46,17 +47,12 @@ def sampling(request: Request, *, logprobs: bool) -> dict[str, Any]:
     return found | ({"logprobs": 0} if logprobs else {})
 
 
-def _future() -> asyncio.Future[Any]:
-    return asyncio.get_running_loop().create_future()
-
-
-@dataclass(slots=True)
-class Stream:
+class Stream(NamedTuple):
     """A request in an engine."""
 
     outcome: Outcome
     clock: Callable[[], float]
-    done: asyncio.Future[dict[str, Any] | None] = field(default_factory=_future)
+    done: asyncio.Future[dict[str, Any] | None]
     """Resolves when the request ends: to the transfer parameters that the engine gave, or to an error."""
 
 
@@ -116,7 +112,7 @@ class Engine:
         transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Run one request to its end; return the transfer parameters of a prefill."""
-        stream = self._streams[request_id] = Stream(outcome, clock)
+        stream = self._streams[request_id] = Stream(outcome, clock, asyncio.get_running_loop().create_future())
         self.in_flight += 1
         try:
             await self._send("start", request_id, prompt, sampling, transfer)
@@ -203,29 +199,26 @@ class IndependentEngines(Target):
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
-        self._sent = 0
+        self._names = (f"r{number}" for number in itertools.count(1))
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        self._sent += 1
-        name = f"r{self._sent}"
         parameters = sampling(request, logprobs=logprobs)
-        await least_busy(self.engines).draw(name, request.prompt_token_ids, parameters, outcome, clock)
+        await least_busy(self.engines).draw(next(self._names), request.prompt_token_ids, parameters, outcome, clock)
 
     async def forget(self) -> None:
         for engine in self.engines:
             await engine.forget()
 
 
-class PlainProxy(Target):
+class PlainProxy(IndependentEngines):
     """Stock prefill and decode engines: prefill, then decode with prefill's parameters, nothing else."""
 
     def __init__(self, prefill: list[Engine], decode: list[Engine]) -> None:
+        super().__init__([*prefill, *decode])
         self._prefill, self._decode = prefill, decode
-        self._sent = 0
 
     async def run(self, request: Request, outcome: Outcome, *, logprobs: bool, clock: Callable[[], float]) -> None:
-        self._sent += 1
-        name, prompt = f"r{self._sent}", request.prompt_token_ids
+        name, prompt = next(self._names), request.prompt_token_ids
         parameters = sampling(request, logprobs=logprobs)
         # The client does not get prefill's token: decode draws the first token again.
         unused = Outcome(index=outcome.index, num_prompt_tokens=outcome.num_prompt_tokens)
@@ -235,7 +228,3 @@ class PlainProxy(Target):
         if transfer is None:
             raise InternalError(f"{prefill.name} gave no transfer parameters")
         await least_busy(self._decode).draw(name, prompt, parameters, outcome, clock, transfer)
-
-    async def forget(self) -> None:
-        for engine in (*self._prefill, *self._decode):
-            await engine.forget()

@@ -463,74 +463,27 @@ def wrap(text: object, width: int = 24, lines: int = 3) -> str:
     return "\n".join(wrapped).replace("\v", "") or "(no name)"
 
 
-_AGAIN = "Hatched: running requests again in another crowd gave other bits; the counts are under the bars."
-_FIGURES: dict[str, tuple[Callable[..., Figure | None], str, str]] = {
-    "throughput": (
-        throughput,
-        "Throughput per workload and system",
-        """Output tokens per second from the first request sent to the last one done, on the client's clock, without the
-        warm-up. Bars are medians over repeats, whiskers the lowest and the highest repeat. """
-        + _AGAIN,
-    ),
-    "throughput-per-gpu": (
-        throughput_per_gpu,
-        "Throughput per GPU",
-        "The same, divided by all GPUs that the system has, those for prefill among them. " + _AGAIN,
-    ),
-    "timeline": (
-        timeline,
-        "Prefill and decode over time",
-        """A prompt's tokens count when its first output token reaches the client, since nobody outside sees them
-        earlier; output tokens count when they come, but for the first ones, which prefill computes. The first repeat
-        of each system.""",
-    ),
-    "ttft": (
-        ttft,
-        "Time to first token",
-        """Share of requests whose first token came within this time after they were sent, over all repeats. Waiting
-        for a slot or for other prompts is part of it. Further left is better.""",
-    ),
-    "tpot": (
-        tpot,
-        "Time per output token",
-        """Share of requests with at most this mean time per token after the first one, over all repeats. Further left
-        is better.""",
-    ),
-    "scaling": (
-        scaling,
-        "Scaling with concurrency",
-        """Output throughput of the same workload with more and more requests in flight; medians over repeats, whiskers
-        the lowest and the highest.""",
-    ),
-    "padding": (
-        padding,
-        "What padding costs a single request",
-        """One request at a time, in decode steps of a fixed number of rows: all rows but one are padding. Systems that
-        do not pad are level lines. Both axes are logarithmic. This is the worst case of a fixed shape.""",
-    ),
-    "ablation": (
-        ablation,
-        "What each constraint costs",
-        """Output throughput as a share of std's: std+nosplit is std without split-KV in decode attention, std+isolated
-        is std with each prompt's prefill by itself, and colocated has both and decode steps of a fixed shape. Medians
-        over repeats, whiskers the lowest and the highest.""",
-    ),
-    "kernels": (
-        kernels,
-        "Kernels by themselves",
-        """Median latency of a call, a line from the fastest to the slowest one, and how many times std's median it is.
-        Whether bits depend on the batch or on the place in it was measured, with the same rows in other batches and
-        other places. The smallest and the largest number of rows are drawn; the table below has all.""",
-    ),
+_FIGURES: dict[str, Callable[..., Figure | None]] = {
+    "throughput": throughput,
+    "throughput-per-gpu": throughput_per_gpu,
+    "timeline": timeline,
+    "ttft": ttft,
+    "tpot": tpot,
+    "scaling": scaling,
+    "padding": padding,
+    "ablation": ablation,
+    "kernels": kernels,
 }
+"""All figures in the order of the page, which has the words about them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A figure that was written, with its title and caption."""
+    """A figure that was written."""
 
-    title: str
-    caption: str
+    kind: str
+    workload: str
+    """The workload that it shows, if it shows one of several."""
     svg: str
     """The figure as part of a page."""
     paths: list[Path]
@@ -540,15 +493,14 @@ def write(results: Results, directory: Path) -> list[Chart]:
     """Draw all figures for which the results have data, and write each as a PNG and as an SVG file."""
     made = []
     with mpl.rc_context(_STYLE):
-        for kind, (draw, title, caption) in _FIGURES.items():
+        for kind, draw in _FIGURES.items():
             for count, workload in enumerate(results.workloads if draw is timeline else [""], start=1):
                 figure = draw(results, workload) if workload else draw(results)
                 if figure is not None:
                     slug = re.sub(r"[^a-z0-9]+", "-", workload.lower()).strip("-")[:40] or "workload"
                     name = f"{kind}-{count}-{slug}" if workload else kind
                     svg, paths = _save(figure, directory, name)
-                    of = f": {workload}" if workload else ""
-                    made.append(Chart(title=title + of, caption=caption, svg=svg[svg.index("<svg") :], paths=paths))
+                    made.append(Chart(kind=kind, workload=workload, svg=svg[svg.index("<svg") :], paths=paths))
     return made
 
 

@@ -35,6 +35,7 @@ from corun.models import tiny
 from corun.node.vllm import pin
 from corun.node.vllm.start import vllm_distribution
 from corun.types import NodeRole
+from corun_bench import tables
 from corun_bench.children import Processes
 from corun_bench.options import KernelName, KernelOptions
 from corun_bench.results import KERNELS_SCHEMA
@@ -331,7 +332,7 @@ def show(report: Mapping[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for name, value in report["conditions"].items():
         console.print(f"{name}: {value}", style="dim", markup=False)
-    console.print(_table(report["kernels"]))
+    console.print(tables.as_rich(tables.kernels(report["kernels"]), "kernel", "variant"))
     console.print(_summary(report["kernels"]))
     console.print(
         "batch: a row has the bits it has alone (fixed: in another crowd, at other places). "
@@ -345,34 +346,6 @@ def show(report: Mapping[str, Any]) -> None:
         if row["error"]:
             text = f"failed: {row['kernel']}, {row['variant']}, {row['rows']} rows: {row['error']}"
             console.print(text, style="red", markup=False)
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("kernel", "rows", "variant", "median us", "min", "max", "x std", "batch", "position"):
-        table.add_column(title, justify="left" if title in {"kernel", "variant"} else "right", no_wrap=True)
-    standard = {(row["kernel"], row["rows"]): row["median_us"] for row in rows if row["variant"] == "std"}
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    previous = None
-    for row in sorted(rows, key=lambda row: (kernels.index(row["kernel"]), row["rows"])):
-        point = (row["kernel"], row["rows"])
-        labels = (row["kernel"], str(row["rows"])) if point != previous else ("", "")
-        previous = point
-        if row["error"]:
-            table.add_row(*labels, row["variant"], "failed")
-            continue
-        times = [f"{row[name]:.1f}" for name in ("median_us", "min_us", "max_us")]
-        slowdown = f"{row['median_us'] / base:.2f}" if (base := standard.get(point)) else ""
-        table.add_row(*labels, row["variant"], *times, slowdown, _shown(row, "batch"), _shown(row, "position"))
-    return table
-
-
-def _shown(row: Row, of: str) -> str:
-    """Return yes, no with the number of rows that kept their bits, or a dash if there was nothing to compare."""
-    verdict = row[f"{of}_invariant"]
-    equal, compared = row[f"{of}_equal"]
-    again = "" if row["repeatable"] else " (nor twice)"
-    return _YES_NO[verdict] + (f" {equal}/{compared}" if verdict is False else "") + again
 
 
 def _summary(rows: Sequence[Row]) -> Table:

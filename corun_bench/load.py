@@ -11,21 +11,19 @@ from __future__ import annotations
 import array
 import asyncio
 import gc
+import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import grpc.aio
 import uvloop
 
-from corun.params import SamplingParams
-from corun.receipt import OutputDigest
-from corun.rpc import codec
-from corun.v1 import cluster_service_pb2 as pb
+from corun.errors import CorunError
+from corun_bench.client import ClusterTarget
+from corun_bench.driver import Outcome, Request
 from corun_bench.options import MAX_NODES
 
 CONNECT_S = 20.0
@@ -33,9 +31,6 @@ DRAIN_S = 120.0
 """The time for samples that still run at the end to finish, in seconds."""
 FIRST_TOKEN, NUM_TOKENS = 256, 128
 """The first of the token ids that are drawn, and their number: they are words of the built-in tiny model."""
-
-Method = Callable[[pb.GenerateRequest], AsyncIterable[bytes]]
-"""A call of one connection: it streams the messages of a sample as bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,89 +79,70 @@ def read_code(logprob: float) -> tuple[int, int]:
     return index, step
 
 
-@dataclass(kw_only=True, slots=True)
-class Call:
-    """One sample that was requested."""
-
-    sent: float
-    num_tokens: int
-    """The number of tokens that were requested."""
-    received: list[tuple[float, bytes]] = field(default_factory=list)
-    """When each message came, on the monotonic clock, and its bytes."""
-    failure: str = ""
-
-    def read_into(self, results: Results) -> str:
-        """Add the outcome to the results; return what is wrong with it, or an empty text."""
-        digest, receipt = OutputDigest(), None
-        codes: list[float] = []
-        for now, data in self.received:
-            response = pb.GenerateResponse.FromString(data)
-            results.messages += 1
-            if response.token_ids and not codes:
-                results.first.append((self.sent, now))
-            for token_id, logprob in zip(response.token_ids, response.logprobs, strict=True):
-                digest.update(token_id, logprob)
-                results.times.extend((now, logprob))
-                codes.append(logprob)
-            receipt = response.receipt if response.HasField("receipt") else receipt
-        results.tokens += len(codes)
-        if len(codes) != self.num_tokens:
-            return f"{len(codes)} of {self.num_tokens} tokens came; {self.failure}"
-        if receipt is not None and receipt.output_digest != digest.hexdigest():
-            return "its receipt is of other tokens"
-        steps = [read_code(code)[1] for code in codes]
-        if steps != list(range(steps[0], steps[0] + len(steps))):
-            return "its tokens are not of one step after the other"
-        return self.failure
-
-
 class Load:
     """The closed loop."""
 
     def __init__(self, options: LoadOptions) -> None:
-        self.calls: list[Call] = []
+        self.samples: list[tuple[int, Outcome]] = []
+        """The number of tokens that were requested of each sample, and what came, on the monotonic clock."""
         self._options = options
         self._draw = random.Random(options.seed)
 
     async def run(self, stop: asyncio.Event) -> Results:
         """Run until `stop` is set, then wait for the samples in flight."""
-        own = (("grpc.use_local_subchannel_pool", 1),)  # Channels to one address share no connection.
-        channels = [grpc.aio.insecure_channel(address, options=own) for address in self._options.addresses]
+        options = self._options
+        targets = [ClusterTarget(address, options.method) for address in options.addresses]
         try:
-            await asyncio.wait_for(asyncio.gather(*(one.channel_ready() for one in channels)), CONNECT_S)
-            Path(self._options.output).with_suffix(".ready").touch()
-            serialize = pb.GenerateRequest.SerializeToString
-            methods = [one.unary_stream(self._options.method, serialize, None) for one in channels]
+            await asyncio.wait_for(asyncio.gather(*(one.connected() for one in targets)), CONNECT_S)
+            Path(options.output).with_suffix(".ready").touch()
+            places = range(options.concurrency)
             workers = [
-                asyncio.ensure_future(self._work(place, methods[place % len(methods)], stop))
-                for place in range(self._options.concurrency)
+                asyncio.ensure_future(self._work(place, targets[place % len(targets)], stop)) for place in places
             ]
             await stop.wait()
             await asyncio.wait_for(asyncio.gather(*workers), DRAIN_S)
         finally:
-            await asyncio.gather(*(one.close(None) for one in channels))
-        results = Results(calls=len(self.calls))
-        results.errors = [error for call in self.calls if (error := call.read_into(results))]
+            await asyncio.gather(*(one.close() for one in targets))
+        for target in targets:
+            target.settle()
+        results = Results(calls=len(self.samples))
+        results.errors = [error for sample in self.samples if (error := _read(*sample, results))]
         return results
 
-    async def _work(self, place: int, method: Method, stop: asyncio.Event) -> None:
+    async def _work(self, place: int, target: ClusterTarget, stop: asyncio.Event) -> None:
         options = self._options
         await asyncio.sleep(options.ramp_s * place / options.concurrency)
-        await self._call(method, -(-options.output_tokens * (place + 1) // options.concurrency))
+        await self._call(target, -(-options.output_tokens * (place + 1) // options.concurrency))
         while not stop.is_set():
-            await self._call(method, options.output_tokens)
+            await self._call(target, options.output_tokens)
 
-    async def _call(self, method: Method, num_tokens: int) -> None:
-        prompt = [FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._options.prompt_tokens)]
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=True)
-        message = codec.generate_request(prompt, params, seed=len(self.calls))
-        call = Call(sent=time.monotonic(), num_tokens=num_tokens)
-        self.calls.append(call)
+    async def _call(self, target: ClusterTarget, num_tokens: int) -> None:
+        prompt = tuple(FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._options.prompt_tokens))
+        index = len(self.samples)
+        request = Request(index=index, prompt_token_ids=prompt, max_tokens=num_tokens, seed=index)
+        outcome = Outcome(index=index, num_prompt_tokens=len(prompt), sent_s=time.monotonic())
+        self.samples.append((num_tokens, outcome))
         try:
-            async for data in method(message):
-                call.received.append((time.monotonic(), data))
-        except grpc.aio.AioRpcError as error:
-            call.failure = f"{error.code()}: {error.details()}"
+            await target.run(request, outcome, logprobs=True, clock=time.monotonic)
+        except CorunError as error:
+            outcome.error = str(error)
+
+
+def _read(num_tokens: int, outcome: Outcome, results: Results) -> str:
+    """Add the outcome of a sample to the results; return what is wrong with it, or an empty text."""
+    results.messages += len(outcome.arrivals)
+    results.tokens += len(outcome.token_ids)
+    results.first += [(outcome.sent_s, at) for at, _ in outcome.arrivals[:1]]
+    codes = iter(outcome.logprobs)
+    for at, count in outcome.arrivals:
+        for code in itertools.islice(codes, count):
+            results.times.extend((at, code))
+    if len(outcome.token_ids) != num_tokens:
+        return f"{len(outcome.token_ids)} of {num_tokens} tokens came; {outcome.error}"
+    steps = [read_code(code)[1] for code in outcome.logprobs]
+    if steps != list(range(steps[0], steps[0] + len(steps))):
+        return "its tokens are not of one step after the other"
+    return outcome.error
 
 
 async def _until_input_ends(options: LoadOptions) -> Results:

@@ -68,7 +68,7 @@ def render(results: Results, charts: list[figures.Chart], baseline: str) -> str:
         throughputs=tables.throughputs(results, baseline),
         latencies=tables.latencies(results, baseline),
         systems=tables.systems(results),
-        kernels=tables.kernels(results),
+        kernels=tables.kernels(results.kernels),
         charts=charts,
         colours={name: look.colour for name, look in figures.looks(results.names).items() if name in results.names},
     )

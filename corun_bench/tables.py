@@ -25,6 +25,7 @@ from corun_bench.results import (
     mapping,
     median_of,
     number,
+    numbers,
     spread_of,
     whole,
 )
@@ -154,8 +155,12 @@ def printed(results: Results, baseline: str) -> Printed:
         more = {"padding": _share(median_of(runs, "padding_waste")), "bits differ": _bits(results, system, workload)}
         return {**_speed(runs, base, baseline), **latency, **more}
 
-    table = _by_workload(results, baseline, cells)
-    made = Printed("workload", "system", box=box.SIMPLE_HEAD, pad_edge=False)
+    return as_rich(_by_workload(results, baseline, cells), "workload", "system")
+
+
+def as_rich(table: Table, *names: str) -> Printed:
+    """Return a table for a terminal. names: the heads of the columns of section titles and of row names."""
+    made = Printed(*names, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
         made.add_column(column, justify="right")
     for title, rows in table.sections:
@@ -206,22 +211,21 @@ def systems(results: Results) -> Table:
     return _table({"": rows})
 
 
-def kernels(results: Results) -> Table:
+def kernels(entries: Sequence[Json]) -> Table:
     """Return the latency of each kernel and variant, and which of the paper's properties its bits have."""
-    entries = results.kernels
     of_std = [entry for entry in entries if entry["variant"] == STD]
     bases = {(entry["kernel"], number(entry, "rows")): number(entry, "median_us") for entry in of_std}
     order = in_order(entry["variant"] for entry in entries)
     sections: dict[str, Rows] = {entry["kernel"]: [] for entry in entries}
-    for entry in sorted(entries, key=lambda entry: order.index(entry["variant"])):
+    for entry in sorted(entries, key=lambda entry: (number(entry, "rows") or 0, order.index(entry["variant"]))):
         rows, value = number(entry, "rows"), number(entry, "median_us")
         cells = {
             "rows": _number(rows),
-            "median µs": _number(value),
+            "median µs": Cell("failed", "bad") if entry.get("error") else _number(value),
             "min … max": _range(number(entry, "min_us"), number(entry, "max_us")),
             f"{TIMES} {STD}": _ratio(value, bases.get((entry["kernel"], rows))),
-            "batch-invariant": _yes(entry.get("batch_invariant")),
-            "position-invariant": _yes(entry.get("position_invariant")),
+            "batch-invariant": _invariant(entry, "batch"),
+            "position-invariant": _invariant(entry, "position"),
         }
         sections[entry["kernel"]].append((entry["variant"], cells))
     return _table(sections, keep_empty=True)
@@ -301,6 +305,12 @@ def _failed(rows: Sequence[Json]) -> Cell:
     return Cell(str(count), "bad" if count else "dim")
 
 
-def _yes(value: object) -> Cell:
-    words = {True: Cell("yes", "good"), False: Cell("no", "bad")}
-    return words[value] if isinstance(value, bool) else Cell("not measured", "dim")
+def _invariant(entry: Json, of: str) -> Cell:
+    """Return yes, or no with the number of rows that kept their bits."""
+    again = " (nor twice)" if entry.get("repeatable") is False else ""
+    if entry.get(f"{of}_invariant") is None:
+        return Cell("not measured" + again, "dim")
+    if entry[f"{of}_invariant"] is True:
+        return Cell("yes" + again, "good")
+    counts = numbers(entry, f"{of}_equal")
+    return Cell("no" + (f" {counts[0]:.0f}/{counts[1]:.0f}" if len(counts) == 2 else "") + again, "bad")

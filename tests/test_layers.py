@@ -252,7 +252,7 @@ def test_messages_stay_at_the_edges() -> None:
         "app.py",
     }
     allowed |= {"nodes.py"}  # In `corun.testing`, which only adds services to servers.
-    allowed |= {"fake_node.py", "load.py"}  # A service and a client of the benchmark.
+    allowed |= {"fake_node.py"}  # A service of the benchmark.
     files = importers("corun.v1")
     assert "corun/rpc/codec.py" in files
     assert {Path(name).name for name in files} <= allowed

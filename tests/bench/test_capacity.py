@@ -97,7 +97,7 @@ async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
     ticking, stop, load = asyncio.ensure_future(engine.tick()), asyncio.Event(), Load(options)
     running = asyncio.ensure_future(load.run(stop))
     try:
-        while len(load.calls) < 12 and not running.done():  # noqa: ASYNC110
+        while len(load.samples) < 12 and not running.done():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         stop.set()
         return await running

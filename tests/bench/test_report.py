@@ -96,7 +96,7 @@ def shown(directory: Path) -> tuple[str, list[Path]]:
 
 
 def drawn(found: Results) -> Iterator[tuple[str, Figure]]:
-    for kind, (draw, _, _) in figures._FIGURES.items():
+    for kind, draw in figures._FIGURES.items():
         for workload in found.workloads if kind == "timeline" else [None]:
             figure = draw(found, workload) if workload else draw(found)
             if figure is not None:
