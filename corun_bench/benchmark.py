@@ -248,8 +248,7 @@ class Benchmark:
             "handoff": None,
             "pads": found.pads,
             "ready_s": found.ready_s,
-            "memory": found.memory(),
-            "gpu_memory": found.gpu_memory(),
+            **found.memory(),
             "fingerprint": found.fingerprint,
             "settings": found.settings,
         }
@@ -270,8 +269,7 @@ class Benchmark:
                     await self._run(name, target, workload, repeat, described)
             sent += await self._compare(name, target, spec)
         await self._pad(name, found, described)
-        described |= {"memory": found.memory(), "gpu_memory": found.gpu_memory()}
-        described["handoff"] = await found.handoffs(sent)
+        described |= {**found.memory(), "handoff": await found.handoffs(sent)}
         self._save()
 
     async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> None:

@@ -130,8 +130,8 @@ def _measure_path(setup: RouterOptions, path: str) -> dict[str, Any]:
             ports = [_await_text(processes, f"direct-{index}.port") for index in range(setup.decode_nodes)]
             addresses = [f"127.0.0.1:{port}" for port in ports]
         began, ended, used, rss = _load(setup, processes, METHOD if path == "router" else DIRECT_METHOD, addresses)
-        for name in [name for name in processes.running if _kind(name) == "nodes"]:
-            processes.terminate(name, END_S)
+        for name in [name for name in processes.running if not name.startswith("router")]:
+            processes.terminate(name, END_S)  # The clients have ended.
         steps = [_doubles(processes.logs / f"{role}-{index}.times") for index in range(setup.decode_nodes)]
         clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
         return {**_figures(setup, clients, steps, (began, ended), used), "rss_mib": rss}
@@ -233,15 +233,11 @@ def _doubles(path: Path) -> array.array[float]:
     return found
 
 
-def _kind(process: str) -> str:
-    return _KINDS.get(process.partition("-")[0], "nodes")
-
-
 def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
-    """Group numbers by the kind of their process."""
+    """Group numbers by the kind of their process, as its name begins."""
     found: dict[str, list[float]] = {}
     for process, value in values.items():
-        found.setdefault(_kind(process), []).append(value)
+        found.setdefault(_KINDS.get(process.partition("-")[0], "nodes"), []).append(value)
     return found
 
 

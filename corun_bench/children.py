@@ -67,7 +67,7 @@ class Processes:
 
     def note(self, name: str) -> None:
         """Remember all that a process has started, so that it is ended with the process in any case."""
-        self._started[name] = self._tree(name)
+        self._started[name] = self._started.get(name, {}) | descendants(self.running[name].pid)
 
     def check(self) -> None:
         """Raise UnavailableError if a process has ended.
@@ -133,21 +133,17 @@ class Processes:
 
     def memory(self) -> dict[str, float]:
         """Return the resident memory of each process with all that it started, in MiB."""
-        pages = self._sums(21)
-        return {name: round(count * os.sysconf("SC_PAGE_SIZE") / 2**20, 1) for name, count in pages.items()}
+        page = os.sysconf("SC_PAGE_SIZE")
+        return {name: round(count * page / 2**20, 1) for name, count in self._sums(21).items()}
 
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU seconds that each process has used with all that it started and all their threads."""
         return {name: ticks / os.sysconf("SC_CLK_TCK") for name, ticks in self._sums(11, 12).items()}
 
-    def _tree(self, name: str) -> dict[int, str]:
-        return self._started.get(name, {}) | descendants(self.running[name].pid)
-
     def _let_go(self, name: str) -> tuple[subprocess.Popen[bytes], dict[int, str]]:
         """Remove a process from this object; return it and all that it started."""
-        tree = self._tree(name)
-        self._started.pop(name, None)
-        return self.running.pop(name), tree
+        self.note(name)
+        return self.running.pop(name), self._started.pop(name)
 
     def _sums(self, *fields: int) -> dict[str, int]:
         """Return the sum of some fields of each process tree. Index 0 is field 3 of proc_pid_stat(5)."""
@@ -158,15 +154,11 @@ class Processes:
         return sums
 
     def _failed(self, name: str, how: str, *, by_itself: bool = True) -> UnavailableError:
+        """Return an error with the line of the log that says why, or its last line if none looks like an error."""
         text = self.log(name).rstrip()
-        error = f": {_error(text)}" if by_itself else ""
+        found = [line for line in _ERROR.findall(text) if _ELSEWHERE not in line]
+        error = f": {(found or text.splitlines() or ['no word'])[-1]}" if by_itself else ""
         return UnavailableError(f"{name} {how}{error}\n{text[-TAIL:]}")
-
-
-def _error(log: str) -> str:
-    """Return the line of a log that says why a process failed, or the last line if none looks like an error."""
-    found = [line for line in _ERROR.findall(log) if _ELSEWHERE not in line]
-    return (found or log.splitlines() or ["no word"])[-1]
 
 
 def _end(process: subprocess.Popen[bytes], tree: Mapping[int, str], step_s: float) -> None:

@@ -58,13 +58,10 @@ class Up:
         for engine in self.engines:
             engine.check()
 
-    def memory(self) -> dict[str, float]:
-        """Return the resident memory of each process with all that it started, in MiB."""
-        return self.processes.memory()
-
-    def gpu_memory(self) -> dict[str, Any]:
-        """Return the memory in use on each GPU and by each process, in MiB; empty on a CPU or elsewhere."""
-        return conditions.gpu_memory(self.processes.owners()) if self.system else {}
+    def memory(self) -> dict[str, Any]:
+        """Return the resident memory of each process with all that it started, and the memory of each GPU, in MiB."""
+        gpus = conditions.gpu_memory(self.processes.owners()) if self.system else {}
+        return {"memory": self.processes.memory(), "gpu_memory": gpus}
 
     async def handoffs(self, at_least: int) -> dict[str, Any] | None:
         """Return the cluster's KV reads since its start; wait a little until `at_least` of them are known."""

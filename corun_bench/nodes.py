@@ -76,10 +76,8 @@ class Topology:
 
     def share(self, node: NodePlan) -> float:
         """Return the share of its GPUs' memory that a node takes."""
-        if self.gpu_memory_utilization:
-            return self.gpu_memory_utilization
         neighbours = max(sum(gpu in other.gpus for other in self.nodes) for gpu in node.gpus)
-        return round(GPU_MEMORY / neighbours, 2)
+        return self.gpu_memory_utilization or round(GPU_MEMORY / neighbours, 2)
 
     def flags(self, node: NodePlan) -> list[str]:
         """Return the node's command line after `python -m <module>`, without the router's address."""
@@ -196,10 +194,17 @@ class Nodes:
 
     def stop(self) -> dict[str, int | str]:
         """Stop all processes and return their exit codes; "killed" for a process that had to be killed."""
+
+        def stop(name: str) -> int | str:
+            try:
+                return self.processes.terminate(name, STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                return "killed"
+
         names = [name for name in self.processes.running if name != "router"]
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
-            codes = dict(zip(names, pool.map(self._stop, names), strict=True))
-        return codes | {name: self._stop(name) for name in list(self.processes.running)}
+            codes = dict(zip(names, pool.map(stop, names), strict=True))
+        return codes | {name: stop(name) for name in list(self.processes.running)}
 
     def owners(self) -> dict[int, str]:
         """Return the name of our process that each process id belongs to."""
@@ -210,12 +215,6 @@ class Nodes:
         text = self.processes.log(name)
         errors = dict.fromkeys(line[-300:] for line in text[:-characters].splitlines() if "Error: " in line)
         return "\n".join([*list(errors)[:12], text[-characters:]])
-
-    def _stop(self, name: str) -> int | str:
-        try:
-            return self.processes.terminate(name, STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "killed"
 
     def _nodes(self) -> tuple[NodeStatus, ...]:
         found = self.status()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.types import FinishReason
-from corun_bench.capacity import _load, _together, is_carried, quantiles, report
+from corun_bench import capacity
+from corun_bench.capacity import _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
 from corun_bench.fake_node import FakeDirect, StepEngine
@@ -23,7 +23,9 @@ from decode_node.service import StepRow
 SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}
 
 
-def test_every_token_arrives_and_the_json_has_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_token_arrives_and_the_json_has_its_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "found.json"
     options = {**SMALL, "seconds": 1.0, "ramp_s": 0.1, "warmup_s": 0.2, "client_processes": 2, "output": path}
     assert RouterBench(**options).run() == 0
@@ -46,6 +48,12 @@ def test_every_token_arrives_and_the_json_has_its_fields(tmp_path: Path, capsys:
     assert found["added_ms"]["p50"] == pytest.approx(
         found["router"]["latency_ms"]["p50"] - found["direct"]["latency_ms"]["p50"], abs=0.01
     )
+    one_more = [{**found, "carried": True}, {**found, "carried": False}]
+    monkeypatch.setattr(capacity, "measure", lambda setup: one_more[setup.decode_nodes - 1])
+    assert RouterBench(**{**options, "search": True}).run() == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("2 x 3 slots") for line in table) == 2
+    assert table[-1] == f"carried: {json.loads(line)['carried_decode_nodes']} decode nodes"
 
 
 class LateClients(Processes):
@@ -136,22 +144,6 @@ def test_steps_are_told_apart_by_bits_that_fp32_keeps() -> None:
         assert read_code(code) == (index, step)
 
 
-async def test_a_fake_engine_gives_each_request_its_tokens() -> None:
-    engine, rows = StepEngine(1, 0.001), []
-    engine.on_step = rows.extend
-    engine.add("a", 2)
-    engine.add("b", 3)
-    engine.add("c", 9)
-    engine.step()
-    await engine.abort("c")
-    engine.step()
-    engine.step()
-    of = {name: [row.finish for row in rows if row.request_id == name] for name in "abc"}
-    assert of == {"a": [None, FinishReason.LENGTH], "b": [None, None, FinishReason.LENGTH], "c": [None]}
-    assert [read_code(row.logprob) for row in rows if row.request_id == "b"] == [(1, 0), (1, 1), (1, 2)]
-    assert len(engine.times) == 3
-
-
 def test_quantiles_are_of_what_came() -> None:
     assert quantiles([i / 1000 for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
     with pytest.raises(UnavailableError, match="nothing came"):
@@ -178,27 +170,3 @@ def test_one_wrong_sample_of_several_runs_is_not_lost_in_a_median() -> None:
 def test_a_measurement_that_cannot_be_made_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
         RouterOptions(**{**SMALL, **bad}).check()
-
-
-def test_a_search_is_reported_run_by_run() -> None:
-    delays = dict.fromkeys(("p50", "p90", "p99", "max"), 1.0)
-    figures = {
-        "tokens_per_s": 1.0,
-        "latency_ms": delays,
-        "ttft_ms": delays,
-        "cpu_s_per_1000_tokens": {"router": 0.05},
-        "rss_mib": {"router": 80.0},
-        "wrong": 0,
-        "samples": 3,
-    }
-    setup = {"decode_nodes": 1, "slots": 256, "step_ms": 30.0}
-    run = {"conditions": setup, "router": figures, "direct": figures, "added_ms": delays, "goal_ms": 5.0}
-    lines = report(
-        {
-            "conditions": setup,
-            "carried_decode_nodes": 1,
-            "searched": [{**run, "carried": True}, {**run, "carried": False}],
-        }
-    )
-    assert sum(line.startswith("1 x 256 slots") for line in lines) == 2
-    assert lines[-1] == "carried: 1 decode nodes"

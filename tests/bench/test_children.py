@@ -66,11 +66,3 @@ def test_what_a_killed_one_had_started_ends_with_it(tmp_path: Path) -> None:
         processes.running["a"].wait()
         assert living(tree)
     assert not living(tree)
-
-
-def test_one_that_fails_is_said_while_others_still_run(tmp_path: Path) -> None:
-    with Processes(tmp_path) as processes:
-        processes.start("a", "timeit", "-n1", "-r1", "-simport time", "time.sleep(600)")
-        processes.start("bad", "no_such_module")
-        with pytest.raises(UnavailableError, match="bad ended with 1"):
-            processes.finish(["a", "bad"], 600.0)

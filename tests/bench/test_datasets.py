@@ -74,21 +74,6 @@ def test_sharegpt_pairs_the_first_human_turn_with_the_answer_to_it(tmp_path: Pat
     assert left_out == 3
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "{",
-        '{"id": 1}',
-        "[3]",
-        '[{"conversations": 3}]',
-        '[{"conversations": [{"from": "human", "value": 3}, {"from": "gpt", "value": "x"}]}]',
-    ],
-)
-def test_another_file_than_sharegpt_is_an_error(tmp_path: Path, value: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"talks\.json"):
-        read_sharegpt(write(tmp_path / "talks.json", value))
-
-
 def test_blazedit_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     lines = [
         {"id": 1, "code": "x = 1", "change_request": "call it y", "norm_distance": 0.2, "more": None},
@@ -100,24 +85,24 @@ def test_blazedit_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     assert left_out == 1
 
 
+TALK = '[{"conversations": [{"from": "human", "value": 3}, {"from": "gpt", "value": "x"}]}]'
+EDIT = '{"code": "x", "change_request": "y", "norm_distance": 0}\n'
+
+
 @pytest.mark.parametrize(
-    "line", ["nonsense", "[]", '{"code": "x"}', '{"code": 1, "change_request": "y", "norm_distance": 0}']
+    ("read", "texts", "place"),
+    [
+        (read_sharegpt, ("{", '{"id": 1}', "[3]", '[{"conversations": 3}]', TALK), "data.json"),
+        (
+            read_blazedit,
+            (EDIT + "nonsense", EDIT + "[]", EDIT + '{"code": "x"}', EDIT + EDIT.replace('"x"', "1")),
+            ":2",
+        ),
+    ],
 )
-def test_another_file_than_blazedit_is_an_error_that_names_the_line(tmp_path: Path, line: str) -> None:
-    good = json.dumps({"code": "x", "change_request": "y", "norm_distance": 0})
-    with pytest.raises(InvalidArgumentError, match=r"edits\.jsonl:2"):
-        read_blazedit(write(tmp_path / "edits.jsonl", f"{good}\n{line}\n"))
-
-
-def test_the_samples_have_the_shapes_that_the_paper_names() -> None:
-    trace = read_burstgpt(None)
-    assert len(trace) == 300
-    assert trace.left_out == 6
-    assert sum(length > 8192 for length in trace.prompt_tokens) == 3
-    assert sum(length > 8192 for length in trace.output_tokens) == 2
-    assert sorted(trace.prompt_tokens)[150] < 500
-    turns, without_pair = read_sharegpt(None)
-    assert (len(turns), without_pair) == (10, 2)
-    edits, far = read_blazedit(None)
-    assert (len(edits), far) == (8, 0)
-    assert all(5000 <= len(edit.code) < 6000 for edit in edits)
+def test_another_file_is_an_error_that_names_the_place(
+    tmp_path: Path, read: Any, texts: tuple[str, ...], place: str
+) -> None:
+    for text in texts:
+        with pytest.raises(InvalidArgumentError, match=place):
+            read(write(tmp_path / "data.json", text))

@@ -61,9 +61,5 @@ async def test_the_proxy_prefills_one_token_and_hands_on_what_prefill_says() -> 
     assert wanted["do_remote_decode"]
     assert handed == {"remote_engine_id": "p"}
     assert len(found.arrivals) == 1  # of decode alone
-
-
-async def test_a_prefill_without_transfer_parameters_is_an_error() -> None:
-    proxy = PlainProxy([FakeEngine("p")], [FakeEngine("d")])  # type: ignore[list-item]
     with pytest.raises(InternalError, match="p gave no transfer parameters"):
-        await proxy.run(REQUEST, outcome(), logprobs=False, clock=time.perf_counter)
+        await PlainProxy([FakeEngine("p")], [decode]).run(REQUEST, found, logprobs=False, clock=time.perf_counter)  # type: ignore[list-item]

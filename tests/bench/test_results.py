@@ -84,15 +84,6 @@ def test_another_file_is_an_error_that_names_the_part(tmp_path: Path, text: str,
     assert message in str(raised.value)
 
 
-def test_a_file_of_kernels_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    found = {"schema": results.KERNELS_SCHEMA, "kernels": [{"kernel": "mean", "variant": "std"}]}
-    path = tmp_path / "k.json"
-    path.write_text(json.dumps(found))
-    assert results.read(path, (results.SCHEMA, results.KERNELS_SCHEMA)) == found
-    with pytest.raises(InvalidArgumentError, match="schema"):
-        results.read(path)
-
-
 def test_what_is_no_finite_number_is_left_out() -> None:
     rows = [{"a": value} for value in (1.0, math.nan, True, "2", None, 10**400, 3)]
     assert results.spread_of(rows, "a") == spread_of_two(1.0, 3.0)
@@ -125,12 +116,6 @@ def test_differing_conditions_are_named() -> None:
     }
 
 
-def test_a_ratio_carries_the_spread_of_repeats() -> None:
-    assert ratio(spread_of_two(10.0, 20.0), spread_of_two(10.0, 40.0)) == [25 / 15, 0.5, 4.0]
-    assert ratio(None, spread_of_two(1.0, 1.0)) is None
-    assert ratio(spread_of_two(0.0, 0.0), spread_of_two(1.0, 1.0)) is None
-
-
 def test_a_comparison_has_every_cell_of_both_files() -> None:
     first = result(row("std", 100.0), row("std", 110.0), row("gone", 5.0), mismatches=[mismatch("std", 10, 1)])
     second = result(row("std", 210.0, median_ttft_ms=7.0), row("new", 6.0), mismatches=[mismatch("std", 10, 0)])
@@ -143,6 +128,7 @@ def test_a_comparison_has_every_cell_of_both_files() -> None:
     assert rows["std"]["repeats"] == [2, 1]
     assert (rows["gone"]["output_throughput"], rows["gone"]["ratio"]) == ([5.0, None], None)
     assert rows["new"]["p99_ttft_ms"] == [None, 20.0]
+    assert ratio(spread_of_two(0.0, 0.0), spread_of_two(1.0, 1.0)) is None
 
 
 def test_the_command_prints_warnings_a_table_and_one_json_line(

@@ -55,46 +55,30 @@ def test_too_few_gpus_are_an_error(name: str) -> None:
         System.parse(name).places(TWO)
 
 
-def test_independent_engines_get_a_gpu_each_and_all_its_memory() -> None:
-    engines = System.parse("bi").engines(TWO)
-    assert [(one.role, one.gpus, one.gpu_memory_utilization) for one in engines] == [
-        ("both", (2,), 0.84),
-        ("both", (3,), 0.84),
-    ]
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [
+        ("bi", [("both", (2,), 0.84), ("both", (3,), 0.84)]),
+        # Engines on one GPU share its memory, and start prefill first.
+        (
+            "pd-std:shared",
+            [("prefill", (2,), 0.42), ("prefill", (3,), 0.42), ("decode", (2,), 0.42), ("decode", (3,), 0.42)],
+        ),
+    ],
+)
+def test_engines_get_gpus_and_their_share_of_memory(name: str, engines: list[tuple[str, tuple[int], float]]) -> None:
+    found = System.parse(name).engines(TWO)
+    assert [(one.role, one.gpus, one.gpu_memory_utilization) for one in found] == engines
 
 
-def test_engines_on_one_gpu_share_its_memory_and_start_prefill_first() -> None:
-    engines = System.parse("pd-std:shared").engines(TWO)
-    assert [(one.role, one.gpus, one.gpu_memory_utilization) for one in engines] == [
-        ("prefill", (2,), 0.42),
-        ("prefill", (3,), 0.42),
-        ("decode", (2,), 0.42),
-        ("decode", (3,), 0.42),
-    ]
-
-
-def test_pairs_on_a_cpu_have_cores_of_their_own() -> None:
+def test_engines_get_cores_slots_and_groups() -> None:
     assert [one.cores for one in System.parse("pd-std").engines(CPU)] == [(2, 3), (0, 1)]
     assert [one.cores for one in System.parse("std").engines(CPU)] == [(0, 1, 2, 3)]
-
-
-def test_gpus_are_counted_once_where_prefill_and_decode_share_them() -> None:
-    assert System.parse("cluster:shared").gpus(TWO) == {"prefill": 2, "decode": 2, "total": 2}
-    assert System.parse("cluster:1p1d").gpus(TWO) == {"prefill": 1, "decode": 1, "total": 2}
-
-
-def test_a_name_can_set_the_slots() -> None:
     assert System.parse("cluster:1p1d:512").slots_on(TWO) == 512
     assert System.parse("colocated::64").engines(ONE)[0].slots == 64
     assert System.parse("cluster").slots_on(TWO) == TWO.slots
-
-
-def test_tensor_parallel_engines_get_groups() -> None:
+    assert System.parse("cluster:shared").gpus(TWO) == {"prefill": 2, "decode": 2, "total": 2}
+    assert System.parse("cluster:1p1d").gpus(TWO) == {"prefill": 1, "decode": 1, "total": 2}
     pairs = Machine(model="m", gpus=(0, 1, 2, 3), tensor_parallel_size=2)
     assert [one.gpus for one in System.parse("pd-std").engines(pairs)] == [(0, 1), (2, 3)]
     assert System.parse("pd-std").gpus(pairs) == {"prefill": 2, "decode": 2, "total": 4}
-
-
-def test_the_batch_invariant_mode_is_refused_on_a_cpu() -> None:
-    with pytest.raises(InvalidArgumentError, match="needs a GPU: vLLM has no batch-invariant mode on a CPU"):
-        System.parse("bi").places(CPU)
