@@ -260,7 +260,7 @@ class Benchmark:
             if count := self.options.num_warmups:  # Requests of the same shapes whose times do not count.
                 made = self._workload(spec, WARM_UP, min(self.options.max_concurrency[-1], count))
                 warmups = replace(made, requests=made.requests[:count], request_rate=math.inf)
-                await self._drive(target, warmups, system=name)
+                await self._drive(name, target, warmups)
                 sent += len(warmups.requests)
             for concurrency in self.options.max_concurrency:
                 for repeat in range(self.options.repeats):
@@ -273,7 +273,7 @@ class Benchmark:
         self._save()
 
     async def _run(self, name: str, target: Target, workload: Workload, repeat: int, described: dict[str, Any]) -> None:
-        run = await self._drive(target, workload, system=name, repeat=repeat, logprobs=self.options.logprobs)
+        run = await self._drive(name, target, workload, logprobs=self.options.logprobs)
         summary = metrics.summarize(
             run,
             percentiles=self._percentiles,
@@ -296,7 +296,7 @@ class Benchmark:
         if errors := sorted({outcome.error for outcome in run.outcomes if outcome.error}):
             self._fail(f"{name}: {workload.name}: {summary['failed']} requests failed: {errors[0]}")
 
-    async def _drive(self, target: Target, workload: Workload, **options: Any) -> Run:
+    async def _drive(self, name: str, target: Target, workload: Workload, *, logprobs: bool = False) -> Run:
         """Run a workload; say now and then how far it is.
 
         Raises UnavailableError if an engine died during it: the result is then no measurement.
@@ -308,9 +308,10 @@ class Benchmark:
             count += 1
             if time.monotonic() > said + PROGRESS_S and count < len(workload.requests):
                 said = time.monotonic()
-                self.say(f"{options['system']}: {workload.name}: {count} of {len(workload.requests)} requests done")
+                self.say(f"{name}: {workload.name}: {count} of {len(workload.requests)} requests done")
 
-        run = await drive(target, workload, timeout_s=self.options.timeout_s, on_done=done, **options)
+        timeout_s = self.options.timeout_s
+        run = await drive(target, workload, logprobs=logprobs, timeout_s=timeout_s, on_done=done)
         self._check()
         return run
 
@@ -328,7 +329,7 @@ class Benchmark:
         ]
         crowd = replace(made, requests=tuple(short), request_rate=math.inf, max_concurrency=len(short))
         few = replace(crowd, requests=tuple(reversed(short[:wanted])), max_concurrency=FEW_AT_ONCE)
-        first, again = [await self._drive(target, workload, system=name, logprobs=True) for workload in (crowd, few)]
+        first, again = [await self._drive(name, target, workload, logprobs=True) for workload in (crowd, few)]
         first.outcomes = first.outcomes[:wanted]
         found = metrics.mismatches(first, again)
         row = {"system": name, "workload": spec.name, "requests": found.requests, "rate": found.rate}
@@ -356,7 +357,7 @@ class Benchmark:
                 made = self._workload(spec, repeat, 1, num_requests=1)
                 workload = replace(made, name=f"padding={rows}", request_rate=math.inf)
                 if repeat == WARM_UP:
-                    await self._drive(target, workload, system=name)
+                    await self._drive(name, target, workload)
                 else:
                     await self._run(name, target, workload, repeat, described)
         if found.pads:

@@ -90,7 +90,7 @@ def conditions(setup: RouterOptions) -> dict[str, Any]:
     """Return the conditions of a measurement."""
     packages = ("grpcio", "protobuf", "uvloop")
     return {
-        **{field.name: getattr(setup, field.name) for field in fields(RouterOptions)},
+        **plain(setup),
         "engines": "fake",
         "cpus": len(os.sched_getaffinity(0)),
         "processor": cpu() or "unknown",
@@ -99,6 +99,11 @@ def conditions(setup: RouterOptions) -> dict[str, Any]:
         "corun": corun.__version__,
         **{package: version(package) for package in packages},
     }
+
+
+def plain(setup: RouterOptions) -> dict[str, Any]:
+    """Return the options as plain values, without those of a command."""
+    return {field.name: getattr(setup, field.name) for field in fields(RouterOptions)}
 
 
 def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,20 +160,10 @@ def _load(
 
     Return when the measured time began and ended, and the CPU seconds and the largest memory of each kind of process.
     """
-    number = setup.client_processes
-    names = [f"client-{index}" for index in range(number)]
+    names = [f"client-{index}" for index in range(setup.client_processes)]
     for index, name in enumerate(names):
-        options = {
-            "method": method,
-            # On both paths a client has at least one connection per decode node.
-            "addresses": [*addresses] * -(-setup.decode_nodes // len(addresses)),
-            "concurrency": setup.samples // number + (index < setup.samples % number),
-            "prompt_tokens": setup.prompt_tokens,
-            "output_tokens": setup.output_tokens,
-            "ramp_s": setup.ramp_s,
-            "seed": index,
-            "output": str(processes.logs / f"{name}.json"),
-        }
+        options = {"setup": plain(setup), "index": index, "method": method, "addresses": addresses}
+        options["output"] = str(processes.logs / f"{name}.json")
         processes.start(name, "corun_bench.load", json.dumps(options), stdin=subprocess.PIPE)
     for name in names:  # Python takes long to start where cores are few.
         _await_text(processes, f"{name}.ready")

@@ -190,7 +190,11 @@ class BenchServe:
     """Options of `vllm bench serve`, passed on unchanged."""
 
     def run(self) -> int:
-        _load("corun_bench.serve", "corun bench serve", "cpu").run(self.words)
+        serve = _load("vllm.benchmarks.serve", "corun bench serve", "cpu")
+        arguments = _load("vllm.utils.argparse_utils", "corun bench serve", "cpu")
+        parser = arguments.FlexibleArgumentParser(prog="corun bench serve")
+        serve.add_cli_args(parser)
+        serve.main(parser.parse_args(list(self.words)))
         return 0
 
 

@@ -75,9 +75,6 @@ class Outcome:
 class Run:
     """One pass over a workload on one system."""
 
-    system: str
-    workload: str
-    repeat: int
     outcomes: list[Outcome]
     """The outcomes in the order of the workload's requests."""
     duration_s: float
@@ -105,8 +102,6 @@ async def drive(
     target: Target,
     workload: Workload,
     *,
-    system: str,
-    repeat: int = 0,
     logprobs: bool = False,
     timeout_s: float = 600.0,
     on_done: Callable[[], None] = lambda: None,
@@ -161,4 +156,4 @@ async def drive(
         if not outcome.error and came != request.max_tokens:
             outcome.error = f"{came} of {request.max_tokens} tokens came"
     duration_s = max((outcome.done_s for outcome in outcomes), default=0.0)
-    return Run(system=system, workload=workload.name, repeat=repeat, outcomes=outcomes, duration_s=duration_s)
+    return Run(outcomes=outcomes, duration_s=duration_s)

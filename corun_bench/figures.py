@@ -48,28 +48,7 @@ MAX_POINTS = 100
 """The most points of a distribution; if there are more samples, this many quantiles are drawn."""
 WIDTH_IN, DPI = 8.0, 150
 GREY, BAD, GOOD = "#6b6b6b", "#b3261e", "#1a7f37"
-_FONT = "DejaVu Sans"  # Comes with matplotlib, so text has the same size on every machine.
-_STYLE: Any = {
-    "font.family": _FONT,
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#e2e2e2",
-    "lines.linewidth": 1.5,
-    "lines.markersize": 4.5,
-    "errorbar.capsize": 2,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "corun bench",
-    "text.parse_math": False,  # A "$" in a name is a plain dollar sign.
-}
+_FONT = "DejaVu Sans"  # That of the style.
 _THROUGHPUT = "output_throughput"
 _HATCH = "////"
 """The hatch of a bar whose system's bits were seen to differ."""
@@ -492,7 +471,7 @@ class Chart:
 def write(results: Results, directory: Path) -> list[Chart]:
     """Draw all figures for which the results have data, and write each as a PNG and as an SVG file."""
     made = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(fname=Path(__file__).with_suffix(".mplstyle")):
         for kind, draw in _FIGURES.items():
             for count, workload in enumerate(results.workloads if draw is timeline else [""], start=1):
                 figure = draw(results, workload) if workload else draw(results)

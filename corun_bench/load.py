@@ -16,6 +16,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,33 +25,13 @@ import uvloop
 from corun.errors import CorunError
 from corun_bench.client import ClusterTarget
 from corun_bench.driver import Outcome, Request
-from corun_bench.options import MAX_NODES
+from corun_bench.options import MAX_NODES, RouterOptions
 
 CONNECT_S = 20.0
 DRAIN_S = 120.0
 """The time for samples that still run at the end to finish, in seconds."""
 FIRST_TOKEN, NUM_TOKENS = 256, 128
 """The first of the token ids that are drawn, and their number: they are words of the built-in tiny model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The options of one load generator."""
-
-    addresses: list[str]
-    """host:port of each connection."""
-    method: str
-    """Method to call, as /package.Service/Method."""
-    concurrency: int
-    """Samples in flight."""
-    prompt_tokens: int
-    output_tokens: int
-    ramp_s: float
-    """Seconds over which the first samples are sent."""
-    seed: int = 0
-    output: str
-    """File of the results. A file beside it, .times, has two doubles per token: when it came, and its step's code.
-    An empty file beside it, .ready, says that the load begins."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,22 +61,31 @@ def read_code(logprob: float) -> tuple[int, int]:
 
 
 class Load:
-    """The closed loop."""
+    """The closed loop of one process of several.
 
-    def __init__(self, options: LoadOptions) -> None:
+    index: the number of this process. addresses: host:port of the routers, or of the fake nodes without a router.
+    output: the file of the results. A file beside it, .times, has two doubles per token: when it came, and its step's
+    code. An empty file beside it, .ready, says that the load begins.
+    """
+
+    def __init__(self, setup: RouterOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
         self.samples: list[tuple[int, Outcome]] = []
         """The number of tokens that were requested of each sample, and what came, on the monotonic clock."""
-        self._options = options
-        self._draw = random.Random(options.seed)
+        self._setup, self._output = setup, Path(output)
+        self._concurrency = setup.samples // setup.client_processes
+        self._concurrency += index < setup.samples % setup.client_processes
+        self._draw = random.Random(index)
+        self._method = method
+        # On both paths there is at least one connection per decode node.
+        self._addresses = [*addresses] * -(-setup.decode_nodes // len(addresses))
 
     async def run(self, stop: asyncio.Event) -> Results:
         """Run until `stop` is set, then wait for the samples in flight."""
-        options = self._options
-        targets = [ClusterTarget(address, options.method) for address in options.addresses]
+        targets = [ClusterTarget(address, self._method) for address in self._addresses]
         try:
             await asyncio.wait_for(asyncio.gather(*(one.connected() for one in targets)), CONNECT_S)
-            Path(options.output).with_suffix(".ready").touch()
-            places = range(options.concurrency)
+            self._output.with_suffix(".ready").touch()
+            places = range(self._concurrency)
             workers = [
                 asyncio.ensure_future(self._work(place, targets[place % len(targets)], stop)) for place in places
             ]
@@ -110,14 +100,13 @@ class Load:
         return results
 
     async def _work(self, place: int, target: ClusterTarget, stop: asyncio.Event) -> None:
-        options = self._options
-        await asyncio.sleep(options.ramp_s * place / options.concurrency)
-        await self._call(target, -(-options.output_tokens * (place + 1) // options.concurrency))
+        await asyncio.sleep(self._setup.ramp_s * place / self._concurrency)
+        await self._call(target, -(-self._setup.output_tokens * (place + 1) // self._concurrency))
         while not stop.is_set():
-            await self._call(target, options.output_tokens)
+            await self._call(target, self._setup.output_tokens)
 
     async def _call(self, target: ClusterTarget, num_tokens: int) -> None:
-        prompt = tuple(FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._options.prompt_tokens))
+        prompt = tuple(FIRST_TOKEN + self._draw.randrange(NUM_TOKENS) for _ in range(self._setup.prompt_tokens))
         index = len(self.samples)
         request = Request(index=index, prompt_token_ids=prompt, max_tokens=num_tokens, seed=index)
         outcome = Outcome(index=index, num_prompt_tokens=len(prompt), sent_s=time.monotonic())
@@ -145,20 +134,21 @@ def _read(num_tokens: int, outcome: Outcome, results: Results) -> str:
     return outcome.error
 
 
-async def _until_input_ends(options: LoadOptions) -> Results:
+async def _until_input_ends(load: Load) -> Results:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, stop.set)
     try:
-        return await Load(options).run(stop)
+        return await load.run(stop)
     finally:
         asyncio.get_running_loop().remove_reader(sys.stdin)
 
 
 def main() -> None:
-    options = LoadOptions(**json.loads(sys.argv[1]))
+    spec = json.loads(sys.argv[1])
+    load, path = Load(RouterOptions(**spec.pop("setup")), **spec), Path(spec["output"])
     gc.disable()  # The collector would go through the stored messages again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    results, path = asyncio.run(_until_input_ends(options)), Path(options.output)
+    results = asyncio.run(_until_input_ends(load))
     path.with_suffix(".times").write_bytes(results.times.tobytes())
     path.write_text(json.dumps({**asdict(results), "times": None}))
 

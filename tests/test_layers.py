@@ -21,7 +21,6 @@ WATCH = ("prometheus_client", "opentelemetry")
 GENERATED = "corun/v1/"
 BENCH_ENGINE = {
     "corun_bench/engine.py",
-    "corun_bench/serve.py",
     "corun_bench/kernel_worker.py",
 }
 """What of the benchmark may load torch or vLLM."""

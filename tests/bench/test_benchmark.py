@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corun.errors import UnavailableError
+from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
 from corun_bench import benchmark, conditions, results, workloads
 from corun_bench.benchmark import Benchmark
@@ -163,7 +163,9 @@ async def test_padding_is_of_systems_whose_steps_all_have_a_row_for_each_slot(
     assert [engine.padded for engine in engines.values()] == [[], [1, 2, 4], []]
 
 
-def test_conditions_are_said_in_lines() -> None:
+def test_conditions_are_said_in_lines(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"must be a directory with a config\.json"):
+        conditions.model_config(str(tmp_path))
     h200 = {"name": "NVIDIA H200", "driver": "580.1", "memory": "143771"}
     found = {
         "hardware": {"cpu": "A CPU", "cores": 8, "gpus": [h200, h200]},

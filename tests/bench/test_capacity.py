@@ -15,8 +15,8 @@ from corun_bench import capacity
 from corun_bench.capacity import _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
-from corun_bench.fake_node import FakeDirect, StepEngine
-from corun_bench.load import Load, LoadOptions, Results, read_code, step_code
+from corun_bench.fake_node import DIRECT_METHOD, FakeDirect, StepEngine
+from corun_bench.load import Load, Results, read_code, step_code
 from corun_bench.options import RouterOptions
 from decode_node.service import StepRow
 
@@ -92,17 +92,15 @@ async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
     """What a client says of a fake node."""
     engine = StepEngine(3, 0.002)
     server = stream(engine).server
-    options = LoadOptions(
-        addresses=[f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"],
-        method="/corun.bench.FakeDirect/Generate",
-        concurrency=4,
-        prompt_tokens=3,
-        output_tokens=8,
-        ramp_s=0.01,
-        output=str(tmp_path / "unused"),
-    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    setup = RouterOptions(decode_nodes=1, slots=4, prompt_tokens=3, output_tokens=8, ramp_s=0.01)
     await server.start()
-    ticking, stop, load = asyncio.ensure_future(engine.tick()), asyncio.Event(), Load(options)
+    load = Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused"))
+    ticking, stop = asyncio.ensure_future(engine.tick()), asyncio.Event()
+        asyncio.ensure_future(engine.tick()),
+        asyncio.Event(),
+        Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused")),
+    )
     running = asyncio.ensure_future(load.run(stop))
     try:
         while len(load.samples) < 12 and not running.done():  # noqa: ASYNC110

@@ -16,6 +16,7 @@ from aiohttp import web
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.params import SamplingParams
 from corun.testing.engines import expected
+from corun.v1 import cluster_service_pb2 as pb
 from corun_bench import client
 from corun_bench.client import ClusterTarget, OpenAiTarget
 from corun_bench.driver import Outcome, Request, Target
@@ -97,6 +98,12 @@ async def test_the_gateway_and_the_router_are_measured_token_by_token(model: str
         router.settle()
         with pytest.raises(InvalidArgumentError, match="max_tokens = 600"):
             await measured(router, 600)
+        forged = Outcome(index=0, num_prompt_tokens=3)
+        message = pb.GenerateResponse(token_ids=[1], logprobs=[-1.0])
+        message.receipt.output_digest = "0" * 64
+        router._received.append((forged, [(0.0, message.SerializeToString())]))
+        router.settle()
+        assert forged.error == "its receipt is of other tokens"
         await router.close()
         plain = await measured(target, 20, seed=7)
     ids, logprobs, _ = expected(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, temperature=TEMPERATURE), 7)

@@ -16,17 +16,16 @@ def workload(count: int, *, concurrency: int = 4, rate: float = math.inf, gap_s:
 
 async def test_a_closed_loop_keeps_as_many_in_flight_as_may_be() -> None:
     target = FakeTarget()
-    run = await drive(target, workload(13), system="s", repeat=2)
+    run = await drive(target, workload(13))
     assert (target.most, target.started, target.forgotten, target.settled) == (4, list(range(13)), 1, 1)
     assert [outcome.index for outcome in run.outcomes] == list(range(13))
     assert all(len(outcome.token_ids) == 3 and not outcome.error for outcome in run.outcomes)
-    assert (run.system, run.workload, run.repeat) == ("s", "w", 2)
     assert run.duration_s == max(outcome.done_s for outcome in run.outcomes)
 
 
 async def test_an_open_loop_sends_at_its_times_whatever_became_of_the_others() -> None:
     target = FakeTarget(delay_s=0.5)
-    run = await drive(target, workload(5, concurrency=0, rate=100.0, gap_s=0.01), system="s")
+    run = await drive(target, workload(5, concurrency=0, rate=100.0, gap_s=0.01))
     assert target.most == 5
     for i, outcome in enumerate(run.outcomes):
         assert outcome.sent_s >= i * 0.01
@@ -34,28 +33,28 @@ async def test_an_open_loop_sends_at_its_times_whatever_became_of_the_others() -
 
 async def test_an_open_loop_may_have_a_limit() -> None:
     target = FakeTarget()
-    await drive(target, workload(9, concurrency=2, rate=1e6), system="s")
+    await drive(target, workload(9, concurrency=2, rate=1e6))
     assert target.most == 2
 
 
 async def test_a_failure_is_the_requests_own() -> None:
     target = FakeTarget(errors={1: UnavailableError("the engine died")})
-    run = await drive(target, workload(4), system="s")
+    run = await drive(target, workload(4))
     assert [outcome.error for outcome in run.outcomes] == ["", "UnavailableError: the engine died", "", ""]
 
 
 async def test_a_request_that_hangs_ends_with_the_run() -> None:
-    run = await drive(FakeTarget(hanging=frozenset({2})), workload(6), system="s", timeout_s=2.0)
+    run = await drive(FakeTarget(hanging=frozenset({2})), workload(6), timeout_s=2.0)
     assert [bool(outcome.error) for outcome in run.outcomes] == [False, False, True, False, False, False]
     assert run.outcomes[2].error == "not done 2 s after the run began"
 
 
 async def test_missing_tokens_are_a_failure() -> None:
-    run = await drive(FakeTarget(lost_tokens=1), workload(1), system="s")
+    run = await drive(FakeTarget(lost_tokens=1), workload(1))
     assert run.outcomes[0].error == "2 of 3 tokens came"
 
 
 async def test_logprobs_only_if_asked_for() -> None:
-    asked = await drive(FakeTarget(), workload(1), system="s", logprobs=True)
-    plain = await drive(FakeTarget(), workload(1), system="s")
+    asked = await drive(FakeTarget(), workload(1), logprobs=True)
+    plain = await drive(FakeTarget(), workload(1))
     assert (len(asked.outcomes[0].logprobs), plain.outcomes[0].logprobs) == (3, [])

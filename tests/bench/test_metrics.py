@@ -41,9 +41,7 @@ def outcome(index: int, times: list[float], *, sent: float = 0.0, prompt: int = 
 
 def run(*outcomes: Outcome, duration: float | None = None) -> Run:
     last = max((one.done_s for one in outcomes), default=0.0)
-    return Run(
-        system="x", workload="y", repeat=0, outcomes=list(outcomes), duration_s=last if duration is None else duration
-    )
+    return Run(outcomes=list(outcomes), duration_s=last if duration is None else duration)
 
 
 def summary(*outcomes: Outcome, **options: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from corun_bench.results import Results, merge
 from corun_bench.systems import KINDS
 
 GOLDEN = Path(__file__).parent / "golden"
-HOSTILE = '</svg><script>alert("$x^")</script><!-- & _\ud800\u4e2d\x00'
+HOSTILE = '</svg><script>alert("$x^$")</script><!-- & _\ud800\u4e2d\x00'
 
 
 class Page(HTMLParser):
@@ -285,7 +285,11 @@ def test_template_and_samples_are_in_the_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if not name.endswith(".py")}
     samples = ("blazedit.jsonl", "burstgpt.csv", "sharegpt.json")
-    assert {"corun_bench/page.html.j2", *(f"corun_bench/samples/{name}" for name in samples)} <= found
+    assert {
+        "corun_bench/page.html.j2",
+        "corun_bench/figures.mplstyle",
+        *(f"corun_bench/samples/{name}" for name in samples),
+    } <= found
 
 
 def main() -> None:
