@@ -185,10 +185,8 @@ def _per_second(pieces: Iterable[tuple[float, int]]) -> Counter[int]:
 
 def _in_decode(outcome: Outcome) -> Iterator[tuple[float, int]]:
     """Yield when tokens came and how many, without the first token."""
-    first = 1
-    for at, count in outcome.arrivals:
-        yield at, max(0, count - first)
-        first = max(0, first - count)
+    for i, (at, count) in enumerate(outcome.arrivals):
+        yield at, count - (i == 0)
 
 
 def _occupancy(outcomes: Iterable[Outcome], slots: int) -> float | None:

@@ -60,7 +60,8 @@ def over(monkeypatch: pytest.MonkeyPatch, **targets: Target) -> None:
 async def test_every_system_runs_every_workload_and_bits_that_depend_on_the_crowd_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    over(monkeypatch, std=FakeTarget(crowd_shows=True), cluster=FakeTarget())
+    targets = {"std": FakeTarget(crowd_shows=True), "cluster": FakeTarget()}
+    over(monkeypatch, **targets)
     monkeypatch.setattr(benchmark, "PROGRESS_S", 0.0)
     one = made(tmp_path)
     one.prepare()
@@ -79,6 +80,7 @@ async def test_every_system_runs_every_workload_and_bits_that_depend_on_the_crow
     assert {run["completed"] for run in found["runs"]} == {6}
     rows = [(row["system"], row["requests"], row["different_bits"]) for row in found["mismatches"]]
     assert rows == [("std", 3, 3), ("std", 3, 3), ("cluster", 3, 0), ("cluster", 3, 0)]
+    assert targets["cluster"].started[-3:] == [2, 1, 0], "few at a time, in the reverse order"
     said = capsys.readouterr().err
     assert "std: in=8,out=4: 1 of 6 requests done" in said
     assert "6 of 6 requests done" not in said

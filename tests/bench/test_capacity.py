@@ -15,8 +15,9 @@ from corun_bench import capacity
 from corun_bench.capacity import _load, _together, is_carried, quantiles
 from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
+from corun_bench.driver import Outcome
 from corun_bench.fake_node import DIRECT_METHOD, FakeDirect, StepEngine
-from corun_bench.load import Load, Results, read_code, step_code
+from corun_bench.load import Load, Results, _read, read_code, step_code
 from corun_bench.options import RouterOptions
 from decode_node.service import StepRow
 
@@ -97,10 +98,6 @@ async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
     await server.start()
     load = Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused"))
     ticking, stop = asyncio.ensure_future(engine.tick()), asyncio.Event()
-        asyncio.ensure_future(engine.tick()),
-        asyncio.Event(),
-        Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused")),
-    )
     running = asyncio.ensure_future(load.run(stop))
     try:
         while len(load.samples) < 12 and not running.done():  # noqa: ASYNC110
@@ -140,6 +137,9 @@ def test_steps_are_told_apart_by_bits_that_fp32_keeps() -> None:
         code = step_code(index, step)
         assert struct.unpack("<f", struct.pack("<f", code))[0] == code
         assert read_code(code) == (index, step)
+    codes = [step_code(0, 3), step_code(0, 5)]
+    skipped = Outcome(index=0, num_prompt_tokens=1, arrivals=[(0.0, 2)], token_ids=[1, 2], logprobs=codes)
+    assert _read(2, skipped, Results()) == "its tokens are not of one step after the other"
 
 
 def test_quantiles_are_of_what_came() -> None:
