@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,15 +176,7 @@ def timeline(results: Results, workload: str) -> Figure | None:
     return figure
 
 
-def ttft(results: Results) -> Figure | None:
-    return _latencies(results, "ttfts", "time to first token")
-
-
-def tpot(results: Results) -> Figure | None:
-    return _latencies(results, "tpots", "time per output token")
-
-
-def _latencies(results: Results, key: str, words: str) -> Figure | None:
+def latencies(results: Results, *, key: str, words: str) -> Figure | None:
     """Draw the distribution of a latency over the requests of all repeats: a panel per workload."""
     times: dict[str, dict[str, list[float]]] = {}  # In ms.
     for workload, name in itertools.product(results.workloads, _serving(results)):
@@ -446,8 +439,8 @@ _FIGURES: dict[str, Callable[..., Figure | None]] = {
     "throughput": throughput,
     "throughput-per-gpu": throughput_per_gpu,
     "timeline": timeline,
-    "ttft": ttft,
-    "tpot": tpot,
+    "ttft": partial(latencies, key="ttfts", words="time to first token"),
+    "tpot": partial(latencies, key="tpots", words="time per output token"),
     "scaling": scaling,
     "padding": padding,
     "ablation": ablation,
@@ -473,11 +466,11 @@ def write(results: Results, directory: Path) -> list[Chart]:
     made = []
     with mpl.rc_context(fname=Path(__file__).with_suffix(".mplstyle")):
         for kind, draw in _FIGURES.items():
-            for count, workload in enumerate(results.workloads if draw is timeline else [""], start=1):
+            for place, workload in enumerate(results.workloads if draw is timeline else [""], start=1):
                 figure = draw(results, workload) if workload else draw(results)
                 if figure is not None:
                     slug = re.sub(r"[^a-z0-9]+", "-", workload.lower()).strip("-")[:40] or "workload"
-                    name = f"{kind}-{count}-{slug}" if workload else kind
+                    name = f"{kind}-{place}-{slug}" if workload else kind
                     svg, paths = _save(figure, directory, name)
                     made.append(Chart(kind=kind, workload=workload, svg=svg[svg.index("<svg") :], paths=paths))
     return made

@@ -189,16 +189,6 @@ async def test_a_broken_answer_is_an_error(name: str) -> None:
     assert any(part in outcome.error for part in message.split("|")), outcome.error
 
 
-async def test_events_are_read_however_they_are_cut() -> None:
-    stream = b": ping\n\nevent: x\r\n" + token() + token(reason="length").replace(b"\n", b"\r\n") + DONE
-    stranger = Stranger()
-    async with stranger.serving() as url, started(url, model="m") as target:
-        for size in (1, 2, 7, len(stream)):
-            stranger.parts = [stream[start : start + size] for start in range(0, len(stream), size)]
-            outcome = await measured(target, 2)
-            assert (outcome.error, [count for _, count in outcome.arrivals]) == ("", [1, 1])
-
-
 async def test_a_server_that_stops_or_sends_for_ever_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = Stranger()
     stranger.parts = [b": ping\n\n"] * 500

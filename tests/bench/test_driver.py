@@ -52,9 +52,3 @@ async def test_a_request_that_hangs_ends_with_the_run() -> None:
 async def test_missing_tokens_are_a_failure() -> None:
     run = await drive(FakeTarget(lost_tokens=1), workload(1))
     assert run.outcomes[0].error == "2 of 3 tokens came"
-
-
-async def test_logprobs_only_if_asked_for() -> None:
-    asked = await drive(FakeTarget(), workload(1), logprobs=True)
-    plain = await drive(FakeTarget(), workload(1))
-    assert (len(asked.outcomes[0].logprobs), plain.outcomes[0].logprobs) == (3, [])
