@@ -147,16 +147,19 @@ class System:
     def engines(self, machine: Machine) -> list[EngineSettings]:
         """Return the engines of a system other than the cluster, in the order of their start."""
         prefill, decode = self.places(machine)
-        if self.kind not in PAIRED:
-            return [self._engine(machine, "both", place, 1) for place in decode]
-        neighbours = 2 if {*prefill} & {*decode} else 1
-        found = [self._engine(machine, "prefill", place, neighbours) for place in prefill]
-        return found + [self._engine(machine, "decode", place, neighbours) for place in decode]
-
-    def _engine(self, machine: Machine, role: str, place: int, neighbours: int) -> EngineSettings:
-        own = {"gpus": machine.device(place), "cores": _cores(machine.cores, role), "slots": self.slots_on(machine)}
-        share = round(GPU_MEMORY / neighbours, 2)
-        return EngineSettings(**asdict(machine) | own, kind=self.kind, role=role, gpu_memory_utilization=share)
+        if self.kind in PAIRED:
+            roles = [("prefill", place) for place in prefill] + [("decode", place) for place in decode]
+            share = round(GPU_MEMORY / (2 if {*prefill} & {*decode} else 1), 2)
+        else:
+            roles, share = [("both", place) for place in decode], GPU_MEMORY
+        cores, half = machine.cores, len(machine.cores) // 2
+        # A half of the cores each for prefill and decode, since sharing slows both down many times over.
+        cores_of = {"both": cores, "prefill": cores[half:], "decode": cores[:half] or cores}
+        own = asdict(machine) | {"slots": self.slots_on(machine), "kind": self.kind, "gpu_memory_utilization": share}
+        return [
+            EngineSettings(**own | {"role": role, "gpus": machine.device(place), "cores": cores_of[role]})
+            for role, place in roles
+        ]
 
     def describe(self, machine: Machine) -> dict[str, Any]:
         """Return the description of the system for the result file."""
@@ -167,14 +170,6 @@ class System:
             **places,
             ("decode" if self.kind in PAIRED else "engines"): [machine.device(place) for place in decode],
         }
-
-
-def _cores(cores: Sequence[int], role: str) -> tuple[int, ...]:
-    """Return the cores of a role: a half each for prefill and decode, since sharing slows both down many times over."""
-    if role == "both" or len(cores) < 2:
-        return tuple(cores)
-    half = len(cores) // 2
-    return tuple(cores[half:] if role == "prefill" else cores[:half])
 
 
 def parse_systems(names: Sequence[str]) -> list[System]:
