@@ -69,7 +69,7 @@ UNSET = frozenset((*_CUBLAS, "VLLM_BATCH_INVARIANT", *pin.ALL_REDUCE))
 """The variables that no process inherits, so that "std" is what a user's own vLLM would run."""
 _WORKER = "corun_bench.kernel_worker"
 _FACTS_TIMEOUT_S = 300.0
-_WIDTH = 110  # The width of the output in a file or a pipe.
+_WIDTH = 130  # The width of the output in a file or a pipe.
 _YES_NO = {True: "yes", False: "no", None: "-"}
 
 Row = dict[str, Any]
