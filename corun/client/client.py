@@ -7,12 +7,14 @@ terminals.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
+import re
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing, suppress
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
@@ -24,6 +26,7 @@ from corun.client.request import (
     DEFAULT_CONNECT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
     Job,
+    Resumption,
     at_index,
     check_concurrency,
     make_job,
@@ -31,23 +34,326 @@ from corun.client.request import (
     read_chunk,
     retry_delay_s,
 )
-from corun.client.resume import Resumption
-from corun.client.routers import Deadline, Endpoint, Router, Routers, RouterSearch, read_addresses
+from corun.client.routers import Deadline, Router, Routers, check_timeout, read_addresses
 from corun.completion import Chunk, Generation, Prompt
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError
 from corun.params import SamplingParams
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
-from corun.rpc.channel import Access, channel
+from corun.rpc.channel import Access
 from corun.types import ClusterStatus, Priority
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceStub
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
-_NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+STATUS_TIMEOUT_S = 30.0
 _LOOP_THREAD = LoopThread()
+
+
+class AsyncClient:
+    """A client of a cluster whose methods are awaited. Use it in one event loop.
+
+    Arguments and errors are those of `Client`.
+
+    Example:
+        async with AsyncClient("localhost:50051") as client:
+            print((await client.generate("Once upon a time", SamplingParams(max_tokens=64))).text)
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        tls: TlsConfig | None = None,
+        token: str = "",
+    ) -> None:
+        check_timeout("timeout_s", timeout_s)
+        check_timeout("connect_timeout_s", connect_timeout_s)
+        self._timeout_s = timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._routers = Routers(read_addresses(address), Access(tls=tls, token=token), ClusterServiceStub)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._routers.is_closed
+
+    async def close(self) -> None:
+        """Close the connections and end every call in flight.
+
+        Example:
+            await client.close()
+        """
+        await self._routers.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        seed: int | None = None,
+        request_id: str | None = None,
+        priority: Priority | str = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """Generate all samples of one prompt. Return when they are finished and checked against their receipts.
+
+        Args:
+            prompt: text, or token ids.
+            params: how tokens are drawn, and how many samples. None: the defaults of SamplingParams.
+            seed: the request's seed, in [0, 2^63). None: the router derives one from the request id.
+            request_id: the request's id, of at most 128 characters. None: a random id.
+            priority: "high", "normal" or "low": which of the requests that wait for a slot get one first.
+            timeout_s: the call's deadline in seconds. None: the client's.
+
+        Raises:
+            InvalidArgumentError: a value is outside its limit, or prompt and output do not fit the model.
+            OverloadedError: there is no room for the request now. The call does not try again by itself.
+            DeadlineError: the samples were not finished in time.
+            DataLossError: a sample is incomplete, or differs from its receipt.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            done = await client.generate("Once upon a time", SamplingParams(max_tokens=64, n=2), seed=7)
+            print(done.samples[1].text, done.receipt.output_digest)
+        """
+        job = make_job(prompt, params, seed, request_id, priority)
+        return await self._generate(job, self._deadline(timeout_s))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        seed: int | None = None,
+        request_id: str | None = None,
+        priority: Priority | str = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the output of one prompt as it is drawn. The chunks of several samples interleave.
+
+        Closing the iterator ends the request and frees its slots. Leaving the loop of a blocking client closes it at
+        once. That of an AsyncClient is closed a little later, when Python finalizes it: `contextlib.aclosing` helps.
+
+        Args:
+            The same as those of `generate`. The deadline begins with this call, not with the first chunk.
+
+        Raises:
+            InvalidArgumentError: at once, if a value is outside the limits of every model.
+            CorunError: while iterating, the same errors as `generate`. The router is asked at the first chunk.
+
+        Example:
+            async for chunk in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
+                print(chunk.text, end="", flush=True)
+        """
+        job = make_job(prompt, params, seed, request_id, priority)
+        return self._chunks(job, self._deadline(timeout_s))
+
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seeds: Sequence[int | None] | None = None,
+        priority: Priority | str = Priority.LOW,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Generation]:
+        """Generate the samples of many prompts and return the generations in the order of the prompts.
+
+        An overloaded router is asked again after the delay that it names. The first other error ends the batch.
+
+        Args:
+            prompts: texts or token ids. All are checked before the first is sent.
+            params: the parameters of all prompts, or a sequence with one for each. None: the defaults.
+            seeds: a seed for each prompt, in [0, 2^63), or None for a derived one. None: all are derived.
+            priority: low by default, so that a batch gives way to single prompts and may wait until its deadline.
+            concurrency: the most prompts in flight at once, at least 1.
+            progress: whether to show a bar on stderr once the batch has taken a second. None: if stderr is a terminal.
+            timeout_s: the deadline of each prompt in seconds, counted from when its turn comes. None: the client's.
+
+        Raises:
+            InvalidArgumentError: a value is outside its limit; the field names the prompt, as in prompts[3].seed.
+            OverloadedError: there was no room for a prompt until its deadline.
+            CorunError: all other errors that `generate` raises.
+
+        Example:
+            done = await client.generate_many(["One", "Two"], SamplingParams(max_tokens=16), seeds=[1, 2])
+            print([each.text for each in done])
+        """
+        check_concurrency(concurrency)
+        jobs, gate = make_jobs(prompts, params, seeds, priority), asyncio.Semaphore(concurrency)
+        with ProgressBar(len(jobs), "prompts", shown=progress) as bar:
+
+            async def run(index: int, job: Job) -> Generation:
+                async with gate:
+                    done = await self._retrying(index, job, timeout_s)
+                bar.advance()
+                return done
+
+            tasks = [asyncio.create_task(run(i, job)) for i, job in enumerate(jobs)]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
+        """Return the members of the cluster and how busy they are.
+
+        Where routers ask for tokens, only an operator's token gets all of it.
+
+        Args:
+            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
+
+        Raises:
+            UnauthenticatedError: the router asks for a token that the client does not have.
+            UnavailableError: no router answers in time.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            status = await client.get_cluster()
+            for node in status.nodes:
+                print(node.node.ref.node_id, node.state.value)
+        """
+        deadline = self._deadline(min(self._timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
+        router = await self._reach(deadline)
+        try:
+            call = self._routers.track(router.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s))
+            response = await call
+        except grpc.RpcError as error:
+            raise self._routers.failed(router, error) from error
+        return codec.cluster_status_from_proto(response)
+
+    def verify(
+        self,
+        cases: Sequence[VerifyCase],
+        conditions: Sequence[Condition] = (),
+        *,
+        order_seed: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[VerifyResult, None]:
+        """Run cases again and compare every bit. Yield one result per case and condition, as they finish.
+
+        The runs use idle slots and the lowest priority. A run that fails gives a result with `error`, and no exception.
+
+        Args:
+            cases: the samples to run again.
+            conditions: the conditions to run each case under, each at most once. Empty: all of them.
+            order_seed: the seed that shuffles orders and draws the other samples of a crowd.
+            timeout_s: the call's deadline in seconds. None: the client's.
+
+        Raises:
+            InvalidArgumentError: at once, or while iterating, if a case is outside its limits.
+            OverloadedError: another verification of this client runs.
+            DeadlineError: the time is over; a router limits it, too. Ask again for the results that are missing.
+            CorunError: all other errors that the class lists.
+
+        Example:
+            async for result in client.verify(cases, [Condition.CROWDED]):
+                print(result.case_index, result.match, result.error)
+        """
+        request = codec.verify_request(cases, conditions, order_seed=order_seed)
+        return self._verify(request, self._deadline(timeout_s))
+
+    async def _retrying(self, index: int, job: Job, timeout_s: float | None) -> Generation:
+        deadline = self._deadline(timeout_s)
+        while True:
+            try:
+                return await self._generate(job, deadline)
+            except OverloadedError as error:
+                delay = retry_delay_s(error, deadline)
+            except InvalidArgumentError as error:
+                raise at_index(index, error) from error
+            await self._routers.pause(delay)
+
+    async def _generate(self, job: Job, deadline: Deadline) -> Generation:
+        assembler = job.assembler()
+        async with aclosing(self._chunks(job, deadline)) as chunks:
+            async for chunk in chunks:
+                assembler.add(chunk)
+        return assembler.finish()
+
+    async def _chunks(self, job: Job, deadline: Deadline) -> AsyncGenerator[Chunk, None]:
+        rest, routers = Resumption(job, deadline, self._connect_timeout_s), self._routers
+        while not rest.is_whole:
+            router = await routers.reach(rest.connect_s)
+            call = router.stub.Generate(rest.request(), timeout=deadline.remaining_s, metadata=job.metadata)
+            try:
+                async for response in routers.track(call):
+                    yield rest.take(read_chunk(response))
+                rest.finish()
+            except grpc.RpcError as error:
+                routers.failed(router, error)
+                lost = error
+            finally:
+                call.cancel()
+            if not rest.is_whole:
+                await routers.pause(rest.retry_s(lost, router.address))
+
+    async def _verify(self, request: pb.VerifyRequest, deadline: Deadline) -> AsyncGenerator[VerifyResult, None]:
+        router = await self._reach(deadline)
+        call = router.stub.Verify(request, timeout=deadline.remaining_s)
+        try:
+            async for response in self._routers.track(call):
+                yield codec.verify_result_from_proto(response)
+        except grpc.RpcError as error:
+            raise self._routers.failed(router, error) from error
+        finally:
+            call.cancel()
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
+
+    async def _reach(self, deadline: Deadline) -> Router:
+        return await self._routers.reach(min(self._connect_timeout_s, deadline.remaining_s))
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return the method of `Client` that runs this one of `AsyncClient`, and waits for what it returns."""
+
+    def run(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return client._run(method(client._client, *args, **kwargs))
+
+    return _named(run, method)
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    """Return the method of `Client` that runs this one of `AsyncClient`, and waits for each item that it yields."""
+
+    def iterate(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return client._iterate(method(client._client, *args, **kwargs))
+
+    return _named(iterate, method)
+
+
+def _named(blocking: T, method: Callable[..., Any]) -> T:
+    """Return a blocking method with name, arguments and text of its original, but without `async` and `await`."""
+    named: Any = blocking
+    functools.update_wrapper(named, method)
+    signature = inspect.signature(method)
+    returned = re.sub(r"AsyncGenerator\[(\w+), None\]", r"Iterator[\1]", str(signature.return_annotation))
+    named.__signature__ = signature.replace(return_annotation=returned)
+    named.__qualname__ = f"Client.{method.__name__}"
+    named.__doc__ = re.sub(r"\b(async|await) ", "", method.__doc__ or "")
+    return blocking
 
 
 class Client:
@@ -98,14 +404,12 @@ class Client:
         self._client = AsyncClient(
             address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, tls=tls, token=token
         )
-        weakref.finalize(self, _LOOP_THREAD.abandon, self._client).atexit = False
+        weakref.finalize(self, _LOOP_THREAD.abandon, self._client._routers).atexit = False
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -114,169 +418,16 @@ class Client:
         Example:
             client.close()
         """
-        _LOOP_THREAD.close(self._client)
+        _LOOP_THREAD.close(self._client._routers)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        seed: int | None = None,
-        request_id: str | None = None,
-        priority: Priority | str = Priority.NORMAL,
-        timeout_s: float | None = None,
-    ) -> Generation:
-        """Generate all samples of one prompt. Return when they are finished and checked against their receipts.
-
-        Args:
-            prompt: text, or token ids.
-            params: how tokens are drawn, and how many samples. None: the defaults of SamplingParams.
-            seed: the request's seed, in [0, 2^63). None: the router derives one from the request id.
-            request_id: the request's id, of at most 128 characters. None: a random id.
-            priority: "high", "normal" or "low": which of the requests that wait for a slot get one first.
-            timeout_s: the call's deadline in seconds. None: the client's.
-
-        Raises:
-            InvalidArgumentError: a value is outside its limit, or prompt and output do not fit the model.
-            OverloadedError: there is no room for the request now. The call does not try again by itself.
-            DeadlineError: the samples were not finished in time.
-            DataLossError: a sample is incomplete, or differs from its receipt.
-            CorunError: all other errors that the class lists.
-
-        Example:
-            done = client.generate("Once upon a time", SamplingParams(max_tokens=64, n=2), seed=7)
-            print(done.samples[1].text, done.receipt.output_digest)
-        """
-        work = self._client.generate(
-            prompt, params, seed=seed, request_id=request_id, priority=priority, timeout_s=timeout_s
-        )
-        return self._run(work)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        seed: int | None = None,
-        request_id: str | None = None,
-        priority: Priority | str = Priority.NORMAL,
-        timeout_s: float | None = None,
-    ) -> Iterator[Chunk]:
-        """Yield the output of one prompt as it is drawn. The chunks of several samples interleave.
-
-        Leaving the loop closes the iterator, which ends the request and frees its slots.
-
-        Args:
-            The same as those of `Client.generate`. The deadline begins with this call, not with the first chunk.
-
-        Raises:
-            InvalidArgumentError: at once, if a value is outside the limits of every model.
-            CorunError: while iterating, the same errors as `generate`. The router is asked at the first chunk.
-
-        Example:
-            for chunk in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
-                print(chunk.text, end="", flush=True)
-        """
-        chunks = self._client.stream(
-            prompt, params, seed=seed, request_id=request_id, priority=priority, timeout_s=timeout_s
-        )
-        return self._iterate(chunks)
-
-    def generate_many(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        seeds: Sequence[int | None] | None = None,
-        priority: Priority | str = Priority.LOW,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        progress: bool | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Generation]:
-        """Generate the samples of many prompts and return the generations in the order of the prompts.
-
-        An overloaded router is asked again after the delay that it names. The first other error ends the batch.
-
-        Args:
-            prompts: texts or token ids. All are checked before the first is sent.
-            params: the parameters of all prompts, or a sequence with one for each. None: the defaults.
-            seeds: a seed for each prompt, in [0, 2^63), or None for a derived one. None: all are derived.
-            priority: low by default, so that a batch gives way to single prompts and may wait until its deadline.
-            concurrency: the most prompts in flight at once, at least 1.
-            progress: whether to show a bar on stderr once the batch has taken a second. None: if stderr is a terminal.
-            timeout_s: the deadline of each prompt in seconds, counted from when its turn comes. None: the client's.
-
-        Raises:
-            InvalidArgumentError: a value is outside its limit; the field names the prompt, as in prompts[3].seed.
-            OverloadedError: there was no room for a prompt until its deadline.
-            CorunError: all other errors that `generate` raises.
-
-        Example:
-            done = client.generate_many(["One", "Two"], SamplingParams(max_tokens=16), seeds=[1, 2])
-            print([each.text for each in done])
-        """
-        work = self._client.generate_many(
-            prompts,
-            params,
-            seeds=seeds,
-            priority=priority,
-            concurrency=concurrency,
-            progress=progress,
-            timeout_s=timeout_s,
-        )
-        return self._run(work)
-
-    def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
-        """Return the members of the cluster and how busy they are.
-
-        Where routers ask for tokens, only an operator's token gets all of it.
-
-        Args:
-            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
-
-        Raises:
-            UnauthenticatedError: the router asks for a token that the client does not have.
-            UnavailableError: no router answers in time.
-            CorunError: all other errors that the class lists.
-
-        Example:
-            for node in client.get_cluster().nodes:
-                print(node.node.ref.node_id, node.state.value)
-        """
-        return self._run(self._client.get_cluster(timeout_s=timeout_s))
-
-    def verify(
-        self,
-        cases: Sequence[VerifyCase],
-        conditions: Sequence[Condition] = (),
-        *,
-        order_seed: int = 0,
-        timeout_s: float | None = None,
-    ) -> Iterator[VerifyResult]:
-        """Run cases again and compare every bit. Yield one result per case and condition, as they finish.
-
-        The runs use idle slots and the lowest priority. A run that fails gives a result with `error`, and no exception.
-
-        Args:
-            cases: the samples to run again.
-            conditions: the conditions to run each case under, each at most once. Empty: all of them.
-            order_seed: the seed that shuffles orders and draws the other samples of a crowd.
-            timeout_s: the call's deadline in seconds. None: the client's.
-
-        Raises:
-            InvalidArgumentError: at once, or while iterating, if a case is outside its limits.
-            OverloadedError: another verification of this client runs.
-            DeadlineError: the time is over; a router limits it, too. Ask again for the results that are missing.
-            CorunError: all other errors that the class lists.
-
-        Example:
-            for result in client.verify(cases, [Condition.CROWDED]):
-                print(result.case_index, result.match, result.error)
-        """
-        return self._iterate(self._client.verify(cases, conditions, order_seed=order_seed, timeout_s=timeout_s))
+    generate = _blocking(AsyncClient.generate)
+    stream = _iterating(AsyncClient.stream)
+    generate_many = _blocking(AsyncClient.generate_many)
+    get_cluster = _blocking(AsyncClient.get_cluster)
+    verify = _iterating(AsyncClient.verify)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        answer = _LOOP_THREAD.submit(self._client, work)
+        answer = _LOOP_THREAD.submit(work)
         try:
             return answer.result()
         except CancelledError:
@@ -290,289 +441,7 @@ class Client:
                 yield item
         finally:  # This may run in any thread, even the loop's own, if the iterator is garbage. So it does not wait.
             with suppress(CorunError):
-                _LOOP_THREAD.submit(self._client, items.aclose())
-
-
-class AsyncClient:
-    """A client of a cluster whose methods are awaited. Use it in one event loop.
-
-    Methods, arguments and errors are those of `Client`.
-
-    Example:
-        async with AsyncClient("localhost:50051") as client:
-            print((await client.generate("Once upon a time", SamplingParams(max_tokens=64))).text)
-    """
-
-    def __init__(
-        self,
-        address: str | Sequence[str] = DEFAULT_ADDRESS,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
-        tls: TlsConfig | None = None,
-        token: str = "",
-    ) -> None:
-        self._endpoint = Endpoint(
-            addresses=read_addresses(address),
-            timeout_s=timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            access=Access(tls=tls, token=token),
-        )
-        self._routers = Routers([_router(each, self._endpoint.access) for each in self._endpoint.addresses])
-        self._calls: set[Any] = set()
-        self.is_closed = False
-        """Whether `close` was called."""
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections and end every call in flight.
-
-        Example:
-            await client.close()
-        """
-        self.is_closed = True
-        for call in list(self._calls):  # gRPC only ends the calls that a task awaits directly.
-            call.cancel()
-        for router in self._routers.all:
-            await router.channel.close()
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        seed: int | None = None,
-        request_id: str | None = None,
-        priority: Priority | str = Priority.NORMAL,
-        timeout_s: float | None = None,
-    ) -> Generation:
-        """Generate all samples of one prompt. Return when they are finished and checked against their receipts.
-
-        Args:
-            prompt: text, or token ids.
-            params: how tokens are drawn, and how many samples. None: the defaults of SamplingParams.
-            seed: the request's seed, in [0, 2^63). None: the router derives one from the request id.
-            request_id: the request's id, of at most 128 characters. None: a random id.
-            priority: "high", "normal" or "low": which of the requests that wait for a slot get one first.
-            timeout_s: the call's deadline in seconds. None: the client's.
-
-        Raises:
-            CorunError: the same errors as `Client.generate`.
-
-        Example:
-            done = await client.generate("Once upon a time", SamplingParams(max_tokens=64), seed=7)
-            print(done.text, done.receipt.output_digest)
-        """
-        job = make_job(prompt, params, seed, request_id, priority)
-        return await self._generate(job, self._endpoint.deadline(timeout_s))
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        seed: int | None = None,
-        request_id: str | None = None,
-        priority: Priority | str = Priority.NORMAL,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the output of one prompt as it is drawn. The chunks of several samples interleave.
-
-        Closing the iterator ends the request and frees its slots. Leaving the loop closes it a little later, when
-        Python finalizes it; `contextlib.aclosing` closes it at once.
-
-        Args:
-            The same as those of `Client.generate`. The deadline begins with this call, not with the first chunk.
-
-        Raises:
-            InvalidArgumentError: at once, if a value is outside the limits of every model.
-            CorunError: while iterating, the same errors as `Client.generate`.
-
-        Example:
-            async for chunk in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
-                print(chunk.text, end="", flush=True)
-        """
-        job = make_job(prompt, params, seed, request_id, priority)
-        return self._chunks(job, self._endpoint.deadline(timeout_s))
-
-    async def generate_many(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        seeds: Sequence[int | None] | None = None,
-        priority: Priority | str = Priority.LOW,
-        concurrency: int = DEFAULT_CONCURRENCY,
-        progress: bool | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Generation]:
-        """Generate the samples of many prompts and return the generations in the order of the prompts.
-
-        Args:
-            The same as those of `Client.generate_many`. timeout_s is the deadline in seconds of each prompt.
-
-        Raises:
-            CorunError: the same errors as `Client.generate_many`. The first one cancels the rest of the batch.
-
-        Example:
-            done = await client.generate_many(["One", "Two"], SamplingParams(max_tokens=16), seeds=[1, 2])
-            print([each.text for each in done])
-        """
-        check_concurrency(concurrency)
-        jobs, gate = make_jobs(prompts, params, seeds, priority), asyncio.Semaphore(concurrency)
-        with ProgressBar(len(jobs), "prompts", shown=progress) as bar:
-
-            async def run(index: int, job: Job) -> Generation:
-                async with gate:
-                    done = await self._retrying(index, job, timeout_s)
-                bar.advance()
-                return done
-
-            tasks = [asyncio.create_task(run(i, job)) for i, job in enumerate(jobs)]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def get_cluster(self, *, timeout_s: float | None = None) -> ClusterStatus:
-        """Return the members of the cluster and how busy they are.
-
-        Args:
-            timeout_s: the call's deadline in seconds. None: the client's, but at most 30.
-
-        Raises:
-            CorunError: the same errors as `Client.get_cluster`.
-
-        Example:
-            for node in (await client.get_cluster()).nodes:
-                print(node.node.ref.node_id, node.state.value)
-        """
-        deadline = self._endpoint.status_deadline(timeout_s)
-        router = await self._router(self._endpoint.connect_s(deadline))
-        try:
-            call = router.stub.GetCluster(pb.GetClusterRequest(), timeout=deadline.remaining_s)
-            self._track(call)
-            response = await call
-        except grpc.RpcError as error:
-            raise self._routers.failed(router, error) from error
-        return codec.cluster_status_from_proto(response)
-
-    def verify(
-        self,
-        cases: Sequence[VerifyCase],
-        conditions: Sequence[Condition] = (),
-        *,
-        order_seed: int = 0,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[VerifyResult, None]:
-        """Run cases again and compare every bit. Yield one result per case and condition, as they finish.
-
-        The runs use idle slots and the lowest priority. A run that fails gives a result with `error`, and no exception.
-
-        Args:
-            cases: the samples to run again.
-            conditions: the conditions to run each case under, each at most once. Empty: all of them.
-            order_seed: the seed that shuffles orders and draws the other samples of a crowd.
-            timeout_s: the call's deadline in seconds. None: the client's.
-
-        Raises:
-            CorunError: the same errors as `Client.verify`.
-
-        Example:
-            async for result in client.verify(cases, [Condition.CROWDED]):
-                print(result.case_index, result.match, result.error)
-        """
-        request = codec.verify_request(cases, conditions, order_seed=order_seed)
-        return self._verify(request, self._endpoint.deadline(timeout_s))
-
-    async def _retrying(self, index: int, job: Job, timeout_s: float | None) -> Generation:
-        deadline = self._endpoint.deadline(timeout_s)
-        while True:
-            try:
-                return await self._generate(job, deadline)
-            except OverloadedError as error:
-                delay = retry_delay_s(error, deadline)
-            except InvalidArgumentError as error:
-                raise at_index(index, error) from error
-            await asyncio.sleep(delay)
-
-    async def _generate(self, job: Job, deadline: Deadline) -> Generation:
-        assembler = job.assembler()
-        async with aclosing(self._chunks(job, deadline)) as chunks:
-            async for chunk in chunks:
-                assembler.add(chunk)
-        return assembler.finish()
-
-    async def _chunks(self, job: Job, deadline: Deadline) -> AsyncGenerator[Chunk, None]:
-        rest = Resumption(job, self._endpoint, deadline)
-        while not rest.is_whole:
-            router = await self._router(rest.connect_s)
-            call = router.stub.Generate(rest.job().request, timeout=deadline.remaining_s, metadata=job.metadata)
-            self._track(call)
-            try:
-                async for response in call:
-                    yield rest.take(read_chunk(response))
-                rest.finish()
-            except grpc.RpcError as error:
-                self._routers.failed(router, error)
-                lost = error
-            finally:
-                call.cancel()
-            if not rest.is_whole:
-                await asyncio.sleep(rest.retry_s(lost, router.address))
-
-    async def _verify(self, request: pb.VerifyRequest, deadline: Deadline) -> AsyncGenerator[VerifyResult, None]:
-        router = await self._router(self._endpoint.connect_s(deadline))
-        call = router.stub.Verify(request, timeout=deadline.remaining_s)
-        self._track(call)
-        try:
-            async for response in call:
-                yield codec.verify_result_from_proto(response)
-        except grpc.RpcError as error:
-            raise self._routers.failed(router, error) from error
-        finally:
-            call.cancel()
-
-    async def _router(self, wait_s: float) -> Router:
-        """Return the first router that answers anything, and that same one until a call finds it gone."""
-        search = RouterSearch(self._endpoint, wait_s)
-        while not self._routers.reached:
-            router = self._current_router()
-            answer = router.probe(b"", timeout=search.probe_s)
-            try:
-                code = await answer.code()
-            finally:
-                answer.cancel()
-            if code not in _NO_ANSWER:
-                self._routers.reached = True
-            else:
-                self._routers.leave(router)
-                await asyncio.sleep(search.pause_s())
-        return self._current_router()
-
-    def _track(self, call: Any) -> None:
-        """Keep the call until it ends, so that `close` can end it."""
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-
-    def _current_router(self) -> Router:
-        if self.is_closed:
-            raise CancelledByPeerError("the client is closed")
-        return self._routers.current
-
-
-def _router(address: str, access: Access) -> Router:
-    link = channel(address, access=access)
-    return Router(address, link, ClusterServiceStub(link))  # type: ignore[no-untyped-call]
+                _LOOP_THREAD.submit(items.aclose())
 
 
 async def _next(items: AsyncIterator[T]) -> T | None:

@@ -1,19 +1,35 @@
-"""What a client sends and reads: checked requests, responses, and when to ask an overloaded router again.
+"""One request of a client: how it is checked and sent, what has come of it, and when it is sent again.
 
-Nothing here does I/O. This module must not know channels.
+Routers keep nothing for a client that lost its connection. They need not: output is a function of the request, so any
+router can run the request again, check the received part by its digest and send the rest. Nothing here does I/O. This
+module must not know channels.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from corun.client.routers import MIN_RETRY_S, Deadline
-from corun.completion import Assembler, Chunk, Prompt
-from corun.errors import InvalidArgumentError, OverloadedError, Shown
+import grpc
+
+from corun.client.routers import MIN_RETRY_S, Backoff, Deadline, typed_error
+from corun.completion import Assembler, Chunk, Prompt, check_facts
+from corun.errors import (
+    ContractMismatchError,
+    CorunError,
+    DataLossError,
+    InvalidArgumentError,
+    OverloadedError,
+    Shown,
+    UnavailableError,
+    is_answered,
+)
 from corun.observe.trace_context import Metadata, of_caller
 from corun.params import SamplingParams
+from corun.receipt import OutputDigest, Receipt
 from corun.rpc import codec
 from corun.types import Priority, ResumePoint
 from corun.v1 import cluster_service_pb2 as pb
@@ -39,10 +55,6 @@ class Job:
     """Whether the caller asked for log probabilities, and so for the texts of tokens, too."""
     metadata: Metadata = ()
     """The call's metadata: it names the caller's span, if there is one."""
-
-    def resumed(self, points: Sequence[ResumePoint], fingerprint: str) -> Job:
-        """Return the job that asks for the output after `points`."""
-        return replace(self, request=codec.resumed_request(self.request, points, fingerprint))
 
     def assembler(self) -> Assembler:
         is_text = self.request.WhichOneof("prompt") == "text"
@@ -81,16 +93,20 @@ def make_jobs(
     """
     if isinstance(prompts, str):
         raise InvalidArgumentError("prompts", prompts, "must be a sequence of prompts")
-    if params is None or isinstance(params, SamplingParams):
-        each_params: Sequence[SamplingParams | None] = [params] * len(prompts)
-    else:
-        each_params = params if _is_sequence(params) else [_checked("params", params)]
+    each_params: Any = params
+    if not isinstance(each_params, Sequence) or isinstance(each_params, (str, bytes)):
+        each_params = [params if params is None else _checked("params", params)] * len(prompts)
     each_seed = [None] * len(prompts) if seeds is None else seeds
-    _check_one_each("params", each_params, prompts)
-    _check_one_each("seeds", each_seed, prompts)
-    known = read_priority(priority)
-    jobs = enumerate(zip(prompts, each_params, each_seed, strict=True))
-    return [_job_of_batch(i, *job, known) for i, job in jobs]
+    for name, given in (("params", each_params), ("seeds", each_seed)):
+        if len(given) != len(prompts):
+            raise InvalidArgumentError(name, Shown(f"{len(given)} values"), f"must be one per prompt, {len(prompts)}")
+    known, jobs = read_priority(priority), []
+    for index, prompt in enumerate(prompts):
+        try:
+            jobs.append(make_job(prompt, each_params[index], each_seed[index], None, known))
+        except InvalidArgumentError as error:
+            raise at_index(index, error) from error
+    return jobs
 
 
 def read_priority(priority: Priority | str) -> Priority:
@@ -118,6 +134,17 @@ def retry_delay_s(error: OverloadedError, deadline: Deadline) -> float:
     return delay
 
 
+def check_concurrency(concurrency: int) -> None:
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise InvalidArgumentError("concurrency", concurrency, "must be at least 1")
+
+
+def _checked(field: str, params: object) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgumentError(field, params, "must be SamplingParams, as in SamplingParams(max_tokens=64)")
+    return params
+
+
 def read_chunk(response: pb.GenerateResponse) -> Chunk:
     return Chunk(
         request_id=response.request_id,
@@ -134,30 +161,151 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
     )
 
 
-def check_concurrency(concurrency: int) -> None:
-    if not isinstance(concurrency, int) or concurrency < 1:
-        raise InvalidArgumentError("concurrency", concurrency, "must be at least 1")
+class _Received:
+    """The part of one sample that a client has received."""
+
+    def __init__(self, index: int, *, with_token_texts: bool) -> None:
+        self.done = False
+        self._index = index
+        self._name = f"sample {index}"
+        self._with_token_texts = with_token_texts
+        self._seed: int | None = None
+        self._digest = OutputDigest()
+        self._text_bytes = 0
+
+    @property
+    def point(self) -> ResumePoint | None:
+        """The point to continue from. None if nothing has been received."""
+        if self._seed is None:
+            return None
+        return ResumePoint(
+            sample_index=self._index,
+            seed=self._seed,
+            num_tokens=self._digest.num_tokens,
+            output_digest=self._digest.hexdigest(),
+            text_bytes=self._text_bytes,
+            done=self.done,
+        )
+
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk.
+
+        Raises DataLossError if the chunk does not continue the sample, or if its receipt differs from the sample.
+        """
+        count = len(chunk.token_ids)
+        if self.done:
+            raise DataLossError(f"{self._name} went on after its end")
+        if self._seed not in (None, chunk.seed):
+            raise DataLossError(f"{self._name} began with seed {self._seed} and went on with {chunk.seed}")
+        if len(chunk.logprobs) != count:
+            raise DataLossError(f"{self._name} came with {len(chunk.logprobs)} log probabilities for {count} tokens")
+        if self._with_token_texts and len(chunk.token_texts) != count:
+            limit = f"{len(chunk.token_texts)} texts for {count} tokens"
+            raise DataLossError(f"{self._name} came with {limit}: the router may be older than this client")
+        self._seed = chunk.seed
+        self._text_bytes += len(chunk.text.encode())
+        for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+            self._digest.update(token_id, logprob)
+        if chunk.receipt is not None:
+            self._check(chunk, chunk.receipt)
+            self.done = True
+
+    def _check(self, chunk: Chunk, receipt: Receipt) -> None:
+        facts: dict[str, tuple[object, object]] = {
+            "seed": (chunk.seed, receipt.seed),
+            "finish reason": (chunk.finish_reason, receipt.finish_reason),
+            "number of tokens": (self._digest.num_tokens, receipt.num_output_tokens),
+            "output digest": (self._digest.hexdigest(), receipt.output_digest),
+        }
+        if receipt.tokens_digest:  # A router of an earlier version sends no tokens digest.
+            facts["tokens digest"] = (self._digest.tokens_hexdigest(), receipt.tokens_digest)
+        check_facts(self._index, facts)
 
 
-def _checked(field: str, params: object) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise InvalidArgumentError(field, params, "must be SamplingParams, as in SamplingParams(max_tokens=64)")
-    return params
+class Resumption:
+    """Sends a request again until all of its output has been received, or until trying again cannot help.
 
+    connect_timeout_s: the most seconds that may pass before a router is reachable, while there is no output.
+    """
 
-def _is_sequence(params: object) -> bool:
-    return isinstance(params, Sequence) and not isinstance(params, (str, bytes))
+    def __init__(self, job: Job, deadline: Deadline, connect_timeout_s: float) -> None:
+        self._job = job
+        self._deadline = deadline
+        self._connect_timeout_s = connect_timeout_s
+        self._samples = [_Received(index, with_token_texts=job.logprobs) for index in range(job.n)]
+        self._prompt: tuple[int, ...] = ()
+        self._fingerprint = ""
+        self._has_begun = False
+        self._backoff = Backoff()
+        self._failing_since: float | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        return all(sample.done for sample in self._samples)
 
-def _job_of_batch(
-    index: int, prompt: Prompt, params: SamplingParams | None, seed: int | None, priority: Priority
-) -> Job:
-    try:
-        return make_job(prompt, params, seed, None, priority)
-    except InvalidArgumentError as error:
-        raise at_index(index, error) from error
+    @property
+    def connect_s(self) -> float:
+        """The number of seconds to wait for a router. Once there is output, this is all the time that the call has."""
+        left = self._deadline.remaining_s
+        return left if self._has_begun else min(left, self._connect_timeout_s)
 
+    def request(self) -> pb.GenerateRequest:
+        """Return the request for everything that has not been received."""
+        points = [point for sample in self._samples if (point := sample.point) is not None]
+        return codec.resumed_request(self._job.request, points, self._fingerprint) if points else self._job.request
 
-def _check_one_each(name: str, given: Sequence[object], prompts: Sequence[Prompt]) -> None:
-    if len(given) != len(prompts):
-        raise InvalidArgumentError(name, Shown(f"{len(given)} values"), f"must be one per prompt, {len(prompts)}")
+    def take(self, chunk: Chunk) -> Chunk:
+        """Return the chunk as the caller gets it: without what it has been told before.
+
+        Raises DataLossError or ContractMismatchError if the chunk does not continue the request.
+        """
+        if chunk.sample_index >= len(self._samples):
+            raise DataLossError(f"the router sent sample {chunk.sample_index} of {len(self._samples)}")
+        known, fingerprint, prompt = self._fingerprint, chunk.fingerprint, chunk.prompt_token_ids
+        if known and fingerprint not in ("", known):
+            differences = {"fingerprint": (known, fingerprint)}
+            raise ContractMismatchError("the request went on under another contract", differences)
+        if self._prompt and prompt not in ((), self._prompt):
+            raise DataLossError("the request went on from another prompt")
+        self._samples[chunk.sample_index].add(chunk)
+        told = replace(
+            chunk,
+            logprobs=chunk.logprobs if self._job.logprobs else (),
+            prompt_token_ids=() if self._prompt else prompt,
+            fingerprint="" if known else fingerprint,
+        )
+        self._fingerprint, self._prompt = known or fingerprint, self._prompt or prompt
+        self._has_begun, self._failing_since, self._backoff = True, None, Backoff()
+        return told
+
+    def finish(self) -> None:
+        """Note that the router has ended the stream. Raises DataLossError if a sample is not complete."""
+        for index, sample in enumerate(self._samples):
+            if not sample.done:
+                raise DataLossError(f"the stream ended before sample {index} did")
+
+    def retry_s(self, error: grpc.RpcError, address: str) -> float:
+        """Return the number of seconds until the request should be sent again.
+
+        Raises the typed error if trying again would not help, or if there is no time for it. Once output has arrived,
+        there is time until the deadline. Before that, there is only the time for making a connection.
+        """
+        typed = typed_error(error, address)
+        delay = self._delay_s(error, typed)
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        left = self._deadline.remaining_s
+        if not self._has_begun:
+            left = min(left, self._failing_since + self._connect_timeout_s - now)
+        if delay is None or delay >= left:
+            raise typed from error
+        return delay
+
+    def _delay_s(self, error: grpc.RpcError, typed: CorunError) -> float | None:
+        if isinstance(typed, UnavailableError):
+            if not is_answered(error):
+                return self._backoff.next_s()
+            return None if typed.retry_after_s is None else max(self._backoff.next_s(), typed.retry_after_s)
+        if isinstance(typed, OverloadedError) and self._has_begun:  # The caller could only wait, too.
+            return max(self._backoff.next_s(), typed.retry_after_s)
+        return None

@@ -1,30 +1,32 @@
-"""Which routers a client uses, which credentials it shows them and how long it waits for them.
+"""Which routers a client uses, which of them answers, and how long the client waits for one.
 
 This module must not know what is asked of a router.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
 from corun.errors import (
+    CancelledByPeerError,
     CorunError,
     DeadlineError,
     InvalidArgumentError,
     UnavailableError,
     from_rpc_error,
 )
-from corun.rpc.channel import OPEN, Access, Channel
+from corun.rpc.channel import Access, Channel, channel
 
-STATUS_TIMEOUT_S = 30.0
+Tracked = TypeVar("Tracked", bound=Any)
+
 NOTICE_S = 1.0
 """The number of seconds that a client waits for a router before it logs a warning."""
 MIN_RETRY_S = 0.05
@@ -32,6 +34,7 @@ MAX_RETRY_S = 2.0
 _PROBE = "/grpc.health.v1.Health/Check"
 _PROBE_S = 2.0
 """The number of seconds that one of several routers has to answer before the next one is asked."""
+_NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 log = logging.getLogger(__name__)
 """The client's logger. If the caller installs no handler, Python prints its warnings to standard error."""
@@ -60,82 +63,6 @@ class Backoff:
         return random.uniform(longest_s / 2, longest_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
-    """The addresses of one cluster's routers, and how long to wait for one of them.
-
-    Raises InvalidArgumentError unless both timeouts are finite and above 0.
-    """
-
-    addresses: tuple[str, ...]
-    timeout_s: float
-    connect_timeout_s: float
-    access: Access = OPEN
-    """The TLS files and the token that the client shows to the routers."""
-
-    def __post_init__(self) -> None:
-        check_timeout("timeout_s", self.timeout_s)
-        check_timeout("connect_timeout_s", self.connect_timeout_s)
-
-    @property
-    def address(self) -> str:
-        """All addresses as one text, for messages."""
-        return ", ".join(self.addresses)
-
-    def deadline(self, timeout_s: float | None = None) -> Deadline:
-        return Deadline(self.timeout_s if timeout_s is None else timeout_s)
-
-    def status_deadline(self, timeout_s: float | None = None) -> Deadline:
-        return self.deadline(min(self.timeout_s, STATUS_TIMEOUT_S) if timeout_s is None else timeout_s)
-
-    def connect_s(self, deadline: Deadline) -> float:
-        """Return the number of seconds to wait for a connection."""
-        return min(self.connect_timeout_s, deadline.remaining_s)
-
-    def unreachable(self, waited_s: float) -> UnavailableError:
-        return UnavailableError(f"no router answers at {self.address} (waited {waited_s:.3g} s{self._doubt})")
-
-    @property
-    def _doubt(self) -> str:
-        """A hint for the message: gRPC does not distinguish a refused TLS handshake from a silent peer."""
-        if self.access.tls is None:
-            return ", without TLS"
-        return ", over TLS: the certificates may not be those that the other side trusts"
-
-
-class RouterSearch:
-    """Plans the search for a router that answers: how long each router may take, and when the next one is asked."""
-
-    def __init__(self, endpoint: Endpoint, wait_s: float) -> None:
-        self._endpoint = endpoint
-        self._wait_s = wait_s
-        self._end = time.monotonic() + wait_s
-        self._backoff = Backoff()
-        self._is_silent = wait_s > 2 * NOTICE_S
-        """Whether the warning about a long search is still to be logged. A short search logs none."""
-
-    @property
-    def probe_s(self) -> float:
-        """The number of seconds that the next router may take to answer."""
-        left = max(0.0, self._end - time.monotonic())
-        if self._is_silent:
-            return min(left, NOTICE_S)
-        return left if len(self._endpoint.addresses) == 1 else min(left, _PROBE_S)
-
-    def pause_s(self) -> float:
-        """Return the number of seconds until the next router is asked.
-
-        Raises UnavailableError when the time for the search is over.
-        """
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise self._endpoint.unreachable(self._wait_s)
-        if self._is_silent and self._wait_s - left >= NOTICE_S:
-            self._is_silent = False
-            log.warning("no router answers at %s yet: trying for another %.3g s", self._endpoint.address, left)
-        return min(left, self._backoff.next_s())
-
-
 class Router:
     """One router: its address, the channel to it, and the stub of its service on that channel."""
 
@@ -147,30 +74,86 @@ class Router:
 
 
 class Routers:
-    """A client's routers, and which of them is in use."""
+    """A client's routers, which of them is in use, and what waits for one of them.
 
-    def __init__(self, routers: list[Router]) -> None:
-        self.all = routers
-        self.reached = False
-        """Whether the current router has answered, and no call has found it gone since."""
+    stub: makes the stub of the routers' service on a channel.
+    """
+
+    def __init__(self, addresses: Sequence[str], access: Access, stub: Callable[[Channel], Any]) -> None:
+        channels = [channel(each, access=access) for each in addresses]
+        self._all = [Router(each, link, stub(link)) for each, link in zip(addresses, channels, strict=True)]
         self._current = 0
+        self._is_reached = False
+        """Whether the current router has answered, and no call has found it gone since."""
+        self._in_progress: set[Any] = set()
+        # gRPC does not distinguish a refused TLS handshake from a silent peer.
+        over_tls = "over TLS: the certificates may not be those that the other side trusts"
+        self._doubt = over_tls if access.tls else "without TLS"
+        self.is_closed = False
 
-    @property
-    def current(self) -> Router:
-        return self.all[self._current]
+    async def close(self) -> None:
+        """Close the connections and end everything that is tracked."""
+        self.is_closed = True
+        for each in list(self._in_progress):  # gRPC only ends the calls that a task awaits directly.
+            each.cancel()
+        for router in self._all:
+            await router.channel.close()
 
-    def leave(self, router: Router) -> None:
-        """Go on to the next router, unless another call has already left `router`."""
-        if self.current is router:
-            self._current = (self._current + 1) % len(self.all)
-            self.reached = False
+    def track(self, call: Tracked) -> Tracked:
+        """Keep a call or a future until it ends, so that `close` can end it."""
+        self._in_progress.add(call)
+        call.add_done_callback(self._in_progress.discard)
+        return call
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep, but no longer than until the client is closed."""
+        await self.track(asyncio.ensure_future(asyncio.sleep(seconds)))
+
+    async def reach(self, wait_s: float) -> Router:
+        """Return the first router that answers anything, and that same one until a call finds it gone.
+
+        Raises UnavailableError if no router answers in `wait_s` seconds.
+        """
+        end, backoff, is_silent = time.monotonic() + wait_s, Backoff(), wait_s > 2 * NOTICE_S
+        while not self._is_reached and not self.is_closed:
+            router, probe_s = self._all[self._current], max(0.0, end - time.monotonic())
+            if is_silent or len(self._all) > 1:
+                probe_s = min(probe_s, NOTICE_S if is_silent else _PROBE_S)
+            answer = self.track(router.probe(b"", timeout=probe_s))
+            try:
+                self._is_reached = await answer.code() not in _NO_ANSWER
+            finally:
+                answer.cancel()
+            left = end - time.monotonic()
+            if self._is_reached:
+                break
+            self._leave(router)
+            if left <= 0:
+                raise UnavailableError(f"no router answers at {self._names} (waited {wait_s:.3g} s, {self._doubt})")
+            if is_silent and wait_s - left >= NOTICE_S:
+                is_silent = False
+                log.warning("no router answers at %s yet: trying for another %.3g s", self._names, left)
+            await self.pause(min(left, backoff.next_s()))
+        if self.is_closed:
+            raise CancelledByPeerError("the client is closed")
+        return self._all[self._current]
 
     def failed(self, router: Router, error: grpc.RpcError) -> CorunError:
         """Return the error to raise for a failed call. Leaves the router if it is unavailable."""
         typed = typed_error(error, router.address)
         if isinstance(typed, UnavailableError):
-            self.leave(router)
+            self._leave(router)
         return typed
+
+    def _leave(self, router: Router) -> None:
+        """Go on to the next router, unless another call has already left `router`."""
+        if self._all[self._current] is router:
+            self._current = (self._current + 1) % len(self._all)
+            self._is_reached = False
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(router.address for router in self._all)
 
 
 def read_addresses(address: str | Sequence[str]) -> tuple[str, ...]:

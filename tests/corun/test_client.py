@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import math
 import signal
 import socket
@@ -33,6 +34,7 @@ from corun import (
     UnavailableError,
 )
 from corun.client.client import _LOOP_THREAD
+from corun.client.loop_thread import LoopThread
 from corun.client.progress import ProgressBar, left
 from corun.completion import Assembler
 from corun.receipt import output_digest
@@ -411,29 +413,42 @@ def test_closing_ends_the_calls_of_other_threads(client: Client, fake: FakeClust
     assert fake.cancelled.wait(WAIT_S)
 
 
-def test_several_threads_share_a_client_and_its_thread(client: Client, fake: FakeCluster) -> None:
-    ending = loop_threads()
+def test_closing_ends_a_call_that_waits_for_its_next_try(client: Client, fake: FakeCluster) -> None:
+    fake.errors.append(OverloadedError("queue full", WAIT_S))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.generate_many, ["a"], timeout_s=2 * WAIT_S)
+        while fake.errors or fake.running:
+            time.sleep(0.01)
+        client.close()
+        with pytest.raises(CancelledByPeerError, match="closed"):
+            waiting.result(WAIT_S / 2)
+
+
+def test_a_blocking_method_is_described_by_that_of_the_other_client() -> None:
+    for name in ("generate", "stream", "generate_many", "get_cluster", "verify"):
+        blocking, awaited = getattr(Client, name), getattr(AsyncClient, name)
+        assert inspect.signature(blocking).parameters == inspect.signature(awaited).parameters
+        assert "async" not in f"{inspect.signature(blocking)}{blocking.__doc__}".lower().replace("asyncclient", "")
+        assert "await" not in blocking.__doc__
+        assert {"Raises:", "Example:", "Args:"} <= set(blocking.__doc__.split())
+
+
+def test_several_threads_and_clients_share_a_loop(client: Client, fake: FakeCluster) -> None:
     with Client(fake.address) as other, ThreadPoolExecutor(4) as pool:
         seeds = [done.seed for done in pool.map(lambda seed: client.generate(PROMPT, PARAMS, seed=seed), range(8))]
         assert other.generate(PROMPT, PARAMS, seed=8).seed == 8
     assert seeds == list(range(8))
-    (thread,) = loop_threads() - ending
-    client.close()
-    assert not thread.is_alive()
+    assert [thread.name for thread in threading.enumerate()].count("corun-client") == 1
 
 
-def test_a_forgotten_client_leaves_neither_thread_nor_call(fake: FakeCluster) -> None:
+def test_a_forgotten_client_leaves_no_call(fake: FakeCluster) -> None:
     fake.gate.clear()
-    ending = loop_threads()
     client = Client(fake.address)
     stream = client.stream(PROMPT, PARAMS)
     assert next(stream).token_ids
-    (thread,) = loop_threads() - ending
     del client, stream
     gc.collect()
     assert fake.cancelled.wait(WAIT_S)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
 
 
 async def test_a_client_blocks_in_the_thread_of_a_running_loop(fake: FakeCluster) -> None:
@@ -503,25 +518,22 @@ def test_a_client_that_is_closed_on_the_loops_own_thread_waits_for_nothing(fake:
         async def collect() -> None:
             other.close()
 
-        _LOOP_THREAD.submit(using._client, collect()).result(WAIT_S)
+        _LOOP_THREAD.submit(collect()).result(WAIT_S)
         assert using.generate("a") is not None
 
 
-def test_a_thread_that_cannot_be_started_is_tried_again(fake: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Client(fake.address) as client:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse_threads)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                client.generate("a")
-        assert client.generate("a") is not None
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = LoopThread()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_threads)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            fresh.submit(asyncio.sleep(0, "ran"))
+    assert fresh.submit(asyncio.sleep(0, "ran")).result(WAIT_S) == "ran"
+    fresh.end()
 
 
 def refuse_threads(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
-
-
-def loop_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "corun-client"}
 
 
 def test_the_first_error_ends_a_batch(client: Client, fake: FakeCluster) -> None:

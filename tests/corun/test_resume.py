@@ -8,9 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.client.request import Job, make_job
-from corun.client.resume import Resumption
-from corun.client.routers import Deadline, Endpoint
+from corun.client.request import Job, Resumption, make_job
+from corun.client.routers import Deadline
 from corun.completion import Chunk
 from corun.errors import ContractMismatchError, DataLossError
 from corun.params import SamplingParams
@@ -23,8 +22,7 @@ PARAMS = SamplingParams(max_tokens=9, n=2)
 
 
 def resumption(job: Job | None = None) -> Resumption:
-    endpoint = Endpoint(addresses=("a:1",), timeout_s=60, connect_timeout_s=1)
-    return Resumption(job or make_job("x", PARAMS, None, "r"), endpoint, Deadline(60))
+    return Resumption(job or make_job("x", PARAMS, None, "r"), Deadline(60), 1)
 
 
 def chunk(*ids: int, **changes: Any) -> Chunk:
@@ -48,16 +46,16 @@ def lying(*ids: int, tokens: list[tuple[int, float]]) -> Chunk:
 
 def test_it_asks_for_what_is_missing() -> None:
     rest = resumption()
-    assert not rest.job().request.resume
+    assert not rest.request().resume
     rest.take(chunk(1, 2, fingerprint="f" * 64, prompt_token_ids=(120,)))
     rest.take(chunk(3))
-    request = rest.job().request
+    request = rest.request()
     assert (request.request_id, request.fingerprint, request.text) == ("r", "f" * 64, "x")
     digest = output_digest([1, 2, 3], [-1.0] * 3)
     point = ResumePoint(sample_index=0, seed=7, num_tokens=3, output_digest=digest, text_bytes=6)
     assert list(map(codec.resume_point_from_proto, request.resume)) == [point]
     rest.take(last(tokens=[(1, -1.0), (2, -1.0), (3, -1.0)]))
-    assert codec.resume_point_from_proto(rest.job().request.resume[0]) == replace(point, done=True)
+    assert codec.resume_point_from_proto(rest.request().resume[0]) == replace(point, done=True)
     assert not rest.is_whole
 
 
