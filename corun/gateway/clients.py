@@ -14,16 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from corun.client.client import AsyncClient
-from corun.errors import (
-    CorunError,
-    InvalidArgumentError,
-    OverloadedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError, UnavailableError
 from corun.gateway.config import GatewayConfig
 from corun.rpc.auth import check_token
-from corun.types import ClusterStatus, NodeRole, NodeState
+from corun.types import NodeRole, NodeState
 
 MAX_CALLS = 1000
 """The most calls in progress on one SDK client. A router takes 1024 calls on a connection; more would wait unseen."""
@@ -33,61 +27,43 @@ HEALTH_FRESH_S = 1.0
 """The time in seconds for which an answer about the cluster's health is reused."""
 RETRY_S = 1.0
 
-_SCHEME = "bearer"
-
-
-@dataclass(slots=True)
-class _Kept:
-    """An SDK client and the number of its calls in progress."""
-
-    client: AsyncClient
-    calls: int = 0
-
 
 class Clients:
     """SDK clients by token. When there are too many tokens, the least recently used one without calls is dropped."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._kept: OrderedDict[str, list[_Kept]] = OrderedDict()
+        self._kept: OrderedDict[str, dict[AsyncClient, int]] = OrderedDict()
+        """The clients of each token, with the number of their calls in progress."""
         self._closing: set[asyncio.Task[None]] = set()
 
     @contextmanager
     def lease(self, token: str, calls: int = 1) -> Iterator[AsyncClient]:
         """Yield an SDK client that shows `token`, for `calls` calls. Raises OverloadedError if too many tokens are in
         use."""
-        kept = self._find(token)
-        kept.calls += calls
+        if token not in self._kept:
+            if len(self._kept) >= self._config.max_tokens_kept:
+                self._drop_one()
+            self._kept[token] = {}
+        self._kept.move_to_end(token)
+        running = self._kept[token]
+        client = next((each for each, count in running.items() if count < MAX_CALLS), None) or self._make(token)
+        running[client] = running.get(client, 0) + calls
         try:
-            yield kept.client
+            yield client
         finally:
-            kept.calls -= calls
+            running[client] -= calls
 
     def forget(self, token: str) -> None:
         """Close the idle connections of a token that the routers refuse. They would take the place of other tokens'."""
-        if not any(each.calls for each in self._kept.get(token, ())):
+        if not any(self._kept.get(token, {}).values()):
             self._drop(token)
 
     async def close(self) -> None:
         """Close every SDK client, which ends the calls in progress."""
-        for kept in self._kept.values():
-            for each in kept:
-                await each.client.close()
-        self._kept.clear()
+        for token in list(self._kept):
+            self._drop(token)
         await asyncio.gather(*self._closing)
-
-    def _find(self, token: str) -> _Kept:
-        if token not in self._kept:
-            if len(self._kept) >= self._config.max_tokens_kept:
-                self._drop_one()
-            self._kept[token] = []
-        self._kept.move_to_end(token)
-        of_token = self._kept[token]
-        for each in of_token:
-            if each.calls < MAX_CALLS:
-                return each
-        of_token.append(_Kept(self._make(token)))
-        return of_token[-1]
 
     def _make(self, token: str) -> AsyncClient:
         config = self._config
@@ -100,15 +76,14 @@ class Clients:
         )
 
     def _drop_one(self) -> None:
-        for token, kept in self._kept.items():
-            if not any(each.calls for each in kept):
-                self._drop(token)
-                return
-        raise OverloadedError(f"requests with {len(self._kept)} different tokens are in progress", RETRY_S)
+        idle = next((token for token, running in self._kept.items() if not any(running.values())), None)
+        if idle is None:
+            raise OverloadedError(f"requests with {len(self._kept)} different tokens are in progress", RETRY_S)
+        self._drop(idle)
 
     def _drop(self, token: str) -> None:
-        for each in self._kept.pop(token, ()):
-            task = asyncio.ensure_future(each.client.close())
+        for client in self._kept.pop(token, {}):
+            task = asyncio.ensure_future(client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -122,7 +97,7 @@ def bearer_token(authorization: str | None) -> str:
     if not authorization:
         return ""
     scheme, _, token = authorization.strip().partition(" ")
-    if scheme.lower() != _SCHEME:
+    if scheme.lower() != "bearer":
         raise UnauthenticatedError("the header Authorization must be 'Bearer TOKEN'")
     try:
         return check_token("authorization", token.strip())
@@ -144,33 +119,18 @@ class Served:
     """The most UTF-8 bytes of a prompt given as text."""
 
 
+@dataclass(slots=True)
 class _Known:
-    """What the gateway knows about one token: the model that its holder is served, and the last error."""
+    """What the gateway knows about the model that the holder of one token is served."""
 
-    def __init__(self) -> None:
-        self.served: Served | None = None
-        self.asked_at = 0.0
-        self.error: CorunError | None = None
-        """The error with which the last question to the routers failed; None if it was answered."""
-        self.failed_at = 0.0
-        self.lock = asyncio.Lock()
-
-    @property
-    def is_fresh(self) -> bool:
-        return self.served is not None and time.monotonic() - self.asked_at < FRESH_S
-
-    def check(self, came: float) -> None:
-        """Raise the error of a question that failed after the time `came`.
-
-        Requests wait for each other's question. If each of them asked again after a failure, one after the other, the
-        last one would wait without end.
-        """
-        if self.error is not None and self.failed_at >= came:
-            raise self.error
+    served: Served | None = None
+    asked_at: float = 0.0
+    asking: asyncio.Future[Served] | None = None
+    """The newest question to the routers. Who comes while it runs waits for its answer, also if that is an error."""
 
 
 class Catalog:
-    """The model that the cluster serves to the holder of a token. A router checks the token before it answers."""
+    """What the routers say about the served model."""
 
     def __init__(self, config: GatewayConfig, clients: Clients) -> None:
         self._config = config
@@ -187,39 +147,23 @@ class Catalog:
         self._known.move_to_end(token)
         if len(self._known) > self._config.max_tokens_kept:
             self._known.popitem(last=False)
-        if known.served is not None and known.is_fresh:
+        if known.served is not None and time.monotonic() - known.asked_at < FRESH_S:
             return known.served
-        came = time.monotonic()
-        async with known.lock:
-            known.check(came)
-            if known.served is None or not known.is_fresh:
-                known.served = await self._ask(token, known)
-            return known.served
+        if known.asking is None or known.asking.done():
+            known.asking = asyncio.ensure_future(self._ask(token, known))
+        return await asyncio.shield(known.asking)
 
     async def asked(self, token: str) -> Served:
-        """Ask a router for the served model, without use of earlier answers."""
+        """Ask a router for the served model, without use of earlier answers.
+
+        Raises UnavailableError if no node has joined.
+        """
         try:
             with self._clients.lease(token) as client:
-                return self._read(await client.get_cluster())
+                status = await client.get_cluster()
         except UnauthenticatedError:
             self._clients.forget(token)
             raise
-
-    async def _ask(self, token: str, known: _Known) -> Served:
-        try:
-            served, known.error = await self.asked(token), None
-        except CorunError as error:
-            if isinstance(error, UnauthenticatedError):
-                self._known.pop(token, None)
-            if known.served is None or not isinstance(error, (OverloadedError, UnavailableError)):
-                known.error, known.failed_at = error, time.monotonic()
-                raise
-            served = known.served
-        known.asked_at = time.monotonic()
-        return served
-
-    def _read(self, status: ClusterStatus) -> Served:
-        """Return the served model from a router's status. Raises UnavailableError if no node has joined."""
         model = status.model
         if model is None:
             raise UnavailableError("no node has joined the cluster yet", RETRY_S)
@@ -229,6 +173,19 @@ class Catalog:
             max_model_len=model.max_model_len,
             max_prompt_bytes=model.max_prompt_bytes,
         )
+
+    async def _ask(self, token: str, known: _Known) -> Served:
+        try:
+            served = await self.asked(token)
+        except UnauthenticatedError:
+            self._known.pop(token, None)
+            raise
+        except (OverloadedError, UnavailableError):
+            if known.served is None:
+                raise
+            served = known.served
+        known.served, known.asked_at = served, time.monotonic()
+        return served
 
 
 class Health:

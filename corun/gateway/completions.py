@@ -7,7 +7,6 @@ the cluster and frees its slots. This module must not know routes, nor how clien
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -15,15 +14,15 @@ from typing import Any
 from aiohttp import web
 
 from corun.client.client import AsyncClient
-from corun.completion import Chunk, Generation
-from corun.errors import CorunError, InvalidArgumentError, NotFoundError, shown
+from corun.completion import Assembler, Chunk
+from corun.errors import InvalidArgumentError, NotFoundError, shown
 from corun.gateway.activity import Activity
 from corun.gateway.bodies import Hold, Limits, Room, read_body
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import event_of, typed
 from corun.gateway.requests import CompletionRequest, read_request
-from corun.gateway.responses import DONE, Events, Head, completion
+from corun.gateway.responses import DONE, Events, completion, head
 from corun.observe.trace_context import TRACEPARENT, read, within
 
 MAX_BUFFERED = 32 * 1024
@@ -56,7 +55,11 @@ class Completions:
             asked = await self._read(request, served, hold)
             calls = len(asked.prompts)
             with self._activity.more(calls - 1), self._clients.lease(token, calls) as client:
-                return await self._answer(request, asked, client, served.name)
+                chunks = merged([_one(asked, client, index) for index in range(calls)])
+                async with aclosing(chunks):
+                    if asked.stream:
+                        return await self._stream(request, asked, served.name, chunks)
+                    return await self._whole(asked, served.name, chunks)
 
     async def _read(self, request: web.Request, served: Served, hold: Hold) -> CompletionRequest:
         limits = Limits.of_model(served.max_model_len, served.max_prompt_bytes, self._config.max_body_bytes)
@@ -69,23 +72,23 @@ class Completions:
             raise NotFoundError(f"the model {shown(asked.model)} does not exist: this is {served.name!r}")
         return asked
 
-    async def _answer(
-        self, request: web.Request, asked: CompletionRequest, client: AsyncClient, model: str
-    ) -> web.StreamResponse:
-        head = Head(request_id=asked.request_id, created=int(time.time()), model=model)
-        if asked.stream:
-            return await self._stream(request, asked, client, head)
+    async def _whole(self, asked: CompletionRequest, model: str, chunks: Numbered) -> web.Response:
+        found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
         with self._activity.told():
-            generations = await _generate(asked, client)
-        return web.json_response(completion(head, asked, generations))
+            async for index, chunk in chunks:
+                found[index].add(chunk)
+        return web.json_response(completion(head(asked, model), asked, [each.finish() for each in found]))
 
     async def _stream(
-        self, request: web.Request, asked: CompletionRequest, client: AsyncClient, head: Head
+        self, request: web.Request, asked: CompletionRequest, model: str, chunks: Numbered
     ) -> web.StreamResponse:
-        answer, events = EventStream(request, self._config.client_timeout_s), Events(head, asked)
+        answer = EventStream(request, self._config.client_timeout_s)
+        events = Events(head(asked, model), asked)
         try:
             with self._activity.told():
-                await _send_all(merged(_streams(asked, client)), events, answer)
+                async for index, chunk in chunks:
+                    if event := events.chunk(index, chunk):
+                        await answer.send(event)
             last = events.usage()
         except ConnectionError:
             raise
@@ -140,13 +143,6 @@ class EventStream:
             raise ConnectionResetError("the client takes nothing") from None
 
 
-async def _send_all(chunks: Numbered, events: Events, answer: EventStream) -> None:
-    async with aclosing(chunks):
-        async for index, chunk in chunks:
-            if event := events.chunk(index, chunk):
-                await answer.send(event)
-
-
 async def merged(streams: Sequence[Chunks]) -> Numbered:
     """Yield the chunks of several streams as they come, each with the number of its stream. The first error ends all
     streams."""
@@ -168,67 +164,33 @@ async def merged(streams: Sequence[Chunks]) -> Numbered:
             else:
                 yield index, item
     finally:
-        await _end(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _pump(index: int, stream: Chunks, queue: asyncio.Queue[tuple[int, Chunk | Exception | None]]) -> None:
+    end: Exception | None = None
     try:
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 await queue.put((index, chunk))
     except Exception as error:
-        await queue.put((index, error))
-    else:
-        await queue.put((index, None))
+        end = error
+    await queue.put((index, end))
 
 
-async def _generate(asked: CompletionRequest, client: AsyncClient) -> list[Generation]:
-    """Run all prompts at once. Return the results in the order of the prompts. The first error ends all prompts."""
-    tasks = [asyncio.ensure_future(_generate_one(asked, client, index)) for index in range(len(asked.prompts))]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _end(tasks)
-
-
-async def _generate_one(asked: CompletionRequest, client: AsyncClient, index: int) -> Generation:
-    try:
-        return await client.generate(
-            asked.prompts[index],
-            asked.params,
-            seed=asked.seed,
-            request_id=asked.id_of(index),
-            priority=asked.priority,
-        )
-    except CorunError as error:
-        raise _of_prompt(asked, index, error) from error
-
-
-def _streams(asked: CompletionRequest, client: AsyncClient) -> list[Chunks]:
-    return [_stream_one(asked, client, index) for index in range(len(asked.prompts))]
-
-
-async def _stream_one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chunks:
+async def _one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chunks:
+    """Yield the chunks of one prompt. If there are several prompts, an error about one names its number."""
     chunks = client.stream(
         asked.prompts[index], asked.params, seed=asked.seed, request_id=asked.id_of(index), priority=asked.priority
     )
     try:
-        async with aclosing(chunks) as stream:
-            async for chunk in stream:
+        async with aclosing(chunks):
+            async for chunk in chunks:
                 yield chunk
-    except CorunError as error:
-        raise _of_prompt(asked, index, error) from error
-
-
-def _of_prompt(asked: CompletionRequest, index: int, error: CorunError) -> CorunError:
-    """Return the error with the number of its prompt in the field, if there are several prompts and it is about one."""
-    if len(asked.prompts) > 1 and isinstance(error, InvalidArgumentError) and error.field.startswith("prompt"):
-        _, _, rest = error.field.partition("prompt")
-        return InvalidArgumentError(f"prompt[{index}]{rest}", error.value, error.limit)
-    return error
-
-
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    except InvalidArgumentError as error:
+        if len(asked.prompts) == 1 or not error.field.startswith("prompt"):
+            raise
+        field = f"prompt[{index}]" + error.field.removeprefix("prompt")
+        raise InvalidArgumentError(field, error.value, error.limit) from error

@@ -8,8 +8,9 @@ not know HTTP.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,30 +23,22 @@ _LEAST_LOGPROB = -9999.0
 _quoted = json.encoder.encode_basestring_ascii
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
-    """The fields with which every part of one response begins."""
-
-    request_id: str
-    created: int
-    """The time of the response, in seconds since 1970."""
-    model: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{self.request_id}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-        }
+def head(asked: CompletionRequest, model: str) -> dict[str, Any]:
+    """Return the fields with which every part of one response begins."""
+    return {
+        "id": f"cmpl-{asked.request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+    }
 
 
-def completion(head: Head, asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
+def completion(head: dict[str, Any], asked: CompletionRequest, generations: Sequence[Generation]) -> dict[str, Any]:
     """Return the whole response. Its choices are in the order of prompts, then of samples."""
     found = [(generation, sample) for generation in generations for sample in generation.samples]
     prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
     return {
-        **head.to_dict(),
+        **head,
         "choices": [_choice(i, asked, *each) for i, each in enumerate(found)],
         "usage": usage(prompt_tokens, sum(len(sample.token_ids) for _, sample in found)),
         "system_fingerprint": found[0][1].receipt.fingerprint,
@@ -72,34 +65,24 @@ class _Sent:
     tokens."""
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """The state of one prompt of a stream."""
-
-    token_ids: Sequence[int] = ()
-    """The token ids of the prompt. For a prompt given as text they are empty until its first chunk."""
-    fingerprint: str = ""
-    choices: list[_Sent] = field(default_factory=list)
-
-
 class Events:
     """The events of one stream."""
 
-    def __init__(self, head: Head, asked: CompletionRequest) -> None:
+    def __init__(self, head: dict[str, Any], asked: CompletionRequest) -> None:
         self._head = head
         self._asked = asked
-        opening = json.dumps(head.to_dict(), separators=(",", ":"))
+        opening = json.dumps(head, separators=(",", ":"))
         self._begin = f'data: {opening[:-1]},"choices":[{{"index":'
-        self._prompts = [
-            _Prompt(() if isinstance(prompt, str) else prompt, "", [_Sent() for _ in range(asked.params.n)])
-            for prompt in asked.prompts
-        ]
+        self._choices = [_Sent() for _ in range(len(asked.prompts) * asked.params.n)]
+        self._prompts: list[Sequence[int]] = [() if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        """The token ids of each prompt. For a prompt given as text they are empty until its first chunk."""
+        self._fingerprint = ""
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> str:
         """Return the event for new output of one sample; empty while the output waits for its receipt."""
-        prompt = self._prompts[prompt_index]
-        prompt.token_ids = prompt.token_ids or chunk.prompt_token_ids
-        choice = prompt.choices[chunk.sample_index]
+        prompt = self._prompts[prompt_index] = self._prompts[prompt_index] or chunk.prompt_token_ids
+        number = prompt_index * self._asked.params.n + chunk.sample_index
+        choice = self._choices[number]
         choice.tokens += len(chunk.token_ids)
         if choice.held is not None:
             chunk, choice.held = _both(choice.held, chunk), None
@@ -107,28 +90,34 @@ class Events:
             # A router may send the receipt a moment later. It would then need a later event without a token.
             choice.held = chunk
             return ""
-        return self._event(prompt_index, prompt, choice, chunk)
+        return self._event(number, prompt, choice, chunk)
 
     def usage(self) -> str:
         """Return the last event before the end, with the number of tokens; empty if it was not asked for."""
         if not self._asked.include_usage:
             return ""
-        tokens = sum(choice.tokens for prompt in self._prompts for choice in prompt.choices)
-        counted = usage(sum(len(prompt.token_ids) for prompt in self._prompts), tokens)
-        fingerprint = {"system_fingerprint": self._prompts[0].fingerprint}
-        return f"data: {_dumped({**self._head.to_dict(), 'choices': [], 'usage': counted, **fingerprint})}\n\n"
+        counted = usage(sum(map(len, self._prompts)), sum(choice.tokens for choice in self._choices))
+        last = {**self._head, "choices": [], "usage": counted, "system_fingerprint": self._fingerprint}
+        return f"data: {_dumped(last)}\n\n"
 
-    def _event(self, prompt_index: int, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
-        number = prompt_index * self._asked.params.n + chunk.sample_index
+    def _event(self, number: int, prompt: Sequence[int], choice: _Sent, chunk: Chunk) -> str:
+        asked = self._asked
         reason = f'"{chunk.finish_reason.value}"' if chunk.finish_reason else "null"
-        logprobs = self._logprobs(choice, chunk) if self._asked.params.logprobs else "null"
+        logprobs = self._logprobs(choice, chunk) if asked.params.logprobs else "null"
         text = f'{self._begin}{number},"text":{_quoted(chunk.text)},"logprobs":{logprobs},"finish_reason":{reason}'
-        if self._asked.return_token_ids:
-            text += self._token_ids(prompt, choice, chunk)
+        if asked.return_token_ids:
+            of_prompt = "null" if choice.begun else _dumped(list(prompt))
+            text += f',"prompt_token_ids":{of_prompt},"token_ids":[{",".join(map(str, chunk.token_ids))}]'
         if chunk.receipt is not None or not choice.begun:
             text += f',"corun":{_dumped(_own(chunk))}'
             choice.begun = True
-        return f"{text}}}]{self._after(prompt, choice, chunk)}}}\n\n"
+        text += "}]"
+        if chunk.receipt is not None:
+            self._fingerprint = chunk.receipt.fingerprint
+            text += f',"system_fingerprint":"{self._fingerprint}"'
+        if asked.continuous_usage:
+            text += f',"usage":{_dumped(usage(len(prompt), choice.tokens))}'
+        return f"{text}}}\n\n"
 
     def _logprobs(self, choice: _Sent, chunk: Chunk) -> str:
         texts, begin = chunk.token_texts, choice.token_texts
@@ -138,20 +127,6 @@ class Events:
             late = chunk.text[choice.token_texts - choice.text :]
             texts = (*texts[:-1], texts[-1] + late)
         return _logprobs(chunk, texts, begin, as_ids=self._asked.tokens_as_ids)
-
-    def _token_ids(self, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
-        of_prompt = "null" if choice.begun else _dumped(list(prompt.token_ids))
-        return f',"prompt_token_ids":{of_prompt},"token_ids":[{",".join(map(str, chunk.token_ids))}]'
-
-    def _after(self, prompt: _Prompt, choice: _Sent, chunk: Chunk) -> str:
-        """Return the fields that an event has after its choice."""
-        text = ""
-        if chunk.receipt is not None:
-            prompt.fingerprint = chunk.receipt.fingerprint
-            text += f',"system_fingerprint":"{prompt.fingerprint}"'
-        if self._asked.continuous_usage:
-            text += f',"usage":{_dumped(usage(len(prompt.token_ids), choice.tokens))}'
-        return text
 
 
 def _both(first: Chunk, last: Chunk) -> Chunk:
