@@ -19,7 +19,7 @@ from corun.config.fields import TlsConfig
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.gateway.activity import Activity
 from corun.gateway.bodies import Room, was_not_asked, when_read
-from corun.gateway.clients import Catalog, Clients, Health, Served, bearer_token
+from corun.gateway.clients import Catalog, Clients, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import plain_response, translated
@@ -45,10 +45,16 @@ class Gateway:
         self.room = Room(config.max_bodies_bytes)
         self._config = config
         self._catalog = Catalog(config, self.clients)
-        self._health = Health(self.clients, config.own_token())
         self._started_at = int(time.time())
+        completions = Completions(config, self.clients, self._catalog, self.activity, self.room)
+        app = web.Application(middlewares=[self._heard, translated])
+        app.router.add_post("/v1/completions", completions.post, expect_handler=when_read)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_get("/health", self._get_health)
+        app.router.add_get("/version", _version)
         self._runner = web.AppRunner(
-            self._app(),
+            app,
             handler_cancellation=True,  # A request ends when its client is gone.
             access_log=None,
             auto_decompress=False,
@@ -111,30 +117,20 @@ class Gateway:
         await self._runner.cleanup()
         await self.clients.close()
 
-    def _app(self) -> web.Application:
-        config = self._config
-        app = web.Application(middlewares=[self._heard, translated])
-        completions = Completions(config, self.clients, self._catalog, self.activity, self.room)
-        app.router.add_post("/v1/completions", completions.post, expect_handler=when_read)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_get("/health", self._get_health)
-        app.router.add_get("/version", _version)
-        return app
-
     def _connection(self) -> asyncio.BaseProtocol:
         """Make aiohttp's protocol for a connection, with a timer until its first request. aiohttp's keep-alive time
         limits only clients that are idle after a request."""
         server = self._runner.server
         assert server is not None
         protocol = server()
-        loop = asyncio.get_running_loop()
-        self._silent[protocol] = loop.call_later(self._config.client_timeout_s, self._drop, protocol)
-        return protocol
 
-    def _drop(self, protocol: Any) -> None:
-        del self._silent[protocol]
-        protocol.force_close()
+        def drop() -> None:
+            del self._silent[protocol]
+            protocol.force_close()
+
+        loop = asyncio.get_running_loop()
+        self._silent[protocol] = loop.call_later(self._config.client_timeout_s, drop)
+        return protocol
 
     @web.middleware
     async def _heard(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -146,19 +142,17 @@ class Gateway:
         return answer
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._card(await self._served(request))]})
+        return web.json_response({"object": "list", "data": [await self._card(request)]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        served, name = await self._served(request), request.match_info["name"]
-        if name != served.name:
-            return plain_response(404, f"the model {name!r} does not exist: this is {served.name!r}")
-        return web.json_response(self._card(served))
+        card, name = await self._card(request), request.match_info["name"]
+        if name != card["id"]:
+            return plain_response(404, f"the model {name!r} does not exist: this is {card['id']!r}")
+        return web.json_response(card)
 
-    async def _served(self, request: web.Request) -> Served:
+    async def _card(self, request: web.Request) -> dict[str, Any]:
         token = bearer_token(request.headers.get("Authorization"))
-        return await self._catalog.asked(token)  # Always ask: the router must check the token.
-
-    def _card(self, served: Served) -> dict[str, Any]:
+        served = await self._catalog.asked(token)  # Always ask: the router must check the token.
         return {
             "id": served.name,
             "object": "model",
@@ -173,7 +167,7 @@ class Gateway:
     async def _get_health(self, request: web.Request) -> web.Response:
         if self.activity.draining:
             raise UnavailableError("the gateway is shutting down")
-        await self._health.check()
+        await self._catalog.check_health()
         return web.json_response({"status": "ok"})
 
 
@@ -204,15 +198,16 @@ async def _version(request: web.Request) -> web.Response:
 def _ssl_context(tls: TlsConfig) -> ssl.SSLContext:
     """Return an SSL context that uses renewed certificate files from the next handshake on."""
     files = identity(tls)
-    contexts: dict[Identity, ssl.SSLContext] = {}
+    made: tuple[Identity, ssl.SSLContext] | None = None
 
     def current() -> ssl.SSLContext:
+        nonlocal made
         found = files.current()
-        if found not in contexts:
-            contexts.clear()
-            contexts[found] = context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if made is None or made[0] != found:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(tls.cert, tls.key)
-        return contexts[found]
+            made = found, context
+        return made[1]
 
     def renew(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = current()

@@ -7,17 +7,21 @@ request on with the token that it came with, so the routers decide who may do wh
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from corun.client.client import AsyncClient
 from corun.errors import InvalidArgumentError, OverloadedError, UnauthenticatedError, UnavailableError
 from corun.gateway.config import GatewayConfig
 from corun.rpc.auth import check_token
 from corun.types import NodeRole, NodeState
+
+T = TypeVar("T")
 
 MAX_CALLS = 1000
 """The most calls in progress on one SDK client. A router takes 1024 calls on a connection; more would wait unseen."""
@@ -119,23 +123,38 @@ class Served:
     """The most UTF-8 bytes of a prompt given as text."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """What the gateway knows about the model that the holder of one token is served."""
+class _Kept(Generic[T]):
+    """An answer of the routers that many requests want. Who comes while it is asked for waits for that question, also
+    if it ends with an error."""
 
-    served: Served | None = None
-    asked_at: float = 0.0
-    asking: asyncio.Future[Served] | None = None
-    """The newest question to the routers. Who comes while it runs waits for its answer, also if that is an error."""
+    def __init__(self, ask: Callable[[T | None], Coroutine[Any, Any, T]]) -> None:
+        self._ask = ask
+        self._answer: T | None = None
+        self._asked_at = -math.inf
+        self._asking: asyncio.Future[T] | None = None
+
+    async def get(self, fresh_s: float) -> T:
+        """Return an answer that is at most `fresh_s` seconds old. `ask` gets the one before it, or None."""
+        if self._asking is None or (self._asking.done() and time.monotonic() - self._asked_at >= fresh_s):
+            self._asking = asyncio.ensure_future(self._keep())
+        return await asyncio.shield(self._asking)
+
+    async def _keep(self) -> T:
+        self._asked_at = -math.inf  # An error is not kept.
+        self._answer = await self._ask(self._answer)
+        self._asked_at = time.monotonic()
+        return self._answer
 
 
 class Catalog:
-    """What the routers say about the served model."""
+    """What the routers say about the cluster: which model it serves, and whether it answers requests."""
 
     def __init__(self, config: GatewayConfig, clients: Clients) -> None:
         self._config = config
         self._clients = clients
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._known: OrderedDict[str, _Kept[Served]] = OrderedDict()
+        self._own_token = config.own_token()
+        self._health = _Kept(self._ask_health)
 
     async def served(self, token: str) -> Served:
         """Return the served model. The routers are asked again every 10 s, since a cluster may come back with another
@@ -143,15 +162,11 @@ class Catalog:
 
         Raises the error with which a router refuses the call, or UnavailableError.
         """
-        known = self._known.setdefault(token, _Known())
+        known = self._known.setdefault(token, _Kept(lambda last: self._ask_again(token, last)))
         self._known.move_to_end(token)
         if len(self._known) > self._config.max_tokens_kept:
             self._known.popitem(last=False)
-        if known.served is not None and time.monotonic() - known.asked_at < FRESH_S:
-            return known.served
-        if known.asking is None or known.asking.done():
-            known.asking = asyncio.ensure_future(self._ask(token, known))
-        return await asyncio.shield(known.asking)
+        return await known.get(FRESH_S)
 
     async def asked(self, token: str) -> Served:
         """Ask a router for the served model, without use of earlier answers.
@@ -174,42 +189,27 @@ class Catalog:
             max_prompt_bytes=model.max_prompt_bytes,
         )
 
-    async def _ask(self, token: str, known: _Known) -> Served:
+    async def check_health(self) -> None:
+        """Raise UnavailableError if the cluster cannot serve now. The routers are asked at most once a second, however
+        many callers there are, and see the gateway's own token."""
+        error = await self._health.get(HEALTH_FRESH_S)
+        if error is not None:
+            raise error
+
+    async def _ask_again(self, token: str, last: Served | None) -> Served:
         try:
-            served = await self.asked(token)
+            return await self.asked(token)
         except UnauthenticatedError:
             self._known.pop(token, None)
             raise
         except (OverloadedError, UnavailableError):
-            if known.served is None:
+            if last is None:
                 raise
-            served = known.served
-        known.served, known.asked_at = served, time.monotonic()
-        return served
+            return last
 
-
-class Health:
-    """Whether the cluster answers requests. It is asked at most once a second, however many callers there are."""
-
-    def __init__(self, clients: Clients, token: str) -> None:
-        self._clients = clients
-        self._token = token
-        self._error: UnavailableError | None = None
-        self._asked_at = -HEALTH_FRESH_S
-        self._lock = asyncio.Lock()
-
-    async def check(self) -> None:
-        """Raise UnavailableError if the cluster cannot serve now."""
-        async with self._lock:
-            if time.monotonic() - self._asked_at >= HEALTH_FRESH_S:
-                self._error = await self._ask()
-                self._asked_at = time.monotonic()
-        if self._error is not None:
-            raise self._error
-
-    async def _ask(self) -> UnavailableError | None:
+    async def _ask_health(self, _: UnavailableError | None) -> UnavailableError | None:
         try:
-            with self._clients.lease(self._token) as client:
+            with self._clients.lease(self._own_token) as client:
                 status = await client.get_cluster(timeout_s=5)
         except UnauthenticatedError:
             return None  # A router answers. To learn more, the gateway needs a token of its own.

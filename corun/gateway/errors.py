@@ -49,26 +49,21 @@ _SAMPLING = "sampling_params."
 log = logging.getLogger(__name__)
 
 
-def status_of(error: CorunError) -> int:
-    return STATUSES[error.code][0]
-
-
 def body_of(error: CorunError) -> dict[str, Any]:
     """Return OpenAI's error object, with field, value and limit if the error is about a field."""
     status, kind = STATUSES[error.code]
-    fields: dict[str, Any] = {"message": str(error).replace(_SAMPLING, ""), "type": kind, "param": None, "code": status}
+    body = _body(status, kind, str(error).replace(_SAMPLING, ""))
     if isinstance(error, (InvalidArgumentError, PermissionDeniedError)):
         field = error.field.removeprefix(_SAMPLING)
-        fields |= {"param": field, "value": shown(error.value), "limit": error.limit}
-    return {"error": fields}
+        body["error"] |= {"param": field, "value": shown(error.value), "limit": error.limit}
+    return body
 
 
 def response_of(error: CorunError) -> web.Response:
     """Return the whole answer to a request that failed before any part of an answer was sent."""
-    headers = {}
+    headers, status = {}, STATUSES[error.code][0]
     if isinstance(error, (OverloadedError, UnavailableError)) and error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    status = status_of(error)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(body_of(error), status=status, headers=headers)
@@ -82,8 +77,11 @@ def event_of(error: CorunError) -> str:
 def plain_response(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
     """Return the answer to an error of HTTP itself: a wrong path, method, size or type of content."""
     kind = "not_found_error" if status == 404 else "invalid_request_error"
-    fields = {"message": message, "type": kind, "param": None, "code": status}
-    return web.json_response({"error": fields}, status=status, headers=headers)
+    return web.json_response(_body(status, kind, message), status=status, headers=headers)
+
+
+def _body(status: int, kind: str, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def typed(error: Exception) -> CorunError:

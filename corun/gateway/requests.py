@@ -49,6 +49,14 @@ _OWN = (
 )
 _WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")
 """Fields that are accepted and do not affect the output."""
+_NOT_SUPPORTED = (
+    "prompt_embeds",
+    "ec_transfer_params",
+    "cache_salt",
+    "vllm_xargs",
+    "repetition_detection",
+    "thinking_token_budget",
+)
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "must be false: prompts are not sent back, nor scored"),
     "best_of": ((1,), "must be 1: ask for n samples"),
@@ -64,21 +72,16 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "allowed_token_ids": ((), "must be null: not supported; see logit_bias"),
     "bad_words": (([],), "must be empty: not supported; see logit_bias"),
     "prompt_logprobs": ((), "must be null: prompts are not scored"),
-    "prompt_embeds": ((), "must be null: not supported"),
     "logprob_token_ids": ((), "must be null: only the sampled token's own log probability is kept"),
     "response_format": (({"type": "text"},), 'must be {"type": "text"}: output is not constrained'),
     "structured_outputs": ((), "must be null: output is not constrained"),
     "return_token_offsets": ((False,), "must be false"),
     "kv_transfer_params": ((), "must be null: the cluster moves KV itself"),
-    "ec_transfer_params": ((), "must be null: not supported"),
-    "cache_salt": ((), "must be null: not supported"),
-    "vllm_xargs": ((), "must be null: not supported"),
-    "repetition_detection": ((), "must be null: not supported"),
-    "thinking_token_budget": ((), "must be null: not supported"),
+    **dict.fromkeys(_NOT_SUPPORTED, ((), "must be null: not supported")),
 }
 """Fields that may only be null or have a value that means what the cluster does anyway. Each has its allowed values and
 the limit that a refusal names."""
-_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+_STREAM_OPTIONS = ("stream_options.include_usage", "stream_options.continuous_usage_stats")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +130,8 @@ def read_request(body: bytes, *, request_id: str | None = None, max_prompts: int
         request_id=check_request_id(request_id),
         priority=_priority(fields.get("priority")),
         stream=stream,
-        include_usage=_flag(options, "include_usage", "stream_options."),
-        continuous_usage=_flag(options, "continuous_usage_stats", "stream_options."),
+        include_usage=_flag(options, "stream_options.include_usage"),
+        continuous_usage=_flag(options, "stream_options.continuous_usage_stats"),
         return_token_ids=_flag(fields, "return_token_ids"),
         tokens_as_ids=_flag(fields, "return_tokens_as_token_ids"),
     )
@@ -140,13 +143,14 @@ def _read_json(body: bytes) -> dict[str, Any]:
         # would be wrong.
         text = body.decode("utf-8-sig")
         read = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        limit = "" if isinstance(read, dict) else "must be a JSON object"
     except RecursionError:
-        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), "must be JSON that is not so deep") from None
+        limit = "must be JSON that is not so deep"
     except ValueError as error:
-        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), f"must be JSON in UTF-8: {error}") from None
-    if not isinstance(read, dict):
-        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), "must be a JSON object")
-    return read
+        limit = f"must be JSON in UTF-8: {error}"
+    if limit:
+        raise InvalidArgumentError("body", Shown(f"{len(body)} bytes"), limit)
+    return dict(read)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -177,17 +181,11 @@ def _params(fields: Mapping[str, Any]) -> SamplingParams:
         given["top_k"] = 0 if top_k == -1 else top_k  # In vLLM, -1 also means the whole vocabulary.
     if fields.get("logit_bias") is not None:
         given["logit_bias"] = _logit_bias(fields["logit_bias"])
-    return SamplingParams(**given, logprobs=_logprobs(fields))
-
-
-def _logprobs(fields: Mapping[str, Any]) -> bool:
     logprobs = fields.get("logprobs")
-    if logprobs is None:
-        return False
-    if isinstance(logprobs, bool) or not isinstance(logprobs, int) or logprobs not in (0, 1):
+    if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
         limit = "must be 0 or 1: only the sampled token's own log probability is kept"
         raise InvalidArgumentError("logprobs", logprobs, limit)
-    return True
+    return SamplingParams(**given, logprobs=logprobs is not None)
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:
@@ -228,23 +226,24 @@ def _stream_options(value: Any, stream: bool) -> Mapping[str, Any]:
         raise InvalidArgumentError("stream_options", value, "must be null unless stream is true")
     if not isinstance(value, dict):
         raise InvalidArgumentError("stream_options", value, "must be an object")
-    for name in value:
+    options = {f"stream_options.{name}": option for name, option in value.items()}
+    for name, option in options.items():
         if name not in _STREAM_OPTIONS:
-            raise InvalidArgumentError(f"stream_options.{name}", value[name], "is not a known field")
-    return value
+            raise InvalidArgumentError(name, option, "is not a known field")
+    return options
 
 
 def _priority(value: Any) -> Priority:
     """Return the priority. It is one of our names, or a number as in vLLM: a lower number comes first, 0 is normal."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:
         return Priority.HIGH if value < 0 else Priority.LOW if value > 0 else Priority.NORMAL
     return Priority.NORMAL if value is None else read_priority(value)
 
 
-def _flag(fields: Mapping[str, Any], name: str, prefix: str = "") -> bool:
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
-        raise InvalidArgumentError(prefix + name, value, "must be true or false")
+        raise InvalidArgumentError(name, value, "must be true or false")
     return bool(value)
 
 

@@ -26,7 +26,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.gateway.config import GatewayConfig
-from corun.gateway.errors import STATUSES, body_of, response_of, status_of
+from corun.gateway.errors import STATUSES, body_of, response_of
 from corun.testing.cluster import WAIT_S
 from tests.clusters import cluster
 from tests.gateway.serving import PROMPT, Http, serving
@@ -300,7 +300,20 @@ def test_every_error_has_a_status() -> None:
         UnavailableError("x"),
         DeadlineError("x"),
     ]
-    assert [status_of(error) for error in errors] == [400, 401, 403, 404, 409, 409, 429, 500, 500, 503, 503, 504]
+    assert [response_of(error).status for error in errors] == [
+        400,
+        401,
+        403,
+        404,
+        409,
+        409,
+        429,
+        500,
+        500,
+        503,
+        503,
+        504,
+    ]
     assert {error.code for error in errors} == set(STATUSES)
     assert set(STATUSES) <= set(grpc.StatusCode)
     assert body_of(errors[0])["error"]["message"] == "top_p = 2: must be in (0, 1]"
