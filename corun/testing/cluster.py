@@ -119,30 +119,25 @@ class LocalCluster:
         return await self._add(NodeRole.DECODE, node_id, {**NODE_DEFAULTS, **settings})
 
     async def _add(self, role: NodeRole, node_id: str, settings: dict[str, Any]) -> LocalNode:
-        join = settings.pop("join", True)
         self._settings[node_id] = settings
-        node = self._made(role, node_id, settings)
+        kind, make = (PrefillConfig, prefill_role) if role is NodeRole.PREFILL else (DecodeConfig, decode_role)
+        names = {field.name for field in fields(kind)} - {"threads", "dtype"}  # Here these only name a contract.
+        links = {name: getattr(self._config, name) for name in LINKS}
+        own = {name: value for name, value in settings.items() if name in names}
+        others = {name: value for name, value in settings.items() if name not in names and name != "join"}
+        config: Any = kind(model=self.model, node_id=node_id, router=self.addresses, **links, **own)
+        ref = NodeRef(node_id=node_id, generation=new_generation())
+        parts: Role = make(config, ref, self.kv, **others)
+        if role is NodeRole.DECODE:
+            parts.engine.step_ms = self._step_ms
+        node = LocalNode(config, parts, ref)
         await node.start()
         if not self.ends_quarantined:
             node.agent.on_quarantine = lambda reason: None
         self.nodes.append(node)
-        if join:
+        if settings.get("join", True):
             node.join()
         return node
-
-    def _made(self, role: NodeRole, node_id: str, settings: Mapping[str, Any]) -> LocalNode:
-        kind = PrefillConfig if role is NodeRole.PREFILL else DecodeConfig
-        names = {field.name for field in fields(kind)} - {"threads", "dtype"}  # Here these only name a contract.
-        links = {name: getattr(self._config, name) for name in LINKS}
-        own = {name: value for name, value in settings.items() if name in names}
-        values: dict[str, Any] = {"model": self.model, "node_id": node_id, "router": self.addresses, **links, **own}
-        config: Any = kind(**values)
-        ref = NodeRef(node_id=node_id, generation=new_generation())
-        make: Callable[..., Role] = prefill_role if role is NodeRole.PREFILL else decode_role
-        parts = make(config, ref, self.kv, **{k: v for k, v in settings.items() if k not in names})
-        if role is NodeRole.DECODE:
-            parts.engine.step_ms = self._step_ms
-        return LocalNode(config, parts, ref)
 
     async def kill(self, node_id: str) -> None:
         """End a node at once, like a process that dies. Its streams go on at another node."""
@@ -185,17 +180,15 @@ class LocalCluster:
 
     def state(self, name: str, router: Router | None = None) -> NodeState | None:
         """Return a node's state at a router, by default at the first; None if the router does not know the node."""
-        status = self._status(name, router or self.router)
-        return status.state if status else None
+        found = self._statuses(name, router or self.router)
+        return found[0].state if found else None
 
     def detail(self, name: str) -> str:
         """Return why a node is in its state at the first router."""
-        status = self._status(name, self.router)
-        return status.detail if status else ""
+        return "".join(status.detail for status in self._statuses(name, self.router)[:1])
 
-    def _status(self, name: str, router: Router) -> NodeStatus | None:
-        found = [s for s in router.registry.statuses() if name in (s.node.ref.node_id, str(s.node.ref))]
-        return found[0] if found else None
+    def _statuses(self, name: str, router: Router) -> list[NodeStatus]:
+        return [s for s in router.registry.statuses() if name in (s.node.ref.node_id, str(s.node.ref))]
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Wait for a condition. Raises AssertionError if it has not come after `WAIT_S` seconds."""
@@ -218,7 +211,11 @@ class LocalCluster:
         found = [f"{node.used_slots} slots of {node.ref}" for node in live if node.used_slots]
         found += [f"KV {key}" for key in self.kv.held if key[0] in engines]
         for router in self.routers:
-            found += [f"{router.queue.waiting} samples wait"] * (router.queue.waiting > 0) + _claims(router)
+            decodes, prefills = router.registry._decodes.values(), router.registry._prefills.values()
+            found += [f"{router.queue.waiting} samples wait"] * (router.queue.waiting > 0)
+            found += [f"claim on a slot of {node.info.ref}" for node in decodes if node.room._slots.own]
+            found += [f"claim on KV of {node.info.ref}" for node in decodes if node.room._blocks.own]
+            found += [f"claim on a turn of {node.info.ref}" for node in prefills if node.room._in_flight]
         return found
 
     async def close(self) -> None:
@@ -231,14 +228,6 @@ class LocalCluster:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine such as `cluster.kill("d1")` for a caller in another thread; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def _claims(router: Router) -> list[str]:
-    """Return a text for each of a router's own claims on nodes."""
-    registry = router.registry
-    decodes = [f"claim on a slot of {m.info.ref}" for m in registry._decodes.values() if m.room._slots.own]
-    decodes += [f"claim on KV of {m.info.ref}" for m in registry._decodes.values() if m.room._blocks.own]
-    return decodes + [f"claim on a turn of {m.info.ref}" for m in registry._prefills.values() if m.room._in_flight]
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ Routers load the tokenizer like any other model's. This module must not know eng
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,53 +32,27 @@ def write_tokenizer(directory: Path) -> str:
 
 def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> Contract:
     """Return the contract of a node with a fake engine. changes: other values for fields of its model part."""
-    part = replace(_model_contract(model), **changes)
+    facts: dict[str, Any] = {
+        "tokenizer_digest": Tokenizer.load(model).digest,
+        "tokenizers": VERSION,
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "max_model_len": MAX_MODEL_LEN,
+        **changes,
+    }
+    return filled_contract(role, slots, **facts)
+
+
+def filled_contract(role: NodeRole, slots: int, **model: Any) -> Contract:
+    """Return a contract in which all but the slots and these fields of the model part is "none", 1 or empty."""
+    parts: dict[str, Any] = {"model": _filled(ModelContract, model)}
     if role is NodeRole.PREFILL:
-        prefill = PrefillContract(
-            attention_backend="none",
-            runner="fake",
-            chunk_size=64,
-            buckets=(),
-            split_policy="split-kv on",
-            multiprocessors=0,
-        )
-        return Contract(role=role, model=part, prefill=prefill)
-    decode = DecodeContract(
-        attention_backend="none",
-        runner="fake",
-        sampler="hash 1",
-        slots=slots,
-        split_policy="off",
-        graph="none",
-        multiprocessors=0,
-        eos_token_ids=(),
-    )
-    return Contract(role=role, model=part, decode=decode)
+        parts["prefill"] = _filled(PrefillContract, {})
+    else:
+        parts["decode"] = _filled(DecodeContract, {"slots": slots})
+    return Contract(role=role, **parts)
 
 
-def _model_contract(model: str) -> ModelContract:
-    return ModelContract(
-        weights_digest="w" * 64,
-        tokenizer_digest=Tokenizer.load(model).digest,
-        config_digest="c" * 64,
-        dtype="float32",
-        quantization="none",
-        kv_cache_dtype="float32",
-        block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        tensor_parallel_size=1,
-        engine="fake 1",
-        tokenizers=VERSION,
-        torch="none",
-        kernels=(),
-        plugins=(),
-        device="none",
-        driver="",
-        cuda="",
-        cpu_isa="none",
-        cpu_features=(),
-        cpu_caches=(),
-        threads=1,
-        blas_policy="default",
-        environment=(),
-    )
+def _filled(part: type[Any], values: dict[str, Any]) -> Any:
+    plain = {"str": "none", "int": 1}
+    return part(**{field.name: plain.get(str(field.type), ()) for field in fields(part)} | values)

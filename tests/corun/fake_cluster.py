@@ -18,13 +18,13 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from corun.contract import Contract, DecodeContract, ModelContract, PrefillContract
 from corun.errors import CorunError, DeadlineError, to_status
 from corun.params import SamplingParams
 from corun.receipt import Receipt, output_digest, prompt_digest, text_digest, tokens_digest
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
 from corun.seeds import sample_seed
+from corun.testing.model import filled_contract
 from corun.types import ClusterStatus, FinishReason, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState, NodeStatus
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1.cluster_service_pb2_grpc import ClusterServiceServicer, add_ClusterServiceServicer_to_server
@@ -246,27 +246,8 @@ def healthy_status() -> ClusterStatus:
 
 def contract(role: NodeRole, **model: Any) -> str:
     """A contract's canonical JSON, with the given fields of the model part."""
-    texts = ("weights_digest", "tokenizer_digest", "config_digest", "dtype", "quantization", "kv_cache_dtype", "engine")
-    texts += ("torch", "device", "driver", "cuda", "cpu_isa", "blas_policy", "tokenizers")
-    numbers = {"block_size": 16, "max_model_len": MAX_MODEL_LEN, "tensor_parallel_size": 1, "threads": 2}
-    facts: dict[str, Any] = dict.fromkeys(texts, "x") | numbers | {"kernels": ("a", "b"), "environment": ()} | model
-    facts = dict.fromkeys(("plugins", "cpu_features", "cpu_caches"), ()) | facts
-    parts = {
-        NodeRole.PREFILL: PrefillContract(
-            attention_backend="x", runner="x", chunk_size=64, buckets=(1, 2), split_policy="x", multiprocessors=0
-        ),
-        NodeRole.DECODE: DecodeContract(
-            attention_backend="x",
-            runner="x",
-            sampler="x",
-            slots=SLOTS,
-            split_policy="x",
-            graph="x",
-            multiprocessors=0,
-            eos_token_ids=(),
-        ),
-    }
-    return Contract(role=role, model=ModelContract(**facts), **{role.value: parts[role]}).canonical_json()
+    facts = {"block_size": 16, "max_model_len": MAX_MODEL_LEN, "driver": "x", **model}
+    return filled_contract(role, SLOTS, **facts).canonical_json()
 
 
 def _draw(prompt: tuple[int, ...], seed: int, position: int) -> tuple[int, float]:
