@@ -33,9 +33,11 @@ def write_tokenizer(directory: Path) -> str:
 def contract(role: NodeRole, model: str, *, slots: int = 8, **changes: Any) -> Contract:
     """Return the contract of a node with a fake engine. changes: other values for fields of its model part."""
     facts: dict[str, Any] = {
+        "weights_digest": "w" * 64,
         "tokenizer_digest": Tokenizer.load(model).digest,
         "tokenizers": VERSION,
         "dtype": "float32",
+        "driver": "",
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         **changes,

@@ -35,7 +35,9 @@ class Http:
         """Status, JSON and headers."""
         sent = {"data": body} if isinstance(body, bytes) else {"json": body}
         async with self.session.post(self.gateway.url + path, **sent, **options) as response:
-            return response.status, await response.json(), response.headers
+            # The events of a stream are read and not looked at.
+            is_json = response.content_type == "application/json"
+            return response.status, await (response.json() if is_json else response.read()), response.headers
 
     async def complete(self, **fields: Any) -> Any:
         status, answer, _ = await self.post({"prompt": list(PROMPT), **fields})

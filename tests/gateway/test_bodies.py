@@ -62,13 +62,23 @@ async def with_tokens(model: str, tmp_path: Path, **config: Any) -> AsyncIterato
 
 
 async def test_without_a_token_no_body_is_read_nor_asked_for(model: str, tmp_path: Path) -> None:
+    """Whether the body of a client that was not asked for it follows the answer, nobody can tell: what comes next may
+    be another request. So its connection is closed."""
     async with with_tokens(model, tmp_path) as (_, http, secrets):
         good, wrong = (f"Authorization: Bearer {token}" for token in (secrets.token("client"), "wrong-" * 5))
-        for headers in ((), (wrong,), (wrong, "Expect: 100-continue")):
-            async with asking(http.gateway, 100_000, *headers) as (reader, _):
-                assert await status_of(reader) == 401
+        expect = "Expect: 100-continue"
+        for length, status, headers in (
+            (100, 401, ()),
+            (100_000, 401, (wrong,)),
+            (100_000, 401, (wrong, expect)),
+            (MIB, 413, (good, expect)),
+        ):
+            async with asking(http.gateway, length, *headers) as (reader, _):
+                assert await status_of(reader) == status
+                rest = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
+                assert expect not in headers or b"\r\nConnection: close\r\n" in rest
         body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
-        async with asking(http.gateway, len(body), good, "Expect: 100-continue") as (reader, writer):
+        async with asking(http.gateway, len(body), good, expect) as (reader, writer):
             assert await status_of(reader) == 100
             assert await reader.readline() == b"\r\n"
             writer.write(body)
@@ -178,21 +188,7 @@ def test_a_body_is_utf_8_since_nothing_else_is_weighed(encoding: str) -> None:
     body = ('{"prompt": "a", "user": "' + ("é" if encoding == "cp1252" else "∀") + '"}').encode(encoding)
     with pytest.raises(InvalidArgumentError, match="must be JSON in UTF-8"):
         read_request(body, max_prompts=1)
-
-
-def test_a_body_may_begin_with_the_mark_of_utf_8() -> None:
-    assert read_request('{"prompt": "∀"}'.encode("utf-8-sig"), max_prompts=1).prompts == ("∀",)
-
-
-async def test_a_client_that_was_not_asked_for_its_body_may_not_go_on(model: str, tmp_path: Path) -> None:
-    """Whether its body follows the answer, nobody can tell: what comes next may be another request, and no body."""
-    async with with_tokens(model, tmp_path) as (_, http, secrets):
-        good, wrong = (f"Authorization: Bearer {token}" for token in (secrets.token("client"), "wrong-" * 5))
-        for length, token, status in ((100, wrong, 401), (MIB, good, 413)):
-            async with asking(http.gateway, length, token, "Expect: 100-continue") as (reader, _):
-                assert await status_of(reader) == status
-                rest = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
-                assert b"\r\nConnection: close\r\n" in rest
+    assert read_request('{"prompt": "∀"}'.encode("utf-8-sig"), max_prompts=1).prompts == ("∀",), "its mark may come"
 
 
 async def test_who_waits_for_an_answer_about_the_model_is_told_it_also_if_it_is_an_error() -> None:
@@ -238,16 +234,6 @@ async def test_the_bytes_of_all_bodies_have_a_bound(model: str) -> None:
         await fake.until(lambda: http.gateway.room.used == 0)
         assert (await http.post(body, headers=JSON_TYPE))[0] == 200
         assert http.gateway.room.used == 0
-
-
-def test_a_room_gives_back_what_was_held() -> None:
-    room = Room(10)
-    with room.hold("") as hold:
-        hold(6)
-        with pytest.raises(OverloadedError):
-            hold(5)
-        assert room.used == 6
-    assert room.used == 0
 
 
 def test_one_token_does_not_fill_a_room() -> None:

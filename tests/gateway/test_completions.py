@@ -66,20 +66,15 @@ def slow(fake: FakeCluster) -> None:
         node.engine.step_ms = 50.0
 
 
-@pytest.mark.parametrize("name", FIELDS)
-async def test_every_sampling_field_reaches_the_sampler(model: str, name: str) -> None:
-    value, meaning = FIELDS[name]
-    params = SamplingParams(**{"max_tokens": 6, **meaning})
+async def test_every_field_reaches_the_sampler_or_has_no_effect(model: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
-        answer = await http.complete(**{"max_tokens": 6, "seed": 9, **ALL, name.partition(" ")[0]: value})
-        check_choice(answer["choices"][0], params, 9)
-    # The control: the hash is of this parameter, too.
-    other = SamplingParams(max_tokens=6, **({"top_k": 1} if name == "top_k of vLLM" else {}))
-    assert expected(PROMPT, params, 9)[:2] != expected(PROMPT, other, 9)[:2]
-
-
-async def test_fields_without_effect_are_taken(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
+        for name, (value, meaning) in FIELDS.items():
+            params = SamplingParams(**{"max_tokens": 6, **meaning})
+            answer = await http.complete(**{"max_tokens": 6, "seed": 9, **ALL, name.partition(" ")[0]: value})
+            check_choice(answer["choices"][0], params, 9)
+            # The control: the hash is of this parameter, too.
+            other = SamplingParams(max_tokens=6, **({"top_k": 1} if name == "top_k of vLLM" else {}))
+            assert expected(PROMPT, params, 9)[:2] != expected(PROMPT, other, 9)[:2], name
         plain = await http.complete(seed=9, request_id="r")
         for name, values in WITHOUT_EFFECT.items():
             for value in values:
@@ -87,9 +82,10 @@ async def test_fields_without_effect_are_taken(model: str) -> None:
                 assert {**answer["choices"][0], "corun": 0} == {**plain["choices"][0], "corun": 0}, name
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, "some text"], ids=["ids", "text"])
+@pytest.mark.parametrize("prompt", [PROMPT, "some text", range(VOCAB_SIZE)], ids=["ids", "text", "whole vocabulary"])
 async def test_whole_stream_and_sdk_give_the_same_bits(model: str, prompt: Any) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.7, n=3, logprobs=True)
+    prompt = prompt if isinstance(prompt, str) else list(prompt)
     fields = {"prompt": prompt, "max_tokens": 12, "temperature": 0.7, "n": 3, "seed": 41, **ALL}
     async with cluster(model) as fake, serving(fake) as http, AsyncClient(fake.address) as client:
         sdk = await client.generate(prompt, params, seed=41)
@@ -112,55 +108,44 @@ async def test_whole_stream_and_sdk_give_the_same_bits(model: str, prompt: Any) 
     assert whole["system_fingerprint"] == sdk.receipt.fingerprint
 
 
-async def test_the_shape_of_a_response(model: str) -> None:
+async def test_the_shape_of_responses_and_streams(model: str) -> None:
+    usages = {"include_usage": True, "continuous_usage_stats": True}
     async with cluster(model) as fake, serving(fake) as http:
         answer = await http.complete(max_tokens=2, request_id="mine", seed=1)
-    assert set(answer) == {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
+        slow(fake)
+        *chunks, usage = await http.stream(max_tokens=4, seed=1, stream_options={"include_usage": True})
+        counted = await http.stream(prompt="abc", max_tokens=4, seed=1, stream_options=usages)
+    begin, choice = {"id", "object", "created", "model", "choices"}, {"index", "text", "logprobs", "finish_reason"}
+    assert set(answer) == {*begin, "usage", "system_fingerprint"}
     assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-mine", "text_completion", Path(model).name)
-    assert set(answer["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "corun"}
+    assert set(answer["choices"][0]) == {*choice, "corun"}
     assert answer["choices"][0]["logprobs"] is None
     assert answer["choices"][0]["corun"]["receipt"]["request_id"] == "mine"
-
-
-async def test_the_shape_of_a_stream(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
-        slow(fake)
-        events = await http.stream(max_tokens=4, seed=1, stream_options={"include_usage": True})
-        plain = await http.stream(max_tokens=4, seed=1)
-    *chunks, usage = events
-    assert len(chunks) == len(plain) == 4, "the last token and the end are one event"
+    assert len(chunks) == 4, "the last token and the end are one event"
     for number, event in enumerate(chunks):
-        own = {"corun"} if number in (0, 3) else set()
-        assert set(event["choices"][0]) == {"index", "text", "logprobs", "finish_reason", *own}
-        extra = {"system_fingerprint"} if number == 3 else set()
-        assert set(event) == {"id", "object", "created", "model", "choices", *extra}
+        assert set(event["choices"][0]) == choice | ({"corun"} if number in (0, 3) else set())
+        assert set(event) == begin | ({"system_fingerprint"} if number == 3 else set())
     assert chunks[0]["choices"][0]["corun"] == {"seed": 1}
     assert usage["choices"] == []
     assert usage["usage"] == {"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}
     assert usage["system_fingerprint"] == chunks[-1]["system_fingerprint"] != ""
+    assert [event["usage"]["completion_tokens"] for event in counted] == [1, 2, 3, 4, 4]
+    assert {event["usage"]["prompt_tokens"] for event in counted} == {3}
 
 
-async def test_usage_may_come_with_every_event(model: str) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    async with cluster(model) as fake, serving(fake) as http:
-        slow(fake)
-        events = await http.stream(prompt="abc", max_tokens=4, seed=1, stream_options=options)
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
-    assert {event["usage"]["prompt_tokens"] for event in events} == {3}
-
-
-@pytest.mark.parametrize("as_ids", [None, False, True])
-async def test_log_probabilities_have_vllms_shape(model: str, as_ids: bool | None) -> None:
-    more = {} if as_ids is None else {"return_tokens_as_token_ids": as_ids}
-    async with cluster(model) as fake, serving(fake) as http:
-        answers = [await http.complete(max_tokens=2, seed=3, logprobs=count, **more) for count in (0, 1)]
+async def test_log_probabilities_have_vllms_shape(model: str) -> None:
     ids, values, _ = expected(PROMPT, SamplingParams(max_tokens=2), 3)
     texts = texts_of(model, ids)
-    names = [f"token_id:{token_id}" for token_id in ids] if as_ids else texts
-    tops = [{name: value} for name, value in zip(names, values, strict=True)]
-    offsets = [0, len(texts[0])]
-    shape = {"text_offset": offsets, "token_logprobs": values, "tokens": names, "top_logprobs": tops}
-    assert [answer["choices"][0]["logprobs"] for answer in answers] == [shape, shape]
+    async with cluster(model) as fake, serving(fake) as http:
+        for count, as_ids in ((0, None), (1, False), (1, True)):
+            names = [f"token_id:{token_id}" for token_id in ids] if as_ids else texts
+            answer = await http.complete(max_tokens=2, seed=3, logprobs=count, return_tokens_as_token_ids=as_ids)
+            assert answer["choices"][0]["logprobs"] == {
+                "text_offset": [0, len(texts[0])],
+                "token_logprobs": values,
+                "tokens": names,
+                "top_logprobs": [{name: value} for name, value in zip(names, values, strict=True)],
+            }
 
 
 def texts_of(model: str, ids: list[int]) -> list[str]:
@@ -282,21 +267,11 @@ async def test_the_model_has_a_name(model: str, served_name: str) -> None:
         card = answer["data"][0]
         assert (status, card["id"], card["max_model_len"]) == (200, name, MAX_MODEL_LEN)
         assert await http.get(f"/v1/models/{name}") == (200, card)
+        assert await http.get("/health") == (200, {"status": "ok"})
+        assert (await http.get("/version"))[1]["version"]
         assert (await http.complete(model=name))["model"] == (await http.complete())["model"] == name
         for other in ("other", model):  # The nodes' path is nobody's business.
             assert (await http.get(f"/v1/models/{other}"))[0] == 404
             status, answer, _ = await http.post({"prompt": "a", "model": other})
             assert (status, answer["error"]["type"]) == (404, "not_found_error")
             assert f"'{other}'" in answer["error"]["message"]
-
-
-async def test_it_says_that_it_is_well(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
-        assert await http.get("/health") == (200, {"status": "ok"})
-        assert (await http.get("/version"))[1]["version"]
-
-
-async def test_ids_of_the_whole_vocabulary_come_back(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
-        prompt = list(range(VOCAB_SIZE))
-        assert (await http.complete(prompt=prompt, **ALL))["choices"][0]["prompt_token_ids"] == prompt

@@ -7,22 +7,22 @@ import signal
 import ssl
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from corun.cli import COMMANDS, main
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway import clients as gateway_clients
-from corun.gateway.app import Gateway, serve
 from corun.gateway.clients import Clients
 from corun.gateway.completions import EventStream, merged
 from corun.gateway.config import GatewayConfig
 from corun.testing.cluster import WAIT_S
 from tests.clusters import FakeCluster, cluster
-from tests.gateway.serving import Http, joined, read_events, serving
+from tests.gateway.serving import joined, read_events, serving
 from tests.secrets import Secrets
 
 START_S = 60.0
@@ -42,8 +42,7 @@ def drawn_tokens(fake: FakeCluster) -> int:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_ends_its_request(model: str, stream: bool, fields: dict[str, Any]) -> None:
     async with cluster(model) as fake, serving(fake) as http:
-        url = http.gateway.url + "/v1/completions"
-        task = asyncio.ensure_future(_read_forever(http, url, {**LONG, "stream": stream, **fields}))
+        task = asyncio.ensure_future(http.post({**LONG, "stream": stream, **fields}))
         await fake.until(lambda: used_slots(fake) >= 1)
         assert http.gateway.activity.running >= 1
         task.cancel()
@@ -53,17 +52,11 @@ async def test_a_client_that_leaves_ends_its_request(model: str, stream: bool, f
         await fake.until(lambda: http.gateway.activity.running == 0)
 
 
-async def _read_forever(http: Http, url: str, body: dict[str, Any]) -> None:
-    async with http.session.post(url, json=body) as response:
-        await response.read()
-
-
 async def test_a_client_that_leaves_before_its_first_token_ends_its_request(model: str) -> None:
     async with cluster(model, slots=1) as fake, serving(fake) as http:
-        url = http.gateway.url + "/v1/completions"
-        holding = asyncio.ensure_future(_read_forever(http, url, LONG))
+        holding = asyncio.ensure_future(http.post(LONG))
         await fake.until(lambda: used_slots(fake) == 1)
-        waiting = asyncio.ensure_future(_read_forever(http, url, {**LONG, "stream": True}))
+        waiting = asyncio.ensure_future(http.post({**LONG, "stream": True}))
         await fake.until(lambda: fake.router.queue.waiting == 1)
         waiting.cancel()
         await fake.until(lambda: fake.router.queue.waiting == 0)
@@ -123,15 +116,6 @@ async def test_what_does_not_end_in_time_is_ended(model: str) -> None:
         await fake.idle()
 
 
-async def test_a_process_serves_until_it_is_told_to_stop(model: str) -> None:
-    async with cluster(model) as fake:
-        stop = asyncio.Event()
-        task = asyncio.ensure_future(serve(GatewayConfig(port=0, router=fake.address), stop))
-        await asyncio.sleep(0)
-        stop.set()
-        await asyncio.wait_for(task, WAIT_S)
-
-
 async def test_the_command_drains_on_sigterm(model: str) -> None:
     async with cluster(model) as fake:
         command = ("-m", "corun", "gateway", "--port", "0", "--router", fake.address)
@@ -154,25 +138,19 @@ async def test_the_command_drains_on_sigterm(model: str) -> None:
         assert b"Traceback" not in rest
 
 
-async def test_a_taken_port_is_an_error(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
-        second = Gateway(GatewayConfig(port=http.gateway.port, router=fake.address))
-        with pytest.raises(InvalidArgumentError, match=rf"^port = {http.gateway.port}: cannot be listened on at 127"):
-            await second.start()
-        await second.stop()
-        command = ("-m", "corun", "gateway", "--port", str(http.gateway.port), "--router", fake.address)
+async def test_a_port_is_shared_only_if_that_is_wanted(model: str) -> None:
+    async with cluster(model) as fake, serving(fake) as http, serving(fake, reuse_port=True) as sharing:
+        port = http.gateway.port
+        with pytest.raises(InvalidArgumentError, match=rf"^port = {port}: cannot be listened on at 127"):
+            async with serving(fake, port=port):
+                pass
+        command = ("-m", "corun", "gateway", "--port", str(port), "--router", fake.address)
         process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
         _, told = await asyncio.wait_for(process.communicate(), START_S)
-        assert process.returncode == 2
-        assert told.decode().count("\n") == 1
+        assert (process.returncode, told.decode().count("\n")) == (2, 1)
         assert told.startswith(b"corun: port = ")
-
-
-async def test_gateways_may_share_a_port(model: str) -> None:
-    async with cluster(model) as fake, serving(fake, reuse_port=True) as http:
-        second = Gateway(GatewayConfig(port=http.gateway.port, router=fake.address, reuse_port=True))
-        await second.start()
-        await second.stop()
+        async with serving(fake, port=sharing.gateway.port, reuse_port=True):
+            pass
 
 
 async def test_a_connection_that_says_nothing_is_closed(model: str) -> None:
@@ -182,22 +160,18 @@ async def test_a_connection_that_says_nothing_is_closed(model: str) -> None:
         slow[1].write(b"GET /health HTTP/1.1\r\nHo")
         heard = await asyncio.open_connection("127.0.0.1", http.gateway.port)
         await _ask(heard)
-        for reader, writer in (silent, slow):
-            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
-            writer.close()
-        assert b" 200 " in await _ask(heard)  # A connection that has sent something may be quiet.
-        heard[1].close()
-
-
-async def test_a_body_that_does_not_come_is_refused(model: str) -> None:
-    async with cluster(model) as fake, serving(fake, client_timeout_s=0.2) as http:
-        reader, writer = await asyncio.open_connection("127.0.0.1", http.gateway.port)
+        half = await asyncio.open_connection("127.0.0.1", http.gateway.port)
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
-        writer.write(head)
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), WAIT_S)
-        writer.close()
+        half[1].write(head)
+        for reader, writer in (silent, slow):
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
+        assert b" 408 " in await asyncio.wait_for(half[0].readline(), WAIT_S)  # Its body did not come.
+        half[1].close()
+        assert b" 200 " in await _ask(heard)  # A connection that has sent something may be quiet.
+        heard[1].close()
 
 
 async def test_a_client_that_leaves_is_not_an_error_of_ours(
@@ -214,43 +188,18 @@ async def test_a_client_that_leaves_is_not_an_error_of_ours(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-class _StuckTransport:
-    def __init__(self, buffered: int) -> None:
-        self.buffered = buffered
-        self.aborted = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.buffered
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-class _StuckResponse:
-    """The response of a client that takes no more data, unless `takes` is set."""
-
-    async def prepare(self, request: Any) -> None: ...
-
-    async def write(self, data: bytes) -> None:
-        await asyncio.sleep(0 if self.takes else 3600)
-
-    takes = False
-
-
 async def test_a_client_that_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "StreamResponse", lambda **_: _StuckResponse())
-
-    class Request:
-        transport = _StuckTransport(buffered=60_000)
-
-    request: Any = Request()
+    response, transport, waits_s = mock.AsyncMock(), mock.Mock(), 3600.0
+    response.write = lambda data: asyncio.sleep(waits_s)
+    transport.get_write_buffer_size.return_value = 60_000
+    request: Any = SimpleNamespace(transport=transport)
+    monkeypatch.setattr(web, "StreamResponse", lambda **_: response)
     with pytest.raises(ConnectionResetError):
         await EventStream(request, 0.01).send("data: x\n\n")
-    assert request.transport.aborted
-    monkeypatch.setattr(_StuckResponse, "takes", True)
-    request.transport.aborted = False
+    transport.abort.assert_called_once()
+    waits_s = 0.0
     await EventStream(request, 0.01).send("data: x\n\n")
-    assert not request.transport.aborted
+    transport.abort.assert_called_once()
 
 
 async def test_the_first_error_of_several_streams_ends_all() -> None:
@@ -303,9 +252,3 @@ async def test_connections_are_kept_by_token_and_given_up_when_idle() -> None:
     with clients.lease(a, gateway_clients.MAX_CALLS) as full, clients.lease(a) as more:
         assert more is not full
     await clients.close()
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "gateway" in COMMANDS
-    assert main(["gateway", "--host", "0.0.0.0"]) == 2
-    assert "--https-cert" in capsys.readouterr().err

@@ -10,23 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.errors import (
-    CancelledByPeerError,
-    ContractMismatchError,
-    CorunError,
-    DataLossError,
-    DeadlineError,
-    InternalError,
-    InvalidArgumentError,
-    NotFoundError,
-    OverloadedError,
-    PermissionDeniedError,
-    StaleGenerationError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway.config import GatewayConfig
 from corun.gateway.errors import STATUSES, body_of, response_of
+from corun.gateway.requests import _FIXED as FIXED_FIELDS
+from corun.gateway.requests import read_request
 from corun.testing.cluster import WAIT_S
 from tests.clusters import cluster
 from tests.gateway.serving import PROMPT, Http, serving
@@ -56,31 +44,10 @@ REFUSED: dict[str, list[Any]] = {
     "priority": ["best", 1.5, True],
     "return_token_ids": [1],
     "return_tokens_as_token_ids": [1, "yes"],
-    "echo": [True, 0],
-    "best_of": [2, True],
-    "suffix": ["x"],
-    "use_beam_search": [True],
-    "length_penalty": [2],
-    "include_stop_str_in_output": [True],
-    "skip_special_tokens": [False],
-    "spaces_between_special_tokens": [False],
-    "add_special_tokens": [False],
-    "truncate_prompt_tokens": [5],
-    "truncation_side": ["left"],
-    "allowed_token_ids": [[1]],
-    "bad_words": [["x"]],
-    "prompt_logprobs": [0],
-    "prompt_embeds": ["x"],
-    "logprob_token_ids": [[1]],
-    "response_format": [{"type": "json_object"}],
-    "structured_outputs": [{"regex": "a"}],
-    "return_token_offsets": [True],
-    "kv_transfer_params": [{}],
-    "cache_salt": ["x"],
-    "vllm_xargs": [{}],
-    "repetition_detection": [{}],
-    "thinking_token_budget": [5],
+    "echo": [0],
+    "best_of": [True],
     "tempreature": [0.5, None],
+    **{name: [["something else"]] for name in FIXED_FIELDS if name not in ("echo", "best_of")},
 }
 
 
@@ -103,7 +70,8 @@ async def _check_refused(http: Http, field: str, fields: dict[str, Any]) -> None
     assert headers["Content-Type"].startswith("application/json")
 
 
-async def test_stream_options_are_checked(model: str) -> None:
+async def test_parts_of_a_request_are_refused_by_name(model: str) -> None:
+    """Options of streams, and one bad prompt of several, which ends all."""
     async with cluster(model) as fake, serving(fake) as http:
         for options, field in (
             ([], "stream_options"),
@@ -112,10 +80,6 @@ async def test_stream_options_are_checked(model: str) -> None:
         ):
             await _check_refused(http, field, {"prompt": "a", "stream": True, "stream_options": options})
         await _check_refused(http, "stream_options", {"prompt": "a", "stream_options": {"include_usage": True}})
-
-
-async def test_one_bad_prompt_of_several_ends_all(model: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
         for stream in (False, True):
             fields = {"prompt": [[1, 2], [999]], "stream": stream, "max_tokens": 400}
             await _check_refused(http, "prompt[1].token_ids[0]", fields)
@@ -126,69 +90,43 @@ async def test_one_bad_prompt_of_several_ends_all(model: str) -> None:
     "body",
     [b"", b"{", b"[]", b"\xff", b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "top_p": NaN}', b"[" * 5000],
 )
-async def test_a_body_that_is_no_request_is_refused(model: str, body: bytes) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
-        status, answer, _ = await http.post(body, headers={"Content-Type": "application/json"})
-        assert (status, answer["error"]["param"]) == (400, "body")
+def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^body = "):
+        read_request(body, max_prompts=1)
 
 
 async def test_what_http_refuses_is_json_too(model: str) -> None:
+    json_type, long = {"Content-Type": "application/json"}, "/v1/" + "x" * 500
     async with cluster(model) as fake, serving(fake, max_body_bytes=1000) as http:
-        json_type = {"Content-Type": "application/json"}
-        found = {
-            "size": await http.post(b'{"prompt": "' + b"a" * 2000 + b'"}', headers=json_type),
-            "type": await http.post(b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}),
-            "coding": await http.post(b"x", headers={**json_type, "Content-Encoding": "gzip"}),
-            "path": await http.post({}, path="/v1/nothing"),
-            "chat": await http.post({"messages": []}, path="/v1/chat/completions"),
-            "method": await http.post({}, path="/v1/models"),
-        }
-        assert {name: status for name, (status, _, _) in found.items()} == {
-            "size": 413,
-            "type": 415,
-            "coding": 415,
-            "path": 404,
-            "chat": 404,
-            "method": 405,
-        }
-        for status, answer, _ in found.values():
-            assert answer["error"]["code"] == status
-        assert "/v1/completions" in found["chat"][1]["error"]["message"]
-        assert found["method"][1]["error"]["message"] == "POST /v1/models: this path takes GET,HEAD"
+        for status, (found, answer, _) in (
+            (413, await http.post(b'{"prompt": "' + b"a" * 2000 + b'"}', headers=json_type)),
+            (415, await http.post(b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})),
+            (415, await http.post(b"x", headers={**json_type, "Content-Encoding": "gzip"})),
+            (405, await http.post({}, path="/v1/models")),
+        ):
+            assert (found, answer["error"]["code"]) == (status, status)
+        assert answer["error"]["message"] == "POST /v1/models: this path takes GET,HEAD"
         assert (await http.get("/v1/completions"))[0] == 405
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/tokenizer_info", "/", "/v1/" + "x" * 500])
-async def test_an_unknown_path_says_what_there_is(model: str, path: str) -> None:
-    async with cluster(model) as fake, serving(fake) as http:
-        for status, answer in (await http.get(path), (await http.post({"input": "a"}, path=path))[:2]):
-            error = answer["error"]
-            assert (status, error["code"], error["type"]) == (404, 404, "not_found_error")
-            assert path[:50] in error["message"]
-            assert "but /health, /v1/completions, /v1/models, /v1/models/{name}, /version" in error["message"]
-            assert len(error["message"]) < 300
+        for path in ("/v1/responses", "/v1/chat/completions", "/", long):
+            for status, answer in (await http.get(path), (await http.post({"input": "a"}, path=path))[:2]):
+                error = answer["error"]
+                assert (status, error["code"], error["type"]) == (404, 404, "not_found_error")
+                assert path[:50] in error["message"]
+                assert "but /health, /v1/completions, /v1/models, /v1/models/{name}, /version" in error["message"]
+                assert len(error["message"]) < 300
 
 
 async def test_overload_is_429_with_a_time_to_come_back(model: str) -> None:
-    async with cluster(model, slots=1, max_queued_samples=1) as fake, serving(fake) as http:
-        answers = await asyncio.gather(
-            *(http.post({"prompt": "a", "max_tokens": 100, "stream": False}) for _ in range(8))
-        )
-    statuses = sorted(status for status, _, _ in answers)
-    assert statuses[0] == 200
-    assert statuses[-1] == 429
-    refused = [(answer, headers) for status, answer, headers in answers if status == 429]
-    for answer, headers in refused:
-        assert answer["error"]["type"] == "rate_limit_error"
-        assert int(headers["Retry-After"]) >= 1
-
-
-async def test_a_gateway_has_room_for_so_many(model: str) -> None:
-    async with cluster(model) as fake, serving(fake, max_requests=2) as http:
-        status, answer, headers = await http.post({"prompt": ["a", "b", "c"]})
+    """Of the router, and of the gateway itself."""
+    async with cluster(model, slots=1, max_queued_samples=1) as fake, serving(fake, max_requests=8) as http:
+        answers = await asyncio.gather(*(http.post({"prompt": "a", "max_tokens": 100}) for _ in range(8)))
+        status, answer, headers = await http.post({"prompt": ["a"] * 9})
         assert (status, headers["Retry-After"]) == (429, "1")
-        assert "2 prompts" in answer["error"]["message"]
-        assert (await http.post({"prompt": ["a", "b"]}))[0] == 200
+        assert "8 prompts" in answer["error"]["message"]
+    refused = [(answer["error"]["type"], headers) for status, answer, headers in answers if status != 200]
+    assert 0 < len(refused) < 8
+    for kind, headers in refused:
+        assert (kind, int(headers["Retry-After"]) >= 1) == ("rate_limit_error", True)
 
 
 async def test_tokens_are_the_routers_business(model: str, tmp_path: Path) -> None:
@@ -217,36 +155,30 @@ async def test_tokens_are_the_routers_business(model: str, tmp_path: Path) -> No
         assert (await http.get("/health"))[0] == 200  # With its own token, which opens nothing else.
 
 
-EMPTY_KEYS = ("", "Bearer", "Bearer ", "bearer  ", "Bearer EMPTY")
-"""What tools send that were given no key."""
-
-
 async def test_a_key_that_is_none_is_no_token(model: str, tmp_path: Path) -> None:
+    """Tools that were given no key send one of these."""
     secrets = Secrets.make(tmp_path)
     with_tokens = cluster(model, client=secrets.client, **secrets.settings)
-    async with cluster(model) as fake, serving(fake) as http:
-        for key in EMPTY_KEYS:
-            status, answer, _ = await http.post({"prompt": "a"}, headers={"Authorization": key})
-            assert status == 200, (key, answer)
-    async with with_tokens as fake, serving(fake, tls_ca=secrets.path("ca.pem")) as http:
-        for key in EMPTY_KEYS:
-            status, answer, _ = await http.post({"prompt": "a"}, headers={"Authorization": key})
-            assert (status, answer["error"]["type"]) == (401, "authentication_error")
-            assert "needs a client's token" in answer["error"]["message"]
+    async with (
+        cluster(model) as fake,
+        serving(fake) as http,
+        with_tokens as guarded,
+        serving(guarded, tls_ca=secrets.path("ca.pem")) as closed,
+    ):
+        for key in ("", "Bearer", "Bearer ", "bearer  ", "Bearer EMPTY"):
+            for gateway, wanted in ((http, 200), (closed, 401)):
+                status, answer, _ = await gateway.post({"prompt": "a"}, headers={"Authorization": key})
+                assert status == wanted, (key, answer)
+        assert "needs a client's token" in answer["error"]["message"]
 
 
 async def test_without_a_cluster_it_is_unavailable(model: str) -> None:
-    async with cluster(model) as fake, serving(fake, router="127.0.0.1:1", connect_timeout_s=0.2) as http:
+    async with cluster(model, decodes=0) as fake, serving(fake, router="127.0.0.1:1", connect_timeout_s=0.2) as http:
         status, answer, _ = await http.post({"prompt": "a"})
         assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
-        assert (await http.get("/health"))[0] == 503
-        assert (await http.get("/v1/models"))[0] == 503
-
-
-async def test_a_cluster_without_nodes_is_not_well(model: str) -> None:
-    async with cluster(model, decodes=0) as fake, serving(fake) as http:
-        await fake.until(lambda: fake.state("p1") is not None)
-        assert (await http.get("/health"))[0] == 503
+        assert (await http.get("/health"))[0] == (await http.get("/v1/models"))[0] == 503
+        async with serving(fake) as without_nodes:
+            assert (await without_nodes.get("/health"))[0] == 503
 
 
 async def test_a_deadline_is_504_before_the_first_token_and_an_event_after_it(model: str) -> None:
@@ -286,39 +218,11 @@ async def test_a_bug_is_told_by_an_id_only(
 
 
 def test_every_error_has_a_status() -> None:
-    errors: list[CorunError] = [
-        InvalidArgumentError("sampling_params.top_p", 2, "must be in (0, 1]"),
-        UnauthenticatedError("x"),
-        PermissionDeniedError("priority", "high", "must be low"),
-        NotFoundError("x"),
-        ContractMismatchError("x", {"a": ("1", "2")}),
-        StaleGenerationError("n", "1", "2"),
-        OverloadedError("x", 2.5),
-        InternalError("x"),
-        DataLossError("x"),
-        CancelledByPeerError("x"),
-        UnavailableError("x"),
-        DeadlineError("x"),
-    ]
-    assert [response_of(error).status for error in errors] == [
-        400,
-        401,
-        403,
-        404,
-        409,
-        409,
-        429,
-        500,
-        500,
-        503,
-        503,
-        504,
-    ]
-    assert {error.code for error in errors} == set(STATUSES)
-    assert set(STATUSES) <= set(grpc.StatusCode)
-    assert body_of(errors[0])["error"]["message"] == "top_p = 2: must be in (0, 1]"
-    assert response_of(errors[6]).headers["Retry-After"] == "3"
-    assert "Retry-After" not in response_of(errors[10]).headers
+    assert set(STATUSES) == {kind.code for kind in CorunError.__subclasses__()} <= set(grpc.StatusCode)
+    refused = body_of(InvalidArgumentError("sampling_params.top_p", 2, "must be in (0, 1]"))
+    assert refused["error"]["message"] == "top_p = 2: must be in (0, 1]"
+    assert response_of(OverloadedError("x", 2.5)).headers["Retry-After"] == "3"
+    assert "Retry-After" not in response_of(UnavailableError("x")).headers
 
 
 def test_the_text_of_a_prompt_is_not_shown_whole() -> None:
