@@ -23,7 +23,7 @@ import uvloop
 from rich.console import Console
 
 from corun.errors import CorunError, InternalError, InvalidArgumentError
-from corun.launch.signals import STOP_SIGNALS
+from corun.launch.runtime import STOP_SIGNALS
 from corun.models import resolve_model
 from corun.node.vllm.start import vllm_distribution
 from corun.processes import descendants, end_tree

@@ -194,7 +194,7 @@ class Server:
 
     async def _pad(self, rows: int) -> None:
         """Make all further decode steps this many rows long."""
-        await base.call_workers(self._llm, "pad_to", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
+        await base.call_workers(self._llm, "use", rows, timeout_s=base.OBSERVE_TIMEOUT_S)
         self._tell("padded", rows)
 
     def _take(self, outputs: list[Any]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from corun.node.vllm import switches
+from corun.node.vllm import pin
 from corun_bench.conditions import cpu, smi
 from corun_bench.kernels import RANK, Task
 from corun_bench.options import KernelOptions
@@ -120,7 +120,7 @@ def measure_all(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     options, ranks, rank = KernelOptions(**spec["options"]), spec["ranks"], int(os.environ.get(RANK, "0"))
     tasks = [Task(**{**task, "shape": tuple(task["shape"]), "rows": tuple(task["rows"])}) for task in spec["tasks"]]
     if any(task.variant == "nosplitk" for task in tasks):
-        switches.set_switches(options.device)
+        pin.set_switches(torch.backends, options.device)
     device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

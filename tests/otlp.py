@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 WAIT_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Received:
     """One span."""
 
@@ -29,6 +29,13 @@ class Received:
     failed: bool
     attributes: dict[str, Any]
     events: dict[str, int]
+
+    @classmethod
+    def of(cls, service: str, span: Any) -> Received:
+        ids = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
+        times = span.start_time_unix_nano, span.end_time_unix_nano
+        events = {event.name: event.time_unix_nano for event in span.events}
+        return cls(service, span.name, *ids, *times, span.status.code == 2, _values(span.attributes), events)
 
     def __str__(self) -> str:
         return f"{self.service}: {self.name}"
@@ -47,7 +54,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         for resource in request.resource_spans:
             service = _values(resource.resource.attributes)["service.name"]
             for scope in resource.scope_spans:
-                self.spans.extend(_received(service, span) for span in scope.spans)
+                self.spans.extend(Received.of(service, span) for span in scope.spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait(self, count: int) -> list[Received]:
@@ -71,21 +78,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def named(self, name: str) -> list[Received]:
         return [span for span in self._sorted() if span.name == name]
-
-
-def _received(service: str, span: Any) -> Received:
-    return Received(
-        service=service,
-        name=span.name,
-        trace=span.trace_id.hex(),
-        span=span.span_id.hex(),
-        parent=span.parent_span_id.hex(),
-        began=span.start_time_unix_nano,
-        ended=span.end_time_unix_nano,
-        failed=span.status.code == 2,
-        attributes=_values(span.attributes),
-        events={event.name: event.time_unix_nano for event in span.events},
-    )
 
 
 def _values(attributes: Any) -> dict[str, Any]:

@@ -33,32 +33,19 @@ class Mounted:
         self._directory = directory
         self._versions = 0
         self.now = self.renew()
+        self.files = Secrets(directory / "data")
+        """The newest secrets, by the paths that stay."""
 
-    def renew(self) -> Secrets:
-        """Another authority, other certificates, other tokens; all at once."""
+    def renew(self, *, is_broken: bool = False) -> Secrets:
+        """Another authority, other certificates, other tokens; all at once. A broken key is not its certificate's."""
         self._versions += 1
-        version = self._directory / f"v{self._versions}"
+        version, link = self._directory / f"v{self._versions}", self._directory / "next"
         made = Secrets.make(version)
-        self._point_to(version)
-        return made
-
-    def break_key(self) -> None:
-        """A version whose key is not that of its certificate."""
-        self._versions += 1
-        version = self._directory / f"v{self._versions}"
-        made = Secrets.make(version)
-        os.replace(made.path("client.key"), made.path("member.key"))
-        self._point_to(version)
-
-    @property
-    def files(self) -> Secrets:
-        """By the paths that stay."""
-        return Secrets(self._directory / "data")
-
-    def _point_to(self, version: Path) -> None:
-        link = self._directory / "next"
+        if is_broken:
+            os.replace(made.path("client.key"), made.path("member.key"))
         link.symlink_to(version)
         os.replace(link, self._directory / "data")
+        return made
 
 
 @pytest.fixture
@@ -80,31 +67,22 @@ async def answers(address: str, tls: TlsConfig, wait_s: float = DEADLINE_S) -> b
 
 
 class TestServer:
-    async def test_new_connections_get_the_new_certificate(self, mounted: Mounted) -> None:
+    async def test_new_connections_get_the_new_certificate_and_the_others_are_left_alone(
+        self, mounted: Mounted
+    ) -> None:
+        """The new authority also decides who may come."""
         old = mounted.now
-        async with serving(tls=of_member(mounted.files), mutual=False) as server:
-            assert await answers(server.address, old.tls)
-            new = mounted.renew()
-            assert await answers(server.address, new.tls)
-            assert not await answers(server.address, old.tls, wait_s=0.5)
-
-    async def test_and_the_new_authority_decides_who_may_come(self, mounted: Mounted) -> None:
-        old = mounted.now
-        async with serving(tls=of_member(mounted.files)) as server:
-            assert await answers(server.address, of_member(old))
-            new = mounted.renew()
-            mixed = TlsConfig(ca=new.path("ca.pem"), cert=old.path("member.pem"), key=old.path("member.key"))
-            assert not await answers(server.address, mixed, wait_s=0.5)
-            assert await answers(server.address, of_member(new))
-
-    async def test_connections_that_stand_are_left_alone(self, mounted: Mounted) -> None:
         async with (
-            serving(tls=of_member(mounted.files), mutual=False) as server,
-            channel(server.address, access=Access(tls=mounted.now.tls)) as link,
+            serving(tls=of_member(mounted.files)) as server,
+            channel(server.address, access=Access(tls=of_member(old))) as link,
         ):
             stub: Any = cluster_service_pb2_grpc.ClusterServiceStub(link)  # type: ignore[no-untyped-call]
             assert (await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)).router_id == "r"
-            mounted.renew()
+            new = mounted.renew()
+            mixed = TlsConfig(ca=new.path("ca.pem"), cert=old.path("member.pem"), key=old.path("member.key"))
+            assert await answers(server.address, of_member(new))
+            for tls in (of_member(old), mixed):
+                assert not await answers(server.address, tls, wait_s=0.5)
             assert (await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)).router_id == "r"
 
     async def test_bad_files_leave_the_old_ones_in_use(
@@ -113,7 +91,7 @@ class TestServer:
         """Said once, however many connections come; and the next good ones are taken."""
         old = mounted.now
         async with serving(tls=of_member(mounted.files), mutual=False) as server:
-            mounted.break_key()
+            mounted.renew(is_broken=True)
             for _ in range(3):
                 assert await answers(server.address, old.tls)
             (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -125,40 +103,25 @@ class TestServer:
 
 class TestChannel:
     async def test_new_calls_follow_the_files(self, mounted: Mounted) -> None:
-        """The server has moved to another authority; a client that was made before follows, without being made anew."""
+        """The server has moved to another authority. Clients that were made before follow, without being made anew.
+        The control: one whose files stay does not come back."""
+        options: dict[str, Any] = {"timeout_s": DEADLINE_S, "connect_timeout_s": 2.0}
         async with (
             serving(tls=of_member(mounted.files)) as server,
             AsyncClient(server.address, tls=of_member(mounted.files), timeout_s=DEADLINE_S) as client,
+            AsyncClient(server.address, tls=of_member(mounted.now), **options) as left_behind,
         ):
-            assert (await client.get_cluster()).router_id == "r"
+            blocking = Client(server.address, tls=of_member(mounted.files), timeout_s=DEADLINE_S)
+            assert {(await each.get_cluster()).router_id for each in (client, left_behind)} == {"r"}
+            assert (await asyncio.to_thread(blocking.get_cluster)).router_id == "r"
             await server.stop(0)
             mounted.renew()
-            async with _again(mounted, server.port):
+            async with serving(tls=of_member(mounted.files), port=server.port):
                 assert (await client.get_cluster()).router_id == "r"
-
-    async def test_blocking_calls_too(self, mounted: Mounted) -> None:
-        async with serving(tls=of_member(mounted.files)) as server:
-            with Client(server.address, tls=of_member(mounted.files), timeout_s=DEADLINE_S) as client:
-                assert (await asyncio.to_thread(client.get_cluster)).router_id == "r"
-                port = server.port
-                await server.stop(0)
-                mounted.renew()
-                async with _again(mounted, port):
-                    assert (await asyncio.to_thread(client.get_cluster)).router_id == "r"
-
-    async def test_without_renewal_nobody_comes_back(self, mounted: Mounted) -> None:
-        """The control: files that stay are what gRPC's own channels see."""
-        old = mounted.now
-        async with serving(tls=of_member(mounted.files)) as server:
-            options = {"timeout_s": DEADLINE_S, "connect_timeout_s": 2.0}
-            async with AsyncClient(server.address, tls=of_member(old), **options) as client:  # type: ignore[arg-type]
-                assert (await client.get_cluster()).router_id == "r"
-                port = server.port
-                await server.stop(0)
-                mounted.renew()
-                async with _again(mounted, port):
-                    with pytest.raises(UnavailableError):
-                        await client.get_cluster()
+                assert (await asyncio.to_thread(blocking.get_cluster)).router_id == "r"
+                with pytest.raises(UnavailableError):
+                    await left_behind.get_cluster()
+            await asyncio.to_thread(blocking.close)
 
     async def test_calls_in_progress_end_on_the_old_channel(self, mounted: Mounted) -> None:
         service = Servicer()
@@ -177,10 +140,6 @@ class TestChannel:
         assert (await stream.read()).text == "two"
         await link.close()
         await server.stop(0)
-
-
-def _again(mounted: Mounted, port: int) -> Any:
-    return serving(tls=of_member(mounted.files), port=port)
 
 
 class TestTokens:

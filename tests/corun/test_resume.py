@@ -33,22 +33,18 @@ def chunk(*ids: int, **changes: Any) -> Chunk:
 
 
 def last(*ids: int, tokens: list[tuple[int, float]], **changes: Any) -> Chunk:
+    """The end of a sample whose receipt says these tokens, and what else is changed in the receipt."""
     receipt = make_receipt("r", 0, prompt=(1,), seed=7, params=PARAMS, tokens=tokens)
-    return chunk(*ids, finish_reason=FinishReason.LENGTH, receipt=receipt, **changes)
-
-
-def lying(*ids: int, tokens: list[tuple[int, float]]) -> Chunk:
-    """A sample's end whose receipt is right but for the digest of its tokens alone."""
-    whole = last(*ids, tokens=tokens)
-    assert whole.receipt is not None
-    return replace(whole, receipt=replace(whole.receipt, tokens_digest="0" * 64))
+    return chunk(*ids, finish_reason=FinishReason.LENGTH, receipt=replace(receipt, **changes))
 
 
 def test_it_asks_for_what_is_missing() -> None:
     rest = resumption()
     assert not rest.request().resume
-    rest.take(chunk(1, 2, fingerprint="f" * 64, prompt_token_ids=(120,)))
-    rest.take(chunk(3))
+    first = rest.take(chunk(1, 2, fingerprint="f" * 64, prompt_token_ids=(120,)))
+    assert (first.fingerprint, first.prompt_token_ids, first.logprobs) == ("f" * 64, (120,), ())
+    again = rest.take(chunk(3, fingerprint="f" * 64, prompt_token_ids=(120,)))
+    assert (again.fingerprint, again.prompt_token_ids) == ("", ()), "what was told once is not told again"
     request = rest.request()
     assert (request.request_id, request.fingerprint, request.text) == ("r", "f" * 64, "x")
     digest = output_digest([1, 2, 3], [-1.0] * 3)
@@ -57,14 +53,6 @@ def test_it_asks_for_what_is_missing() -> None:
     rest.take(last(tokens=[(1, -1.0), (2, -1.0), (3, -1.0)]))
     assert codec.resume_point_from_proto(rest.request().resume[0]) == replace(point, done=True)
     assert not rest.is_whole
-
-
-def test_what_was_told_once_is_not_told_again() -> None:
-    rest = resumption()
-    first = rest.take(chunk(1, fingerprint="f", prompt_token_ids=(120,)))
-    again = rest.take(chunk(2, fingerprint="f", prompt_token_ids=(120,)))
-    assert (first.fingerprint, first.prompt_token_ids, first.logprobs) == ("f", (120,), ())
-    assert (again.fingerprint, again.prompt_token_ids) == ("", ())
 
 
 def test_requests_are_drawn_an_id_and_ask_for_what_checks_them() -> None:
@@ -77,7 +65,7 @@ def test_requests_are_drawn_an_id_and_ask_for_what_checks_them() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (lying(2, tokens=[(1, -1.0), (2, -1.0)]), DataLossError, "its tokens digest is"),
+        (last(2, tokens=[(1, -1.0), (2, -1.0)], tokens_digest="0" * 64), DataLossError, "its tokens digest is"),
         (chunk(2, seed=8), DataLossError, "began with seed 7 and went on with 8"),
         (chunk(2, logprobs=()), DataLossError, "0 log probabilities for 1 tokens"),
         (chunk(2, sample_index=2), DataLossError, "sample 2 of 2"),

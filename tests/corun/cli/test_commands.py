@@ -110,7 +110,7 @@ def test_the_commands_need_no_serving_packages() -> None:
         (["model"], "corun.models.tiny", "make setup"),
         (["gateway"], "corun.gateway.app", "pip install '.[router]'"),
         (["certs", "secrets"], "corun.cli.issue_certs", "pip install '.[router]'"),
-        (["bench", "report", "result.json", "-o", "page"], "corun_bench.report.views", "pip install '.[bench]'"),
+        (["bench", "report", "result.json", "-o", "page"], "corun_bench.report", "pip install '.[bench]'"),
     ],
 )
 def test_a_bare_install_says_what_is_missing(
