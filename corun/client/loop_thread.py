@@ -2,7 +2,7 @@
 ends.
 
 All blocking clients share it, since gRPC wakes every event loop of a process for each event of any of them. This module
-must not know what runs on the loop.
+must not know what else runs on the loop.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from corun.client.routers import Routers
 from corun.errors import CorunError, UnavailableError
 
 T = TypeVar("T")
-
-
-class User(Protocol):
-    """Something whose coroutines run on the loop, and which a blocking client closes."""
-
-    is_closed: bool
-
-    async def close(self) -> None: ...
 
 
 class LoopThread:
@@ -58,20 +51,20 @@ class LoopThread:
             work.close()
             raise
 
-    def close(self, user: User) -> None:
-        """Close the user, and wait until it is closed. In the loop's own thread, where the garbage collector may call
-        this, wait for nothing."""
-        closing = self.abandon(user)
+    def close(self, routers: Routers) -> None:
+        """Close a client's routers, and wait until they are closed. In the loop's own thread, where the garbage
+        collector may call this, wait for nothing."""
+        closing = self.abandon(routers)
         if closing is not None and threading.current_thread() is not self._thread:
             with suppress(CancelledError):
                 closing.result()
 
-    def abandon(self, user: User) -> Future[None] | None:
-        """Close the user without waiting for it. Return None if nothing can be open."""
-        user.is_closed = True
+    def abandon(self, routers: Routers) -> Future[None] | None:
+        """Close a client's routers without waiting for them. Return None if nothing can be open."""
+        routers.is_closed = True
         if self._loop is not None:
             with suppress(CorunError, RuntimeError):
-                return self.submit(user.close())
+                return self.submit(routers.close())
         return None
 
     def end(self) -> None:

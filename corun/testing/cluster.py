@@ -125,7 +125,8 @@ class LocalCluster:
         links = {name: getattr(self._config, name) for name in LINKS}
         own = {name: value for name, value in settings.items() if name in names}
         others = {name: value for name, value in settings.items() if name not in names and name != "join"}
-        config: Any = kind(model=self.model, node_id=node_id, router=self.addresses, **links, **own)
+        values: dict[str, Any] = {"model": self.model, "node_id": node_id, "router": self.addresses, **links, **own}
+        config: Any = kind(**values)
         ref = NodeRef(node_id=node_id, generation=new_generation())
         parts: Role = make(config, ref, self.kv, **others)
         if role is NodeRole.DECODE:

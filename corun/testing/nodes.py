@@ -10,7 +10,6 @@ from typing import Any
 
 from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
 from corun.node.life import Life, Role, node_info
-from corun.node.membership import NodeAgent
 from corun.observe.endpoints import Observation
 from corun.testing.engines import KV_BLOCKS, Facts, FakeDecodeEngine, FakeKv, FakePrefillEngine
 from corun.testing.model import contract
@@ -56,47 +55,38 @@ def decode_role(config: DecodeConfig, ref: NodeRef, kv: FakeKv, *, kv_blocks: in
     )
 
 
-class LocalNode:
+class LocalNode(Life):
     """One generation of a node, from its start to its end. Make it inside a running loop, and `start` it.
 
     To a router it is a node process: it may be stopped, which drains it, or killed.
     """
 
     def __init__(self, config: NodeConfig, role: Role, ref: NodeRef) -> None:
+        self.observation = Observation(config)
+        super().__init__(config, role, self.observation)
         self.ref = ref
         self.engine: Any = role.engine
         self.service: Any = role.service
         self.stop = asyncio.Event()
         """Set this to ask the node to end, like SIGTERM: it drains first."""
-        self.observation = Observation(config)
         self.membership: asyncio.Task[None] | None = None
         """The task that keeps the node registered; None before the node has joined."""
         self.info: NodeInfo
         self.life: asyncio.Task[None]
         """The task that is this node's process. It raises the error that ends the node."""
-        self._life = Life(config, role, self.observation)
-        self._info_at = role.info
 
     async def start(self) -> None:
         """Listen and watch the engine; `join` is what makes routers use the node."""
         await self.observation.start()
-        await self._life.start()
-        self.info = self._info_at(self._life.server.address)
+        await super().start()
+        self.info = self._role.info(self.server.address)
         self.life = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
         try:
-            await self._life.run(self.stop)
+            await self.run(self.stop)
         finally:
             await self.observation.stop()
-
-    @property
-    def agent(self) -> NodeAgent:
-        return self._life.agent
-
-    @agent.setter
-    def agent(self, agent: NodeAgent) -> None:
-        self._life.agent = agent
 
     @property
     def is_member(self) -> bool:
@@ -118,9 +108,10 @@ class LocalNode:
         """The number of tokens of the prompts that a prefill node is to compute."""
         return int(self.service.queued_tokens)
 
-    def join(self) -> None:
+    def join(self) -> asyncio.Task[None]:
         """Register with the routers and send heartbeats."""
-        self.membership = self._life.join()
+        self.membership = super().join()
+        return self.membership
 
     async def fall_silent(self) -> None:
         """Stop the heartbeats; the service still answers. `join` ends the silence."""
@@ -133,7 +124,7 @@ class LocalNode:
         if not self.life.done():
             self.engine.hanging = True  # It draws nothing more while the server closes.
             self.life.cancel()
-            await self._life.close(grace_s=0.0)
+            await self.close(grace_s=0.0)
         await asyncio.wait((self.life,))
         if not self.life.cancelled():
             self.life.exception()  # It has been looked at: what ended the node is no error of this process.
