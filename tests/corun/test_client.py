@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,9 +95,6 @@ def test_with_logprobs_come_the_texts_of_the_tokens(client: Client, fake: FakeCl
     assert "".join(done.token_texts) == done.text
     assert client.generate(PROMPT, SamplingParams(max_tokens=3)).token_texts == ()
     assert [request.token_texts for request in fake.requests] == [True, False]
-    fake.without_texts = True
-    with pytest.raises(DataLossError, match="0 texts for 1 tokens"):
-        client.generate(PROMPT, PARAMS)
 
 
 def test_text_that_comes_after_the_last_token_is_its_own() -> None:
@@ -196,12 +193,21 @@ def test_whoever_waits_for_a_router_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, takes_connections: bool
 ) -> None:
     monkeypatch.setattr("corun.client.routers.NOTICE_S", 0.05)
+    calls: list[Callable[[Client], Any]] = [
+        lambda c: c.get_cluster(),
+        lambda c: c.generate("a"),
+        lambda c: [*c.verify([])],
+    ]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1] if takes_connections else 1}"
-        for connect_timeout_s, lines in ((0.4, 1), (0.05, 0)):  # The error itself comes at once.
+        for connect_timeout_s, lines in ((0.4, 3), (0.05, 0)):  # The error itself comes at once.
             caplog.clear()
-            with Client(address, connect_timeout_s=connect_timeout_s) as client, pytest.raises(UnavailableError):
-                client.get_cluster()
+            with Client(address, connect_timeout_s=connect_timeout_s) as client:
+                for call in calls:
+                    started = time.monotonic()
+                    with pytest.raises(UnavailableError, match=f"no router answers at {address} "):
+                        call(client)
+                    assert time.monotonic() - started > 0.9 * connect_timeout_s
             told = [record.getMessage() for record in caplog.records if record.name == "corun.client.routers"]
             assert len(told) == lines
             assert all(f"no router answers at {address} yet: trying for another 0." in line for line in told)
@@ -211,23 +217,6 @@ def test_a_message_beyond_the_limit_is_refused(client: Client, fake: FakeCluster
     with pytest.raises(InvalidArgumentError, match=r"message = .*: must be at most 16777216 bytes"):
         client.generate("a" * (17 * 1024 * 1024))
     assert not fake.requests
-
-
-def test_what_is_missing_is_named_with_the_address(client: Client, fake: FakeCluster) -> None:
-    fake.errors.append(UnavailableError("no decode node has joined"))
-    with pytest.raises(UnavailableError, match=rf"router {fake.address}: no decode node has joined"):
-        client.generate(PROMPT)
-
-
-@pytest.mark.parametrize("call", [lambda c: c.generate("a"), lambda c: c.get_cluster(), lambda c: list(c.verify([]))])
-def test_an_unreachable_router_is_named(call: object) -> None:
-    started = time.monotonic()
-    with (
-        Client("127.0.0.1:1", connect_timeout_s=0.3) as client,
-        pytest.raises(UnavailableError, match=r"at 127\.0\.0\.1:1 "),
-    ):
-        call(client)  # type: ignore[operator]
-    assert time.monotonic() - started > 0.2
 
 
 def test_a_router_that_starts_later_is_waited_for(fake: FakeCluster) -> None:
@@ -261,16 +250,19 @@ def test_a_timeout_is_finite_and_above_zero(client: Client, timeout: float) -> N
         client.generate(PROMPT, timeout_s=timeout)
 
 
-def test_an_output_that_is_not_its_receipts_is_refused(client: Client, fake: FakeCluster) -> None:
-    fake.tamper = True
-    with pytest.raises(DataLossError, match="output digest"):
-        client.generate(PROMPT, PARAMS)
-
-
-def test_a_stream_that_ends_early_is_refused(client: Client, fake: FakeCluster) -> None:
-    fake.cut = True
-    with pytest.raises(DataLossError, match="the stream ended before sample 0 did"):
-        client.generate(PROMPT, PARAMS)
+def test_wrong_answers_of_a_router_are_refused(client: Client, fake: FakeCluster) -> None:
+    for flaw, message in (
+        ("tamper", "output digest"),
+        ("cut", "the stream ended before sample 0 did"),
+        ("without_texts", "0 texts for 1 tokens"),
+    ):
+        setattr(fake, flaw, True)
+        with pytest.raises(DataLossError, match=message):
+            client.generate(PROMPT, PARAMS)
+        setattr(fake, flaw, False)
+    fake.errors.append(UnavailableError("no decode node has joined"))
+    with pytest.raises(UnavailableError, match=rf"router {fake.address}: no decode node has joined"):
+        client.generate(PROMPT)
 
 
 def test_generate_many_keeps_the_order_and_the_bound(client: Client, fake: FakeCluster) -> None:
@@ -321,13 +313,6 @@ def test_a_router_that_says_come_back_is_asked_again(client: Client, fake: FakeC
     assert ids[0]
 
 
-def test_a_closed_client_says_so(fake: FakeCluster) -> None:
-    client = Client(fake.address)
-    client.close()
-    with pytest.raises(CancelledByPeerError, match="closed"):
-        client.generate("a")
-
-
 def test_closing_ends_the_calls_of_other_threads(client: Client, fake: FakeCluster) -> None:
     fake.gate.clear()
     stream = client.stream(PROMPT, PARAMS)
@@ -339,6 +324,8 @@ def test_closing_ends_the_calls_of_other_threads(client: Client, fake: FakeClust
         with pytest.raises(CancelledByPeerError, match="closed"):
             rest.result(WAIT_S)
     assert fake.cancelled.wait(WAIT_S)
+    with pytest.raises(CancelledByPeerError, match="closed"):
+        client.generate("a")
 
 
 def test_closing_ends_a_call_that_waits_for_its_next_try(client: Client, fake: FakeCluster) -> None:
@@ -372,11 +359,12 @@ def test_several_threads_and_clients_share_a_loop(client: Client, fake: FakeClus
 def test_a_forgotten_client_leaves_no_call(fake: FakeCluster) -> None:
     fake.gate.clear()
     client = Client(fake.address)
-    stream = client.stream(PROMPT, PARAMS)
+    stream, routers = client.stream(PROMPT, PARAMS), client._client._routers
     assert next(stream).token_ids
     del client, stream
     gc.collect()
     assert fake.cancelled.wait(WAIT_S)
+    assert routers.is_closed
 
 
 def test_ctrl_c_ends_a_call_and_the_request(fake: FakeCluster) -> None:
@@ -426,7 +414,8 @@ next(stream)
 circle = [stream]
 circle.append(circle)
 """
-    subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=True)
+    ended = subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=True, stderr=subprocess.PIPE, text=True)
+    assert "Error" not in ended.stderr
 
 
 def test_a_client_that_is_closed_on_the_loops_own_thread_waits_for_nothing(fake: FakeCluster) -> None:
