@@ -17,8 +17,7 @@ from aiohttp import web
 import corun
 from corun.config.fields import TlsConfig
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.gateway.activity import Activity
-from corun.gateway.bodies import Room, was_not_asked, when_read
+from corun.gateway.bodies import was_not_asked, when_read
 from corun.gateway.clients import Catalog, Clients, bearer_token
 from corun.gateway.completions import Completions
 from corun.gateway.config import GatewayConfig
@@ -40,13 +39,12 @@ class Gateway:
     """One gateway. Make it inside a running event loop."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.activity = Activity(config.max_requests)
         self.clients = Clients(config)
-        self.room = Room(config.max_bodies_bytes)
         self._config = config
         self._catalog = Catalog(config, self.clients)
+        completions = Completions(config, self.clients, self._catalog)
+        self.activity, self.room = completions.activity, completions.room
         self._started_at = int(time.time())
-        completions = Completions(config, self.clients, self._catalog, self.activity, self.room)
         app = web.Application(middlewares=[self._heard, translated])
         app.router.add_post("/v1/completions", completions.post, expect_handler=when_read)
         app.router.add_get("/v1/models", self._models)

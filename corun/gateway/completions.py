@@ -37,24 +37,22 @@ Numbered = AsyncGenerator[tuple[int, Chunk], None]
 class Completions:
     """Answers completion requests."""
 
-    def __init__(
-        self, config: GatewayConfig, clients: Clients, catalog: Catalog, activity: Activity, room: Room
-    ) -> None:
+    def __init__(self, config: GatewayConfig, clients: Clients, catalog: Catalog) -> None:
+        self.activity = Activity(config.max_requests)
+        self.room = Room(config.max_bodies_bytes)
         self._config = config
         self._clients = clients
         self._catalog = catalog
-        self._activity = activity
-        self._room = room
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Handle a completion request."""
         token = bearer_token(request.headers.get("Authorization"))
         caller = read((TRACEPARENT, value) for value in request.headers.getall(TRACEPARENT, ()))
-        with self._activity.request(), within(caller), self._room.hold(token) as hold:
+        with self.activity.request(), within(caller), self.room.hold(token) as hold:
             served = await self._catalog.served(token)  # First: only known clients may send a body.
             asked = await self._read(request, served, hold)
             calls = len(asked.prompts)
-            with self._activity.more(calls - 1), self._clients.lease(token, calls) as client:
+            with self.activity.more(calls - 1), self._clients.lease(token, calls) as client:
                 chunks = merged([_one(asked, client, index) for index in range(calls)])
                 async with aclosing(chunks):
                     if asked.stream:
@@ -74,7 +72,7 @@ class Completions:
 
     async def _whole(self, asked: CompletionRequest, model: str, chunks: Numbered) -> web.Response:
         found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
-        with self._activity.told():
+        with self.activity.told():
             async for index, chunk in chunks:
                 found[index].add(chunk)
         return web.json_response(completion(head(asked, model), asked, [each.finish() for each in found]))
@@ -85,7 +83,7 @@ class Completions:
         answer = EventStream(request, self._config.client_timeout_s)
         events = Events(head(asked, model), asked)
         try:
-            with self._activity.told():
+            with self.activity.told():
                 async for index, chunk in chunks:
                     if event := events.chunk(index, chunk):
                         await answer.send(event)

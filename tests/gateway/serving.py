@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,8 @@ from corun.gateway.config import GatewayConfig
 from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.testing.engines import expected
-from tests.clusters import FakeCluster
+from tests.clusters import FakeCluster, cluster
+from tests.secrets import Secrets
 
 PROMPT = (5, 6, 7)
 
@@ -70,6 +72,15 @@ async def serving(fake: FakeCluster, **config: Any) -> AsyncIterator[Http]:
         assert gateway.activity.running == 0 or gateway.activity.draining
     finally:
         await gateway.stop()
+
+
+@asynccontextmanager
+async def with_tokens(model: str, directory: Path, **config: Any) -> AsyncIterator[tuple[FakeCluster, Http, Secrets]]:
+    """A gateway before a cluster whose clients need tokens."""
+    secrets = Secrets.make(directory)
+    guarded = cluster(model, client=secrets.client, **secrets.settings)
+    async with guarded as fake, serving(fake, tls_ca=secrets.path("ca.pem"), **config) as http:
+        yield fake, http, secrets
 
 
 def check_choice(

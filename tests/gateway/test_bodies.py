@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,15 +20,14 @@ from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from corun.gateway import clients as gateway_clients
 from corun.gateway.app import Gateway
 from corun.gateway.bodies import ALLOWANCE, Limits, Room, Structure
-from corun.gateway.clients import Catalog, Clients
+from corun.gateway.clients import Catalog
 from corun.gateway.config import GatewayConfig
 from corun.gateway.requests import read_request
 from corun.testing.cluster import WAIT_S
 from corun.testing.engines import MAX_MODEL_LEN
 from router.service import ClusterService
-from tests.clusters import FakeCluster, cluster
-from tests.gateway.serving import PROMPT, Http, serving
-from tests.secrets import Secrets
+from tests.clusters import cluster
+from tests.gateway.serving import PROMPT, serving, with_tokens
 
 JSON_TYPE = {"Content-Type": "application/json"}
 MIB = 2**20
@@ -51,14 +52,6 @@ async def _pieces(piece: bytes, count: int) -> AsyncIterator[bytes]:
 
 async def status_of(reader: asyncio.StreamReader) -> int:
     return int((await asyncio.wait_for(reader.readline(), WAIT_S)).split()[1])
-
-
-@asynccontextmanager
-async def with_tokens(model: str, tmp_path: Path, **config: Any) -> AsyncIterator[tuple[FakeCluster, Http, Secrets]]:
-    secrets = Secrets.make(tmp_path)
-    with_clients = cluster(model, client=secrets.client, **secrets.settings)
-    async with with_clients as fake, serving(fake, tls_ca=secrets.path("ca.pem"), **config) as http:
-        yield fake, http, secrets
 
 
 async def test_without_a_token_no_body_is_read_nor_asked_for(model: str, tmp_path: Path) -> None:
@@ -193,33 +186,24 @@ def test_a_body_is_utf_8_since_nothing_else_is_weighed(encoding: str) -> None:
 
 async def test_who_waits_for_an_answer_about_the_model_is_told_it_also_if_it_is_an_error() -> None:
     """One after the other, each waiting for as long as a router may take, the last one would have no deadline."""
-    clients = _SilentClients()
-    catalog = Catalog(GatewayConfig(), cast(Clients, clients))
+    asked, answers, questions = asyncio.Event(), asyncio.Event(), itertools.count(1)
+
+    async def get_cluster() -> Any:
+        number = next(questions)
+        asked.set()
+        await answers.wait()
+        raise UnavailableError(f"no router answers, question {number}")
+
+    client = SimpleNamespace(get_cluster=get_cluster)
+    clients: Any = SimpleNamespace(lease=lambda token: nullcontext(client))
+    catalog = Catalog(GatewayConfig(), clients)
     first = [asyncio.ensure_future(catalog.served("")) for _ in range(3)]
-    await asyncio.wait_for(clients.asked.wait(), WAIT_S)
-    clients.answers.set()
-    answers = await asyncio.wait_for(asyncio.gather(*first, return_exceptions=True), WAIT_S)
-    assert [str(answer) for answer in answers] == ["no router answers, question 1"] * 3
+    await asyncio.wait_for(asked.wait(), WAIT_S)
+    answers.set()
+    found = await asyncio.wait_for(asyncio.gather(*first, return_exceptions=True), WAIT_S)
+    assert [str(answer) for answer in found] == ["no router answers, question 1"] * 3
     with pytest.raises(UnavailableError, match="question 2"):
         await catalog.served("")
-
-
-class _SilentClients:
-    """Clients of a router that does not answer; a question ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.asked, self.answers = asyncio.Event(), asyncio.Event()
-        self._questions = 0
-
-    @contextmanager
-    def lease(self, token: str) -> Iterator[_SilentClients]:
-        yield self
-
-    async def get_cluster(self) -> Any:
-        self._questions += 1
-        self.asked.set()
-        await self.answers.wait()
-        raise UnavailableError(f"no router answers, question {self._questions}")
 
 
 async def test_the_bytes_of_all_bodies_have_a_bound(model: str) -> None:

@@ -17,7 +17,7 @@ from corun.gateway.requests import _FIXED as FIXED_FIELDS
 from corun.gateway.requests import read_request
 from corun.testing.cluster import WAIT_S
 from tests.clusters import cluster
-from tests.gateway.serving import PROMPT, Http, serving
+from tests.gateway.serving import PROMPT, Http, serving, with_tokens
 from tests.secrets import Secrets
 
 REFUSED: dict[str, list[Any]] = {
@@ -157,14 +157,7 @@ async def test_tokens_are_the_routers_business(model: str, tmp_path: Path) -> No
 
 async def test_a_key_that_is_none_is_no_token(model: str, tmp_path: Path) -> None:
     """Tools that were given no key send one of these."""
-    secrets = Secrets.make(tmp_path)
-    with_tokens = cluster(model, client=secrets.client, **secrets.settings)
-    async with (
-        cluster(model) as fake,
-        serving(fake) as http,
-        with_tokens as guarded,
-        serving(guarded, tls_ca=secrets.path("ca.pem")) as closed,
-    ):
+    async with cluster(model) as fake, serving(fake) as http, with_tokens(model, tmp_path) as (_, closed, _):
         for key in ("", "Bearer", "Bearer ", "bearer  ", "Bearer EMPTY"):
             for gateway, wanted in ((http, 200), (closed, 401)):
                 status, answer, _ = await gateway.post({"prompt": "a"}, headers={"Authorization": key})
