@@ -40,7 +40,10 @@ async def test_a_killed_decode_node_changes_no_bit() -> None:
         tokens: list[int] = []
         async for chunk in client.stream("Once upon a time", PARAMS, seed=3):
             if not tokens:
-                await cluster.kill(await drawing(cluster))
+                name = await drawing(cluster)
+                held = ", ".join(cluster.held())
+                assert all(f"{what} of {name}@" in held for what in ("1 slots", "claim on a slot", "claim on KV"))
+                await cluster.kill(name)
             tokens += chunk.token_ids
         done = await client.generate("Once upon a time", PARAMS, seed=3)
         assert tuple(tokens) == done.token_ids
