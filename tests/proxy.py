@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from types import TracebackType
 
 
 class CuttingProxy:
@@ -28,9 +27,7 @@ class CuttingProxy:
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -54,7 +51,8 @@ class CuttingProxy:
         except OSError:
             writer.transport.abort()
             return
-        budget = self._draw_budget()
+        budget = self._rng.randint(0, self._longest) if self._left else None
+        self._left = max(0, self._left - 1)
         pumps = [
             asyncio.ensure_future(self._pump(reader, far_writer, None)),
             asyncio.ensure_future(self._pump(far_reader, writer, budget)),
@@ -72,16 +70,12 @@ class CuttingProxy:
             writer.transport.abort()
             far_writer.transport.abort()
 
-    def _draw_budget(self) -> int | None:
-        if self._left == 0:
-            return None
-        self._left -= 1
-        return self._rng.randint(0, self._longest)
-
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: int | None) -> None:
         try:
             while data := await reader.read(2**16):
-                await self._hold()
+                wait_s = max(self.delay_s, self._silent_until - asyncio.get_running_loop().time())
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
                 writer.write(data if budget is None else data[:budget])
                 await writer.drain()
                 if budget is not None:
@@ -90,8 +84,3 @@ class CuttingProxy:
                         return
         except OSError:
             return
-
-    async def _hold(self) -> None:
-        wait_s = max(self.delay_s, self._silent_until - asyncio.get_running_loop().time())
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)

@@ -38,22 +38,16 @@ ORDINARY, STOP = 7, 3
 """Token ids."""
 
 
-def play(
-    scheduler: str, trace: Trace, platform: Platform, *, role: NodeRole, connector: bool = True, **changes: Any
-) -> Record:
-    """Runs `trace` to its end on the scheduler class of this dotted name.
-
-    Args:
-        changes: to the settings of the KV transfer, which there is with a `connector` only.
-    """
+def play(scheduler: str, trace: Trace, platform: Platform, **options: Any) -> Record:
+    """Runs `trace` to its end on the scheduler class of this dotted name. options: see `engine`."""
     with environment(VLLM_USE_V2_MODEL_RUNNER=str(int(platform.v2_runner))):
-        return engine(scheduler, trace, platform, role=role, connector=connector, **changes).play()
+        return engine(scheduler, trace, platform, **options).play()
 
 
 def engine(
     scheduler: str, trace: Trace, platform: Platform, *, role: NodeRole, connector: bool = True, **changes: Any
 ) -> _Engine:
-    """What `play` runs, before it runs."""
+    """What `play` runs, before it runs. changes: to the settings of the KV transfer, if there is a `connector`."""
     with environment():
         config = _config(role, platform, connector, **changes)
     with environment(VLLM_USE_V2_MODEL_RUNNER=str(int(platform.v2_runner))):

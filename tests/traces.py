@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
@@ -123,65 +123,54 @@ MOST_BLOCKS = 24
 
 def prefill_traces(*, longest_output: int = 1) -> st.SearchStrategy[Trace]:
     """Traces for a node that computes prompts; with more than one output token, for one that decodes as well."""
-    arrivals = st.builds(
-        Arrive,
-        prompt=st.integers(1, LONGEST_PROMPT),
-        max_tokens=st.integers(1, longest_output),
-        stops_after=st.integers(ENDLESS, 3) if longest_output > 1 else st.just(ENDLESS),
-        transfer_steps=st.integers(0, 30),
-    )
+    stops = st.integers(ENDLESS, 3) if longest_output > 1 else st.just(ENDLESS)
+    arrivals = _arrivals(longest_output, stops_after=stops, transfer_steps=st.integers(0, 30))
     return _traces(arrivals, chunks=st.sampled_from([8, 16, 40, 64]))
 
 
 def decode_traces() -> st.SearchStrategy[Trace]:
-    arrivals = st.builds(
-        Arrive,
-        prompt=st.integers(1, LONGEST_PROMPT),
-        max_tokens=st.integers(1, LONGEST_OUTPUT),
-        stops_after=st.integers(ENDLESS, 6),
-        transfer_steps=st.integers(0, 6),
-        fails=st.sampled_from([False, False, False, True]),
+    fails = st.sampled_from([False, False, False, True])
+    arrivals = _arrivals(
+        LONGEST_OUTPUT, stops_after=st.integers(ENDLESS, 6), transfer_steps=st.integers(0, 6), fails=fails
     )
-    return _traces(arrivals, chunks=None)
+    return _traces(arrivals, chunks=st.just(0))
 
 
-def _traces(arrivals: st.SearchStrategy[Arrive], chunks: st.SearchStrategy[int] | None) -> st.SearchStrategy[Trace]:
+def _arrivals(longest_output: int, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[Arrive]:
+    prompt, max_tokens = st.integers(1, LONGEST_PROMPT), st.integers(1, longest_output)
+    return st.builds(Arrive, prompt=prompt, max_tokens=max_tokens, **others)
+
+
+def _traces(arrivals: st.SearchStrategy[Arrive], chunks: st.SearchStrategy[int]) -> st.SearchStrategy[Trace]:
+    """Traces of these arrivals. A chunk of 0 stands for a decode step, which has one token for each slot."""
     op = arrivals | arrivals | st.builds(Abort, st.integers(0, 99)) | st.builds(Run, st.integers(1, 8))
     ops = st.lists(op, min_size=12, max_size=60)  # A short trace never fills a node.
-    slots = st.integers(1, 8)
     # The largest request always fits: engines and services refuse a request that never can.
     blocks = st.integers(-(-(LONGEST_PROMPT + LONGEST_OUTPUT) // BLOCK_SIZE), MOST_BLOCKS)
-    if chunks is None:  # A decode step has one token for each slot.
-        return st.builds(lambda n, b, o: Trace(n, n, b, tuple(o)), slots, blocks, ops)
-    return st.builds(lambda n, c, b, o: Trace(n, c, b, tuple(o)), slots, chunks, blocks, ops)
+    return st.builds(lambda n, c, b, o: Trace(n, c or n, b, tuple(o)), st.integers(1, 8), chunks, blocks, ops)
 
 
 def violations(record: Record) -> Iterator[str]:
     """Yield each thing that no scheduler of ours may do, whatever its role."""
-    if record.stuck:
-        yield "stuck"
-    if record.left_over:
-        yield "left over"
-    if any(step.preempted for step in record.steps):
-        yield "preempted"
-    if any(step.owed > step.free for step in record.steps):
-        yield "more KV promised than exists"
-    if any(step.stale for step in record.steps):
-        yield "KV of others behind a sequence"
-    if any(step.wiped for step in record.steps):
-        yield "KV is zeroed that somebody needs"
+    steps = record.steps
+    facts = {
+        "stuck": record.stuck,
+        "left over": bool(record.left_over),
+        "preempted": any(step.preempted for step in steps),
+        "more KV promised than exists": any(step.owed > step.free for step in steps),
+        "KV of others behind a sequence": any(step.stale for step in steps),
+        "KV is zeroed that somebody needs": any(step.wiped for step in steps),
+    }
+    yield from (name for name, is_found in facts.items() if is_found)
     for number, request in enumerate(record.requests):
-        if number not in record.aborted and _outcome(record, number) != _expected(request):
+        outcome = len(record.outputs.get(number, ())), record.finished.get(number, "")
+        if number not in record.aborted and outcome != _expected(request):
             yield "wrong output"
 
 
 def in_order(numbers: list[int]) -> bool:
     """Return whether the numbers ascend; requests are numbered as they arrive."""
     return numbers == sorted(numbers)
-
-
-def _outcome(record: Record, number: int) -> tuple[int, str]:
-    return len(record.outputs.get(number, ())), record.finished.get(number, "")
 
 
 def _expected(request: Arrive) -> tuple[int, str]:
