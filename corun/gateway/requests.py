@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from corun.client.request import read_priority
@@ -18,45 +18,15 @@ from corun.errors import InvalidArgumentError, Shown
 from corun.params import MAX_LOGIT_BIAS, SamplingParams, check_request_id, check_seed
 from corun.types import Priority
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "n",
-)
+_OWN_WAY = ("top_k", "logit_bias", "logprobs")
+_SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN_WAY)
 """Fields that `SamplingParams` has under the same name. null stands for the default there."""
-_OWN = (
-    "model",
-    "prompt",
-    "top_k",
-    "logit_bias",
-    "logprobs",
-    "seed",
-    "stream",
-    "stream_options",
-    "request_id",
-    "priority",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-)
+_ASKED = (*_OWN_WAY, "model", "prompt", "seed", "request_id", "priority")
+_ANSWERED = ("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids")
+"""Fields that say how the answer is given."""
 _WITHOUT_EFFECT = ("user", "safety_identifier", "metadata")
 """Fields that are accepted and do not affect the output."""
-_NOT_SUPPORTED = (
-    "prompt_embeds",
-    "ec_transfer_params",
-    "cache_salt",
-    "vllm_xargs",
-    "repetition_detection",
-    "thinking_token_budget",
-)
+_NOT_SUPPORTED = ("prompt_embeds", "ec_transfer_params", "cache_salt", "vllm_xargs", "thinking_token_budget")
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "must be false: prompts are not sent back, nor scored"),
     "best_of": ((1,), "must be 1: ask for n samples"),
@@ -77,6 +47,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "structured_outputs": ((), "must be null: output is not constrained"),
     "return_token_offsets": ((False,), "must be false"),
     "kv_transfer_params": ((), "must be null: the cluster moves KV itself"),
+    "repetition_detection": ((), "must be null: not supported"),
     **dict.fromkeys(_NOT_SUPPORTED, ((), "must be null: not supported")),
 }
 """Fields that may only be null or have a value that means what the cluster does anyway. Each has its allowed values and
@@ -165,7 +136,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _check_known(name: str, value: Any) -> None:
-    if name in _SAMPLING or name in _OWN or name in _WITHOUT_EFFECT:
+    if name in _SAMPLING or name in (*_ASKED, *_ANSWERED, *_WITHOUT_EFFECT):
         return
     if name not in _FIXED:
         raise InvalidArgumentError(name, value, "is not a known field")

@@ -187,7 +187,12 @@ def text_of(token_id: int) -> str:
 
 def sample_output(prompt: tuple[int, ...], seed: int, count: int) -> list[tuple[int, float]]:
     """(token id, fp32 log probability) at each position."""
-    return [_draw(prompt, seed, position) for position in range(count)]
+    found = []
+    for position in range(count):
+        word = struct.pack(f"<{len(prompt)}IQI", *prompt, seed, position)
+        token, level = struct.unpack("<II", hashlib.blake2b(word, digest_size=8).digest())
+        found.append((token % VOCAB_SIZE, struct.unpack("<f", struct.pack("<f", -(level % 5000) / 977))[0]))
+    return found
 
 
 def make_receipt(
@@ -217,19 +222,12 @@ def make_receipt(
 
 
 def healthy_status() -> ClusterStatus:
-    common = {
-        "max_model_len": MAX_MODEL_LEN,
-        "vocab_size": VOCAB_SIZE,
-        "block_size": 16,
-        "kv_blocks": 640,
-        "model": "m",
-    }
-    prefill = NodeInfo(
-        ref=PREFILL, role=NodeRole.PREFILL, address="h:1", contract_json=contract(NodeRole.PREFILL), **common
-    )
-    decode = NodeInfo(
-        ref=DECODE, role=NodeRole.DECODE, address="h:2", contract_json=contract(NodeRole.DECODE), slots=SLOTS, **common
-    )
+    def node(ref: NodeRef, role: NodeRole, **others: Any) -> NodeInfo:
+        sizes = {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE, "block_size": 16, "kv_blocks": 640}
+        return NodeInfo(ref=ref, role=role, contract_json=contract(role), model="m", **sizes, **others)
+
+    prefill = node(PREFILL, NodeRole.PREFILL, address="h:1")
+    decode = node(DECODE, NodeRole.DECODE, address="h:2", slots=SLOTS)
     load = NodeLoad(used_slots=3, used_kv_blocks=9, steps=50, tokens=120, slots_in_use=(0, 1, 99))
     return ClusterStatus(
         router_id="router-a",
@@ -248,9 +246,3 @@ def contract(role: NodeRole, **model: Any) -> str:
     """A contract's canonical JSON, with the given fields of the model part."""
     facts = {"block_size": 16, "max_model_len": MAX_MODEL_LEN, "driver": "x", **model}
     return filled_contract(role, SLOTS, **facts).canonical_json()
-
-
-def _draw(prompt: tuple[int, ...], seed: int, position: int) -> tuple[int, float]:
-    word = hashlib.blake2b(struct.pack(f"<{len(prompt)}IQI", *prompt, seed, position), digest_size=8).digest()
-    token, level = struct.unpack("<II", word)
-    return token % VOCAB_SIZE, struct.unpack("<f", struct.pack("<f", -(level % 5000) / 977))[0]

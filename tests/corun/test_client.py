@@ -526,7 +526,7 @@ async def test_async_client_gives_the_same(client: Client, fake: FakeCluster) ->
         results = [result async for result in aclient.verify([case], [Condition.ALONE])]
     assert done == want
     assert "".join(chunk.text for chunk in chunks) == want.text
-    assert status == fake.status
+    assert (aclient.is_closed, status) == (True, fake.status)
     assert [result.match for result in results] == [True]
 
 
