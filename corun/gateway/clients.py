@@ -140,9 +140,8 @@ class _Kept(Generic[T]):
         return await asyncio.shield(self._asking)
 
     async def _keep(self) -> T:
-        self._asked_at = -math.inf  # An error is not kept.
         self._answer = await self._ask(self._answer)
-        self._asked_at = time.monotonic()
+        self._asked_at = time.monotonic()  # After an error the time stays too old, so the next one asks again.
         return self._answer
 
 
