@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from corun.node.kv.handshake import UNDER_WAY
+from corun.node.kv.paced_reads import Read
 from corun.node.kv.stamps import Claim, Owned, PeerTable, StampTable, Verdict
 from tests.loading import load
 
@@ -124,8 +125,8 @@ def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = Tru
     worker._recving_metadata[name] = SimpleNamespace(
         remote=remote, local_block_ids=([1, 2, 3],), local_physical_block_ids=([2, 3, 4, 5, 6, 7],)
     )
-    worker._recving_transfers[name] = [f"read {name}"]
-    worker.nixl_wrapper.states[f"read {name}"] = state
+    worker._recving_transfers[name] = [Read(sides=(1, 2), ours=(), theirs=(), running=deque([f"read {name}"]))]
+    connector._agent.states[f"read {name}"] = state
     worker._remote_agents["p0"] = {(0, 1): "agent of p0"}
     if claimed:
         connector._claims[name] = claim(name)
@@ -279,7 +280,7 @@ def test_a_handshake_that_keeps_failing_is_logged_when_the_reason_changes(
 @pytest.mark.parametrize("state", ["DONE", "ERR"])
 def test_a_first_read_takes_the_null_block_and_then_its_stamp(connector: Any, state: str) -> None:
     """Its failure is told in words."""
-    worker, agent = connector.connector_worker, connector.connector_worker.nixl_wrapper
+    worker, agent = connector.connector_worker, connector._agent
     worker.num_blocks = worker._physical_blocks_per_logical_kv_block = 1
     worker.src_xfer_handles_by_block_size, worker.dst_xfer_side_handles = {16: 1}, {"p0": {1: 2}}
     worker._compute_desc_ids = lambda blocks, count, *_: [blocks, count]
@@ -304,8 +305,10 @@ def received(connector: Any) -> tuple[set[str], set[int]]:
 
 def test_a_read_is_judged_when_it_is_done_and_then_the_peer_is_told(connector: Any, judged: Judge) -> None:
     """Told earlier, by the transfer itself, the peer could give the blocks to another prompt before they are judged."""
-    agent = connector.connector_worker.nixl_wrapper
-    assert agent.make_prepped_xfer("READ", 1, [2], 3, [4], notif_msg=b"p-a:2") == "transfer"
+    vllms, agent = connector.connector_worker.nixl_wrapper, connector._agent
+    agent.transfer = lambda handle: "PROC"
+    vllms.transfer(vllms.make_prepped_xfer("READ", 1, [2], 3, [4], notif_msg=b"p-a:2"))
+    connector.get_finished(set())
     assert agent.made == [("READ", 1, [2], 3, [4], b"")]
     reads(connector, "a")
     assert received(connector) == (set(), set())

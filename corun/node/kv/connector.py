@@ -1,8 +1,7 @@
 """vLLM's NIXL connector with checks: it records which prompt's KV a block holds, and decodes only the handle's own KV.
 
 Owns: what is added to vLLM's connector: stamps and digests of blocks, the check of every read, pairs within one
-fingerprint only, early release, connecting before the first request. It changes nothing in the transfer itself. Must
-not know: gRPC, leases of routers.
+fingerprint only, early release, connecting before the first request. Must not know: gRPC, leases of routers.
 
 A prefill node's scheduler half decides which blocks get which owner in a step, and its worker half writes the owners
 before the step computes. A decode node's worker half lets vLLM read, checks the owners afterwards, and only then tells
@@ -31,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from corun.node.kv.digest import KvDigest, region_words
 from corun.node.kv.handle import OWNER_PARAM, READER
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
+from corun.node.kv.paced_reads import PacedReads
 from corun.node.kv.stamps import Claim, Owned, PeerTable, Prefills, StampTable, Verdict, finish, judge
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
@@ -132,18 +132,14 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self.watch(KvDigest(_regions(worker, kv_caches.values())).of)
 
     def watch(self, digests: Callable[[Sequence[int]], Any]) -> None:
-        """Insert the check between vLLM's reads and their use. Transfers themselves send no notice to the peer."""
-        worker, agent = self.connector_worker, self.connector_worker.nixl_wrapper
+        """Insert the check between vLLM's reads and their use, and post reads in pieces that tell the peer nothing."""
+        worker = self.connector_worker
         self._digests = digests
+        self._agent = worker.nixl_wrapper
+        self._reads = worker.nixl_wrapper = PacedReads(self._agent)
+        self._reads.get_new_notifs = self._last_notices
         self._pop_done, worker._pop_done_transfers = worker._pop_done_transfers, self._pop_judged
-        self._get_notices, agent.get_new_notifs = agent.get_new_notifs, self._last_notices
         self._log_other_failure, worker._log_failure = worker._log_failure, self._log_failure
-        make = agent.make_prepped_xfer
-
-        def make_silent(*args: Any, notif_msg: bytes = b"", **kwargs: Any) -> Any:
-            return make(*args, **kwargs)
-
-        agent.make_prepped_xfer = make_silent
 
     def bind(self, facts: Mapping[str, Any]) -> None:
         """Make `facts`, which vLLM's own hash omits, a condition of every handshake with this worker, in place of the
@@ -188,7 +184,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         claims = {name: self._claims[name] for name in read if name in self._claims}
         began = time.monotonic()
         reads = [(claim, self._table_of(claim.engine_id)) for claim in claims.values()]
-        verdicts = judge(reads, self.table, self._digests, worker.nixl_wrapper) if reads else []
+        verdicts = judge(reads, self.table, self._digests, self._agent) if reads else []
         found = dict(zip(claims, verdicts, strict=True))
         self.handoffs.check_seconds += time.monotonic() - began
         for name in read:
@@ -257,7 +253,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def _last_notices(self) -> dict[str, list[bytes]]:
         """Return the peers' messages in vLLM's form, which has no readers. A prefill gets one notice, after the last
         reader's."""
-        found = self._get_notices()
+        found = self._agent.get_new_notifs()
         return {agent: [*filter(None, map(self._in_vllms_words, notices))] for agent, notices in found.items()}
 
     def _in_vllms_words(self, notice: bytes) -> bytes:
@@ -297,6 +293,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return asdict(self.handoffs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Post some of the waiting reads, and return the requests whose KV was read: by peers, and by us.
+
+        vLLM calls this when the step's kernels are queued, so the GPU computes while reads are posted.
+        """
+        self._reads.post()
         worker = self.connector_worker
         leases = worker._reqs_to_send  # request id -> expiry, soonest first
         ended = [name for name in self._released if name in leases]
@@ -353,7 +354,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def warm(self, engine_id: str) -> str:
         """Read a connected peer's null block and its stamp, so that the set-up cost of a first transfer is paid here.
         Return in words why that failed or took longer than 10 s; empty if it succeeded."""
-        agent = self.connector_worker.nixl_wrapper
+        agent = self._agent
         result: Any
         try:
             (result,) = finish(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
@@ -372,7 +373,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         def descriptors(num_blocks: int, split: int) -> Any:
             return worker._compute_desc_ids(([*range(split)],), num_blocks, None, split)
 
-        return worker.nixl_wrapper.make_prepped_xfer(
+        return self._agent.make_prepped_xfer(
             "READ",
             worker.src_xfer_handles_by_block_size[info.remote_block_size],
             descriptors(worker.num_blocks, worker._physical_blocks_per_logical_kv_block),
