@@ -137,7 +137,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._digests = digests
         self._agent = worker.nixl_wrapper
         self._reads = worker.nixl_wrapper = PacedReads(self._agent)
-        self._reads.get_new_notifs = self._last_notices
+        worker.nixl_wrapper.get_new_notifs = self._last_notices
         self._pop_done, worker._pop_done_transfers = worker._pop_done_transfers, self._pop_judged
         self._log_other_failure, worker._log_failure = worker._log_failure, self._log_failure
 

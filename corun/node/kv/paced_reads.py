@@ -2,8 +2,8 @@
 
 Owns: when the pieces of vLLM's reads are posted, and the state of a read as a whole. Must not know: whose KV it is.
 
-NIXL posts each block of each layer by itself, in the caller's thread, which is the engine's own. A prompt of 8,000
-tokens took it about 20 ms for 4 layers; several such prompts in one step stopped all rows for 0.4 s.
+NIXL posts each descriptor by itself, in the caller's thread, which is the engine's own: 9 us each on an H200, 5 ms for
+a prompt of 8,000 tokens. Two dozen such prompts in one step stopped all rows for up to 0.4 s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 POST_S = 0.005
 """The time in a step after which no further piece is posted. The GPU computes the step meanwhile."""
 PIECE = 256
-"""Descriptors of a piece: one is a block of one layer."""
+"""Descriptors of a piece. One is a block: of all layers, or of one, as the model keeps its KV."""
 _SUMMED = ("postDuration", "totalBytes", "descCount")
 
 
