@@ -90,7 +90,7 @@ class CorunError(Exception):
 
     def __init_subclass__(cls) -> None:
         if "code" in vars(cls):  # A class without a code of its own travels as what it is derived from.
-            _BY_CODE[cls.code] = cls
+            _BY_CODE.setdefault(cls.code, cls)  # Classes of other packages do not read our peers' errors.
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -320,7 +320,7 @@ def to_status(error: CorunError) -> status_pb2.Status:
 def from_rpc_error(error: grpc.RpcError) -> CorunError:
     """Return the typed error of a failed call."""
     failed: Any = error  # Only the errors that calls raise have these methods.
-    code, text = failed.code(), failed.details() or "no details"
+    code, text = failed.code() or grpc.StatusCode.UNKNOWN, failed.details() or "no details"
     if code not in _BY_CODE:
         return InternalError(f"the peer answered {code.name}: {text}")
     details: list[any_pb2.Any] = []

@@ -187,15 +187,19 @@ class PoolSpec:
             if self.source:
                 limit = f"[security] needs {', '.join(missing)} as well; or insecure = true there"
             raise InvalidArgumentError(self.where("router", "host"), host, f"is a public address, so {limit}")
+        self.check_counts()
+        for role in ROLES:
+            self.config(role, **self.ports(role, self.count(role) - 1))
+        if self.nodes_per_gpu is not None and self.tensor_parallel_size > 1:
+            limit = f"must be left out: each node needs {self.tensor_parallel_size} GPUs (tensor_parallel_size)"
+            raise InvalidArgumentError(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu, limit)
+
+    def check_counts(self) -> None:
+        """Raise InvalidArgumentError unless the numbers of processes are allowed."""
         for role in ROLES:
             check_replicas(self.where(role, "replicas"), self.count(role))
-            self.config(role, **self.ports(role, self.count(role) - 1))
         if self.nodes_per_gpu is not None:
-            where = self.where("prefill", "nodes_per_gpu")
-            _check_count(where, self.nodes_per_gpu, MAX_NODES_PER_GPU)
-            if self.tensor_parallel_size > 1:
-                limit = f"must be left out: each node needs {self.tensor_parallel_size} GPUs (tensor_parallel_size)"
-                raise InvalidArgumentError(where, self.nodes_per_gpu, limit)
+            _check_count(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu, MAX_NODES_PER_GPU)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +312,7 @@ class _Reader:
         given = {role: self._values(f"{path}.{role}", values, role, name) for role, values in roles.items()}
         nodes_per_gpu = common.pop("nodes_per_gpu", None)
         replicas = {role: values.pop("replicas") for role, values in given.items() if "replicas" in values}
-        return PoolSpec(
+        pool = PoolSpec(
             name=name,
             common=common,
             **given,
@@ -317,6 +321,8 @@ class _Reader:
             security=security,
             source=self._path,
         )
+        pool.check_counts()
+        return pool
 
     def _table(self, name: str, parent: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         table = parent.get(name, {})
@@ -329,7 +335,7 @@ class _Reader:
         types = _keys()[kind]
         for key, value in table.items():
             where = f"{self._path}: [{path}] {key}"
-            _check_known(where, key, value, types, _place(kind, key).replace("pools.NAME", f"pools.{pool}"))
+            _check_known(where, key, value, types, _place(key).replace("pools.NAME", f"pools.{pool}"))
             kinds, limit = _TYPES[types[key]]
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise InvalidArgumentError(where, value, limit)
@@ -344,12 +350,12 @@ def _check_known(where: str, key: str, value: Any, known: Collection[str], place
         raise InvalidArgumentError(where, shown, place or f"is not a key here; the nearest is {near[0]}")
 
 
-def _place(kind: str, key: str) -> str:
-    """Return what an error says about a key that does not belong in a table of that kind; empty: it is unknown."""
+def _place(key: str) -> str:
+    """Return what an error says about a known key that does not belong in a table; empty: it is unknown."""
     if key == "seed_key":
         return "must not be in this file, which is no secret: use seed_key_file"
-    configs = [CONFIGS[kind]] if kind in CONFIGS else CONFIGS.values()
-    if {each.metadata.get("scope") for cls in configs for each in fields(cls) if each.name == key} == {Scope.LAUNCHER}:
+    scopes = {each.metadata.get("scope") for cls in CONFIGS.values() for each in fields(cls) if each.name == key}
+    if Scope.LAUNCHER in scopes and not any(key in table for table in _keys().values()):
         return Scope.LAUNCHER.value
     places = {"security": "security", "pool": "pools.NAME", **{role: f"pools.NAME.{role}" for role in ROLES}}
     return next((f"belongs in [{place}]" for home, place in places.items() if key in _keys()[home]), "")

@@ -80,13 +80,13 @@ class Channel:
         """Return the gRPC channel for a new call. Must be called inside the running loop."""
         found = None if self._identity is None else self._identity.current()
         if not self._made or found is not self._used:
-            self._used = found
             if found is None:
                 made = grpc.aio.insecure_channel(self._address, options=self._options)
             else:
                 credentials = grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
                 made = grpc.aio.secure_channel(self._address, credentials, options=self._options)
             self._made.append(made)
+            self._used = found
         return self._made[-1]
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:

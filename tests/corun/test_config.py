@@ -238,6 +238,9 @@ def test_nodes_per_gpu(file: Path) -> None:
             InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = .* must be (an integer|at least 1)"
         ):
             of(f"nodes_per_gpu = {value}")
+    for words in ("nodes_per_gpu = 33", "[pools.main.decode]\nreplicas = 0", "[pools.main.router]\nreplicas = 1025"):
+        with pytest.raises(InvalidArgumentError, match="must be at least 1 and at most"):  # A process reads only.
+            spec(file, f'[pools.main]\nmodel = "m"\n{words}')
     with pytest.raises(InvalidArgumentError, match=r"\[pools.main\] nodes_per_gpu = 2: must be left out: .* 4 GPUs"):
         of("nodes_per_gpu = 2\ntensor_parallel_size = 4")
     with pytest.raises(InvalidArgumentError, match=r"\[pools.main.decode\] nodes_per_gpu = 2: belongs in"):
