@@ -25,6 +25,7 @@ TOKEN_BYTES = 32
 SEED_KEY_BYTES = 32
 SERVER = ExtendedKeyUsageOID.SERVER_AUTH
 CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
+AUTHORITY_USES = ("digital_signature", "key_cert_sign", "crl_sign")
 KEY_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
@@ -42,7 +43,7 @@ def make(directory: Path, hosts: Sequence[str]) -> list[Path]:
         raise InvalidArgumentError("hosts", list(hosts), "must be at least one host name or address")
     directory.mkdir(parents=True, exist_ok=True)
     ca_key, issuer = ec.generate_private_key(ec.SECP256R1()), _subject("corun authority")
-    signs = x509.KeyUsage(**{use: use in ("key_cert_sign", "crl_sign") for use in KEY_USES})
+    signs = x509.KeyUsage(**{use: use in AUTHORITY_USES for use in KEY_USES})
     authority = _unsigned("corun authority", ca_key, issuer).add_extension(signs, critical=True)
     authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     written = _write(directory, "ca", authority.sign(ca_key, hashes.SHA256()), ca_key)

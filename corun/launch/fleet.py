@@ -153,7 +153,7 @@ class Fleet:
         alive = runtime.hosts()
         anywhere = runtime.on(alive[self._only_host]) if self._only_host else {"scheduling_strategy": "SPREAD"}
         on_gpus = {}
-        for order in orders:
+        for order in sorted(orders, key=lambda order: not order.member.is_router):
             if order.member.is_router:
                 if (host := router_hosts.get(order.member)) in alive:
                     self._place(order, runtime.on(alive[host]), host=host, node_id=alive[host])

@@ -153,7 +153,9 @@ def test_the_dashboard_can_be_imported() -> None:
     assert json.loads(config["data"]["corun.json"]) == BOARD
     assert {"title", "uid", "panels", "time"} <= BOARD.keys()
     assert {variable["name"] for variable in BOARD["templating"]["list"]} == {"datasource", "namespace", "pool"}
+    assert BOARD["schemaVersion"] >= 36
     panels = BOARD["panels"]
+    assert {panel["type"] for panel in panels} <= {"row", "stat", "timeseries", "table"}
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
         if panel["type"] != "row":

@@ -12,8 +12,8 @@ import pytest
 from tests.k8s.manifests import POOL_LABEL, Object, Pod, complete, objects, of_kind, selects, tree, workloads
 from tests.k8s.wiring import faults
 
-UCX = 45678
-"""A port that UCX may choose."""
+UCX = {"ucx first": 32768, "ucx last": 60999}
+"""The ends of the ports that UCX may choose: Linux gives it one of its ephemeral ports."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def peers_of(found: list[Object]) -> dict[str, Peer]:
 def ports_of(found: list[Object]) -> dict[str, int]:
     """Return the ports that the pods declare: NIXL's and the metrics' once, gRPC's by role. `faults` compares them with
     those that the processes listen on."""
-    ports = {"ucx": UCX}
+    ports = dict(UCX)
     for one in workloads(found):
         pod = Pod(one, found, ip="10.0.0.1", name="any")
         for port in pod.container["ports"]:
@@ -103,7 +103,7 @@ def table(found: list[Object]) -> set[tuple[str, str, str]]:
 
 def expected(pool: str) -> set[tuple[str, str, str]]:
     router, prefill, decode = f"router-{pool}", f"prefill-{pool}", f"decode-{pool}"
-    ports = ("router", "prefill", "decode", "nixl", "ucx", "metrics")
+    ports = ("router", "prefill", "decode", "nixl", "metrics", *UCX)
     return {
         *((client, router, "router") for client in ("client", prefill, decode)),
         *((router, node, node.partition("-")[0]) for node in (prefill, decode)),
@@ -130,7 +130,7 @@ def test_what_is_reached(overlay: str) -> None:
         ("", {"policyTypes": ["Ingress"]}, {("router-main", "stranger", "router")}),  # All policies.
         ("corun-router-main", {"ingress": []}, {("decode-main", "router-main", "router")}),
         ("corun-router-main", {"egress": []}, {("router-main", "decode-main", "decode")}),
-        ("corun-prefill-main", {"ingress": []}, {("decode-main", "prefill-main", "ucx")}),
+        ("corun-prefill-main", {"ingress": []}, {("decode-main", "prefill-main", "ucx last")}),
     ],
 )
 def test_another_policy_gives_another_table(policy: str, change: Any, difference: set[tuple[str, str, str]]) -> None:

@@ -87,7 +87,8 @@ def early_ends(pod: Pod, spec: ClusterSpec) -> list[str]:
     ends: dict[str, Any] = {role: ROUTER_END_S if role == "router" else ENGINE_END_S for role in ROLES}
     drains = {role: max(pool.config(role).drain_grace_s for pool in spec.pools) + ends[role] for role in ROLES}
     needed = drains["router"] + max(drains["prefill"], drains["decode"])
-    _, waits = pod.container["lifecycle"]["preStop"]["exec"]["command"]  # `sleep SECONDS`
+    sleep, waits = pod.container["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
     grace = pod.spec["terminationGracePeriodSeconds"]
     found = {"Ray": float(waits) >= needed, "the pod": grace >= max(needed, float(waits) + RAY_END_S)}
     return [what for what, is_late in found.items() if not is_late]
