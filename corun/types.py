@@ -145,7 +145,7 @@ class KvReads:
     count: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """The sum of the durations of all reads, each from post to completion. Parallel reads overlap."""
+    """The sum of the durations of all reads, each from its request to its completion. Parallel reads overlap."""
     failed: int = 0
 
 
@@ -189,7 +189,7 @@ class NodeStatus:
     detail: str = ""
     """Why the node is not in use. Empty if it is in use."""
     last_heartbeat_ms: int = 0
-    """The number of milliseconds since the node's last heartbeat."""
+    """The number of milliseconds since the node was last heard, less those in which the router stood still."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,6 +134,12 @@ class SampleRun:
         kv_key = self._entry.need.kv_key
         return KvScope(self._task.share_scope, self._runner.queue.more_follow(kv_key)) if kv_key else ALONE
 
+    def _keep_kv(self, give_back: Callable[[], None]) -> None:
+        """Keep the KV of an attempt for the next one, in place of an earlier attempt's. `nothing`: it left none."""
+        if give_back is not nothing:
+            self._release_kv()
+            self._give_back_kv = give_back
+
     def _release_kv(self) -> None:
         self._give_back_kv()
         self._give_back_kv = nothing
@@ -157,7 +163,7 @@ class SampleRun:
             raise
         except NodeFaultError as fault:
             if fault.node is placement.decode and fault.is_loss and self._entry.need.kv_key:
-                self._give_back_kv = attempt.leave_kv()  # The next attempt may read it.
+                self._keep_kv(attempt.leave_kv())
             self._note_fault(fault, attempt, clock.still_s - still_before)
         finally:
             if placement.holds_slot:  # A refused placement has led to no attempt.

@@ -132,12 +132,14 @@ class Auditor:
             return
         nodes = finished.receipt.prefill_node.node_id, finished.receipt.decode_node.node_id
         audit = Audit(finished=finished, need=finished.task.need.again(*nodes))
-        tokens = sum(each.num_tokens for each in (audit, *self._waiting, *self._running.values()))
-        if self._closed or self.waiting >= MAX_WAITING or tokens > MAX_WAITING_TOKENS:
+        if self._closed or self.waiting >= MAX_WAITING or self._num_tokens() + audit.num_tokens > MAX_WAITING_TOKENS:
             self._counts["skipped"] += 1
             return
         self._waiting.append(audit)
         asyncio.get_running_loop().call_soon(self.pump)
+
+    def _num_tokens(self) -> int:
+        return sum(audit.num_tokens for audit in (*self._waiting, *self._running.values()))
 
     @property
     def waiting(self) -> int:

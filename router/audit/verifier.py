@@ -40,6 +40,8 @@ CROWD_TOKENS_PER_SLOT = 2
 more slots each sample has to stay longer until all slots are taken."""
 CROWD_WAIT_S = 10.0
 """The longest wait for the crowd before a case runs."""
+ROOM_WAIT_S = 1.0
+"""The longest wait until a case of a crowd could have a slot. The last case may still be giving one back."""
 MAX_HELD_SLOTS = 16
 """The most slots per node that are held ahead of a case. More would test nothing new and take longer."""
 
@@ -202,9 +204,14 @@ class Verifier:
         wanted = max((CROWD_TOKENS_PER_SLOT * node.slots for node in nodes), default=0)
         rooms = [_room_beside(node, sample, node.slots) for node in nodes for sample in samples]
         num_tokens = max(CROWD_TOKENS, min((wanted, *rooms)))
-        # One slot is left to the case. If others take that, the case waits in the queue and fillers give way to it.
-        async with self._crowd(job, self._num_slots - 1, partial(job.fillers.draw, num_tokens), spare_slots=0):
+        left_free = 0
+        draw = partial(job.fillers.draw, num_tokens)
+        async with self._crowd(job, self._num_slots - 1, draw, spare_slots=lambda: left_free):
             for index, sample in job.samples:
+                # Fillers leave a slot free until the case could have it: a case that had to wait would end its crowd.
+                left_free = 1
+                await self._registry.until(partial(self._registry.has_place, sample.need), loop_time() + ROOM_WAIT_S)
+                left_free = 0
                 yield await self._run(job, index, sample)
 
     async def _in_other_slots(self, job: Job) -> AsyncGenerator[VerifyResult, None]:
@@ -214,7 +221,7 @@ class Verifier:
             counts = [(node, max(0, min(held, node.slots - 1, _blocks_beside(node, sample)))) for node in nodes]
             num_tokens = min((_room_beside(node, sample, count) for node, count in counts if count), default=0)
             draw = partial(job.fillers.draw, num_tokens, endless=True)
-            async with self._crowd(job, sum(count for _, count in counts), draw, spare_slots=1):
+            async with self._crowd(job, sum(count for _, count in counts), draw, spare_slots=lambda: 1):
                 result = await self._run(job, index, sample)
             yield result
 
@@ -239,13 +246,13 @@ class Verifier:
 
     @asynccontextmanager
     async def _crowd(
-        self, job: Job, size: int, draw: Callable[[], SampleTask], *, spare_slots: int
+        self, job: Job, size: int, draw: Callable[[], SampleTask], *, spare_slots: Callable[[], int]
     ) -> AsyncIterator[None]:
-        """Let up to `size` fillers run beside the cases, and leave `spare_slots` slots free on each node."""
+        """Let up to `size` fillers run beside the cases, and leave `spare_slots()` slots free on each node."""
 
         def spare() -> int:
             # Audits are few and need no speed, but without this a crowd would keep them out for as long as it runs.
-            return SPARE_SLOTS + 1 if self._auditor.waiting else spare_slots
+            return SPARE_SLOTS + 1 if self._auditor.waiting else spare_slots()
 
         crowd = Crowd(self._registry, self._idle, draw, min(size, job.limit), spare)
         self._crowds.add(crowd)

@@ -96,7 +96,7 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
         self._watchers: list[Callable[[Placement | None], None]] = []
         self._loading = asyncio.Lock()
-        self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting: set[asyncio.Future[None]] = set()  # One for each waiter, which a change of the registry wakes.
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change that may let a sample start."""
@@ -203,6 +203,10 @@ class Registry:
                 watcher(placement)
         return placement
 
+    def has_place(self, need: Need) -> bool:
+        """Return whether `place` would claim a pair now."""
+        return choose_pair(need, *self._candidates(), self._is_warm) is not None
+
     def place_idle(self, need: Need, spare_slots: int) -> Placement | None:
         """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""
         return self._claim(choose_idle_pair(need, *self._candidates(), self._is_warm, spare_slots), need)
@@ -248,7 +252,12 @@ class Registry:
         while not condition():
             if (left := deadline - loop_time()) <= 0:
                 return False
-            await asyncio.wait((self._change,), timeout=left)
+            change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(change)
+            try:
+                await asyncio.wait((change,), timeout=left)
+            finally:
+                self._waiting.discard(change)
         return True
 
     async def wait_ready(self, deadline: float) -> Model:
@@ -278,8 +287,9 @@ class Registry:
 
     def changed(self) -> None:
         """Tell all waiters and listeners that a sample may be able to start now."""
-        self._change.set_result(None)
-        self._change = asyncio.get_running_loop().create_future()
+        waiting, self._waiting = self._waiting, set()
+        for change in waiting:
+            change.set_result(None)
         for listener in self._listeners:
             listener()
 

@@ -424,9 +424,10 @@ def test_memory_of_the_dead_is_let_go_between_reads_only(connector: Any, module:
     mappings = SimpleNamespace(pids=lambda: {8, 7}, drop=dropped.append)
     monkeypatch.setattr(module.ucx_mappings, "of_this_process", lambda: mappings)
     assert connector.mapped_pids() == [7, 8]
-    connector.connector_worker._recving_transfers["r"] = [1]
+    read = Read(sides=(1, 2), ours=(), theirs=(), running=deque([1]))
+    connector.connector_worker._recving_transfers["r"] = [read]
     assert not connector.unmap([7])
-    connector.connector_worker._recving_transfers.clear()
+    read.running.clear()  # A read that only waits to be posted touches no memory.
     connector.connector_worker._handshake_futures["p1"] = Future()
     assert not connector.unmap([7])
     connector.connector_worker._handshake_futures.clear()

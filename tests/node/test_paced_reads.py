@@ -22,6 +22,7 @@ class Agent:
         self.posted: list[tuple[int, ...]] = []
         self.states: dict[int, str] = {}
         self.released: list[int] = []
+        self.silent: set[int] = set()
 
     def make_prepped_xfer(self, operation: str, local: Any, ours: Any, remote: Any, theirs: Any) -> int:
         assert (operation, local, remote, list(ours)) == ("READ", "here", "there", [index + 1 for index in theirs])
@@ -36,6 +37,8 @@ class Agent:
         return self.states[handle]
 
     def get_xfer_telemetry(self, handle: int) -> Any:
+        if handle in self.silent:
+            raise RuntimeError("no telemetry")
         return SimpleNamespace(postDuration=2, xferDuration=1, totalBytes=3, descCount=4)
 
     def release_xfer_handle(self, handle: int) -> None:
@@ -85,8 +88,10 @@ def test_a_read_is_done_with_its_last_piece_and_has_the_sums_of_all(agent: Agent
     assert agent.released == [0, 1, 2]
 
 
-@pytest.mark.parametrize("how", ["state", "post", "refused"])
-def test_a_failed_read_ends_when_none_of_its_pieces_runs_and_posts_no_more(agent: Agent, how: str) -> None:
+@pytest.mark.parametrize("how", ["state", "post", "refused", "telemetry"])
+def test_a_failed_read_ends_when_none_of_its_pieces_runs_and_posts_no_more(
+    agent: Agent, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """While a piece runs, it writes to the read's blocks, which would have a new owner after the failure."""
     reads = PacedReads(agent)
     read = begun(reads, 40 * PIECE)
@@ -99,12 +104,14 @@ def test_a_failed_read_ends_when_none_of_its_pieces_runs_and_posts_no_more(agent
     if how == "refused":
         del agent.states[1]  # To ask for it raises KeyError.
     agent.states[0] = "DONE"
+    agent.silent = {0} if how == "telemetry" else set()
     assert reads.check_xfer_state(read) == "PROC"
     reads.post()
     assert len(agent.posted) == (5 if how == "post" else 4)
-    agent.states |= {2: "DONE", 3: "DONE"} | ({1: "DONE"} if how == "post" else {})
+    agent.states |= {2: "DONE", 3: "DONE"} | ({1: "DONE"} if how in ("post", "telemetry") else {})
     assert reads.check_xfer_state(read) == "ERR"
-    assert sorted(agent.released) == [*range(len(agent.posted))]
+    assert set(agent.released) | agent.silent == {*range(len(agent.posted))}
+    assert ("a piece of a KV read failed" in caplog.text) == (how in ("refused", "telemetry"))
 
 
 def test_a_read_that_is_released_is_forgotten(agent: Agent) -> None:

@@ -259,6 +259,20 @@ async def test_a_crowd_is_there_before_its_case_and_leaves_it_a_slot(model: str)
     assert None not in placements  # No case had to wait, so no filler gave way.
 
 
+async def test_a_case_whose_predecessor_was_stopped_keeps_its_crowd(model: str) -> None:
+    """The router ends a sample at a stop string; its slot is still being given back when the next case comes."""
+    others: list[int] = []
+    async with cluster(model, slots=8) as fake:
+        engine = fake.nodes[1].engine
+        engine.step_ms = 4
+        params = SamplingParams(max_tokens=LONG, stop=tuple("eaotn12AZx"))
+        cases = [VerifyCase(prompt_token_ids=(i, 3), sampling_params=params, seed=i) for i in range(20)]
+        with at_start(lambda run: others.append(len(engine._running))):
+            results = await verify(fake, cases, (Condition.CROWDED,))
+    assert {result.receipt.finish_reason for result in results} == {FinishReason.STOP}
+    assert sum(others) > 4 * len(cases)
+
+
 @pytest.mark.parametrize("gives_way", [True, False])
 async def test_a_request_gets_the_slot_of_a_filler(
     model: str, settings: dict[str, Any], gives_way: bool, monkeypatch: pytest.MonkeyPatch

@@ -390,7 +390,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """Unmap the GPU memory of processes that have died. Return False if a peer is being read or connected now; then
         call again."""
         worker = self.connector_worker
-        if any(worker._recving_transfers.values()) or worker._handshake_futures:
+        reads = itertools.chain(*worker._recving_transfers.values())
+        if any(read.running for read in reads) or worker._handshake_futures:
             return False
         if mappings := ucx_mappings.of_this_process():
             mappings.drop(pids)

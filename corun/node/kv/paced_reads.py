@@ -8,17 +8,20 @@ a prompt of 8,000 tokens. Two dozen such prompts in one step stopped all rows fo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-POST_S = 0.005
+POST_S = 0.01
 """The time in a step after which no further piece is posted. The GPU computes the step meanwhile."""
 PIECE = 256
 """Descriptors of a piece. One is a block: of all layers, or of one, as the model keeps its KV."""
+log = logging.getLogger(__name__)
 _SUMMED = ("postDuration", "totalBytes", "descCount")
 
 
@@ -88,10 +91,18 @@ class PacedReads:
     def check_xfer_state(self, read: Read) -> str:
         """Return the state of the whole read. A failed read ends only when nothing writes to its blocks any more."""
         while read.running:
-            state = _state(self._agent.check_xfer_state, read.running[0])
+            state = "ERR"
+            with _failing(read):
+                state = self._agent.check_xfer_state(read.running[0])
             if state == "PROC":
                 return "PROC"
-            self._end_piece(read, read.running.popleft(), state)
+            handle = read.running.popleft()
+            read.has_failed |= state != "DONE"
+            with _failing(read):
+                if state == "DONE":
+                    found = self._agent.get_xfer_telemetry(handle)
+                    read.sums.update({name: getattr(found, name) for name in _SUMMED})
+                self._agent.release_xfer_handle(handle)
         if not read.is_over:
             return "PROC"
         return "ERR" if read.has_failed else "DONE"
@@ -112,23 +123,17 @@ class PacedReads:
         here = slice(read.posted, read.posted + PIECE)
         read.posted = here.stop
         local, remote = read.sides
-        try:
+        with _failing(read):
             handle = self._agent.make_prepped_xfer("READ", local, read.ours[here], remote, read.theirs[here])
             read.running.append(handle)
             read.has_failed |= self._agent.transfer(handle) == "ERR"
-        except Exception:  # NIXL's errors share no base class. vLLM logs a read that failed, and marks its blocks.
-            read.has_failed = True
-
-    def _end_piece(self, read: Read, handle: Any, state: str) -> None:
-        read.has_failed |= state != "DONE"
-        if state == "DONE":
-            found = self._agent.get_xfer_telemetry(handle)
-            read.sums.update({name: getattr(found, name) for name in _SUMMED})
-        self._agent.release_xfer_handle(handle)
 
 
-def _state(check: Any, handle: Any) -> str:
+@contextmanager
+def _failing(read: Read) -> Iterator[None]:
+    """Turn an error of NIXL into a failed read: out of vLLM's step, it would end the engine."""
     try:
-        return str(check(handle))
-    except Exception:  # As above: the piece has failed.
-        return "ERR"
+        yield
+    except Exception as error:  # NIXL's errors share no base class.
+        log.error("a piece of a KV read failed: %r", error)
+        read.has_failed = True
