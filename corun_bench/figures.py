@@ -193,6 +193,7 @@ def latencies(results: Results, *, key: str, words: str) -> Figure | None:
             points = samples if len(samples) <= MAX_POINTS else np.quantile(samples, np.linspace(0, 1, MAX_POINTS))
             line = ax.ecdf(np.array(points) * scale, color=known[name].colour, linestyle=known[name].line)
             handles[_with_gpus(results, name)] = line
+        ax.set_ylim(0, 1.02)
         ordered = sorted(at * scale for at in itertools.chain(*row.values()))
         low, high = ordered[len(ordered) // 20], ordered[-1]
         if low > 0 and high > 100 * low:  # On a linear axis, most of the lines would coincide.

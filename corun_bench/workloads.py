@@ -377,12 +377,12 @@ def pick(seed: int, label: str, size: int, count: int) -> list[int]:
     """Return `count` indices of [0, size) in a random order; if too few, all of them again in another order."""
     picked: list[int] = []
     while len(picked) < count:
-        order = list(range(size))
-        wanted = min(size, count - len(picked))
-        for i, value in enumerate(integers(seed, f"{label}/{len(picked)}", wanted, 1 << 64)):  # Fisher-Yates.
+        moved: dict[int, int] = {}  # Fisher-Yates without the whole list: a data set may have millions of rows.
+        values = integers(seed, f"{label}/{len(picked)}", min(size, count - len(picked)), 1 << 64)
+        for i, value in enumerate(values):
             j = i + (value * (size - i) >> 64)
-            order[i], order[j] = order[j], order[i]
-        picked += order[:wanted]
+            picked.append(moved.get(j, j))
+            moved[j] = moved.get(i, i)
     return picked
 
 

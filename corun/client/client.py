@@ -351,6 +351,7 @@ def _named(blocking: T, method: Callable[..., Any]) -> T:
     signature = inspect.signature(method)
     returned = re.sub(r"AsyncGenerator\[(\w+), None\]", r"Iterator[\1]", str(signature.return_annotation))
     named.__signature__ = signature.replace(return_annotation=returned)
+    named.__annotations__ = {**method.__annotations__, "return": returned}
     named.__qualname__ = f"Client.{method.__name__}"
     named.__doc__ = re.sub(r"\b(async|await) ", "", method.__doc__ or "")
     return blocking

@@ -107,7 +107,11 @@ class Routers:
 
     async def pause(self, seconds: float) -> None:
         """Sleep, but no longer than until the client is closed."""
-        await self.track(asyncio.ensure_future(asyncio.sleep(seconds)))
+        sleep = self.track(asyncio.ensure_future(asyncio.sleep(seconds)))
+        try:
+            await asyncio.wait((sleep,))  # To await `sleep` itself would cancel the caller's task with it.
+        finally:
+            sleep.cancel()
 
     async def reach(self, wait_s: float) -> Router:
         """Return the first router that answers anything, and that same one until a call finds it gone.

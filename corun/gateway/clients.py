@@ -137,12 +137,19 @@ class _Kept(Generic[T]):
         """Return an answer that is at most `fresh_s` seconds old. `ask` gets the one before it, or None."""
         if self._asking is None or (self._asking.done() and time.monotonic() - self._asked_at >= fresh_s):
             self._asking = asyncio.ensure_future(self._keep())
+            self._asking.add_done_callback(_forget)
         return await asyncio.shield(self._asking)
 
     async def _keep(self) -> T:
         self._answer = await self._ask(self._answer)
         self._asked_at = time.monotonic()  # After an error the time stays too old, so the next one asks again.
         return self._answer
+
+
+def _forget(asking: asyncio.Future[Any]) -> None:
+    """Look at a question's error, which asyncio would log if all who waited for it have left."""
+    if not asking.cancelled():
+        asking.exception()
 
 
 class Catalog:

@@ -71,11 +71,12 @@ class Completions:
         return asked
 
     async def _whole(self, asked: CompletionRequest, model: str, chunks: Numbered) -> web.Response:
+        begun = head(asked, model)
         found = [Assembler(asked.params.n, () if isinstance(each, str) else each) for each in asked.prompts]
         with self.activity.told():
             async for index, chunk in chunks:
                 found[index].add(chunk)
-        return web.json_response(completion(head(asked, model), asked, [each.finish() for each in found]))
+        return web.json_response(completion(begun, asked, [each.finish() for each in found]))
 
     async def _stream(
         self, request: web.Request, asked: CompletionRequest, model: str, chunks: Numbered
@@ -180,10 +181,10 @@ async def _pump(index: int, stream: Chunks, queue: asyncio.Queue[tuple[int, Chun
 
 async def _one(asked: CompletionRequest, client: AsyncClient, index: int) -> Chunks:
     """Yield the chunks of one prompt. If there are several prompts, an error about one names its number."""
-    chunks = client.stream(
-        asked.prompts[index], asked.params, seed=asked.seed, request_id=asked.id_of(index), priority=asked.priority
-    )
     try:
+        chunks = client.stream(
+            asked.prompts[index], asked.params, seed=asked.seed, request_id=asked.id_of(index), priority=asked.priority
+        )
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk

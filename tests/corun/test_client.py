@@ -42,6 +42,7 @@ from corun.rpc import codec
 from corun.seeds import sample_seed
 from corun.types import Priority
 from tests.corun.fake_cluster import WAIT_S, FakeCluster, make_receipt, sample_output, text_of
+from tests.machine import free_port
 
 PROMPT = "Once upon a time"
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
@@ -426,6 +427,17 @@ circle.append(circle)
 """
     ended = subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=True, stderr=subprocess.PIPE, text=True)
     assert "Error" not in ended.stderr
+
+
+async def test_a_close_ends_the_search_for_a_router_with_an_error_of_ours() -> None:
+    """It must not cancel the caller's own task."""
+    client = AsyncClient(f"127.0.0.1:{free_port()}", connect_timeout_s=WAIT_S)
+    call = asyncio.ensure_future(client.generate("x"))
+    while not any(isinstance(each, asyncio.Future) for each in client._routers._in_progress):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)  # Until it pauses between two tries.
+    await client.close()
+    with pytest.raises(CancelledByPeerError):
+        await call
 
 
 def test_a_client_that_is_closed_on_the_loops_own_thread_waits_for_nothing(fake: FakeCluster) -> None:

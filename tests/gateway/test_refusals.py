@@ -83,6 +83,7 @@ async def test_parts_of_a_request_are_refused_by_name(model: str) -> None:
         for stream in (False, True):
             fields = {"prompt": [[1, 2], [999]], "stream": stream, "max_tokens": 400}
             await _check_refused(http, "prompt[1].token_ids[0]", fields)
+            await _check_refused(http, "prompt[1].text", {"prompt": ["a", ""], "stream": stream})
         await fake.idle()
 
 

@@ -35,6 +35,7 @@ from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import types_pb2
 from decode_node.service import DecodeService
 from router import sample, service
+from router.attempt import Attempt
 from router.request import Request
 from router.text import VERSION, Tokenizer
 from tests.clusters import FakeCluster, Output, cluster, generate, retries, send
@@ -132,6 +133,34 @@ class TestRequests:
             assert computed == ([[], [PROMPT]] if broken else [[PROMPT], []][:nodes])
             assert {output.receipt.decode_node for output in outputs} == {node.info.ref for node in decodes}
             assert sum(node.engine.most_running for node in decodes) == n
+
+    async def test_kept_kv_is_given_back_after_an_attempt_without_any(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first attempt loses its decode node after prefill, the second one before."""
+        reserved, started = Attempt.reserve, Attempt.start
+        lost: list[str] = []
+
+        async def lose(attempt: Attempt[Any]) -> None:
+            lost.append(attempt.placement.decode.node_id)
+            await fake.kill(lost[-1])
+
+        async def reserve(attempt: Attempt[Any]) -> None:
+            if len(lost) == 1:
+                await lose(attempt)
+            await reserved(attempt)
+
+        async def start(attempt: Attempt[Any], handle: Any) -> None:
+            if not lost:
+                await lose(attempt)
+            await started(attempt, handle)
+
+        monkeypatch.setattr(Attempt, "reserve", reserve)
+        monkeypatch.setattr(Attempt, "start", start)
+        async with cluster(model, decodes=3) as fake:
+            check_all(await started(fake))
+            assert len(lost) == 2
+            await fake.until(lambda: not fake.held())
 
     async def test_samples_that_have_to_wait_for_slots_share_it_too(self, model: str) -> None:
         async with cluster(model, slots=2) as fake:
