@@ -138,7 +138,7 @@ class TestRequests:
         self, model: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The first attempt loses its decode node after prefill, the second one before."""
-        reserved, started = Attempt.reserve, Attempt.start
+        real_reserve, real_start = Attempt.reserve, Attempt.start
         lost: list[str] = []
 
         async def lose(attempt: Attempt[Any]) -> None:
@@ -148,12 +148,12 @@ class TestRequests:
         async def reserve(attempt: Attempt[Any]) -> None:
             if len(lost) == 1:
                 await lose(attempt)
-            await reserved(attempt)
+            await real_reserve(attempt)
 
         async def start(attempt: Attempt[Any], handle: Any) -> None:
             if not lost:
                 await lose(attempt)
-            await started(attempt, handle)
+            await real_start(attempt, handle)
 
         monkeypatch.setattr(Attempt, "reserve", reserve)
         monkeypatch.setattr(Attempt, "start", start)
