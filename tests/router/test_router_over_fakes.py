@@ -160,7 +160,7 @@ class TestRequests:
         async with cluster(model, decodes=3) as fake:
             check_all(await started(fake))
             assert len(lost) == 2
-            await fake.until(lambda: not fake.held())
+            await asyncio.wait_for(fake.until(lambda: not fake.held()), 15)  # By itself it ends after 30 s.
 
     async def test_samples_that_have_to_wait_for_slots_share_it_too(self, model: str) -> None:
         async with cluster(model, slots=2) as fake:
