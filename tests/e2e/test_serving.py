@@ -129,6 +129,7 @@ def idle(cluster: Cluster) -> bool:
     return held + status.queued_samples == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_a_stopped_engine_is_noticed_in_seconds_and_comes_back(cluster: Cluster, name: str) -> None:
     """The core of an engine is stopped; its node goes on to answer, and says so. The sample ends with the same bits."""
