@@ -462,6 +462,7 @@ async def test_a_file_that_cannot_be_written_is_an_entry_in_the_log(
 # Under faults
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_no_fault_makes_an_audit_differ(model: str) -> None:
     """Nodes die, stand still and fail under load while everything is audited."""
