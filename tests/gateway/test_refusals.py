@@ -118,7 +118,7 @@ async def test_what_http_refuses_is_json_too(model: str) -> None:
 
 
 async def test_overload_is_429_with_a_time_to_come_back(model: str) -> None:
-    """Of the router, and of the gateway itself."""
+    """The router refuses some of them, and the gateway itself the others."""
     async with cluster(model, slots=1, max_queued_samples=1) as fake, serving(fake, max_requests=8) as http:
         answers = await asyncio.gather(*(http.post({"prompt": "a", "max_tokens": 100}) for _ in range(8)))
         status, answer, headers = await http.post({"prompt": ["a"] * 9})

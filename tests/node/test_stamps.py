@@ -246,7 +246,7 @@ BROKEN = {
 def test_stamps_that_do_not_come_are_a_refusal(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, state: Any, reason: str
 ) -> None:
-    """Those of all reads of a step are waited for together: all rows stand still meanwhile."""
+    """A step waits for the stamps of all its reads together, because all rows stand still meanwhile."""
     monkeypatch.setattr("corun.node.kv.stamps.FETCH_TIMEOUT_S", 0.02)
     agent = Broken(state)
     assert pair.judge(CLAIM, CLAIM, agent=agent) == [Verdict(reason)] * 2
