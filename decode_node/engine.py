@@ -71,6 +71,7 @@ class VllmDecodeEngine:
         self.contract = contract
         self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
         self.on_death: Callable[[], None] = lambda: None
+        self.on_finding: Callable[[str], None] = lambda finding: None
         self.steps = 0
         """The number of steps since the engine's start."""
         self.step_sizes: list[int]

@@ -70,6 +70,7 @@ class VllmPrefillEngine:
         self.endpoint = endpoint
         """Where the node's NIXL handshakes are answered, with the addresses of its stamp tables."""
         self.on_death: Callable[[], None] = lambda: None
+        self.on_finding: Callable[[str], None] = lambda finding: None
         self.steps = 0
         """Always 0. The steps of a prompt are not visible from outside, but the core answers between them."""
         self.expired_claims = 0

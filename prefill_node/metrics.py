@@ -25,6 +25,10 @@ class PrefillMetrics(Metrics):
         self.shared_prompts = self.counter("shared_prompts", text)
         text = "Prompts that left without KV: cancelled, given up, or refused by the engine"
         self.failed_prompts = self.counter("failed_prompts", text)
+        text = "Prompts computed again alone while the node was idle, by the result of the comparison"
+        self.rechecked_prompts = self.counter("rechecked_prompts", text, ("result",))
+        for result in ("equal", "different"):  # Shown from the start: an alert needs the zero before the first one.
+            self.rechecked_prompts.labels(result)
         text = "Prompts in the node, the one that is being computed included"
         self.queued_prompts = self.gauge("queued_prompts", text)
         self.queued_prompt_tokens = self.gauge("queued_prompt_tokens", "Tokens of the prompts in the node")

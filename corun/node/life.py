@@ -118,6 +118,7 @@ class Life:
         self._access = access
         self.agent: NodeAgent
         self._quarantined = ""
+        self._finding = ""
         self._watches: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[CorunError] = asyncio.get_running_loop().create_future()
         """The error that forces the process to end; it stays unset when the process is asked to stop."""
@@ -126,6 +127,7 @@ class Life:
         """Listen and watch the engine. A node that failed its self-test stays NOT_SERVING."""
         role, config = self._role, self._config
         role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
+        role.engine.on_finding = self._note_finding
         await self.server.start()
         info = role.info(self.server.address)
         self.agent = NodeAgent(info, config.router, role.service.load, self._access)
@@ -206,14 +208,24 @@ class Life:
             self._role.service.give_up(reason)
             self._end(DataLossError(reason))
 
+    def _note_finding(self, finding: str) -> None:
+        """Take the node out of service for good, because it computed bits that it should not have. The process stays
+        up, so that the reason can be read; only a new process, which tests itself, may be used."""
+        log.error("not serving any more: %s", finding)
+        self._finding = finding
+        self._watches.append(asyncio.create_task(self._refuse_work(finding)))
+
     async def _note_stuck(self, stuck: str) -> None:
-        if self._quarantined:
-            return
-        self._say(stuck)
+        if not self._quarantined and not self._finding:
+            await self._refuse_work(stuck)
+
+    async def _refuse_work(self, reason: str) -> None:
+        """Refuse all work and give up what runs, so that other nodes do it. An empty reason allows work again."""
+        self._say(reason)
         await self._tell_health()
-        if stuck:
+        if reason:
             await self.agent.heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
-            self._role.service.give_up(stuck)
+            self._role.service.give_up(reason)
 
     def _say(self, reason: str) -> None:
         """Refuse work for a reason and tell all routers. An empty reason allows work again."""

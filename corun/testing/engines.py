@@ -102,6 +102,7 @@ class FakeEngine:
         self.facts = facts
         self.kv = kv
         self.on_death: Callable[[], None] = lambda: None
+        self.on_finding: Callable[[str], None] = lambda finding: None
         self.steps = 0
         self.hanging = False
         """Whether it computes nothing, although it answers."""

@@ -38,6 +38,7 @@ class Life:
         self.router = router
         self.facts = SimpleNamespace(finding=finding)
         self.on_death: Callable[[], None] = lambda: None
+        self.on_finding: Callable[[str], None] = lambda finding: None
         self.stopped = self.hanging = self.draining = self.busy = False
         self.closed = ""
         self.given_up: list[str] = []
@@ -220,6 +221,27 @@ async def test_a_stuck_node_that_is_told_to_stop_does(monkeypatch: pytest.Monkey
         life.busy = True
         life.stop.set()
         await life.end()
+
+
+async def test_a_finding_in_service_takes_the_node_out_for_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process stays up to be read. An engine that was stuck and answers again changes nothing of it."""
+    async with living(monkeypatch, engine_timeout_s=0.05, metrics_port=0) as life:
+        life.busy = True
+        life.on_finding("other KV when it runs alone")
+        await until(lambda: bool(life.given_up))
+        assert (stuck(life), life.given_up) == ("other KV when it runs alone", [life.closed])
+        await until_health(life, "NOT_SERVING")
+        assert await life.probes() == PROBES
+        life.hanging = True
+        await until(lambda: "its engine is stuck" in caplog.text)
+        life.hanging = False
+        await until(lambda: "the engine answers again" in caplog.text)
+        beats = len(life.router.beats)
+        await until(lambda: len(life.router.beats) > beats + 1)
+        assert stuck(life) == life.closed == "other KV when it runs alone"
+        assert not life.task.done()
 
 
 async def test_a_quarantined_node_says_so_and_ends(life: Life) -> None:

@@ -1,0 +1,122 @@
+"""Prompts are computed again in the contract's own form while a node is idle, and one differing bit is a finding."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from corun.errors import UnavailableError
+from prefill_node.metrics import PrefillMetrics
+from prefill_node.recheck import MAX_WAITING, Computation, Digests, Recheck, difference
+
+
+class Engine:
+    """Computes a prompt when `go` is set: block i of rank r has the digest `first token + i`, or another one."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.wrong = 0
+        self.error: Exception | None = None
+        self.asked: list[Sequence[int]] = []
+        self.findings: list[str] = []
+        self.metrics = PrefillMetrics()
+        self.recheck = Recheck(self.recompute, self.metrics, self.findings.append)
+
+    def computed(self, first: int) -> Computation:
+        return Computation(prompt_token_ids=(first,) * 33, digests=digests(first), how=f"with {first} others")
+
+    async def recompute(self, prompt: Sequence[int]) -> Digests:
+        self.asked.append(prompt[0])  # type: ignore[arg-type]
+        await self.go.wait()
+        if self.error:
+            raise self.error
+        return digests(prompt[0], wrong=self.wrong)
+
+    def count(self, result: str) -> float:
+        return self.metrics.rechecked_prompts.labels(result).value
+
+
+def digests(first: int, wrong: int = 0) -> Digests:
+    return [[first, first + 1], [first, first + 1 + wrong]]
+
+
+@pytest.fixture
+async def engine() -> Engine:
+    return Engine()
+
+
+async def idle() -> None:
+    """Let all that can run without waiting run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_equal_bits_are_counted_and_change_nothing(engine: Engine) -> None:
+    for first in (1, 2, 3):
+        engine.recheck.add(engine.computed(first))
+    engine.recheck.resume()
+    await idle()
+    assert (engine.asked, engine.findings) == ([1, 2, 3], [])
+    assert (engine.count("equal"), engine.count("different")) == (3, 0)
+    engine.recheck.add(engine.computed(4))
+    engine.recheck.resume()
+    await idle()
+    assert engine.count("equal") == 4
+
+
+async def test_one_differing_bit_is_a_finding_with_the_company_that_it_had(engine: Engine) -> None:
+    engine.wrong = 1
+    for first in (7, 8):
+        engine.recheck.add(engine.computed(first))
+    engine.recheck.resume()
+    await idle()
+    engine.recheck.resume()
+    await idle()
+    (finding,) = engine.findings
+    assert "first in KV block 1 of 2 (rank 1)" in finding
+    assert finding.endswith("with 7 others")
+    assert (engine.asked, engine.count("different")) == ([7], 1)
+
+
+async def test_a_clients_prompt_goes_first(engine: Engine) -> None:
+    engine.go.clear()
+    engine.recheck.add(engine.computed(1))
+    engine.recheck.resume()
+    await idle()
+    engine.recheck.pause()
+    await idle()
+    assert (engine.asked, engine.count("equal")) == ([1], 0)
+    engine.go.set()
+    engine.recheck.resume()
+    await idle()
+    assert (engine.asked, engine.count("equal")) == ([1, 1], 1)
+
+
+async def test_a_node_that_is_never_idle_forgets_the_oldest(engine: Engine) -> None:
+    for first in range(MAX_WAITING + 3):
+        engine.recheck.add(engine.computed(first))
+    engine.recheck.resume()
+    await idle()
+    assert engine.asked == list(range(3, MAX_WAITING + 3))
+
+
+async def test_an_engine_that_cannot_compute_now_is_asked_again_later(engine: Engine) -> None:
+    engine.error = UnavailableError("the engine died")
+    for first in (1, 2):
+        engine.recheck.add(engine.computed(first))
+    engine.recheck.resume()
+    await idle()
+    assert (engine.asked, engine.findings) == ([1], [])
+    engine.error = None
+    engine.recheck.resume()
+    await idle()
+    assert (engine.asked, engine.count("equal")) == ([1, 2], 1)
+
+
+def test_the_first_difference_is_named() -> None:
+    assert difference([[1, 2], [3]], [[1, 2], [3]]) == ""
+    assert difference([[1, 2], [3]], [[1, 5], [4]]) == "first in KV block 1 of 2 (rank 0)"
+    assert difference([[]], [[]]) == ""
