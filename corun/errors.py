@@ -152,7 +152,23 @@ class PermissionDeniedError(_RefusedValueError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
-class UnavailableError(CorunError):
+class _RetryableError(CorunError):
+    """What both errors that may say when to come back have in common."""
+
+    def __init__(self, message: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def _pack(self) -> list[Message]:
+        if self.retry_after_s is None:
+            return []
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(max(0, round(self.retry_after_s * 1e9)))
+        return [retry]
+
+
+class UnavailableError(_RetryableError):
     """Something that the call needs is not there; the message says what.
 
     `retry_after_s` is the number of seconds after which another try will help; None if it will not.
@@ -161,30 +177,21 @@ class UnavailableError(CorunError):
     code = grpc.StatusCode.UNAVAILABLE
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.args = (message, retry_after_s)
-        self.retry_after_s = retry_after_s
-
-    def _pack(self) -> list[Message]:
-        return _retry(self.retry_after_s)
+        super().__init__(message, retry_after_s)
 
     @classmethod
     def _unpack(cls, text: str, details: _Details) -> CorunError:
         return cls(text, details.retry_s())
 
 
-class OverloadedError(CorunError):
+class OverloadedError(_RetryableError):
     """There is no room now. Try again after `retry_after_s` seconds."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    retry_after_s: float
 
     def __init__(self, message: str, retry_after_s: float = DEFAULT_RETRY_S) -> None:
-        super().__init__(message)
-        self.args = (message, retry_after_s)
-        self.retry_after_s = retry_after_s
-
-    def _pack(self) -> list[Message]:
-        return _retry(self.retry_after_s)
+        super().__init__(message, retry_after_s)
 
     @classmethod
     def _unpack(cls, text: str, details: _Details) -> CorunError:
@@ -365,14 +372,6 @@ def _clip(text: str, length: int = MAX_SHOWN_VALUE) -> str:
 
 def _info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
     return error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN, metadata=metadata)
-
-
-def _retry(delay_s: float | None) -> list[Message]:
-    if delay_s is None:
-        return []
-    retry = error_details_pb2.RetryInfo()
-    retry.retry_delay.FromNanoseconds(max(0, round(delay_s * 1e9)))
-    return [retry]
 
 
 _repr = reprlib.Repr()
