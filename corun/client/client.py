@@ -344,6 +344,20 @@ def _iterating(
     return _named(iterate, method)
 
 
+def _made_from(
+    inner: Callable[P, AsyncClient],
+) -> Callable[[Callable[[Client, AsyncClient], None]], Callable[Concatenate[Client, P], None]]:
+    """Give the constructor of `Client` the arguments of the inner client, which it gets ready made."""
+
+    def decorate(constructor: Callable[[Client, AsyncClient], None]) -> Callable[Concatenate[Client, P], None]:
+        def init(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            constructor(client, inner(*args, **kwargs))
+
+        return _named(init, AsyncClient.__init__)
+
+    return decorate
+
+
 def _named(blocking: T, method: Callable[..., Any]) -> T:
     """Return a blocking method with name, arguments and text of its original, but without `async` and `await`."""
     named: Any = blocking
@@ -393,19 +407,10 @@ class Client:
             print(client.generate("Once upon a time", SamplingParams(max_tokens=64)).text)
     """
 
-    def __init__(
-        self,
-        address: str | Sequence[str] = DEFAULT_ADDRESS,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
-        tls: TlsConfig | None = None,
-        token: str = "",
-    ) -> None:
-        self._client = AsyncClient(
-            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, tls=tls, token=token
-        )
-        weakref.finalize(self, _LOOP_THREAD.abandon, self._client._routers).atexit = False
+    @_made_from(AsyncClient)
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        weakref.finalize(self, _LOOP_THREAD.abandon, client._routers).atexit = False
 
     def __enter__(self) -> Client:
         return self

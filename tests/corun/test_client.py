@@ -347,6 +347,7 @@ def test_a_blocking_method_is_described_by_that_of_the_other_client() -> None:
         assert "async" not in f"{inspect.signature(blocking)}{blocking.__doc__}".lower().replace("asyncclient", "")
         assert "await" not in blocking.__doc__
         assert {"Raises:", "Example:", "Args:"} <= set(blocking.__doc__.split())
+    assert inspect.signature(Client) == inspect.signature(AsyncClient)
 
 
 def test_several_threads_and_clients_share_a_loop(client: Client, fake: FakeCluster) -> None:
