@@ -132,7 +132,7 @@ class Kernels(KernelOptions):
     """JSON file to write the report to."""
 
     def run(self) -> int:
-        kernels = _load("corun_bench.kernels", "corun bench kernels", "gpu")
+        kernels = _load("corun_bench.kernels.run", "corun bench kernels", "gpu")
         progress = Console(stderr=True)
         report = kernels.measure(self, lambda text: progress.print(text, style="dim"))
         if self.output is not None:

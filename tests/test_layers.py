@@ -19,10 +19,8 @@ ENGINE = ("torch", "vllm", "nixl", "transformers")
 WATCH = ("prometheus_client", "opentelemetry")
 """What only the processes of a cluster load."""
 GENERATED = "corun/v1/"
-BENCH_ENGINE = {
-    "corun_bench/engine.py",
-    "corun_bench/kernel_worker.py",
-}
+_KERNELS = ("attention", "communication", "functions", "invariance", "timing", "worker")
+BENCH_ENGINE = {"corun_bench/engine.py", *(f"corun_bench/kernels/{name}.py" for name in _KERNELS)}
 """What of the benchmark may load torch or vLLM."""
 
 

@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from corun.errors import InvalidArgumentError
-from corun_bench import kernel_worker, kernels
 from corun_bench.cli import Kernels
-from corun_bench.kernel_worker import Place, UnavailableKernelError, durations_us, invariance, measure_task, verdict
-from corun_bench.kernels import Job, Task
+from corun_bench.kernels import attention, plan, run, worker
+from corun_bench.kernels.functions import Place, UnavailableKernelError
+from corun_bench.kernels.invariance import invariance, verdict
+from corun_bench.kernels.plan import Job, Task
+from corun_bench.kernels.timing import durations_us
+from corun_bench.kernels.worker import measure_task
 from corun_bench.options import KernelOptions
 
 CONFIG = {
@@ -132,8 +135,8 @@ def write_config(directory: Path, **changes: Any) -> Path:
 
 
 def test_shapes_are_those_of_one_rank(tmp_path: Path) -> None:
-    whole, _ = kernels.shapes_of(write_config(tmp_path), 1)
-    half, _ = kernels.shapes_of(tmp_path, 2)
+    whole, _ = plan.shapes_of(write_config(tmp_path), 1)
+    half, _ = plan.shapes_of(tmp_path, 2)
     names = [f"MatMul {name}" for name in ("qkv", "o", "gate_up", "down", "lm_head")]
     assert dict(whole["matmul"]) == dict(
         zip(names, [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 151936)], strict=True)
@@ -142,19 +145,19 @@ def test_shapes_are_those_of_one_rank(tmp_path: Path) -> None:
         zip(names, [(4096, 3072), (2048, 4096), (4096, 12288), (6144, 4096), (4096, 75968)], strict=True)
     )
     assert (half["attention"][0][1], half["softmax"][0][1]) == ((16, 4, 128), (151936,))
-    assert kernels.shapes_of(tmp_path, 16)[0]["attention"][0][1][1] == 1
-    experts, notes = kernels.shapes_of(write_config(tmp_path, num_experts=128), 1)
+    assert plan.shapes_of(tmp_path, 16)[0]["attention"][0][1][1] == 1
+    experts, notes = plan.shapes_of(write_config(tmp_path, num_experts=128), 1)
     assert [name for name, _ in experts["matmul"]] == [f"MatMul {name}" for name in ("qkv", "o", "router", "lm_head")]
     assert "experts" in notes[0]
 
 
 def test_models_without_such_shapes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"config\.json"):
-        kernels.shapes_of(tmp_path, 1)
+        plan.shapes_of(tmp_path, 1)
     with pytest.raises(InvalidArgumentError, match="must divide num_attention_heads = 32"):
-        kernels.shapes_of(write_config(tmp_path), 3)
+        plan.shapes_of(write_config(tmp_path), 3)
     with pytest.raises(InvalidArgumentError, match="MLA"):
-        kernels.shapes_of(write_config(tmp_path, kv_lora_rank=512), 1)
+        plan.shapes_of(write_config(tmp_path, kv_lora_rank=512), 1)
 
 
 OPTIONS = KernelOptions(
@@ -162,13 +165,13 @@ OPTIONS = KernelOptions(
     budget_s=1.0, timeout_s=60.0,
 )  # fmt: skip
 ON_GPUS = replace(
-    OPTIONS, device="cuda", kernels=tuple(kernels.NAMES), dtypes=("bfloat16",), rows=(1, 16, 2048), slots=256, ranks=2
+    OPTIONS, device="cuda", kernels=tuple(plan.NAMES), dtypes=("bfloat16",), rows=(1, 16, 2048), slots=256, ranks=2
 )
 
 
 def test_every_variant_runs_in_the_environment_and_with_the_rows_that_make_it_so(tmp_path: Path) -> None:
-    shapes, _ = kernels.shapes_of(write_config(tmp_path), 1)
-    by_variant = {(task.op, task.variant): job for job in kernels.jobs(shapes, ON_GPUS) for task in job.tasks}
+    shapes, _ = plan.shapes_of(write_config(tmp_path), 1)
+    by_variant = {(task.op, task.variant): job for job in plan.jobs(shapes, ON_GPUS) for task in job.tasks}
     assert {variant for op, variant in by_variant if op == "matmul"} == {"std", "bi", "fixed", "nosplitk"}
     assert by_variant["matmul", "std"].environment == by_variant["all_reduce", "custom"].environment == {}
     pinned = by_variant["matmul", "nosplitk"]
@@ -177,22 +180,22 @@ def test_every_variant_runs_in_the_environment_and_with_the_rows_that_make_it_so
     assert by_variant["all_reduce", "std"].environment["NCCL_ALGO"] == "allreduce:ring"
     assert by_variant["all_reduce", "bi"].environment["NCCL_ALGO"] == "allreduce:tree"
     assert (by_variant["all_reduce", "custom"].ranks, by_variant["matmul", "std"].ranks) == (2, 1)
-    assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "VLLM_BATCH_INVARIANT"} <= kernels.UNSET
+    assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "VLLM_BATCH_INVARIANT"} <= plan.UNSET
     rows = {(task.op, task.variant): (task.rows, task.places) for job in by_variant.values() for task in job.tasks}
     assert rows["matmul", "std"] == ((1, 16, 2048), 0)
     assert rows["matmul", "fixed"] == ((1, 16), 256)
     assert rows["attention", "std"] == ((1, 16), 0)
-    assert any("2048" in missing["reason"] for missing in kernels.missing_here(ON_GPUS))
+    assert any("2048" in missing["reason"] for missing in plan.missing_here(ON_GPUS))
 
 
 def test_what_a_device_does_not_have_is_named(tmp_path: Path) -> None:
     on_cpu = replace(ON_GPUS, device="cpu", dtypes=("bfloat16", "float32"), ranks=1, rows=(1,))
-    missing = {(one["kernel"], one["variant"]): one["reason"] for one in kernels.missing_here(on_cpu)}
+    missing = {(one["kernel"], one["variant"]): one["reason"] for one in plan.missing_here(on_cpu)}
     assert "Triton" in missing["MatMul", "bi"]
     assert missing["AllReduce", "all"] == "needs two or more devices"
     assert ("Attention decode", "bi") not in missing
-    shapes, _ = kernels.shapes_of(write_config(tmp_path), 1)
-    tasks = [task for job in kernels.jobs(shapes, on_cpu) for task in job.tasks]
+    shapes, _ = plan.shapes_of(write_config(tmp_path), 1)
+    tasks = [task for job in plan.jobs(shapes, on_cpu) for task in job.tasks]
     assert {task.kernel for task in tasks if task.op == "mean"} == {"Mean bf16", "Mean fp32"}
     assert {task.kernel for task in tasks if task.op == "softmax"} == {"Softmax fp32"}
 
@@ -215,7 +218,7 @@ def test_a_kernel_that_fails_is_a_row_with_its_error(monkeypatch: pytest.MonkeyP
     def fail(task: Task, place: Place, pool: int) -> None:
         raise errors[0]
 
-    monkeypatch.setattr(kernel_worker, "build", fail)
+    monkeypatch.setattr(worker, "build", fail)
     lines = [line["row"] for line in measure_task(TASK, OPTIONS, CPU)]
     assert [(line["rows"], line["error"], line["median_us"]) for line in lines] == [
         (1, "RuntimeError: no such kernel", None),
@@ -272,10 +275,10 @@ def test_flash_attention_is_called_as_vllm_calls_it(
     flash, strides = FlashAttention(version), SimpleNamespace(canonicalize_singleton_dim_strides=lambda one: one)
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.fa_utils", flash)
     monkeypatch.setitem(sys.modules, "vllm.utils.torch_utils", strides)
-    monkeypatch.setattr(kernel_worker, "_cpu_attention", kernel_worker.flash_attention)
-    monkeypatch.setattr(kernel_worker, "_CPU_BLOCK", 16)
+    monkeypatch.setattr(attention, "_cpu_attention", attention.flash_attention)
+    monkeypatch.setattr(attention, "_CPU_BLOCK", 16)
     task = replace(TASK, op="attention", variant=variant, shape=(4, 2, 32, 40), places=8 if variant == "fixed" else 0)
-    name, prepare = kernel_worker.attention(task, CPU, 12)
+    name, prepare = attention.attention(task, CPU, 12)
     found = invariance(prepare, rows=6, pool=12, draws=1, seed=0, places=task.places)
     assert (verdict(found["batch"]), verdict(found["position"])) == (True, True)
     assert set(flash.splits) == {expected}
@@ -286,10 +289,10 @@ JOB = Job(tasks=(TASK,), environment={})
 
 
 def test_a_process_that_ends_early_or_never_leaves_rows_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, _ = kernels.run(JOB, replace(OPTIONS, timeout_s=0.01))
+    rows, _ = run.run(JOB, replace(OPTIONS, timeout_s=0.01))
     assert [(row["rows"], "did not end within 0.01 s" in row["error"]) for row in rows] == [(1, True), (4, True)]
-    monkeypatch.setattr(kernels, "_WORKER", "no_such_module")
-    rows, _ = kernels.run(JOB, OPTIONS)
+    monkeypatch.setattr(run, "_WORKER", "no_such_module")
+    rows, _ = run.run(JOB, OPTIONS)
     assert [row["rows"] for row in rows] == [1, 4]
     assert all("ended with 1" in row["error"] and "no_such_module" in row["error"] for row in rows)
 
@@ -297,7 +300,7 @@ def test_a_process_that_ends_early_or_never_leaves_rows_that_say_so(monkeypatch:
 def test_options_out_of_range_are_refused() -> None:
     for change in ({"rows": ()}, {"rows": (0,)}, {"draws": 0}, {"slots": 0}):
         with pytest.raises(InvalidArgumentError):
-            kernels.measure(replace(OPTIONS, **change), lambda _: None)  # type: ignore[arg-type]
+            run.measure(replace(OPTIONS, **change), lambda _: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.e2e
@@ -329,7 +332,7 @@ def test_the_command_fails_if_a_kernel_did(monkeypatch: pytest.MonkeyPatch, caps
     ]
     unavailable = [{"kernel": "MatMul", "variant": "bi", "reason": "needs a GPU"}]
     report = {"schema": "corun-bench-kernels-1", "conditions": {}, "kernels": rows, "unavailable": unavailable}
-    monkeypatch.setattr(kernels, "measure", lambda options, tell: report)
+    monkeypatch.setattr(run, "measure", lambda options, tell: report)
     assert Kernels().run() == 0
     shown = capsys.readouterr().out
     assert "no 1/4" in shown
