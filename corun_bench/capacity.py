@@ -31,7 +31,6 @@ from corun.types import NodeState
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu
 from corun_bench.fake_node import DIRECT_METHOD
-from corun_bench.load import read_code
 from corun_bench.options import MAX_NODES, RouterOptions
 
 GOAL_MS = 5.0
@@ -45,7 +44,7 @@ START_S = 60.0
 DRAIN_S = 150.0
 """The time for clients to receive the samples in flight and to read them, in seconds."""
 END_S = 30.0
-"""The time for fake nodes to end after they are told to, in seconds: they write the times of their steps."""
+"""The time for fake nodes to end after they are told to, in seconds."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 _KINDS = {"router": "router", "client": "clients"}
 
@@ -122,35 +121,32 @@ def _measure_path(setup: RouterOptions, path: str) -> dict[str, Any]:
     """Measure the path through routers ("router"), or straight from the fake nodes ("direct")."""
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
-        role = "decode" if path == "router" else "direct"
-        addresses = _start_routers(setup, processes) if path == "router" else []
-        for name, index in [("prefill", 0)] * bool(addresses) + [(role, i) for i in range(setup.decode_nodes)]:
-            options = {"role": name, "index": index, "model": str(tiny.ensure()), "slots": setup.slots}
-            options |= {"step_ms": setup.step_ms, "routers": addresses}
-            options |= {"times": str(processes.logs / f"{name}-{index}.times")}
-            processes.start(f"{name}-{index}", "corun_bench.fake_node", json.dumps(options))
-        for address in addresses:
+        direct = path == "direct"
+        ports = _free_ports(setup.decode_nodes if direct else setup.processes)
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        nodes = [("direct" if direct else "decode", index) for index in range(setup.decode_nodes)]
+        for index, port in enumerate(() if direct else ports):
+            # No audits: they would run samples again, as extra load that is not measured.
+            flags = ("--router-id", f"r{index}", "--audit-fraction", "0")
+            processes.start(f"router-{index}", "router", "--port", str(port), *flags)
+        for role, index in nodes if direct else [("prefill", 0), *nodes]:
+            options = {"role": role, "index": index, "model": str(tiny.ensure()), "slots": setup.slots}
+            options |= {"step_ms": setup.step_ms, "routers": addresses, "port": ports[index] if direct else 0}
+            processes.start(f"{role}-{index}", "corun_bench.fake_node", json.dumps(options))
+        for address in () if direct else addresses:
             _await_nodes(processes, address, 1 + setup.decode_nodes)
-        if not addresses:
-            ports = [_await_text(processes, f"direct-{index}.port") for index in range(setup.decode_nodes)]
-            addresses = [f"127.0.0.1:{port}" for port in ports]
-        began, ended, used, rss = _load(setup, processes, METHOD if path == "router" else DIRECT_METHOD, addresses)
+        began, ended, used, rss = _load(setup, processes, DIRECT_METHOD if direct else METHOD, addresses)
         for name in [name for name in processes.running if not name.startswith("router")]:
             processes.terminate(name, END_S)  # The clients have ended.
-        steps = [_doubles(processes.logs / f"{role}-{index}.times") for index in range(setup.decode_nodes)]
         clients = [processes.logs / f"client-{index}.json" for index in range(setup.client_processes)]
-        return {**_figures(setup, clients, steps, (began, ended), used), "rss_mib": rss}
+        return {**_figures(setup, clients, (began, ended), used), "rss_mib": rss}
 
 
-def _start_routers(setup: RouterOptions, processes: Processes) -> list[str]:
+def _free_ports(count: int) -> list[int]:
     ports: set[int] = set()
-    while len(ports) < setup.processes:
+    while len(ports) < count:
         ports.add(free_port("127.0.0.1"))
-    for index, port in enumerate(ports):
-        # No audits: they would run samples again, as extra load that is not measured.
-        flags = ("--router-id", f"r{index}", "--audit-fraction", "0")
-        processes.start(f"router-{index}", "router", "--port", str(port), *flags)
-    return [f"127.0.0.1:{port}" for port in ports]
+    return list(ports)
 
 
 def _load(
@@ -166,7 +162,7 @@ def _load(
         options["output"] = str(processes.logs / f"{name}.json")
         processes.start(name, "corun_bench.load", json.dumps(options), stdin=subprocess.PIPE)
     for name in names:  # Python takes long to start where cores are few.
-        _await_text(processes, f"{name}.ready")
+        _await_file(processes, f"{name}.ready")
     processes.wait(setup.ramp_s + setup.warmup_s)
     began, before = time.monotonic(), _by_kind(processes.cpu_s())
     processes.wait(setup.seconds)
@@ -178,25 +174,21 @@ def _load(
 
 
 def _figures(
-    setup: RouterOptions,
-    clients: Sequence[Path],
-    steps: Sequence[Sequence[float]],
-    measured: tuple[float, float],
-    used: Mapping[str, float],
+    setup: RouterOptions, clients: Sequence[Path], measured: tuple[float, float], used: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the figures of one path. steps: for each node the times at which its steps were emitted."""
+    """Return the figures of one path. clients: the files of the load's results."""
     began, ended = measured
     results = [json.loads(path.read_text()) for path in clients]
     errors = [error for result in results for error in result["errors"]]
     firsts = [first - sent for result in results for sent, first in result["first"] if began <= sent <= ended]
     total = {name: sum(result[name] for result in results) for name in ("calls", "tokens", "messages")}
     delays, came = [], 0
-    for times in (_doubles(path.with_suffix(".times")) for path in clients):
-        for at, code in zip(times[::2], times[1::2], strict=True):
+    for path in clients:
+        times = array.array("d", path.with_suffix(".times").read_bytes())
+        for at, delay in zip(times[::2], times[1::2], strict=True):
             came += began <= at <= ended
-            index, step = read_code(code)
-            if began <= (emitted := steps[index][step]) <= ended:
-                delays.append(at - emitted)
+            if began <= at - delay <= ended:
+                delays.append(delay)
     seconds = ended - began
     latency = quantiles(delays)  # Raises if nothing came.
     return {
@@ -222,12 +214,6 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(1000 * ranked[round(share * last)], 3) for name, share in SHARES.items()}
 
 
-def _doubles(path: Path) -> array.array[float]:
-    found = array.array("d")
-    found.frombytes(path.read_bytes())
-    return found
-
-
 def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
     """Group numbers by the kind of their process, as its name begins."""
     found: dict[str, list[float]] = {}
@@ -247,14 +233,13 @@ def _await_nodes(processes: Processes, address: str, number: int) -> None:
     raise UnavailableError(f"router {address} does not use {number} nodes after {START_S:g} s")
 
 
-def _await_text(processes: Processes, name: str) -> str:
-    """Wait for the file by which a process says that it is up; return its text."""
+def _await_file(processes: Processes, name: str) -> None:
+    """Wait for the file by which a process says that it is up."""
     deadline, path = time.monotonic() + START_S, processes.logs / name
     while not path.exists():
         if time.monotonic() > deadline:
             raise UnavailableError(f"{path.stem} did not start within {START_S:g} s")
         processes.wait(0.05)
-    return path.read_text()
 
 
 def report(result: Mapping[str, Any]) -> list[str]:

@@ -10,8 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from corun_bench.metrics import Spread
-from corun_bench.results import Json, leaves, median_of, merge, spread_of
+from corun_bench.results import Json, Spread, leaves, median_of, merge, spread_of
 
 THROUGHPUT = "output_throughput"
 LATENCIES = {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "TPOT p50": "median_tpot_ms"}

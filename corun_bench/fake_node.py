@@ -1,13 +1,12 @@
 """Fake nodes for measuring a router: real node services around engines that compute nothing.
 
-A fake decode engine emits steps at a fixed rate, with a row for every running request, and records the time of each
-step. The log probability of a row says which step of which node it is, so that a client can tell how long its token was
-on the way. Only a benchmark uses them. `python -m corun_bench.fake_node JSON` is one such node.
+A fake decode engine emits steps at a fixed rate, with a row for every running request. The log probability of a row
+says when its step was emitted, so that a client can tell how long its token was on the way. Only a benchmark uses them.
+`python -m corun_bench.fake_node JSON` is one such node.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import gc
 import itertools
@@ -17,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,7 +29,7 @@ from corun.testing.engines import BLOCK_SIZE, Facts, FakeKv, FakePrefillEngine
 from corun.testing.model import contract
 from corun.types import FinishReason, NixlEndpoint, NodeInfo, NodeRef, NodeRole, new_generation
 from corun.v1 import cluster_service_pb2, decode_service_pb2_grpc, prefill_service_pb2_grpc
-from corun_bench.load import FIRST_TOKEN, NUM_TOKENS, step_code
+from corun_bench.load import FIRST_TOKEN, NUM_TOKENS, time_code
 from decode_node.service import DecodeRequest, DecodeService, StepRow
 from decode_node.slots import SlotTable
 from prefill_node.service import PrefillService
@@ -57,19 +55,15 @@ class FakeNodeOptions:
     """host:port of each router."""
     slots: int
     step_ms: float
-    times: str
-    """File to which the node writes the times of its steps when it ends: doubles, on the machine's monotonic clock.
-    A direct node first writes its port, to a file with suffix .port."""
+    port: int
+    """Port of a direct node."""
 
 
 class StepEngine:
     """A decode engine that emits a row for every running request each `step_s`, whatever was asked for."""
 
-    def __init__(self, index: int, step_s: float) -> None:
-        self.times = array.array("d")
-        """The time at which each step was emitted, on the monotonic clock."""
+    def __init__(self, step_s: float) -> None:
         self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
-        self._index = index
         self._step_s = step_s
         self._left: dict[str, int] = {}  # Tokens to come, by request id.
 
@@ -90,12 +84,11 @@ class StepEngine:
         began = time.monotonic()
         for number in itertools.count(1):
             await asyncio.sleep(max(0.0, began + number * self._step_s - time.monotonic()))
-            self.step()
+            self.step(FIRST_TOKEN + number % NUM_TOKENS)
 
-    def step(self) -> None:
+    def step(self, token_id: int) -> None:
         """Emit one step now."""
-        step = len(self.times)
-        token_id, logprob = FIRST_TOKEN + step % NUM_TOKENS, step_code(self._index, step)
+        logprob = time_code(time.monotonic())
         rows, left = [], self._left
         for request_id, num_left in list(left.items()):
             if num_left == 1:
@@ -104,7 +97,6 @@ class StepEngine:
             else:
                 left[request_id] = num_left - 1
                 rows.append(StepRow(request_id, token_id, logprob))
-        self.times.append(time.monotonic())
         self.on_step(rows)
 
 
@@ -144,11 +136,8 @@ class FakeDirect:
 
 async def _stream(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Event) -> None:
     server = FakeDirect(engine).server
-    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_insecure_port(f"127.0.0.1:{options.port}")
     await server.start()
-    unfinished = Path(options.times).with_suffix(".new")
-    unfinished.write_text(str(port))
-    unfinished.rename(unfinished.with_suffix(".port"))
     await stop.wait()
     await server.stop(0.0)
 
@@ -195,7 +184,7 @@ async def _serve(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Eve
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     options = FakeNodeOptions(**json.loads(sys.argv[1]))
-    engine = StepEngine(options.index, options.step_ms / 1000 * (1 + DRIFT * options.index))
+    engine = StepEngine(options.step_ms / 1000 * (1 + DRIFT * options.index))
 
     async def live(stop: asyncio.Event) -> None:
         ticking = asyncio.ensure_future(engine.tick())
@@ -208,7 +197,6 @@ def main() -> None:
     gc.disable()  # Pauses would count for the router, or make the bare path late. The process lives for a minute.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     run(live)
-    Path(options.times).write_bytes(engine.times.tobytes())
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from corun_bench.metrics import Spread
 from corun_bench.results import (
     STD,
     Json,
     Results,
+    Spread,
     in_order,
     is_ablation,
     mapping,

@@ -25,13 +25,17 @@ import uvloop
 from corun.errors import CorunError
 from corun_bench.client import ClusterTarget
 from corun_bench.driver import Outcome, Request
-from corun_bench.options import MAX_NODES, RouterOptions
+from corun_bench.options import RouterOptions
 
-CONNECT_S = 20.0
+CONNECT_S = 60.0
 DRAIN_S = 120.0
 """The time for samples that still run at the end to finish, in seconds."""
 FIRST_TOKEN, NUM_TOKENS = 256, 128
-"""The first of the token ids that are drawn, and their number: they are words of the built-in tiny model."""
+"""The first of the token ids that are drawn, one after the other, and their number: they are words of the built-in tiny
+model."""
+_TICK_S, _TICKS = 1e-5, 2**24
+"""The unit of the times in log probabilities, in seconds; and their number until the times begin again, after 168 s: up
+to there, fp32 is exact."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,26 +50,25 @@ class Results:
     first: list[tuple[float, float]] = field(default_factory=list)
     """For each sample: when it was requested, and when its first token came."""
     times: array.array[float] = field(default_factory=lambda: array.array("d"))
-    """For each token: when it came, and the code of its step."""
+    """For each token: when it came, and how long it was on the way."""
 
 
-def step_code(index: int, step: int) -> float:
-    """Return the log probability of all tokens of one step of one node, exact in fp32 for a million steps."""
-    return -float(step * MAX_NODES + index)
+def time_code(at: float) -> float:
+    """Return the log probability of all tokens of a step that is emitted at this time of the machine's clock."""
+    return -float(int(at / _TICK_S) % _TICKS)
 
 
-def read_code(logprob: float) -> tuple[int, int]:
-    """Return the node's index and the step."""
-    step, index = divmod(int(-logprob), MAX_NODES)
-    return index, step
+def age_s(logprob: float, now: float) -> float:
+    """Return how many seconds ago a step was emitted, by the log probability of its tokens."""
+    return (now / _TICK_S + logprob) % _TICKS * _TICK_S
 
 
 class Load:
     """The closed loop of one process of several.
 
     index: the number of this process. addresses: host:port of the routers, or of the fake nodes without a router.
-    output: the file of the results. A file beside it, .times, has two doubles per token: when it came, and its step's
-    code. An empty file beside it, .ready, says that the load begins.
+    output: the file of the results. A file beside it, .times, has two doubles per token, those of `Results.times`. An
+    empty file beside it, .ready, says that the load begins.
     """
 
     def __init__(self, setup: RouterOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
@@ -125,11 +128,10 @@ def _read(num_tokens: int, outcome: Outcome, results: Results) -> str:
     codes = iter(outcome.logprobs)
     for at, count in outcome.arrivals:
         for code in itertools.islice(codes, count):
-            results.times.extend((at, code))
+            results.times.extend((at, age_s(code, at)))
     if len(outcome.token_ids) != num_tokens:
         return f"{len(outcome.token_ids)} of {num_tokens} tokens came; {outcome.error}"
-    steps = [read_code(code)[1] for code in outcome.logprobs]
-    if steps != list(range(steps[0], steps[0] + len(steps))):
+    if any((after - before) % NUM_TOKENS != 1 for before, after in itertools.pairwise(outcome.token_ids)):
         return "its tokens are not of one step after the other"
     return outcome.error
 

@@ -10,53 +10,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from corun.errors import InvalidArgumentError
 from corun_bench.driver import Outcome, Run
+from corun_bench.results import Mismatch
 
 PERCENTILES = (50.0, 90.0, 99.0)
 GOODPUT = ("ttft", "tpot", "e2el")
 MIN_BINS, MAX_BINS = 20, 200
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """The spread of one measurement over its repeats."""
-
-    median: float
-    min: float
-    max: float
-    repeats: int
-
-    def over(self, unit: float) -> Spread:
-        """Return the same numbers in multiples of `unit`."""
-        return Spread(median=self.median / unit, min=self.min / unit, max=self.max / unit, repeats=self.repeats)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
-    """The comparison, bit by bit, of requests that ran twice."""
-
-    requests: int
-    """The number of requests that were compared."""
-    different_tokens: int
-    """The number of compared requests that have other tokens."""
-    different_bits: int
-    """The number of compared requests that have other tokens, or other bits in a log probability."""
-    tokens_only: int = 0
-    """The number of compared requests that have no log probabilities to compare."""
-    not_compared: tuple[int, ...] = ()
-    """The indices of requests that are missing or failed in a run, or have log probabilities in only one of them."""
-
-    @property
-    def rate(self) -> float | None:
-        """The share of the compared requests that differ; None if no request was compared."""
-        return self.different_bits / self.requests if self.requests else None
 
 
 def summarize(
@@ -84,10 +50,11 @@ def summarize(
         "e2el": [1000 * (outcome.done_s - outcome.sent_s) for outcome in timed],
     }
     # In goodput the time per token of a single token is 0, as in vLLM.
-    of_request = zip(firsts, (tpot or 0.0 for tpot in tpots), latencies["e2el"], strict=True)
+    of_request = {"ttft": firsts, "tpot": [tpot or 0.0 for tpot in tpots], "e2el": latencies["e2el"]}
+    limits = goodput or {}
     good = sum(
-        all(dict(zip(GOODPUT, values, strict=True))[name] <= limit for name, limit in (goodput or {}).items())
-        for values in of_request
+        all(value <= limit for value, limit in zip(values, limits.values(), strict=True))
+        for values in zip(*(of_request[name] for name in limits), strict=True)
     )
     inputs, outputs = sum(outcome.num_prompt_tokens for outcome in completed), sum(map(output_tokens, completed))
     occupancy = _occupancy(run.outcomes, slots)
@@ -107,9 +74,9 @@ def summarize(
         "total_token_throughput": rate(inputs + outputs),
         **_peaks(completed),
         **{
-            name: value
+            f"{statistic}_{metric}_ms": value
             for metric, values in latencies.items()
-            for name, value in _statistics(metric, sorted(values), percentiles).items()
+            for statistic, value in _statistics(values, percentiles).items()
         },
         "input_tokens_per_s_per_prefill_gpu": rate(inputs, gpus["prefill"]),
         "output_tokens_per_s_per_decode_gpu": rate(outputs, gpus["decode"]),
@@ -134,25 +101,12 @@ def _tpot_ms(outcome: Outcome) -> float | None:
     return 1000 * (outcome.done_s - outcome.arrivals[0][0]) / (tokens - 1) if tokens > 1 else None
 
 
-def _statistics(name: str, ordered: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    mean = math.fsum(ordered) / max(1, len(ordered))
-    variance = math.fsum((value - mean) ** 2 for value in ordered) / max(1, len(ordered))
-    return {
-        f"mean_{name}_ms": mean,
-        f"median_{name}_ms": percentile(ordered, 50),
-        f"std_{name}_ms": math.sqrt(variance),
-        **{f"p{percent:g}_{name}_ms": percentile(ordered, percent) for percent in percentiles},
-    }
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted values, linear between two of them as in numpy; 0 without values, as in vLLM."""
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * percent / 100
-    below = min(math.floor(place), len(ordered) - 1)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+def _statistics(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """Return the statistics of a latency; all are 0 without values, as in vLLM."""
+    found = np.array(values or [0.0])
+    ranks = dict(zip(percentiles, np.percentile(found, percentiles).tolist(), strict=True))
+    moments = {"mean": float(found.mean()), "median": float(np.median(found)), "std": float(found.std())}
+    return moments | {f"p{percent:g}": value for percent, value in ranks.items()}
 
 
 def _peaks(completed: Sequence[Outcome]) -> dict[str, float]:
@@ -161,26 +115,19 @@ def _peaks(completed: Sequence[Outcome]) -> dict[str, float]:
     tokens = _per_second((at - start, count) for outcome in completed for at, count in outcome.arrivals)
     spans = ((int(outcome.sent_s - start), int(outcome.done_s - start)) for outcome in completed)
     requests = _per_second((second, 1) for first, last in spans for second in range(first, last + 1))
-    return {
-        "max_output_tokens_per_s": float(max(tokens.values(), default=0)),
-        "max_concurrent_requests": max(requests.values(), default=0),
-    }
+    return {"max_output_tokens_per_s": max(tokens), "max_concurrent_requests": int(max(requests))}
 
 
 def _peak_decode(run: Run) -> float:
     """Return the tokens of the best whole second, without first tokens; for a run under a second, its rate."""
     seconds = _per_second(piece for outcome in run.outcomes for piece in _in_decode(outcome))
-    if run.duration_s < 1:
-        return _rate(sum(seconds.values()), run.duration_s)
-    return float(max(seconds.values(), default=0))
+    return _rate(sum(seconds), run.duration_s) if run.duration_s < 1 else max(seconds)
 
 
-def _per_second(pieces: Iterable[tuple[float, int]]) -> Counter[int]:
-    """Return the sums of what came in the seconds [0, 1), [1, 2), …; seconds with nothing are left out."""
-    sums: Counter[int] = Counter()
-    for at, count in pieces:
-        sums[int(at)] += count
-    return sums
+def _per_second(pieces: Iterable[tuple[float, int]]) -> list[float]:
+    """Return the sums of what came in the seconds [0, 1), [1, 2), …, of which there is at least one."""
+    times, counts = zip(*pieces, (0.0, 0), strict=True)
+    return [float(value) for value in np.bincount([int(at) for at in times], counts)]
 
 
 def _in_decode(outcome: Outcome) -> Iterator[tuple[float, int]]:
@@ -218,22 +165,23 @@ def timeline(run: Run) -> dict[str, Any]:
     token and end.
     """
     width = bin_width(run.duration_s)
-    bins = max(MIN_BINS, math.ceil(run.duration_s / width))
-    prompts, outputs, running = [0.0] * bins, [0.0] * bins, [0.0] * bins
+    edges = np.arange(max(MIN_BINS, math.ceil(run.duration_s / width)) + 1) * width
+    begun = [outcome for outcome in run.outcomes if outcome.arrivals]
 
-    def place(at: float) -> int:
-        return min(max(0, int(at / width)), bins - 1)
+    def per_second(pieces: Iterable[tuple[float, int]]) -> list[float]:
+        times, counts = zip(*pieces, (0.0, 0), strict=True)
+        inside = np.clip(times, 0.0, edges[-1])
+        return (np.histogram(inside, edges, weights=counts)[0] / width).tolist()
 
-    for outcome in run.outcomes:
-        if not outcome.arrivals:
-            continue
+    running = np.zeros(len(edges) - 1)
+    for outcome in begun:
         first = outcome.arrivals[0][0]
-        prompts[place(first)] += outcome.num_prompt_tokens / width
-        for at, count in _in_decode(outcome):
-            outputs[place(at)] += count / width
-        for i in range(place(first), place(outcome.done_s) + 1):
-            running[i] += max(0.0, min(outcome.done_s, (i + 1) * width) - max(first, i * width)) / width
-    lines = {"prefill_tokens_per_s": prompts, "decode_tokens_per_s": outputs, "running": running}
+        running += np.clip(np.minimum(edges[1:], outcome.done_s) - np.maximum(edges[:-1], first), 0.0, None) / width
+    lines = {
+        "prefill_tokens_per_s": per_second((one.arrivals[0][0], one.num_prompt_tokens) for one in begun),
+        "decode_tokens_per_s": per_second(piece for one in begun for piece in _in_decode(one)),
+        "running": running.tolist(),
+    }
     return {"bin_s": width, **{name: [round(value, 3) for value in values] for name, values in lines.items()}}
 
 
@@ -244,18 +192,6 @@ def bin_width(duration_s: float) -> float:
     power = math.floor(math.log10(duration_s / MAX_BINS))
     widths = (float(f"{step}e{exponent}") for exponent in (power, power + 1) for step in (1, 2, 5))
     return next(width for width in widths if math.ceil(duration_s / width) <= MAX_BINS)
-
-
-def aggregate_throughput(tasks: Iterable[tuple[float, float]]) -> float:
-    """Return the paper's aggregate of several tasks (Section V), each (output tokens/s, seconds): weighted by time."""
-    known = list(tasks)
-    return _rate(math.fsum(throughput * time for throughput, time in known), math.fsum(time for _, time in known))
-
-
-def spread(values: Iterable[float]) -> Spread:
-    """Return median, minimum and maximum over repeats, of which there is at least one."""
-    found = sorted(values)
-    return Spread(median=percentile(found, 50), min=found[0], max=found[-1], repeats=len(found))
 
 
 def parse_goodput(pairs: Iterable[str]) -> dict[str, float]:

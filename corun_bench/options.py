@@ -17,7 +17,7 @@ from corun.params import check_seed
 KernelName = Literal["mean", "rms_norm", "softmax", "matmul", "attention", "all_reduce"]
 RESULT = "result.json"
 MAX_NODES = 16
-"""The most decode nodes of a router measurement: log probabilities can tell no more apart."""
+"""The most decode nodes of a router measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)

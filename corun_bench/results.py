@@ -19,13 +19,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from corun.errors import InvalidArgumentError, Shown
-from corun_bench.metrics import Mismatch, Spread, spread
 
 SCHEMA = "corun-bench-1"
 KERNELS_SCHEMA = "corun-bench-kernels-1"
@@ -49,6 +49,46 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
 }
 _TOO_LARGE = 1e300  # Python reads infinities, NaN and integers of any size from JSON.
 _PADDING = re.compile(r"padding=(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """The spread of one measurement over its repeats."""
+
+    median: float
+    min: float
+    max: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of at least one repeat."""
+        return cls(median=statistics.median(values), min=min(values), max=max(values), repeats=len(values))
+
+    def over(self, unit: float) -> Spread:
+        """Return the same numbers in multiples of `unit`."""
+        return Spread(median=self.median / unit, min=self.min / unit, max=self.max / unit, repeats=self.repeats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """The comparison, bit by bit, of requests that ran twice."""
+
+    requests: int
+    """The number of requests that were compared."""
+    different_tokens: int
+    """The number of compared requests that have other tokens."""
+    different_bits: int
+    """The number of compared requests that have other tokens, or other bits in a log probability."""
+    tokens_only: int = 0
+    """The number of compared requests that have no log probabilities to compare."""
+    not_compared: tuple[int, ...] = ()
+    """The indices of requests that are missing or failed in a run, or have log probabilities in only one of them."""
+
+    @property
+    def rate(self) -> float | None:
+        """The share of the compared requests that differ; None if no request was compared."""
+        return self.different_bits / self.requests if self.requests else None
 
 
 def write(path: Path, result: Json) -> None:
@@ -196,7 +236,7 @@ def _concurrency(run: Json) -> float:
 def spread_of(runs: Iterable[Json], key: str) -> Spread | None:
     """Return the spread of one metric over repeats; None if no repeat has it."""
     values = [value for run in runs if (value := number(run, key)) is not None]
-    return spread(values) if values else None
+    return Spread.of(values) if values else None
 
 
 def median_of(runs: Iterable[Json], key: str) -> float | None:

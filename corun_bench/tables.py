@@ -14,7 +14,6 @@ from rich import box
 from rich.table import Table as Printed
 from rich.text import Text
 
-from corun_bench.metrics import aggregate_throughput
 from corun_bench.results import (
     STD,
     Json,
@@ -91,11 +90,15 @@ def summary(results: Results, baseline: str) -> Table:
 
 
 def aggregate(results: Results, system: str, workloads: Sequence[str]) -> float | None:
-    """Return the paper's aggregate of medians over repeats; None unless the system ran all of the workloads."""
+    """Return the paper's aggregate (Section V) of medians over repeats: throughputs, weighted by the workloads' times.
+
+    It is None unless the system ran all of the workloads.
+    """
     tasks = _tasks(results, system)
     if not workloads or not all(workload in tasks for workload in workloads):
         return None
-    return aggregate_throughput(tasks[workload] for workload in workloads)
+    seconds = sum(tasks[workload][1] for workload in workloads)
+    return sum(tasks[workload][0] * tasks[workload][1] for workload in workloads) / seconds
 
 
 def _tasks(results: Results, system: str) -> dict[str, tuple[float, float]]:

@@ -237,6 +237,14 @@ def test_files_are_merged_unless_they_do_not_belong_together(other: dict[str, An
         merge({"a": first, "b": other})
 
 
+def test_the_aggregate_is_weighted_by_time() -> None:
+    found = of(
+        run("std", "a", output_throughput=100.0, duration=1.0), run("std", "b", output_throughput=10.0, duration=9.0)
+    )
+    assert tables.aggregate(found, "std", ["a", "b"]) == pytest.approx(19.0)
+    assert tables.aggregate(found, "std", ["a", "c"]) is tables.aggregate(found, "std", []) is None
+
+
 def test_other_conditions_are_told() -> None:
     other = {"model": "tiny", "hardware": {"gpu": "L4"}, "versions": {"vllm": "0.26.0"}}
     assert list(report.notices(merge({"a": document(), "b": document(conditions=other)}))) == [

@@ -14,7 +14,7 @@ from corun.errors import InvalidArgumentError
 from corun_bench import results
 from corun_bench.cli import Compare
 from corun_bench.compare import compare, differing, ratio
-from corun_bench.metrics import Spread
+from corun_bench.results import Spread
 
 
 def row(system: str, throughput: float, workload: str = "in=1,out=2", **changes: Any) -> dict[str, Any]:
@@ -94,6 +94,11 @@ def test_what_is_no_finite_number_is_left_out() -> None:
 
 def spread_of_two(low: float, high: float) -> Spread:
     return Spread(median=(low + high) / 2, min=low, max=high, repeats=2)
+
+
+def test_spread_of_repeats() -> None:
+    assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, min=1.0, max=10.0, repeats=4)
+    assert Spread.of([6.0, 2.0]).over(2) == spread_of_two(1.0, 3.0)
 
 
 def test_differing_conditions_are_named() -> None:
