@@ -171,7 +171,7 @@ def timeline(run: Run) -> dict[str, Any]:
     def per_second(pieces: Iterable[tuple[float, int]]) -> list[float]:
         times, counts = zip(*pieces, (0.0, 0), strict=True)
         inside = np.clip(times, 0.0, edges[-1])
-        return (np.histogram(inside, edges, weights=counts)[0] / width).tolist()
+        return [float(value) / width for value in np.histogram(inside, edges, weights=counts)[0]]
 
     running = np.zeros(len(edges) - 1)
     for outcome in begun:

@@ -20,7 +20,8 @@ from router.audit.auditor import Auditor
 from router.audit.idle import IdleRuns
 from router.audit.verifier import Verifier
 from router.metrics import RouterMetrics
-from router.nodes.registry import Registry, spawn
+from router.nodes.preparation import spawn
+from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import RequestRunner
 from router.sample import SampleRunner

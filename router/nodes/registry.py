@@ -1,33 +1,28 @@
-"""The registry of the nodes: which nodes there are, whether they may be used, and the one contract they share.
+"""The registry of the nodes: which nodes there are, and whether they may be used.
 
-Owns: registration, heartbeats, contract admission, loss, and choosing a pair of nodes for a sample. This module must
-not know queues or samples. Other modules subscribe to it to learn of changes.
+Owns: registration, heartbeats, loss, and choosing a pair of nodes for a sample. Which generations may join is known in
+`admission`, and how a node becomes ready in `preparation`. This module must not know queues or samples. Other modules
+subscribe to it to learn of changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from corun.config.fields import RouterConfig
-from corun.contract import Contract
 from corun.errors import (
     CancelledByPeerError,
-    ContractMismatchError,
     CorunError,
-    DataLossError,
     DeadlineError,
-    InvalidArgumentError,
     NotFoundError,
     OverloadedError,
     StaleGenerationError,
     UnavailableError,
 )
-from corun.models import served_name
 from corun.rpc.channel import OPEN, Access
 from corun.types import (
     GONE_AS_PLANNED,
@@ -35,30 +30,18 @@ from corun.types import (
     NodeLoad,
     NodeRef,
     NodeRole,
-    NodeState,
     NodeStatus,
     state_in_words,
 )
 from router.clock import AwakeClock, loop_time
+from router.nodes import admission
+from router.nodes.admission import Admission
 from router.nodes.contract_gate import ClusterContract, check_info
 from router.nodes.node import DecodeNode, Node, Out, Placement, PrefillNode
 from router.nodes.node_client import DecodeClient, PrefillClient
+from router.nodes.preparation import M, Preparation, by_id, spawn
 from router.placement import DecodeRoom, Need, PrefillRoom, choose_idle_pair, choose_pair
 from router.prompts import Model
-from router.text import VERSION, Tokenizer
-
-OPEN_TIMEOUT_S = 10.0
-"""The longest time to connect to a node: the channel of a prefill node, the first message on a decode node's stream."""
-CONNECT_TIMEOUT_S = 30.0
-FIRST_RETRY_S = 0.25
-LONGEST_RETRY_S = 5.0
-FORGET_AFTER_S = 600.0
-"""The seconds for which lost and refused nodes stay in the cluster's status."""
-REMEMBERED_GENERATIONS = 64
-MAX_NODES = 4096
-"""The most node ids that are known at once, including lost and refused nodes."""
-
-M = TypeVar("M", bound=Node[Any])
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +55,6 @@ class Registry:
 
     def __init__(self, config: RouterConfig, router_id: str, access: Access = OPEN) -> None:
         self.contract = ClusterContract(config.expected_fingerprint)
-        self.model: Model | None = None
-        """The cluster's model; None until a tokenizer has been loaded."""
         self.mismatches = 0
         """The number of samples whose repeated run gave other bits, audits included, since the router started."""
         self.clock = AwakeClock()
@@ -86,17 +67,17 @@ class Registry:
         if clients have tokens. Statuses always say why."""
         self._decodes: dict[str, DecodeNode] = {}
         self._prefills: dict[str, PrefillNode] = {}
-        self._refused: dict[str, tuple[NodeStatus, float]] = {}
-        """The nodes that may not join, or not yet, by id, each with the time of its last try."""
-        self._dead: dict[str, deque[str]] = {}  # The generations that were replaced, by node id.
-        self._quarantined: dict[NodeRef, str] = {}  # The reasons. They are rare, so they are never forgotten.
-        self._connecting: dict[tuple[str, str], asyncio.Future[None]] = {}
-        """The tasks that connect pairs, by the ids of the decode and the prefill node. They stay when they are done."""
         self._closing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._watchers: list[Callable[[Placement | None], None]] = []
-        self._loading = asyncio.Lock()
+        self._admission = Admission(self.contract, self.clock)
+        self._preparation = Preparation(self._decodes, self._prefills, self.lose, self.changed)
         self._waiting: set[asyncio.Future[None]] = set()  # One for each waiter, which a change of the registry wakes.
+
+    @property
+    def model(self) -> Model | None:
+        """The cluster's model; None until a tokenizer has been loaded."""
+        return self._preparation.model
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change that may let a sample start."""
@@ -118,22 +99,18 @@ class Registry:
             OverloadedError: the router already knows the most nodes that it may know.
         """
         check_info(info)
-        everyone = self._decodes.keys() | self._prefills.keys() | self._refusals().keys()
-        if info.ref.node_id not in everyone and len(everyone) >= MAX_NODES:
-            raise OverloadedError(f"{len(everyone)} nodes are known here, as many as may be", FORGET_AFTER_S)
-        if info.ref in self._quarantined and self._node(info.ref.node_id) is None:
-            self._refuse(info, self._quarantined[info.ref])  # With a node, the node's status says so.
-        self._check_trusted(info.ref)
+        everyone = self._decodes.keys() | self._prefills.keys() | self._admission.refusals().keys()
+        if info.ref.node_id not in everyone and len(everyone) >= admission.MAX_NODES:
+            text = f"{len(everyone)} nodes are known here, as many as may be"
+            raise OverloadedError(text, admission.FORGET_AFTER_S)
         known = self._node(info.ref.node_id)
-        if info.ref.generation in self._dead.get(info.ref.node_id, ()):
-            now = known.info.ref.generation if known else "gone"
-            raise StaleGenerationError(info.ref.node_id, info.ref.generation, now)
+        self._admission.check_generation(info, known.info.ref.generation if known else "")
         if known is not None and known.info.ref == info.ref and not known.is_gone:
             known.heard_at = self.clock.time()
             return
         if known is not None:
             self._replace(known, info.ref)
-        self._admit(info)
+        self._admission.admit(info)
         self._add(info)
 
     def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool, stuck: str = "") -> None:
@@ -143,7 +120,7 @@ class Registry:
             NotFoundError: the node has to register (again).
             DataLossError: this generation may have given wrong bits.
         """
-        self._check_trusted(ref)
+        self._admission.check_trusted(ref)
         node = self._node(ref.node_id)
         if node is None or node.info.ref != ref or node.is_gone:
             raise NotFoundError(f"node {ref} is not registered here")
@@ -170,13 +147,10 @@ class Registry:
         others stay in use."""
         self.mismatches += 1
         suspects = tuple(dict.fromkeys(refs))
-        if any(ref in self._quarantined for ref in suspects):
-            return
         reason = f"gave other bits for {sample}"
+        if not self._admission.quarantine(suspects, reason):
+            return
         nodes = [node for ref in suspects if (node := self._node(ref.node_id)) and node.info.ref == ref]
-        for ref in suspects:
-            self._quarantined[ref] = reason
-            log.error("node %s is quarantined: one of two runs %s", ref, reason)
         in_use = [node for node in nodes if not node.is_gone]
         for node in nodes:
             node.put_out(Out.QUARANTINED, reason)
@@ -220,7 +194,7 @@ class Registry:
         """Return in words which decode nodes could hold a sample but cannot be used now, and why; empty if there are
         none. Lost and draining nodes are left out, because they may never come back."""
         used = {node.node_id for node in self._connected()}
-        unused = (node for node in _by_id(self._decodes) if node.node_id not in used)
+        unused = (node for node in by_id(self._decodes) if node.node_id not in used)
         stay = [node for node in unused if node.out is None or node.out[0] < Out.DRAINING]
         return self._explain(node for node in stay if node.room.could_hold(num_tokens))
 
@@ -271,7 +245,7 @@ class Registry:
     def statuses(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, sorted by id: prefill nodes, then decode nodes, then refused nodes."""
         now = self.clock.time()
-        refused = [found for _, found in sorted(self._refusals().items())]
+        refused = [found for _, found in sorted(self._admission.refusals().items())]
         silent = (replace(status, last_heartbeat_ms=round(1000 * (now - at))) for status, at in refused)
         return (*(node.status(now) for node in self._nodes()), *silent)
 
@@ -295,17 +269,16 @@ class Registry:
 
     def _drop(self, node: Node[Any], reason: str) -> None:
         node.put_out(Out.LOST, reason)
-        pairs = [pair for pair in self._connecting if node.node_id in pair]
-        for work in (node.silence, node.preparing, *map(self._connecting.pop, pairs)):
-            if work is not None:
-                work.cancel()
+        if node.silence is not None:
+            node.silence.cancel()
+        self._preparation.stop(node)
         for other in self._nodes():
             other.peers.discard(node.node_id)
         node.client.drop(reason)
         task = spawn(node.client.close(), f"closing the channel to {node.info.ref}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        asyncio.get_running_loop().call_later(FORGET_AFTER_S, self._forget, node)
+        asyncio.get_running_loop().call_later(admission.FORGET_AFTER_S, self._forget, node)
         self.changed()
 
     def _connected(self) -> list[DecodeNode]:
@@ -329,53 +302,16 @@ class Registry:
         return Placement(self._decodes[pair[0]], self._prefills[pair[1]], need, self.changed) if pair else None
 
     def _nodes(self) -> list[Node[Any]]:
-        return [*_by_id(self._prefills), *_by_id(self._decodes)]
+        return [*by_id(self._prefills), *by_id(self._decodes)]
 
     def _node(self, node_id: str) -> Node[Any] | None:
         return self._decodes.get(node_id) or self._prefills.get(node_id)
 
-    def _check_trusted(self, ref: NodeRef) -> None:
-        if reason := self._quarantined.get(ref):
-            raise DataLossError(f"node {ref} {reason}: restart it, so that it tests itself again")
-
     def _replace(self, known: Node[Any], ref: NodeRef) -> None:
         if known.info.ref != ref:
-            dead = self._dead.setdefault(ref.node_id, deque(maxlen=REMEMBERED_GENERATIONS))
-            dead.append(known.info.ref.generation)
-            if len(self._dead) > MAX_NODES:
-                self._dead.pop(next(iter(self._dead)))  # Forget the node that was first replaced longest ago.
+            self._admission.replace(known.info.ref)
             self.lose(known, f"generation {ref.generation} replaced it")
         self._forget(known)
-
-    def _admit(self, info: NodeInfo) -> None:
-        try:
-            contract = Contract.from_json(info.contract_json)
-            if contract.role is not info.role:
-                raise InvalidArgumentError("node.contract_json", contract.role.value, f"must be {info.role.value}")
-            if info.finding:
-                raise UnavailableError(f"node {info.ref} failed its self-test: {info.finding}")
-            waits = self.contract.admit(contract)
-        except CorunError as error:
-            self._refuse(info, str(error))
-            raise
-        if waits:
-            self._refuse(info, waits, NodeState.JOINING)
-            raise UnavailableError(f"node {info.ref} is not in use yet: {waits}")
-        self._refused.pop(info.ref.node_id, None)
-
-    def _refuse(self, info: NodeInfo, reason: str, state: NodeState = NodeState.REFUSED) -> None:
-        """Remember a node that may not join. state: REFUSED, or JOINING if that may end by itself."""
-        known = self._refused.get(info.ref.node_id)
-        if known is None or known[0].detail != reason:
-            log.warning("node %s is %s: %s", info.ref, state.value, reason)
-        status = NodeStatus(node=info, load=NodeLoad(), state=state, detail=reason)
-        self._refused[info.ref.node_id] = status, self.clock.time()
-
-    def _refusals(self) -> Mapping[str, tuple[NodeStatus, float]]:
-        """Return the refused nodes, and forget those that have not tried to join for long."""
-        now = self.clock.time()
-        self._refused = {name: found for name, found in self._refused.items() if now - found[1] < FORGET_AFTER_S}
-        return self._refused
 
     def _add(self, info: NodeInfo) -> None:
         node: Node[Any]
@@ -390,55 +326,7 @@ class Registry:
             node = self._prefills[info.ref.node_id] = PrefillNode(info, prefill, now)
         log.info("node %s has joined as %s at %s", info.ref, info.role.value, info.address)
         self._expect_heartbeat(node)
-        node.preparing = spawn(self._prepare(node), f"preparing node {info.ref}")
-
-    async def _prepare(self, node: Node[Any]) -> None:
-        await _until_done(f"{node.node_id} is not ready", lambda: self._load_tokenizer(node.info), node)
-        try:
-            await node.client.open(OPEN_TIMEOUT_S)
-        except CorunError as error:
-            self.lose(node, str(error))
-            return
-        node.is_open = True
-        other = NodeRole.PREFILL if node.info.role is NodeRole.DECODE else NodeRole.DECODE
-        node.lacks = f"not connected to a {other.value} node yet"
-        for decode in _by_id(self._decodes):
-            for prefill in _by_id(self._prefills):
-                pair = decode.node_id, prefill.node_id
-                if pair not in self._connecting and all(n.is_open and not n.is_gone for n in (decode, prefill)):
-                    connecting = self._connect(decode, prefill)
-                    self._connecting[pair] = spawn(connecting, f"connecting {pair[0]} to {pair[1]}")
-        self.changed()
-
-    async def _connect(self, decode: DecodeNode, prefill: PrefillNode) -> None:
-        """Make the NIXL connection of a pair, before the pair gets its first sample."""
-        peer = prefill.info.nixl
-        assert peer is not None  # Registration has checked this.
-        what = f"{decode.node_id} cannot connect to {prefill.node_id}"
-        await _until_done(what, lambda: decode.client.connect(peer, CONNECT_TIMEOUT_S), decode, prefill)
-        decode.peers.add(prefill.node_id)
-        prefill.peers.add(decode.node_id)
-        log.info("%s is connected to %s", decode.info.ref, prefill.info.ref)
-        self.changed()
-
-    async def _load_tokenizer(self, info: NodeInfo) -> None:
-        """Load the tokenizer from a node's model directory. Any node will do, because all nodes have the same one."""
-        contract = Contract.from_json(info.contract_json).model
-        async with self._loading:
-            if self.model is not None:
-                return
-            if contract.tokenizers != VERSION:
-                reason = f"text may become other tokens here: install tokenizers=={contract.tokenizers} for the router"
-                raise ContractMismatchError(reason, {"model.tokenizers": (contract.tokenizers, VERSION)})
-            tokenizer = await asyncio.to_thread(Tokenizer.load, info.model)
-            if tokenizer.digest != (expected := contract.tokenizer_digest):
-                raise UnavailableError(f"the tokenizer in {info.model} is not the one of the contract, {expected}")
-            self.model = Model(
-                tokenizer=tokenizer,
-                vocab_size=info.vocab_size,
-                max_model_len=info.max_model_len,
-                name=served_name(info.model),
-            )
+        self._preparation.start(node)
 
     def _expect_heartbeat(self, node: Node[Any]) -> None:
         """Lose a node if it has been silent for too long. Otherwise check again when that may first be so."""
@@ -456,39 +344,5 @@ class Registry:
             del self._prefills[node.node_id]
 
 
-def _by_id(nodes: Mapping[str, M]) -> list[M]:
-    return [node for _, node in sorted(nodes.items())]
-
-
 def _usable(nodes: Mapping[str, M]) -> list[M]:
-    return [node for node in _by_id(nodes) if node.takes_work]
-
-
-async def _until_done(what: str, attempt: Callable[[], Awaitable[None]], *nodes: Node[Any]) -> None:
-    """Call `attempt` with growing delays until it succeeds or this task is cancelled. After each failed try, `nodes`
-    lack it, in words that begin with `what`. They are logged when they differ from those before."""
-    delay, said = FIRST_RETRY_S, ""
-    while True:
-        try:
-            return await attempt()
-        except CorunError as error:
-            reason = f"{what}: {error}"
-        for node in nodes:
-            node.lacks = reason
-        if reason != said:
-            log.warning("%s", reason)
-        said = reason
-        await asyncio.sleep(delay)
-        delay = min(2 * delay, LONGEST_RETRY_S)
-
-
-def spawn(work: Awaitable[None], what: str) -> asyncio.Future[None]:
-    """Run `work` as a task, and log its unexpected exceptions."""
-
-    def report(task: asyncio.Future[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", what, exc_info=error)
-
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(report)
-    return task
+    return [node for node in by_id(nodes) if node.takes_work]

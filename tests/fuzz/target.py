@@ -29,7 +29,7 @@ from corun.node import membership
 from corun.rpc.server import raise_file_limit
 from corun.testing.cluster import router_config
 from corun.testing.model import write_tokenizer
-from router.nodes import registry
+from router.nodes import admission
 from router.service import ClusterService
 from tests.clusters import FakeCluster, cluster
 from tests.secrets import Secrets
@@ -187,7 +187,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     membership.RETRY_S = 0.05
-    registry.FORGET_AFTER_S = FORGET_AFTER_S
+    admission.FORGET_AFTER_S = FORGET_AFTER_S
     if settings.pop("broken", False):
         _break()
     asyncio.run(serve(model, secrets, settings))

@@ -15,7 +15,7 @@ from corun.testing.cluster import router_config
 from corun.testing.model import contract
 from corun.types import NodeInfo, NodeRef, NodeRole, NodeState
 from router.attempt import Attempt, NodeFaultError
-from router.nodes import registry
+from router.nodes import admission
 from router.nodes.registry import Registry
 from tests.clusters import cluster, generate
 from tests.fuzz.http2 import Connection, call, hello, widen
@@ -96,7 +96,7 @@ async def test_a_node_that_says_too_much_is_refused(model: str, changes: dict[st
 
 
 async def test_nodes_are_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_NODES", 1)
+    monkeypatch.setattr(admission, "MAX_NODES", 1)
     async with cluster(model, prefills=0, decodes=0) as fake:
         members = fake.router.registry
         members.register(node(model, "d1"))

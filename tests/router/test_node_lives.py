@@ -211,7 +211,7 @@ async def mismatch(fake: FakeCluster) -> list[LocalNode]:
     ill.engine.stop()
     with pytest.raises(DataLossError):
         await run
-    return [node for node in fake.nodes if node.ref in fake.router.registry._quarantined]
+    return [node for node in fake.nodes if node.ref in fake.router.registry._admission._quarantined]
 
 
 class TestQuarantine:

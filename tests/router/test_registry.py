@@ -17,7 +17,7 @@ from corun.errors import (
 )
 from corun.testing.model import contract
 from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
-from router.nodes import registry as registry_module
+from router.nodes import admission
 from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
 from router.nodes.registry import Registry
 from tests.clusters import cluster, generate
@@ -147,7 +147,7 @@ async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
     assert status.state is NodeState.REFUSED
     assert "the logits moved" in status.detail
     assert registry.contract.fingerprint == ""
-    monkeypatch.setattr(registry_module, "FORGET_AFTER_S", 0.0)
+    monkeypatch.setattr(admission, "FORGET_AFTER_S", 0.0)
     assert registry.statuses() == ()
 
 

@@ -80,8 +80,8 @@ async def test_a_node_that_takes_no_work_for_a_moment_fails_nobody(model: str) -
 async def test_why_a_pair_does_not_connect_is_logged_when_it_changes(
     model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.nodes.registry.LONGEST_RETRY_S", 0.01)
-    monkeypatch.setattr("router.nodes.registry.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("router.nodes.preparation.LONGEST_RETRY_S", 0.01)
+    monkeypatch.setattr("router.nodes.preparation.FIRST_RETRY_S", 0.01)
     with caplog.at_level(logging.WARNING):
         async with small_and_large(model, node_wait_s=PATIENT_S) as (fake, large):
             await fake.until(lambda: len(large.engine.connect_errors) < 980)
