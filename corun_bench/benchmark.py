@@ -84,15 +84,11 @@ def _machine(options: BenchOptions) -> Machine:
         limit = f"must be a multiple of tensor_parallel_size, {options.tensor_parallel_size}"
         raise InvalidArgumentError("gpus", list(options.gpus), limit)
     model = resolve_model(options.model)
-    return Machine(
+    return Machine.of(
+        options,
         model=model,
-        gpus=options.gpus,
         cores=() if options.gpus else tuple(sorted(os.sched_getaffinity(0))),
-        slots=options.slots,
-        chunk_size=options.chunk_size,
         max_model_len=min(options.max_model_len, int(conditions.model_config(model)["max_position_embeddings"])),
-        tensor_parallel_size=options.tensor_parallel_size,
-        kv_cache_gib=options.kv_cache_gib,
     )
 
 

@@ -167,7 +167,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
     )
     nodes = Nodes(topology, Processes(logs), prefill_flags=(), router_flags=ROUTER_FLAGS)
     try:
-        await _start(nodes)
+        await asyncio.to_thread(nodes.start)
         status = await asyncio.to_thread(nodes.status)
         if status is None:
             raise UnavailableError("the router does not answer")
@@ -191,17 +191,3 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
             await target.close()
     finally:
         await asyncio.to_thread(nodes.stop)
-
-
-async def _start(nodes: Nodes) -> None:
-    """Start the nodes. If this is cancelled, no more nodes are started and none is left."""
-    starting = asyncio.create_task(asyncio.to_thread(nodes.start))
-    try:
-        await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        nodes.abandoned.set()
-        await asyncio.wait({starting})
-        starting.exception()  # Marks it as retrieved.
-        for name in list(nodes.processes.running):  # A starting node handles no signals yet.
-            await asyncio.to_thread(nodes.kill, name)
-        raise

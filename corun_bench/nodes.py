@@ -125,8 +125,9 @@ class Nodes:
     started: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """For each node, the seconds from each start of its process until it joined."""
-    abandoned: threading.Event = field(default_factory=threading.Event)
-    """Another thread sets this event to give up a start that is in progress."""
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    """Set by `stop`, which may be called in another thread while a start is in progress."""
+    _starting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def address(self) -> str:
@@ -148,19 +149,22 @@ class Nodes:
 
         vLLM measures what memory is free while it starts, so engines on one GPU cannot start at the same time.
         """
-        self.processes.start("router", "router", "--port", str(self.port), *self.router_flags, *self.member_flags)
         deadline = time.monotonic() + self.topology.start_timeout_s
         waiting = list(self.topology.nodes)
-        while waiting or not self.all_ready():
-            if self.abandoned.is_set():
-                raise StartError("the start was given up")
-            joined = self._joined()
-            for node in [node for node in waiting if self._may_start(node, joined)]:
-                self.start_node(node)
-                waiting.remove(node)
-            self._check(deadline)
-            self.abandoned.wait(POLL_S)
-        self._joined()
+        with self._starting:
+            if not self._stopped.is_set():
+                flags = ("--port", str(self.port), *self.router_flags, *self.member_flags)
+                self.processes.start("router", "router", *flags)
+            while waiting or not self.all_ready():
+                if self._stopped.is_set():
+                    raise StartError("it was stopped while it started")
+                joined = self._joined()
+                for node in [node for node in waiting if self._may_start(node, joined)]:
+                    self.start_node(node)
+                    waiting.remove(node)
+                self._check(deadline)
+                self._stopped.wait(POLL_S)
+            self._joined()
 
     def start_node(self, node: NodePlan) -> None:
         flags = ["--router", self.address, *self.topology.flags(node), *self.member_flags]
@@ -193,14 +197,24 @@ class Nodes:
         return ready == {node.name for node in self.topology.nodes}
 
     def stop(self) -> dict[str, int | str]:
-        """Stop all processes and return their exit codes; "killed" for a process that had to be killed."""
+        """Stop all processes and return their exit codes; "killed" for a process that had to be killed.
+
+        A start that is in progress is given up, and its processes are killed: they do not handle signals yet.
+        """
+        is_starting = self._starting.locked()
+        self._stopped.set()
 
         def stop(name: str) -> int | str:
             try:
-                return self.processes.terminate(name, STOP_TIMEOUT_S)
+                if not is_starting:
+                    return self.processes.terminate(name, STOP_TIMEOUT_S)
+                self.kill(name)
             except subprocess.TimeoutExpired:
-                return "killed"
+                pass
+            return "killed"
 
+        with self._starting:
+            pass  # It starts no more processes.
         names = [name for name in self.processes.running if name != "router"]
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
             codes = dict(zip(names, pool.map(stop, names), strict=True))

@@ -13,6 +13,7 @@ import tyro
 from corun.cli.options import OptionalPath
 from corun.errors import InvalidArgumentError
 from corun.params import check_seed
+from corun_bench.systems import SharedOptions
 
 KernelName = Literal["mean", "rms_norm", "softmax", "matmul", "attention", "all_reduce"]
 RESULT = "result.json"
@@ -21,11 +22,9 @@ MAX_NODES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(SharedOptions):
     """What `corun bench` measures, how and how often. The command's help is in `corun_bench.cli`."""
 
-    model: str = "tiny"
-    """Directory of a checkpoint; "tiny" is built in."""
     systems: tuple[str, ...] = ("std,colocated,cluster",)
     """Systems to measure, separated by commas or spaces."""
     workloads: tuple[str, ...] = ("in=512,out=256",)
@@ -34,18 +33,6 @@ class BenchOptions:
     """OpenAI-compatible servers to measure as well."""
     url_model: str = ""
     """Name of the model that those servers serve; by default the first that each lists."""
-    gpus: tuple[int, ...] = ()
-    """GPUs of every system; none: the CPU."""
-    tensor_parallel_size: int = 1
-    """GPUs of each engine."""
-    slots: int = 256
-    """Decode slots of engines with fixed shapes."""
-    chunk_size: int = 2048
-    """Prompt tokens of one prefill step of this project's engines."""
-    max_model_len: int = 8192
-    """Most tokens of one request, prompt and output together."""
-    kv_cache_gib: int = 1
-    """KV cache of each engine on a CPU, in GiB."""
     num_prompts: int = 300
     """Requests of each run."""
     num_warmups: int = 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from corun.errors import InvalidArgumentError
@@ -35,24 +35,37 @@ GPU_MEMORY = 0.84
 _PLACEMENT = re.compile(r"(\d+)p(\d+)d")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The settings that are the same for all systems."""
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """The options that are the same for all systems."""
 
-    model: str
-    """Directory of a checkpoint."""
+    model: str = "tiny"
+    """Directory of a checkpoint; "tiny" is built in."""
     gpus: tuple[int, ...] = ()
-    """The GPUs; empty: the CPU computes."""
+    """GPUs of every system; none: the CPU."""
+    tensor_parallel_size: int = 1
+    """GPUs of each engine."""
+    slots: int = 256
+    """Decode slots of engines with fixed shapes; on a CPU, the most sequences of every engine at once."""
+    chunk_size: int = 2048
+    """Prompt tokens of one prefill step of this project's engines; stock vLLM keeps its own default."""
+    max_model_len: int = 8192
+    """Most tokens of one request, prompt and output together."""
+    kv_cache_gib: int = 1
+    """KV cache of each engine on a CPU, in GiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(SharedOptions):
+    """The shared options on this machine: the model is a directory, and no longer than it can be."""
+
     cores: tuple[int, ...] = ()
     """The cores of the CPU, if it computes; else empty."""
-    slots: int = 256
-    """Decode slots of an engine with fixed shapes; on a CPU, the most sequences of every engine at once."""
-    chunk_size: int = 2048
-    """Prompt tokens of a prefill step of this project's engines; stock vLLM keeps its own default."""
-    max_model_len: int = 8192
-    tensor_parallel_size: int = 1
-    kv_cache_gib: int = 1
-    """The KV cache of each engine on a CPU, in GiB."""
+
+    @classmethod
+    def of(cls, options: SharedOptions, **own: Any) -> Machine:
+        """Return the machine of some options. own: the fields that are not as the options have them."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(SharedOptions)} | own)
 
     @property
     def num_devices(self) -> int:
@@ -65,7 +78,7 @@ class Machine:
         return self.gpus[index * size : (index + 1) * size]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings(Machine):
     """One vLLM engine of a system that is not the cluster: its part of the machine, and what it does there."""
 

@@ -20,6 +20,7 @@ from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
 from corun_bench.driver import Outcome, Request
 from corun_bench.engines import Engine
+from corun_bench.nodes import Nodes, StartError, Topology
 from corun_bench.options import BenchOptions
 from corun_bench.systems import EngineSettings, Machine, System, parse_systems
 
@@ -132,6 +133,32 @@ async def test_a_cancelled_benchmark_leaves_its_result_and_no_process(
     await asyncio.wait({work}, timeout=DEADLINE_S)
     assert work.cancelled()
     assert len(results.read(tmp_path / "result.json")["runs"]) == 2
+
+
+async def test_a_cluster_that_is_stopped_while_it_starts_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, though a process that starts may not end when it is asked to."""
+    begun, processes = asyncio.Event(), Processes(tmp_path)
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(Nodes, "all_ready", lambda nodes: not loop.call_soon_threadsafe(begun.set))
+    monkeypatch.setattr(Nodes, "status", lambda nodes: None)
+    monkeypatch.setattr(Processes, "start", lambda self, name, *_: start(self, name, "timeit", "-n1", *DEAF))
+    nodes = Nodes(Topology(model="tiny"), processes)
+    starting = asyncio.create_task(asyncio.to_thread(nodes.start))
+    await asyncio.wait_for(begun.wait(), DEADLINE_S)
+    while not all("deaf" in processes.log(name) for name in ("router", "p0", "d0")):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    ended = await asyncio.wait_for(asyncio.to_thread(nodes.stop), DEADLINE_S)
+    assert ended == dict.fromkeys(("router", "p0", "d0"), "killed")
+    with pytest.raises(StartError, match="it was stopped while it started"):
+        await starting
+    assert processes.running == {}
+
+
+start = Processes.start
+DEAF = ("-simport signal", "signal.signal(15, 1); print('deaf', flush=True); signal.pause()")
+"""Statements for `timeit` that wait for ever and ignore SIGTERM."""
 
 
 def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, str]) -> Benchmark:

@@ -70,7 +70,7 @@ async def test_a_message_is_not_parsed_if_no_prompt_of_the_model_is_so_long(mode
         with pytest.raises(InvalidArgumentError, match=rf"message = \d+ bytes: must be at most {most} bytes"):
             await send(fake, request)
         assert fake.router.request_limit("/corun.v1.ClusterService/Verify") == most + 4 * MIB
-        fake.router.registry.model = None  # Nothing is known of it yet.
+        fake.router.registry._preparation.model = None  # Nothing is known of it yet.
         assert fake.router.request_limit("/corun.v1.ClusterService/Generate") == 16 * MIB
         assert fake.router.request_limit("/corun.v1.ClusterService/Verify") == 16 * MIB
 
