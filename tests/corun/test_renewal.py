@@ -20,7 +20,7 @@ from corun.rpc.channel import Access, channel
 from corun.rpc.server import GrpcServer
 from corun.v1 import cluster_service_pb2 as pb
 from corun.v1 import cluster_service_pb2_grpc
-from tests.corun.test_server import DEADLINE_S, Servicer, serving
+from tests.corun.serving import DEADLINE_S, Servicer, serving
 from tests.secrets import Secrets
 
 GENERATE = "/corun.v1.ClusterService/Generate"

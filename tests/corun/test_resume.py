@@ -16,7 +16,7 @@ from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.rpc import codec
 from corun.types import FinishReason, ResumePoint
-from tests.corun.fake_cluster import make_receipt
+from tests.corun.fake_router import make_receipt
 
 PARAMS = SamplingParams(max_tokens=9, n=2)
 

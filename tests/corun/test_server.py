@@ -1,4 +1,4 @@
-"""The server over a real socket: typed errors, health, limits, impatience, TLS and tokens, cancellation, lifecycle."""
+"""The server over a real socket: typed errors, health, limits, impatience, cancellation, lifecycle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,34 +17,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.cli import issue_certs, main
-from corun.client.client import AsyncClient, Client
-from corun.config.fields import TlsConfig
 from corun.errors import (
-    CorunError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
     OverloadedError,
-    UnauthenticatedError,
     UnavailableError,
     from_rpc_error,
 )
 from corun.rpc import health, server
-from corun.rpc.auth import Gate, bearer, read_client_tokens
-from corun.rpc.channel import Access, channel
-from corun.rpc.interceptor import caller, has_more_fields, peer_host
+from corun.rpc.channel import channel
+from corun.rpc.interceptor import has_more_fields
 from corun.rpc.server import GrpcServer, join_address, run, server_options
 from corun.v1 import cluster_service_pb2 as pb
-from corun.v1 import cluster_service_pb2_grpc as pb_grpc
-from corun.v1 import decode_service_pb2 as decode_pb
-from corun.v1 import decode_service_pb2_grpc
+from tests.corun.serving import DEADLINE_S, LIMIT, SERVICE, Servicer, connected, failure, get, serving, stub_of, texts
 from tests.fuzz.http2 import DATA, END_STREAM, WINDOW_UPDATE, Connection, call, frame, headers, hello
-from tests.secrets import Secrets
 
-LIMIT = 64 * 1024
-DEADLINE_S = 60
-SERVICE = "corun.v1.ClusterService"
 GENERATE, GET_CLUSTER = b"/corun.v1.ClusterService/Generate", b"/corun.v1.ClusterService/GetCluster"
 IMPATIENT_S = 0.3
 """Where nothing but the end of the patience can happen."""
@@ -53,75 +40,6 @@ PATIENCE_S = 1.0
 """Where this process must be quicker."""
 INVALID_ARGUMENT, DEADLINE_EXCEEDED = 3, 4
 STATUSES = health_pb2.HealthCheckResponse
-
-
-class Servicer(pb_grpc.ClusterServiceServicer):
-    """Answers, or raises `error`; a stream has one message before that, and a rest as its request says."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.calls = 0
-        self.wait_s = 0.0
-        self.written = 0
-        self.closed = asyncio.Event()
-
-    async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.calls += 1
-        await asyncio.sleep(self.wait_s)
-        if self.error:
-            raise self.error
-        return pb.GetClusterResponse(router_id="r")
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        self.calls += 1
-        try:
-            yield pb.GenerateResponse(text="one")
-            if self.error:
-                raise self.error
-            if request.text == "late":
-                await asyncio.sleep(self.wait_s)
-                yield pb.GenerateResponse(text="two")
-            while request.text == "forever":
-                await asyncio.sleep(0.001)
-                yield pb.GenerateResponse(text="more")
-            while request.text == "flood":
-                self.written += 1
-                yield pb.GenerateResponse(text="more" * 16_000)
-        finally:
-            await asyncio.sleep(0)  # Releasing what a call holds takes awaits.
-            self.closed.set()
-
-    async def Verify(self, request: Any, context: Any) -> None:  # noqa: N802
-        await context.abort(grpc.StatusCode.NOT_FOUND, "by itself")
-
-
-class Decode(decode_service_pb2_grpc.DecodeServiceServicer):
-    """A service for members only."""
-
-    async def Release(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return decode_pb.ReleaseResponse()
-
-    async def StreamSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        yield decode_pb.StreamStepsResponse(step=0)
-
-
-@contextlib.asynccontextmanager
-async def serving(servicer: Servicer | None = None, **options: Any) -> AsyncIterator[GrpcServer]:
-    server = GrpcServer(**{"max_message_bytes": LIMIT, **options})
-    server.add(pb_grpc.add_ClusterServiceServicer_to_server, servicer or Servicer())
-    server.add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, Decode())
-    await server.start()
-    try:
-        yield server
-    finally:
-        await asyncio.wait_for(server.stop(0), DEADLINE_S)
-
-
-@contextlib.asynccontextmanager
-async def connected(servicer: Servicer, *, server: Any = None, **options: Any) -> AsyncIterator[Any]:
-    """A stub. server: options of the server; all others are the channel's."""
-    async with serving(servicer, **(server or {})) as served, channel(served.address, **options) as connection:
-        yield pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
 
 
 @contextlib.asynccontextmanager
@@ -133,44 +51,11 @@ async def raw_connection(server: GrpcServer, greeting: bytes = b"") -> AsyncIter
         link.close()
 
 
-def stub_of(connection: Any) -> Any:
-    return pb_grpc.ClusterServiceStub(connection)  # type: ignore[no-untyped-call]
-
-
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    return Secrets.make(tmp_path_factory.mktemp("secrets"))
-
-
-def gate_of(secrets: Secrets, line: str = "") -> Gate:
-    path = secrets.directory / "limited.tokens"
-    path.write_text(f"client: {secrets.token('client')} {line}\n")
-    return Gate(cluster=secrets.token("cluster"), clients=read_client_tokens("f", str(path)))
-
-
-def release(link: Any, message: bytes = b"") -> Any:
-    return link.unary_unary("/corun.v1.DecodeService/Release")(message, timeout=DEADLINE_S)
-
-
 def raw(connection: Any, method: str, data: bytes) -> Any:
     """A call with bytes of our choice: unary, or the first message of a stream."""
     if method == "Generate":
         return connection.unary_stream(f"/{SERVICE}/{method}")(data, timeout=DEADLINE_S).read()
     return connection.unary_unary(f"/{SERVICE}/{method}")(data, timeout=DEADLINE_S)
-
-
-async def failure(call: Any) -> CorunError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
-
-
-async def get(stub: Any) -> Any:
-    return await stub.GetCluster(pb.GetClusterRequest(), timeout=DEADLINE_S)
-
-
-async def texts(stub: Any, text: str = "") -> list[str]:
-    return [m.text async for m in stub.Generate(pb.GenerateRequest(text=text), timeout=DEADLINE_S)]
 
 
 @pytest.mark.parametrize("call", [get, texts], ids=["unary", "stream"])
@@ -414,50 +299,6 @@ def test_run_logs_a_typed_error(caplog: pytest.LogCaptureFixture) -> None:
     assert "UnavailableError: cannot listen" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [
-        ("ipv4:10.0.0.7:5123", "10.0.0.7"),
-        ("ipv6:[::1]:5123", "::/64"),
-        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:5123", "2001:db8:1:2::/64"),
-        ("ipv6:[2001:db8:1:2::9]:1", "2001:db8:1:2::/64"),
-        ("ipv6:%5B::ffff:10.0.0.7%5D:5123", "10.0.0.7"),
-        ("ipv6:[fe80::1%25eth0]:5123", "fe80::/64"),
-        ("unix:", "unix"),
-    ],
-)
-def test_a_client_without_a_token_is_its_host(peer: str, host: str) -> None:
-    assert peer_host(peer) == host
-
-
-async def test_a_handler_knows_who_calls(tmp_path: Path) -> None:
-    found = []
-
-    class Asking(Servicer):
-        async def GetCluster(self, request: Any, context: Any) -> Any:  # noqa: N802
-            found.append(caller())
-            return pb.GetClusterResponse()
-
-        async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-            await asyncio.sleep(0.01 * len(request.request_id))
-            found.append(caller())
-            yield pb.GenerateResponse()
-
-    file = tmp_path / "tokens"
-    file.write_text(f"alice: {'a' * 16}\nbob: {'b' * 16} max_requests=9\n")
-    for gate in (None, Gate(clients=read_client_tokens("client_tokens_file", str(file)))):
-        async with connected(Asking(), server={"gate": gate}) as stub:
-
-            async def read(name: str, stub: Any = stub) -> None:
-                request = pb.GenerateRequest(request_id="x" * ord(name) if name == "b" else "")
-                own = (("corun-client", "forged"), *bearer(name * 16))
-                assert [each async for each in stub.Generate(request, metadata=own, timeout=DEADLINE_S)]
-
-            await stub.GetCluster(pb.GetClusterRequest(), metadata=bearer("a" * 16), timeout=DEADLINE_S)
-            await asyncio.gather(read("b"), read("a"))
-    assert [each.name for each in found] == ["127.0.0.1"] * 3 + ["alice", "alice", "bob"]
-
-
 async def test_what_a_handler_leaves_behind_does_not_keep_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is kept counts as one of its connection's, of which there may be only so many."""
     monkeypatch.setattr(server, "MAX_STREAMS", 20)
@@ -474,97 +315,6 @@ async def test_what_a_handler_leaves_behind_does_not_keep_its_call(monkeypatch: 
     for timer in timers:
         timer.cancel()
     assert len(timers) == 50
-
-
-async def test_a_router_and_its_client_must_fit(secrets: Secrets, tmp_path: Path) -> None:
-    other = Secrets.make(tmp_path)
-    async with serving(tls=secrets.tls_of("member"), mutual=False) as server:
-        async with AsyncClient(server.address, tls=secrets.tls, timeout_s=DEADLINE_S) as client:
-            assert (await client.get_cluster()).router_id == "r"
-        async with AsyncClient(server.address, tls=other.tls, connect_timeout_s=0.3) as client:
-            with pytest.raises(UnavailableError, match="over TLS: the certificates may not be those"):
-                await client.get_cluster()
-        async with AsyncClient(server.address, connect_timeout_s=0.3) as client:
-            with pytest.raises(UnavailableError, match=r"no router answers at .* without TLS"):
-                await client.get_cluster()
-
-
-async def test_members_must_show_a_certificate_of_their_authority(secrets: Secrets, tmp_path: Path) -> None:
-    stranger = Secrets.make(tmp_path).tls_of("member")
-    mixed = TlsConfig(ca=secrets.path("ca.pem"), cert=stranger.cert, key=stranger.key)
-    async with serving(tls=secrets.tls_of("member")) as server:
-        for tls in (secrets.tls, mixed):
-            async with channel(server.address, access=Access(tls=tls, token=secrets.token("cluster"))) as link:
-                assert isinstance(await failure(release(link)), UnavailableError)
-        async with channel(server.address, access=secrets.member) as link:
-            await release(link)
-
-
-async def test_a_name_other_than_the_address(secrets: Secrets, tmp_path: Path) -> None:
-    issue_certs.make(tmp_path, ["members.corun"])
-    other = Secrets(tmp_path)
-    async with serving(tls=other.tls_of("member"), mutual=False) as server:
-        named = TlsConfig(ca=other.path("ca.pem"), name="members.corun")
-        async with AsyncClient(server.address, tls=named, timeout_s=DEADLINE_S) as client:
-            assert (await client.get_cluster()).router_id == "r"
-        async with AsyncClient(server.address, tls=other.tls, connect_timeout_s=0.3) as client:
-            with pytest.raises(UnavailableError):
-                await client.get_cluster()
-
-
-async def test_a_key_of_another_certificate(secrets: Secrets) -> None:
-    tls = TlsConfig(cert=secrets.path("member.pem"), key=secrets.path("client.key"), ca=secrets.path("ca.pem"))
-    with pytest.raises(InvalidArgumentError, match=r"tls_key = .*client\.key.*must be that of .*member\.pem"):
-        await GrpcServer(tls=tls).start()
-
-
-async def test_each_service_wants_its_own(secrets: Secrets) -> None:
-    async with serving(gate=gate_of(secrets), max_message_bytes=1024) as server:
-        for token in ("", "wrong-" * 5, secrets.token("client")):
-            async with channel(server.address, access=Access(token=token)) as link:
-                stream = link.unary_stream("/corun.v1.DecodeService/StreamSteps")(b"", timeout=DEADLINE_S)
-                # A refused message is not read, however long it is.
-                for refused in (release(link), stream.read(), release(link, b"x" * 10_000_000)):
-                    assert isinstance(await failure(refused), UnauthenticatedError)
-        async with channel(server.address, access=Access(token=secrets.token("cluster"))) as link:
-            await release(link)
-
-
-async def test_both_clients_send_theirs(secrets: Secrets) -> None:
-    async with serving(gate=gate_of(secrets)) as server:
-        async with AsyncClient(server.address, token="wrong-" * 5, timeout_s=DEADLINE_S) as client:
-            with pytest.raises(UnauthenticatedError, match="needs a client's token"):
-                await client.get_cluster()
-        with Client(server.address, token=secrets.token("client"), timeout_s=DEADLINE_S) as blocking:
-            assert (await asyncio.to_thread(blocking.get_cluster)).router_id == "r"
-        async with AsyncClient(server.address, token=secrets.token("client"), timeout_s=DEADLINE_S) as client:
-            assert (await client.get_cluster()).router_id == "r"
-
-
-async def test_health_needs_none_and_reflection_is_off(secrets: Secrets) -> None:
-    async with serving(gate=gate_of(secrets)) as server, channel(server.address) as link:
-        health: Any = health_pb2_grpc.HealthStub(link)
-        await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=DEADLINE_S)
-        call = link.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(timeout=DEADLINE_S).read()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_requests_at_once(secrets: Secrets) -> None:
-    """A call that ends, or whose client leaves, makes room for the next."""
-    access = Access(token=secrets.token("client"))
-    limited = gate_of(secrets, "max_requests=1")
-    async with connected(Servicer(), server={"gate": limited}, access=access) as stub:
-        for _ in range(3):
-            first = stub.Generate(pb.GenerateRequest(text="forever"), timeout=DEADLINE_S)
-            assert (await first.read()).text == "one"
-            error = await failure(texts(stub))
-            assert isinstance(error, OverloadedError)
-            assert error.retry_after_s == 1.0
-            first.cancel()
-            while limited._running["client"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
 
 
 async def test_streams_of_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,24 +341,3 @@ async def test_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused >= 4
         for _, writer in links:
             writer.close()
-
-
-async def test_the_options_and_the_variable_of_a_command(
-    secrets: Secrets, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tls=secrets.tls_of("member"), mutual=False, gate=gate_of(secrets)) as server:
-        argv = ["status", "--router", server.address, "--tls-ca", secrets.path("ca.pem"), "--json"]
-
-        assert await asyncio.to_thread(main, argv) == 2
-        assert "needs a client's token" in capsys.readouterr().err
-        with_token = [*argv, "--token-file", secrets.path("client.token")]
-        assert await asyncio.to_thread(main, with_token) == 4  # There are no nodes.
-        assert '"router_id":"r"' in capsys.readouterr().out.replace(" ", "")
-        monkeypatch.setenv("CORUN_TOKEN_FILE", secrets.path("client.token"))
-        assert await asyncio.to_thread(main, argv) == 4
-        assert not [text for text in secrets.texts if text in "".join(capsys.readouterr())]
-
-
-def test_a_token_that_is_none_is_refused_where_it_is_given() -> None:
-    with pytest.raises(InvalidArgumentError, match="a token of 5 characters"):
-        Access(token="short")

@@ -1,4 +1,4 @@
-"""Contract admission and what a node says of itself. Life and loss of nodes: test_router_over_fakes."""
+"""Contract admission and what a node says of itself. Life and loss of nodes: test_faults."""
 
 from __future__ import annotations
 

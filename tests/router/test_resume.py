@@ -130,13 +130,6 @@ def test_a_node_fault_while_resuming_changes_nothing() -> None:
         assert (bytes(run.ids), run.text) == (data[4:], "efgh")
 
 
-@pytest.mark.parametrize(
-    ("received", "message"),
-    [
-        (point(list(b"abcde"), 0), "5 tokens were received of 4"),
-        (point(list(b"ab"), 5), "more text was received than the output has"),
-    ],
-)
 def request(
     params: SamplingParams = PARAMS, *points: ResumePoint, request_id: str = "r", fingerprint: str = ""
 ) -> pb.GenerateRequest:

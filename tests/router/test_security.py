@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import grpc
 import pytest
 
 from corun.client.client import AsyncClient, Client
-from corun.errors import OverloadedError, UnauthenticatedError, UnavailableError, from_rpc_error
+from corun.errors import UnauthenticatedError, UnavailableError, from_rpc_error
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc import codec
@@ -92,21 +91,6 @@ async def test_a_node_without_the_token_does_not_join(
         await fake.until(lambda: "needs the cluster's token" in caplog.text)
         assert fake.state("stranger") is None
         assert not [text for text in secrets.texts if text in caplog.text]
-
-
-async def test_a_client_has_so_many_requests(model: str, secrets: Secrets, tmp_path: Path) -> None:
-    tokens = tmp_path / "clients.tokens"
-    tokens.write_text(f"me: {secrets.token('client')} max_requests=2\n")
-    settings = {**secrets.settings, "client_tokens_file": str(tokens)}
-    async with cluster(model, client=secrets.client, **settings) as fake:
-        fake.nodes[1].engine.hanging = True
-        running = [asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=seed)) for seed in range(2)]
-        await fake.until(lambda: fake.nodes[1].used_slots == 2)
-        with pytest.raises(OverloadedError, match="client me has 2 requests in progress"):
-            await generate(fake, PROMPT, PARAMS, seed=3)
-        fake.nodes[1].engine.hanging = False
-        await asyncio.gather(*running)
-        await generate(fake, PROMPT, PARAMS, seed=3)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +13,13 @@ from typing import Any
 import pytest
 
 from corun.cli import main
-from tests.corun.fake_cluster import FakeCluster
+from tests.corun.fake_router import FakeRouter
 
 PROMPT = "Once upon a time"
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeCluster]:
-    with FakeCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def corun(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> Any:
+def corun(fake: FakeRouter, capsys: pytest.CaptureFixture[str]) -> Any:
     """A function that runs a command line against the fake and returns code, stdout and stderr."""
 
     def run(*argv: object) -> SimpleNamespace:
@@ -37,7 +31,7 @@ def corun(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture
-def start(fake: FakeCluster) -> Callable[..., subprocess.Popen[str]]:
+def start(fake: FakeRouter) -> Callable[..., subprocess.Popen[str]]:
     """A function that starts a command line against the fake in a process of its own."""
 
     def begin(*argv: object) -> subprocess.Popen[str]:

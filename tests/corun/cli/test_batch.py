@@ -18,7 +18,7 @@ from corun.params import SamplingParams
 from corun.receipt import output_digest
 from corun.records.rows import params_from_dict, params_to_dict, short_fp32
 from tests.corun.cli.conftest import read_rows, write_rows
-from tests.corun.fake_cluster import WAIT_S, FakeCluster
+from tests.corun.fake_router import WAIT_S, FakeRouter
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_rows_can_be_verified(corun: Any, tmp_path: Path, output: Path) -> None:
     assert params_from_dict(first["params"]).digest() == first["receipt"]["params_digest"]
 
 
-def test_a_second_run_goes_on(corun: Any, fake: FakeCluster, six: Path, output: Path) -> None:
+def test_a_second_run_goes_on(corun: Any, fake: FakeRouter, six: Path, output: Path) -> None:
     assert corun("batch", six, "-o", output, "--concurrency", 3).code == 0
     assert fake.most_running <= 3
     whole = output.read_bytes().splitlines(keepends=True)
@@ -83,7 +83,7 @@ def test_two_inputs_do_not_mix(corun: Any, tmp_path: Path, output: Path, change:
     ],
 )
 def test_a_refused_prompt_is_told_at_the_end_and_a_lost_cluster_ends_the_run(
-    corun: Any, fake: FakeCluster, six: Path, output: Path, error: Any, code: int, said: str, rows: int
+    corun: Any, fake: FakeRouter, six: Path, output: Path, error: Any, code: int, said: str, rows: int
 ) -> None:
     fake.refused_prompts["ü3"] = error
     done = corun("batch", six, "-o", output, "--concurrency", 1)
@@ -92,7 +92,7 @@ def test_a_refused_prompt_is_told_at_the_end_and_a_lost_cluster_ends_the_run(
     assert len(read_rows(output)) == rows
 
 
-def test_an_overloaded_router_is_waited_for(corun: Any, fake: FakeCluster, tmp_path: Path, output: Path) -> None:
+def test_an_overloaded_router_is_waited_for(corun: Any, fake: FakeRouter, tmp_path: Path, output: Path) -> None:
     fake.errors.append(OverloadedError("queue full", 0.1))
     assert corun("batch", write_rows(tmp_path / "in.jsonl", {"prompt": "a"}), "-o", output).code == 0
     assert len(fake.requests) == 2
@@ -129,7 +129,7 @@ def test_a_seed_depends_on_the_row_not_on_the_order(corun: Any, tmp_path: Path) 
     ],
 )
 def test_every_row_is_checked_before_the_first_is_sent(
-    corun: Any, fake: FakeCluster, tmp_path: Path, output: Path, line: str, message: str
+    corun: Any, fake: FakeRouter, tmp_path: Path, output: Path, line: str, message: str
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"prompt": "fine"}\n\n' + line.encode(errors="surrogateescape") + b"\n")
@@ -151,7 +151,7 @@ def test_files_that_cannot_be(corun: Any, tmp_path: Path, six: Path, output: Pat
         assert output.read_bytes() == content
 
 
-def test_ctrl_c_says_how_to_go_on(fake: FakeCluster, start: Any, six: Path, output: Path) -> None:
+def test_ctrl_c_says_how_to_go_on(fake: FakeRouter, start: Any, six: Path, output: Path) -> None:
     fake.gate.clear()
     with start("batch", six, "-o", output) as process:
         while len(fake.requests) < 6:

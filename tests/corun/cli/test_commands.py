@@ -30,7 +30,7 @@ from corun.errors import (
 from corun.receipt import Receipt, output_digest
 from corun.types import GONE_AS_PLANNED, AuditStatus, NodeRole, NodeState
 from tests.corun.cli.conftest import PROMPT, read_rows, write_rows
-from tests.corun.fake_cluster import FINGERPRINT, WAIT_S, FakeCluster, contract
+from tests.corun.fake_router import FINGERPRINT, WAIT_S, FakeRouter, contract
 
 
 def ended(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
@@ -83,7 +83,7 @@ def test_usage_errors_exit_2_and_say_what_was_meant(
         (InternalError("internal error, id 7"), 1),
     ],
 )
-def test_errors_are_one_line_with_an_exit_code(corun: Any, fake: FakeCluster, error: CorunError, code: int) -> None:
+def test_errors_are_one_line_with_an_exit_code(corun: Any, fake: FakeRouter, error: CorunError, code: int) -> None:
     fake.errors.append(error)
     done = corun("generate", PROMPT)
     assert (done.code, done.out) == (code, "")
@@ -159,7 +159,7 @@ def test_generate_shows_samples_one_after_another(corun: Any) -> None:
     assert corun(*options).out.startswith("\n\n".join(texts) + "\nsample         0\n")
 
 
-def test_generate_refuses_what_no_router_needs_to_see(corun: Any, fake: FakeCluster) -> None:
+def test_generate_refuses_what_no_router_needs_to_see(corun: Any, fake: FakeRouter) -> None:
     assert corun("generate").code == 2
     assert corun("generate", "x", "--token-ids", 1).code == 2
     done = corun("generate", PROMPT, "--top-p", 1.5)
@@ -167,7 +167,7 @@ def test_generate_refuses_what_no_router_needs_to_see(corun: Any, fake: FakeClus
     assert not fake.requests
 
 
-def test_commands_say_how_urgent_they_are(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+def test_commands_say_how_urgent_they_are(corun: Any, fake: FakeRouter, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "in.jsonl", {"prompt": "a"})
     assert corun("generate", "x", "--priority", "high").code == 0
     assert corun("generate", "x").code == 0
@@ -180,7 +180,7 @@ def test_a_model_cannot_command_the_terminal() -> None:
     assert for_terminal("ok\tü\n\x1b[2J\x07") == "ok\tü\n\\x1b[2J\\x07"
 
 
-def test_generate_streams(fake: FakeCluster, start: Any) -> None:
+def test_generate_streams(fake: FakeRouter, start: Any) -> None:
     fake.gate.clear()
     with start("generate", PROMPT) as process:
         assert len(process.stdout.read(1)) == 1  # Before the second token exists.
@@ -189,7 +189,7 @@ def test_generate_streams(fake: FakeCluster, start: Any) -> None:
         assert process.wait(WAIT_S) == 0
 
 
-def test_ctrl_c_exits_130_without_a_traceback(fake: FakeCluster, start: Any) -> None:
+def test_ctrl_c_exits_130_without_a_traceback(fake: FakeRouter, start: Any) -> None:
     fake.gate.clear()
     with start("generate", PROMPT) as process:
         process.stdout.read(1)
@@ -212,7 +212,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def test_status_shows_slots_nodes_queue_audits_and_fingerprint(corun: Any, fake: FakeCluster) -> None:
+def test_status_shows_slots_nodes_queue_audits_and_fingerprint(corun: Any, fake: FakeRouter) -> None:
     done = corun("status")
     lines = [line.strip() for line in done.out.splitlines()]
     assert done.code == 0
@@ -239,7 +239,7 @@ def test_status_shows_slots_nodes_queue_audits_and_fingerprint(corun: Any, fake:
     ],
 )
 def test_status_says_why_a_node_is_not_used(
-    corun: Any, fake: FakeCluster, state: NodeState, detail: str, shown: str
+    corun: Any, fake: FakeRouter, state: NodeState, detail: str, shown: str
 ) -> None:
     prefill, decode = fake.status.nodes
     fake.status = replace(fake.status, nodes=(prefill, replace(decode, state=state, detail=detail)))
@@ -256,7 +256,7 @@ def test_status_json(corun: Any) -> None:
     assert node["node"]["contract"]["decode"]["slots"] == 100
 
 
-def test_status_of_an_empty_cluster(corun: Any, fake: FakeCluster) -> None:
+def test_status_of_an_empty_cluster(corun: Any, fake: FakeRouter) -> None:
     fake.status = replace(fake.status, nodes=(), fingerprint="")
     done = corun("status")
     assert (done.code, "no node has joined" in done.out) == (4, True)
@@ -270,7 +270,7 @@ def test_status_without_unicode(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert (process.returncode, err, "##" + "." * 62 in out) == (0, "", True)
 
 
-def test_the_node_table_fits_80_columns(fake: FakeCluster) -> None:
+def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
     nodes = [
         replace(node, load=replace(node.load, tokens=1_234_567, steps=123_456, used_kv_blocks=12_345))
         for node in fake.status.nodes
@@ -286,12 +286,12 @@ def test_the_node_table_fits_80_columns(fake: FakeCluster) -> None:
 # fingerprint
 
 
-def change_contracts(fake: FakeCluster, **model: str) -> None:
+def change_contracts(fake: FakeRouter, **model: str) -> None:
     nodes = [replace(n, node=replace(n.node, contract_json=contract(n.node.role, **model))) for n in fake.status.nodes]
     fake.status = replace(fake.status, nodes=tuple(nodes))
 
 
-def test_fingerprint_is_one_line_or_explained(corun: Any, fake: FakeCluster) -> None:
+def test_fingerprint_is_one_line_or_explained(corun: Any, fake: FakeRouter) -> None:
     assert corun("fingerprint").out == FINGERPRINT + "\n"
     change_contracts(fake, driver="")
     out = corun("fingerprint", "--explain").out
@@ -301,7 +301,7 @@ def test_fingerprint_is_one_line_or_explained(corun: Any, fake: FakeCluster) -> 
     assert corun("fingerprint").code == 4
 
 
-def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeRouter, tmp_path: Path) -> None:
     saved = tmp_path / "monday.jsonl"
     saved.write_text(corun("fingerprint", "--json").out)
     assert len(read_rows(saved)) == 2
@@ -315,7 +315,7 @@ def test_fingerprint_diff_of_files_and_cluster(corun: Any, fake: FakeCluster, tm
     assert corun("fingerprint", "--diff", bad, "cluster").code == 2
 
 
-def test_fingerprint_diff_of_nodes_and_refused_ones(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+def test_fingerprint_diff_of_nodes_and_refused_ones(corun: Any, fake: FakeRouter, tmp_path: Path) -> None:
     prefill, decode = fake.status.nodes
     ref = replace(decode.node.ref, node_id="decode-1")
     other = replace(decode.node, ref=ref, contract_json=contract(NodeRole.DECODE, dtype="y"))

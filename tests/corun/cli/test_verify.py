@@ -18,7 +18,7 @@ from corun.params import SamplingParams
 from corun.records.verification import Condition, NamedCase, VerifyCase
 from corun.rpc import codec
 from tests.corun.cli.conftest import PROMPT, read_rows, write_rows
-from tests.corun.fake_cluster import FINGERPRINT, FakeCluster
+from tests.corun.fake_router import FINGERPRINT, FakeRouter
 
 ROWS = [
     {"prompt": [1, 2, 3], "id": "plain", "params": {"logprobs": True}},
@@ -42,7 +42,7 @@ def report_of(done: Any) -> Any:
     return json.loads(done.out.splitlines()[-1])
 
 
-def test_built_in_prompts_run_under_every_condition(corun: Any, fake: FakeCluster) -> None:
+def test_built_in_prompts_run_under_every_condition(corun: Any, fake: FakeRouter) -> None:
     done = corun("verify")
     report = report_of(done)
     assert (done.code, report["match"], report["cases"], report["fingerprints"]) == (0, True, 12, [FINGERPRINT])
@@ -55,7 +55,7 @@ def test_built_in_prompts_run_under_every_condition(corun: Any, fake: FakeCluste
     assert not any(case.output_digest for case in cases)
 
 
-def test_results_run_against_their_receipts(corun: Any, fake: FakeCluster, results: Path) -> None:
+def test_results_run_against_their_receipts(corun: Any, fake: FakeRouter, results: Path) -> None:
     done = corun("verify", results, "--json", "--conditions", "alone", "shuffled", "--order-seed", 3)
     report = json.loads(done.out)
     assert (done.code, report["cases"], report["runs"]) == (0, 6, 12)
@@ -72,7 +72,7 @@ def test_results_run_against_their_receipts(corun: Any, fake: FakeCluster, resul
 
 
 def test_different_bits_exit_3_and_are_shown_and_written(
-    corun: Any, fake: FakeCluster, results: Path, tmp_path: Path
+    corun: Any, fake: FakeRouter, results: Path, tmp_path: Path
 ) -> None:
     fake.broken = {Condition.CROWDED}
     done = corun("verify", results, "-o", tmp_path / "report.json")
@@ -96,7 +96,7 @@ def test_different_bits_exit_3_and_are_shown_and_written(
     ],
 )
 def test_nothing_less_than_the_same_is_agreement(
-    corun: Any, fake: FakeCluster, change: dict[str, Any], reason: str
+    corun: Any, fake: FakeRouter, change: dict[str, Any], reason: str
 ) -> None:
     for name, value in change.items():
         setattr(fake, name, value)
@@ -144,7 +144,7 @@ def change_row(results: Path, row_id: str, **change: Any) -> Path:
     ],
 )
 def test_rows_that_were_changed_are_found(
-    corun: Any, fake: FakeCluster, results: Path, row_id: str, change: dict[str, Any]
+    corun: Any, fake: FakeRouter, results: Path, row_id: str, change: dict[str, Any]
 ) -> None:
     done = corun("verify", change_row(results, row_id, **change))
     assert (done.code in (2, 3), "corun: " in done.err) == (True, True)
@@ -152,7 +152,7 @@ def test_rows_that_were_changed_are_found(
 
 
 @pytest.mark.parametrize("name", ["text", "token_ids", "finish_reason", "logprobs"])
-def test_rows_that_lost_a_part_are_refused(corun: Any, fake: FakeCluster, results: Path, name: str) -> None:
+def test_rows_that_lost_a_part_are_refused(corun: Any, fake: FakeRouter, results: Path, name: str) -> None:
     row = row_of(results, "plain")
     del row[name]
     done = corun("verify", write_rows(results, row))
@@ -184,7 +184,7 @@ def test_what_only_a_run_can_tell_is_found(
     assert reason in difference["reason"]
 
 
-def test_a_call_that_a_router_ended_is_followed_by_others(corun: Any, fake: FakeCluster) -> None:
+def test_a_call_that_a_router_ended_is_followed_by_others(corun: Any, fake: FakeRouter) -> None:
     fake.results_per_call = 20
     done = corun("verify", "--json")
     report = json.loads(done.out)
@@ -195,13 +195,13 @@ def test_a_call_that_a_router_ended_is_followed_by_others(corun: Any, fake: Fake
     assert [bool(request.cases[0].output_digest) for request in fake.verified] == [False, True, True, True]
 
 
-def test_a_call_that_gives_nothing_ends_it(corun: Any, fake: FakeCluster) -> None:
+def test_a_call_that_gives_nothing_ends_it(corun: Any, fake: FakeRouter) -> None:
     fake.errors = [DeadlineError("no slot was idle")]
     done = corun("verify")
     assert (done.code, done.out, "no slot was idle" in done.err) == (1, "", True)
 
 
-def test_results_are_shown_when_the_cluster_goes(corun: Any, fake: FakeCluster, tmp_path: Path) -> None:
+def test_results_are_shown_when_the_cluster_goes(corun: Any, fake: FakeRouter, tmp_path: Path) -> None:
     def go(number: int) -> None:
         if number == 13:
             raise RuntimeError("gone")
@@ -235,7 +235,7 @@ def reproduction(results: Path, tmp_path: Path) -> Path:
     return write_rows(tmp_path / "audit.json", row | {"audit": {"receipt": row["receipt"] | {"seed": 1}}})
 
 
-def test_what_an_audit_found_is_run(corun: Any, fake: FakeCluster, reproduction: Path) -> None:
+def test_what_an_audit_found_is_run(corun: Any, fake: FakeRouter, reproduction: Path) -> None:
     assert corun("verify", "--reproduction", reproduction, "--json").code == 0
     (row,) = read_rows(reproduction)
     (case,) = fake.verified[0].cases
@@ -245,7 +245,7 @@ def test_what_an_audit_found_is_run(corun: Any, fake: FakeCluster, reproduction:
 
 
 def test_an_end_for_another_reason_is_seen_in_what_an_audit_found(
-    corun: Any, fake: FakeCluster, reproduction: Path
+    corun: Any, fake: FakeRouter, reproduction: Path
 ) -> None:
     """The bits of both runs were equal, so only why they ended can tell who was wrong."""
     (row,) = read_rows(reproduction)
@@ -259,7 +259,7 @@ def test_an_end_for_another_reason_is_seen_in_what_an_audit_found(
 
 
 def test_files_that_are_no_results_or_reproductions(
-    corun: Any, fake: FakeCluster, results: Path, reproduction: Path, tmp_path: Path
+    corun: Any, fake: FakeRouter, results: Path, reproduction: Path, tmp_path: Path
 ) -> None:
     whole = {"id": "a", "prompt": [1], "params": {}, "seed": 1, "receipt": {}, "samples": [3]}
     (broken,) = read_rows(reproduction)

@@ -36,8 +36,8 @@ WAIT_S = 60.0
 PREFILL, DECODE = NodeRef(node_id="prefill-0", generation="1" * 16), NodeRef(node_id="decode-0", generation="2" * 16)
 
 
-class FakeCluster(ClusterServiceServicer):
-    """Answers as a healthy cluster; tests change its fields to make it another."""
+class FakeRouter(ClusterServiceServicer):
+    """Answers as the router of a healthy cluster; tests change its fields to make it another."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
@@ -74,13 +74,13 @@ class FakeCluster(ClusterServiceServicer):
         self.status = healthy_status()
         self._lock = threading.Lock()
 
-    def __enter__(self) -> FakeCluster:
+    def __enter__(self) -> FakeRouter:
         return self.start("127.0.0.1:0")
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, address: str) -> FakeCluster:
+    def start(self, address: str) -> FakeRouter:
         self._server = grpc.server(ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0)])
         add_ClusterServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"

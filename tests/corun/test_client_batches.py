@@ -1,0 +1,100 @@
+"""Many prompts at once: their order, their bound, their errors, and the bar on a terminal."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from corun import Client, InvalidArgumentError, OverloadedError, SamplingParams, UnavailableError
+from corun.client.progress import ProgressBar, left
+from tests.corun.fake_router import WAIT_S, FakeRouter, sample_output
+
+PARAMS = SamplingParams(max_tokens=6, logprobs=True)
+
+
+def test_generate_many_keeps_the_order_and_the_bound(client: Client, fake: FakeRouter) -> None:
+    fake.errors += [OverloadedError("queue full", 0.1), OverloadedError("queue full", 0.1)]  # It comes back.
+    prompts = [f"prompt {i}" for i in range(30)]
+    done = client.generate_many(prompts, PARAMS, seeds=list(range(30)), concurrency=4)
+    assert [g.seed for g in done] == list(range(30))
+    assert [g.token_ids for g in done] == [
+        tuple(t for t, _ in sample_output(tuple(p.encode()), i, 6)) for i, p in enumerate(prompts)
+    ]
+    assert (fake.most_running <= 4, len(fake.requests)) == (True, 32)
+    done = client.generate_many(["a", [1]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=3)])
+    assert [len(g.token_ids) for g in done] == [2, 3]
+    assert client.generate_many([]) == []
+
+
+def test_who_is_told_to_come_back_too_late_or_at_once_does_not_wait(client: Client, fake: FakeRouter) -> None:
+    fake.errors.append(OverloadedError("queue full", 60))
+    with pytest.raises(OverloadedError, match="queue full"):
+        client.generate_many(["a"], PARAMS, timeout_s=5)
+    fake.errors.append(UnavailableError("shutting down", 60))
+    with pytest.raises(UnavailableError, match="shutting down"):
+        client.generate("a", PARAMS, timeout_s=5)
+    fake.errors.append(OverloadedError("queue full", 0.1))
+    with pytest.raises(OverloadedError) as caught:
+        client.generate("a")
+    assert caught.value.retry_after_s == 0.1
+
+
+def test_the_first_error_ends_a_batch(client: Client, fake: FakeRouter) -> None:
+    fake.gate.clear()
+    fake.refused_prompts["bad"] = InvalidArgumentError("prompt.text", "bad", "must be good")
+    fake.refused_beside = 1  # So that there is a call to cancel.
+    with pytest.raises(InvalidArgumentError, match=r"prompts\[1\]\.prompt\.text = 'bad': must be good"):
+        client.generate_many(["a", "bad", "c", "d"], PARAMS, concurrency=2)
+    assert fake.cancelled.wait(WAIT_S)
+    assert len(fake.requests) < 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompts": "text"}, "prompts"),
+        ({"prompts": ["a", ""]}, "prompts[1].prompt.text"),
+        ({"prompts": ["a"], "seeds": [1, 2]}, "seeds"),
+        ({"prompts": ["a"], "params": []}, "params"),
+        ({"prompts": ["a"], "params": {"max_tokens": 4}}, "params"),
+        ({"prompts": ["a"], "concurrency": 0}, "concurrency"),
+    ],
+)
+def test_a_bad_batch_is_refused_before_anything_is_sent(
+    client: Client, fake: FakeRouter, arguments: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.generate_many(**arguments)  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert not fake.requests
+
+
+def test_only_long_work_shows_a_bar(
+    client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # As on a terminal.
+    client.generate_many(["a", "b"], PARAMS, progress=True)
+    assert capsys.readouterr().err == ""
+    shown, deadline = "", time.monotonic() + WAIT_S
+    with ProgressBar(2, "prompts", shown=True, delay_s=0.01) as bar:
+        bar.advance()
+        while "left" not in shown and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    assert "prompts" in shown
+    assert "s left" in shown
+
+
+@pytest.mark.parametrize(
+    ("done", "elapsed_s", "words"),
+    [
+        (0, 60, ""),
+        (12, 360, "about 14 min left"),  # Runs of 30 s each, of which none may end within half a minute.
+        (39, 39, "about 1 s left"),
+        (1, 360, "about 4 h left"),
+        (40, 1200, ""),
+    ],
+)
+def test_what_is_left_goes_by_the_pace_of_the_whole(done: int, elapsed_s: float, words: str) -> None:
+    assert left(done, 40, elapsed_s) == words

@@ -1,0 +1,46 @@
+"""Requests to the real router over fake engines, and what their outputs must be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from corun.params import SamplingParams
+from corun.receipt import output_digest, prompt_digest, tokens_digest
+from corun.seeds import sample_seed
+from corun.testing.engines import expected
+from router.text import Tokenizer
+from tests.clusters import FakeCluster, Output, generate
+
+PARAMS = SamplingParams(max_tokens=12, logprobs=True)
+LONG = SamplingParams(max_tokens=60, logprobs=True)
+PROMPT = (5, 6, 7)
+
+
+def check(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> None:
+    """The output is what these tokens, parameters and seed always give, and the receipt says so."""
+    ids, logprobs, reason = expected(prompt, params, seed)
+    assert (output.token_ids, output.seed) == (ids, seed)
+    assert output.logprobs == (logprobs if params.logprobs else [])
+    receipt = output.receipt
+    assert receipt.output_digest == output_digest(ids, logprobs)
+    assert receipt.tokens_digest == tokens_digest(ids)
+    assert (receipt.prompt_digest, receipt.params_digest) == (prompt_digest(prompt), params.digest())
+    assert (receipt.seed, receipt.finish_reason) == (seed, reason)
+    assert (receipt.num_prompt_tokens, receipt.num_output_tokens) == (len(prompt), len(ids))
+
+
+def check_all(outputs: list[Output], prompt: tuple[int, ...] = PROMPT, seed: int = 9) -> None:
+    """The samples of a request, each with its own seed."""
+    for index, output in enumerate(outputs):
+        check(output, prompt, PARAMS, sample_seed(seed, index))
+        assert output.receipt.sample_index == index
+
+
+def started(fake: FakeCluster, prompt: Any = PROMPT, params: SamplingParams = PARAMS, seed: int = 9) -> Any:
+    return asyncio.ensure_future(generate(fake, prompt, params, seed=seed))
+
+
+def tokenizer_of(fake: FakeCluster) -> Tokenizer:
+    assert fake.router.registry.model is not None
+    return fake.router.registry.model.tokenizer
