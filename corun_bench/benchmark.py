@@ -281,7 +281,8 @@ class Benchmark:
             summary["padding_waste"] = None
         rate = workload.request_rate if workload.is_open else None
         row = {"system": name, "workload": workload.name, "repeat": repeat}
-        row |= {"max_concurrency": workload.max_concurrency, "request_rate": rate, "burstiness": workload.burstiness}
+        row |= {"max_concurrency": workload.max_concurrency, "request_rate": rate}
+        row |= {"burstiness": self.options.burstiness}
         self.result["runs"].append(row | summary)
         self._save()
         self.say(

@@ -35,18 +35,16 @@ class Workload:
     """Requests in their order, and when they are sent.
 
     Closed loop: `max_concurrency` requests are in flight, and the next is sent when one ends (paper, Section V). Open
-    loop: each is sent at its `arrival_s`, with at most `max_concurrency` in flight if that is not 0.
+    loop: each is sent at its `arrival_s`, with at most `max_concurrency` in flight.
     """
 
     name: str
     """The workload's name, as in "in=512,out=256", "burstgpt", "rl=32x8"."""
     requests: tuple[Request, ...]
     max_concurrency: int = 256
-    """The most requests in flight; 0: no limit (open loop only)."""
+    """The most requests in flight."""
     request_rate: float = math.inf
     """Requests a second of an open loop; inf: a closed loop."""
-    burstiness: float = 1.0
-    """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
 
     @property
     def is_open(self) -> bool:
@@ -143,7 +141,7 @@ async def drive(
     try:
         began = time.perf_counter()
         if workload.is_open:
-            gate = asyncio.Semaphore(workload.max_concurrency or max(1, len(pairs)))
+            gate = asyncio.Semaphore(workload.max_concurrency)
             await asyncio.gather(*(send_at(request, outcome, gate) for request, outcome in pairs))
         else:
             waiting = iter(pairs)

@@ -70,11 +70,10 @@ class BenchOptions(SharedOptions):
 
 def check_options(bench: BenchOptions) -> None:
     """Raise InvalidArgumentError for a value out of range, among the options that need no further reading."""
-    positive = ("num_prompts", "repeats", "slots", "chunk_size", "max_model_len", "tensor_parallel_size")
-    for name in (*positive, "kv_cache_gib", "mismatch_tokens"):
-        _check(name, getattr(bench, name), 1)
-    for name in ("num_warmups", "mismatch_requests"):
-        _check(name, getattr(bench, name), 0)
+    least = dict.fromkeys(("num_prompts", "repeats", "slots", "chunk_size", "tensor_parallel_size"), 1)
+    least |= {"kv_cache_gib": 1, "mismatch_tokens": 1, "max_model_len": 2, "num_warmups": 0, "mismatch_requests": 0}
+    for name, lowest in least.items():
+        _check(name, getattr(bench, name), lowest)
     for value in (*bench.max_concurrency, *bench.padding):
         _check("max_concurrency, padding", value, 1)
     check_seed(bench.seed)

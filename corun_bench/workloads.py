@@ -171,31 +171,18 @@ def make(
     max_model_len: int,
     seed: int,
     tokenize: Tokenize | None = None,
-    max_concurrency: int = 256,
     request_rate: float = math.inf,
     burstiness: float = 1.0,
 ) -> Workload:
     """Return the workload of a spec; a rollout has its own number of requests, whatever `num_requests` is.
 
     What had to be changed is logged: requests that were cut, records left out, prompts used again. An infinite
-    `request_rate` is a closed loop. `tokenize` gets raw text: no chat template is applied. Raises InvalidArgumentError
-    for a value outside its limit, a file of another shape, or text without `tokenize`.
+    `request_rate` is a closed loop. `tokenize` gets raw text: no chat template is applied. The numbers are those of
+    checked options (`corun_bench.options.check_options`). Raises InvalidArgumentError for a trace without a rate, a
+    file of another shape, or text without `tokenize`.
     """
-    check_seed(seed)
-    for field, value, minimum in (
-        ("num_requests", num_requests, 1),
-        ("vocab_size", vocab_size, FIRST_TOKEN + 1),
-        ("max_model_len", max_model_len, 2),
-        ("max_concurrency", max_concurrency, 1 if math.isinf(request_rate) else 0),
-    ):
-        if value < minimum:
-            raise InvalidArgumentError(field, value, f"must be at least {minimum}")
-    if not request_rate > 0:
-        raise InvalidArgumentError("request_rate", request_rate, "must be above 0")
     if spec.follows_trace and math.isinf(request_rate):
         raise InvalidArgumentError("request_rate", request_rate, "must be above 0 and finite in an open loop")
-    if not burstiness > 0:
-        raise InvalidArgumentError("burstiness", burstiness, "must be above 0")
     maker = _Maker(spec, vocab_size, seed, tokenize)
     made = maker.samples(spec.prompts or num_requests)
     fitted = []
@@ -231,13 +218,7 @@ def make(
                     arrival_s=arrival_s,
                 )
             )
-    return Workload(
-        name=spec.name,
-        requests=tuple(requests),
-        max_concurrency=max_concurrency,
-        request_rate=request_rate,
-        burstiness=burstiness,
-    )
+    return Workload(name=spec.name, requests=tuple(requests), request_rate=request_rate)
 
 
 def fit(input_len: int, output_len: int, max_model_len: int) -> tuple[int, int]:

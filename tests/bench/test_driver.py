@@ -25,7 +25,7 @@ async def test_a_closed_loop_keeps_as_many_in_flight_as_may_be() -> None:
 
 async def test_an_open_loop_sends_at_its_times_whatever_became_of_the_others() -> None:
     target = FakeTarget(delay_s=0.5)
-    run = await drive(target, workload(5, concurrency=0, rate=100.0, gap_s=0.01))
+    run = await drive(target, workload(5, concurrency=5, rate=100.0, gap_s=0.01))
     assert target.most == 5
     for i, outcome in enumerate(run.outcomes):
         assert outcome.sent_s >= i * 0.01

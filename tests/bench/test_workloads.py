@@ -140,7 +140,7 @@ def test_a_trace_gives_its_own_arrivals() -> None:
 
 
 def test_an_open_loop_has_arrivals_at_its_rate() -> None:
-    workload = made("in=10,out=7", request_rate=2.0, burstiness=0.5, max_concurrency=0)
+    workload = made("in=10,out=7", request_rate=2.0, burstiness=0.5)
     assert workload.is_open
     assert workload.requests[-1].arrival_s == pytest.approx(10.0)
     closed = made("in=10,out=7")
@@ -216,25 +216,6 @@ def test_what_had_to_be_changed_is_said(caplog: pytest.LogCaptureFixture) -> Non
         "sharegpt: 11 prompts used again",
         "blazedit: 12 prompts used again",
     ]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("num_requests", 0),
-        ("vocab_size", 3),
-        ("max_model_len", 1),
-        ("seed", -1),
-        ("max_concurrency", 0),
-        ("request_rate", 0.0),
-        ("request_rate", math.nan),
-        ("burstiness", 0.0),
-    ],
-)
-def test_a_value_outside_its_limit_is_named(field: str, value: float) -> None:
-    with pytest.raises(InvalidArgumentError) as raised:
-        made("in=5,out=6", **{field: value})
-    assert raised.value.field == field
 
 
 def gaps(times: list[float]) -> list[float]:
