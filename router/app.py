@@ -25,7 +25,7 @@ from router.nodes.registry import Registry
 from router.queue import SampleQueue
 from router.request import RequestRunner
 from router.sample import SampleRunner
-from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Activity, ClusterService, RegistryService
+from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Calls, ClusterService, RegistryService
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
 BYTES_OF_CASES = 4 * 1024 * 1024
@@ -80,7 +80,7 @@ class Router:
             self.requests, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
         self.registry.subscribe(self.verifier.pump)  # Verifications come after the audits.
-        self._activity = Activity()
+        self._activity = Calls()
         self._is_ready = False
         self._add_services()
 

@@ -19,6 +19,7 @@ from corun.observe.tracing import Span, Value, of_call
 from corun.params import MAX_SAMPLES, check_lengths
 from corun.receipt import Receipt
 from corun.rpc import codec
+from corun.rpc.activity import Activity
 from corun.rpc.encode import ResponseEncoder
 from corun.rpc.interceptor import Context, caller
 from corun.rpc.pump import Source
@@ -49,37 +50,18 @@ AWAY_S = 0.5
 its address."""
 
 
-class Activity:
+class Calls(Activity):
     """The calls in progress, and whether the router accepts new ones."""
 
     def __init__(self) -> None:
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.draining = False
+        super().__init__("the router", AWAY_S)
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Count one call while it runs. Raises UnavailableError when the router is draining."""
-        if self.draining:
-            raise UnavailableError("the router is shutting down", AWAY_S)
-        self._running += 1
-        self._idle.clear()
-        try:
+        self.check()
+        with self.counted():
             yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
-
-    async def drain(self, grace_s: float) -> bool:
-        """Refuse new calls and wait for the running ones. Return False if they took longer than `grace_s` seconds."""
-        self.draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        except asyncio.TimeoutError:
-            return False
-        return True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,7 +69,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     """The gRPC service that answers clients."""
 
     router_id: str
-    activity: Activity
+    activity: Calls
     registry: Registry
     queue: SampleQueue
     metrics: RouterMetrics
@@ -159,7 +141,7 @@ class RegistryService(registry_service_pb2_grpc.RegistryServiceServicer):
     """The gRPC service that answers nodes."""
 
     router_id: str
-    activity: Activity
+    activity: Calls
     registry: Registry
     heartbeat_interval_ms: int
 

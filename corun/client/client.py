@@ -25,16 +25,16 @@ from corun.client.request import (
     DEFAULT_CONCURRENCY,
     DEFAULT_CONNECT_TIMEOUT_S,
     DEFAULT_TIMEOUT_S,
-    Job,
+    PreparedRequest,
     Resumption,
     at_index,
     check_concurrency,
-    make_job,
-    make_jobs,
+    prepare,
+    prepare_all,
     read_chunk,
     retry_delay_s,
 )
-from corun.client.routers import Deadline, Router, Routers, check_timeout, read_addresses
+from corun.client.routers import Deadline, RouterLink, Routers, check_timeout, read_addresses
 from corun.completion import Chunk, Generation, Prompt
 from corun.config.fields import TlsConfig
 from corun.errors import CancelledByPeerError, CorunError, InvalidArgumentError, OverloadedError
@@ -128,8 +128,8 @@ class AsyncClient:
             done = await client.generate("Once upon a time", SamplingParams(max_tokens=64, n=2), seed=7)
             print(done.samples[1].text, done.receipt.output_digest)
         """
-        job = make_job(prompt, params, seed, request_id, priority)
-        return await self._generate(job, self._deadline(timeout_s))
+        prepared = prepare(prompt, params, seed, request_id, priority)
+        return await self._generate(prepared, self._deadline(timeout_s))
 
     def stream(
         self,
@@ -157,8 +157,8 @@ class AsyncClient:
             async for chunk in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
                 print(chunk.text, end="", flush=True)
         """
-        job = make_job(prompt, params, seed, request_id, priority)
-        return self._chunks(job, self._deadline(timeout_s))
+        prepared = prepare(prompt, params, seed, request_id, priority)
+        return self._chunks(prepared, self._deadline(timeout_s))
 
     async def generate_many(
         self,
@@ -194,16 +194,16 @@ class AsyncClient:
             print([each.text for each in done])
         """
         check_concurrency(concurrency)
-        jobs, gate = make_jobs(prompts, params, seeds, priority), asyncio.Semaphore(concurrency)
-        with ProgressBar(len(jobs), "prompts", shown=progress) as bar:
+        requests, gate = prepare_all(prompts, params, seeds, priority), asyncio.Semaphore(concurrency)
+        with ProgressBar(len(requests), "prompts", shown=progress) as bar:
 
-            async def run(index: int, job: Job) -> Generation:
+            async def run(index: int, prepared: PreparedRequest) -> Generation:
                 async with gate:
-                    done = await self._retrying(index, job, timeout_s)
+                    done = await self._retrying(index, prepared, timeout_s)
                 bar.advance()
                 return done
 
-            tasks = [asyncio.create_task(run(i, job)) for i, job in enumerate(jobs)]
+            tasks = [asyncio.create_task(run(i, prepared)) for i, prepared in enumerate(requests)]
             try:
                 return await asyncio.gather(*tasks)
             finally:
@@ -269,29 +269,29 @@ class AsyncClient:
         request = codec.verify_request(cases, conditions, order_seed=order_seed)
         return self._verify(request, self._deadline(timeout_s))
 
-    async def _retrying(self, index: int, job: Job, timeout_s: float | None) -> Generation:
+    async def _retrying(self, index: int, prepared: PreparedRequest, timeout_s: float | None) -> Generation:
         deadline = self._deadline(timeout_s)
         while True:
             try:
-                return await self._generate(job, deadline)
+                return await self._generate(prepared, deadline)
             except OverloadedError as error:
                 delay = retry_delay_s(error, deadline)
             except InvalidArgumentError as error:
                 raise at_index(index, error) from error
             await self._routers.pause(delay)
 
-    async def _generate(self, job: Job, deadline: Deadline) -> Generation:
-        assembler = job.assembler()
-        async with aclosing(self._chunks(job, deadline)) as chunks:
+    async def _generate(self, prepared: PreparedRequest, deadline: Deadline) -> Generation:
+        assembler = prepared.assembler()
+        async with aclosing(self._chunks(prepared, deadline)) as chunks:
             async for chunk in chunks:
                 assembler.add(chunk)
         return assembler.finish()
 
-    async def _chunks(self, job: Job, deadline: Deadline) -> AsyncGenerator[Chunk, None]:
-        rest, routers = Resumption(job, deadline, self._connect_timeout_s), self._routers
+    async def _chunks(self, prepared: PreparedRequest, deadline: Deadline) -> AsyncGenerator[Chunk, None]:
+        rest, routers = Resumption(prepared, deadline, self._connect_timeout_s), self._routers
         while not rest.is_whole:
             router = await routers.reach(rest.connect_s)
-            call = router.stub.Generate(rest.request(), timeout=deadline.remaining_s, metadata=job.metadata)
+            call = router.stub.Generate(rest.request(), timeout=deadline.remaining_s, metadata=prepared.metadata)
             try:
                 async for response in routers.track(call):
                     yield rest.take(read_chunk(response))
@@ -318,7 +318,7 @@ class AsyncClient:
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
-    async def _reach(self, deadline: Deadline) -> Router:
+    async def _reach(self, deadline: Deadline) -> RouterLink:
         return await self._routers.reach(min(self._connect_timeout_s, deadline.remaining_s))
 
 

@@ -44,7 +44,7 @@ DEFAULT_CONCURRENCY = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PreparedRequest:
     """One checked prompt, ready to be sent."""
 
     request: pb.GenerateRequest
@@ -61,14 +61,14 @@ class Job:
         return Assembler(self.n, None if is_text else self.request.token_ids.ids)
 
 
-def make_job(
+def prepare(
     prompt: Prompt,
     params: SamplingParams | None,
     seed: int | None,
     request_id: str | None,
     priority: Priority | str = Priority.NORMAL,
-) -> Job:
-    """Return the job of one prompt. Raises InvalidArgumentError for values that no model could accept."""
+) -> PreparedRequest:
+    """Return the checked request of one prompt. Raises InvalidArgumentError for values that no model could accept."""
     params = SamplingParams() if params is None else _checked("sampling_params", params)
     request = codec.generate_request(
         prompt,
@@ -78,16 +78,16 @@ def make_job(
         priority=read_priority(priority),
         token_texts=params.logprobs,
     )
-    return Job(request=request, n=params.n, logprobs=params.logprobs, metadata=of_caller())
+    return PreparedRequest(request=request, n=params.n, logprobs=params.logprobs, metadata=of_caller())
 
 
-def make_jobs(
+def prepare_all(
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
     seeds: Sequence[int | None] | None,
     priority: Priority | str = Priority.NORMAL,
-) -> list[Job]:
-    """Return the jobs of a batch. All are checked before the first is sent.
+) -> list[PreparedRequest]:
+    """Return the requests of a batch. All are checked before the first is sent.
 
     Raises InvalidArgumentError, which names the prompt's index.
     """
@@ -100,13 +100,13 @@ def make_jobs(
     for name, given in (("params", each_params), ("seeds", each_seed)):
         if len(given) != len(prompts):
             raise InvalidArgumentError(name, Shown(f"{len(given)} values"), f"must be one per prompt, {len(prompts)}")
-    known, jobs = read_priority(priority), []
+    known, requests = read_priority(priority), []
     for index, prompt in enumerate(prompts):
         try:
-            jobs.append(make_job(prompt, each_params[index], each_seed[index], None, known))
+            requests.append(prepare(prompt, each_params[index], each_seed[index], None, known))
         except InvalidArgumentError as error:
             raise at_index(index, error) from error
-    return jobs
+    return requests
 
 
 def read_priority(priority: Priority | str) -> Priority:
@@ -228,11 +228,11 @@ class Resumption:
     connect_timeout_s: the most seconds that may pass before a router is reachable, while there is no output.
     """
 
-    def __init__(self, job: Job, deadline: Deadline, connect_timeout_s: float) -> None:
-        self._job = job
+    def __init__(self, prepared: PreparedRequest, deadline: Deadline, connect_timeout_s: float) -> None:
+        self._prepared = prepared
         self._deadline = deadline
         self._connect_timeout_s = connect_timeout_s
-        self._samples = [_Received(index, with_token_texts=job.logprobs) for index in range(job.n)]
+        self._samples = [_Received(index, with_token_texts=prepared.logprobs) for index in range(prepared.n)]
         self._prompt: tuple[int, ...] = ()
         self._fingerprint = ""
         self._has_begun = False
@@ -252,7 +252,8 @@ class Resumption:
     def request(self) -> pb.GenerateRequest:
         """Return the request for everything that has not been received."""
         points = [point for sample in self._samples if (point := sample.point) is not None]
-        return codec.resumed_request(self._job.request, points, self._fingerprint) if points else self._job.request
+        request = self._prepared.request
+        return codec.resumed_request(request, points, self._fingerprint) if points else request
 
     def take(self, chunk: Chunk) -> Chunk:
         """Return the chunk as the caller gets it: without what it has been told before.
@@ -270,7 +271,7 @@ class Resumption:
         self._samples[chunk.sample_index].add(chunk)
         told = replace(
             chunk,
-            logprobs=chunk.logprobs if self._job.logprobs else (),
+            logprobs=chunk.logprobs if self._prepared.logprobs else (),
             prompt_token_ids=() if self._prompt else prompt,
             fingerprint="" if known else fingerprint,
         )

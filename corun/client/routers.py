@@ -63,7 +63,7 @@ class Backoff:
         return random.uniform(longest_s / 2, longest_s)
 
 
-class Router:
+class RouterLink:
     """One router: its address, the channel to it, and the stub of its service on that channel."""
 
     def __init__(self, address: str, channel: Channel, stub: Any) -> None:
@@ -81,7 +81,7 @@ class Routers:
 
     def __init__(self, addresses: Sequence[str], access: Access, stub: Callable[[Channel], Any]) -> None:
         channels = [channel(each, access=access) for each in addresses]
-        self._all = [Router(each, link, stub(link)) for each, link in zip(addresses, channels, strict=True)]
+        self._all = [RouterLink(each, link, stub(link)) for each, link in zip(addresses, channels, strict=True)]
         self._current = 0
         self._is_reached = False
         """Whether the current router has answered, and no call has found it gone since."""
@@ -113,7 +113,7 @@ class Routers:
         finally:
             sleep.cancel()
 
-    async def reach(self, wait_s: float) -> Router:
+    async def reach(self, wait_s: float) -> RouterLink:
         """Return the first router that answers anything, and that same one until a call finds it gone.
 
         Raises UnavailableError if no router answers in `wait_s` seconds.
@@ -142,14 +142,14 @@ class Routers:
             raise CancelledByPeerError("the client is closed")
         return self._all[self._current]
 
-    def failed(self, router: Router, error: grpc.RpcError) -> CorunError:
+    def failed(self, router: RouterLink, error: grpc.RpcError) -> CorunError:
         """Return the error to raise for a failed call. Leaves the router if it is unavailable."""
         typed = typed_error(error, router.address)
         if isinstance(typed, UnavailableError):
             self._leave(router)
         return typed
 
-    def _leave(self, router: Router) -> None:
+    def _leave(self, router: RouterLink) -> None:
         """Go on to the next router, unless another call has already left `router`."""
         if self._all[self._current] is router:
             self._current = (self._current + 1) % len(self._all)

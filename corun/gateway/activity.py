@@ -10,22 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from corun.errors import OverloadedError, UnavailableError
+from corun.errors import OverloadedError
+from corun.rpc.activity import Activity
 
 RETRY_S = 1.0
 
 
-class Activity:
+class Prompts(Activity):
     """Counts the prompts in progress. A request that is still being read counts as one prompt."""
 
     def __init__(self, limit: int) -> None:
-        self.running = 0
-        self.draining = False
+        super().__init__("the gateway", RETRY_S)
         self._limit = limit
         self._ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -33,8 +31,7 @@ class Activity:
 
         Raises UnavailableError while draining, and OverloadedError if there is no room.
         """
-        if self.draining:
-            raise _shutting_down()
+        self.check()
         task = asyncio.current_task()
         assert task is not None
         with self.more(1):
@@ -53,14 +50,8 @@ class Activity:
         if self.running + count > self._limit:
             limit = f"{self.running} of {self._limit} prompts are in progress"
             raise OverloadedError(f"the gateway has no room for {count} more: {limit}", RETRY_S)
-        self.running += count
-        self._idle.clear()
-        try:
+        with self.counted(count):
             yield
-        finally:
-            self.running -= count
-            if not self.running:
-                self._idle.set()
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -70,23 +61,10 @@ class Activity:
         except asyncio.CancelledError:
             if not self._ended:
                 raise  # The client is gone.
-            raise _shutting_down() from None
+            raise self.shutting_down() from None
 
     def end(self) -> None:
         """Cancel the running requests and refuse new ones."""
         self.draining = self._ended = True
         for task in self._tasks:
             task.cancel()
-
-    async def drain(self, grace_s: float) -> bool:
-        """Refuse new requests and wait until the running ones end. Return False if some still run after `grace_s`."""
-        self.draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        except asyncio.TimeoutError:  # Python 3.10 has another TimeoutError, too.
-            return False
-        return True
-
-
-def _shutting_down() -> UnavailableError:
-    return UnavailableError("the gateway is shutting down", RETRY_S)

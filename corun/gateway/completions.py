@@ -16,7 +16,7 @@ from aiohttp import web
 from corun.client.client import AsyncClient
 from corun.completion import Assembler, Chunk
 from corun.errors import InvalidArgumentError, NotFoundError, shown
-from corun.gateway.activity import Activity
+from corun.gateway.activity import Prompts
 from corun.gateway.bodies import Hold, Limits, Room, read_body
 from corun.gateway.clients import Catalog, Clients, Served, bearer_token
 from corun.gateway.config import GatewayConfig
@@ -38,7 +38,7 @@ class Completions:
     """Answers completion requests."""
 
     def __init__(self, config: GatewayConfig, clients: Clients, catalog: Catalog) -> None:
-        self.activity = Activity(config.max_requests)
+        self.activity = Prompts(config.max_requests)
         self.room = Room(config.max_bodies_bytes)
         self._config = config
         self._clients = clients

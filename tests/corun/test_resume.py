@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from corun.client.request import Job, Resumption, make_job
+from corun.client.request import PreparedRequest, Resumption, prepare
 from corun.client.routers import Deadline
 from corun.completion import Chunk
 from corun.errors import ContractMismatchError, DataLossError
@@ -21,8 +21,8 @@ from tests.corun.fake_router import make_receipt
 PARAMS = SamplingParams(max_tokens=9, n=2)
 
 
-def resumption(job: Job | None = None) -> Resumption:
-    return Resumption(job or make_job("x", PARAMS, None, "r"), Deadline(60), 1)
+def resumption(prepared: PreparedRequest | None = None) -> Resumption:
+    return Resumption(prepared or prepare("x", PARAMS, None, "r"), Deadline(60), 1)
 
 
 def chunk(*ids: int, **changes: Any) -> Chunk:
@@ -56,7 +56,7 @@ def test_it_asks_for_what_is_missing() -> None:
 
 
 def test_requests_are_drawn_an_id_and_ask_for_what_checks_them() -> None:
-    one, two = make_job("x", None, None, None), make_job("x", None, None, None)
+    one, two = prepare("x", None, None, None), prepare("x", None, None, None)
     assert len({one.request.request_id, two.request.request_id, ""}) == 3
     assert one.request.sampling_params.logprobs
     assert not one.logprobs

@@ -90,7 +90,7 @@ async def test_every_end_of_a_request_is_counted_once(model: str) -> None:
         for call in calls:  # One waits, one runs.
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await fake.until(lambda: not fake.router._activity._running)
+        await fake.until(lambda: not fake.router._activity.running)
         await generate(fake, PROMPT, PARAMS)
         found = await shown(fake)
         ended = {name: value for name, value in found.items() if name.startswith(f"{R}requests_total") and value}

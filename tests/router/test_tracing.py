@@ -114,7 +114,7 @@ async def test_how_a_request_ends_is_in_its_span_and_no_text_is(model: str, trac
         call = asyncio.ensure_future(client.generate(PROMPT, SamplingParams(max_tokens=400)))
         await fake.until(lambda: fake.nodes[1].drawn_tokens > 0)
         call.cancel()
-        await fake.until(lambda: not fake.router._activity._running)
+        await fake.until(lambda: not fake.router._activity.running)
         (done,) = await generate(fake, "a prompt that is nobody's business", PARAMS, seed=8)
     await tracing.stop()
     ends = [(span.failed, span.attributes.get("error.type")) for span in traced.named("corun.request")]
