@@ -31,9 +31,9 @@ from corun_bench import conditions, metrics, report, results, tables, workloads
 from corun_bench.client import OpenAiTarget
 from corun_bench.driver import Run, Target, Workload, drive
 from corun_bench.engines import IndependentEngines, PlainProxy
-from corun_bench.fleet import Up, foreign, up
 from corun_bench.nodes import has_gpu
 from corun_bench.options import RESULT, BenchOptions, check_options, output_directory
+from corun_bench.running import RunningSystem, foreign, up
 from corun_bench.systems import TEMPERATURE, Machine, System, parse_systems
 from router.text import Tokenizer
 
@@ -208,7 +208,7 @@ class Benchmark:
             missing = f" ({measured} of its {planned} runs were measured)" if 0 < measured < planned else ""
             self._fail(f"{name}: {error}", missing)
 
-    async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: Up) -> None:
+    async def _while_alive(self, measuring: Coroutine[Any, Any, None], found: RunningSystem) -> None:
         """Run a measurement to its end.
 
         Raises UnavailableError as soon as a process of the system has ended, since its requests would wait for ever.
@@ -235,7 +235,7 @@ class Benchmark:
             raise InternalError("the measurement was cancelled from within")
         work.result()
 
-    async def _on(self, name: str, found: Up) -> None:
+    async def _on(self, name: str, found: RunningSystem) -> None:
         """Measure everything on a system that is up."""
         described: dict[str, Any] = {
             "system": name,
@@ -338,7 +338,7 @@ class Benchmark:
             self._fail(f"{name}: {spec.name}: {len(found.not_compared)} requests could not be compared")
         return len(crowd.requests) + len(few.requests)
 
-    async def _pad(self, name: str, found: Up, described: dict[str, Any]) -> None:
+    async def _pad(self, name: str, found: RunningSystem, described: dict[str, Any]) -> None:
         """Measure a single request with decode steps of each number of rows (paper, Section V-E).
 
         A system that does not pad is measured once.

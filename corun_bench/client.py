@@ -109,20 +109,22 @@ class OpenAiTarget(Target):
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=MAX_EVENT_BYTES,
         )
+        if self.model:
+            return
+        where = f"{self._url}/v1/models"
         try:
+            async with self._session.get(where) as response:
+                body = await response.read()
+            if response.status != 200:
+                raise UnavailableError(f"{where}: HTTP {response.status}: {_message(body)}")
+            self.model = str(json.loads(body)["data"][0]["id"])
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise UnavailableError(f"{where}: {type(error).__name__}: {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise UnavailableError(f"{where} lists no model") from error
+        finally:
             if not self.model:
-                async with self._session.get(f"{self._url}/v1/models") as response:
-                    body = await response.read()
-                    if response.status != 200:
-                        raise UnavailableError(f"{self._url}/v1/models: HTTP {response.status}: {_message(body)}")
-                self.model = str(json.loads(body)["data"][0]["id"])
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, (aiohttp.ClientError, OSError, asyncio.TimeoutError)):
-                raise UnavailableError(f"{self._url}/v1/models: {type(error).__name__}: {error}") from error
-            if isinstance(error, (ValueError, LookupError, TypeError)):
-                raise UnavailableError(f"{self._url}/v1/models lists no model") from error
-            raise
+                await self.close()
 
     async def close(self) -> None:
         """Close the client; every request in flight ends."""
@@ -187,19 +189,14 @@ class _Answer:
             return
         try:
             event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise BadAnswerError(f"an event that is no JSON object: {_text(data)}")
-        if error := event.get("error"):
-            raise BadAnswerError(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
-        try:
-            total = (event.get("usage") or {}).get("completion_tokens")
+            error, total = event.get("error"), (event.get("usage") or {}).get("completion_tokens")
             for choice in event.get("choices") or ():
                 self._take_choice(choice, total, now)
             self._total = self._total if total is None else int(total)
         except (AttributeError, TypeError, ValueError) as bad:
             raise BadAnswerError(f"an event of another shape: {_text(data)}") from bad
+        if error:
+            raise BadAnswerError(f"in the stream: {error.get('message', error) if isinstance(error, dict) else error}")
 
     def _take_choice(self, choice: dict[str, Any], total: int | None, now: float) -> None:
         token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")

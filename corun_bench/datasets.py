@@ -24,7 +24,7 @@ _TIME, _MODEL, _PROMPT, _OUTPUT = "Timestamp", "Model", "Request tokens", "Respo
 
 
 @dataclass(kw_only=True, slots=True)
-class Trace:
+class BurstGptRows:
     """The usable rows of a BurstGPT file as columns: a real file has millions of rows."""
 
     prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
@@ -52,7 +52,7 @@ class Edit(NamedTuple):
     change_request: str
 
 
-def read_burstgpt(path: Path | None, model: str = "") -> Trace:
+def read_burstgpt(path: Path | None, model: str = "") -> BurstGptRows:
     """Read the rows of a BurstGPT CSV file, in the file's order; columns are found by name.
 
     v1.1: "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"; later releases have "Session ID" and
@@ -60,7 +60,7 @@ def read_burstgpt(path: Path | None, model: str = "") -> Trace:
     vLLM's benchmark. vLLM also keeps only rows of "GPT-4"; here `model` can select them.
     """
     path = path or SAMPLES / "burstgpt.csv"
-    trace = Trace()
+    trace = BurstGptRows()
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         if missing := sorted({_TIME, _MODEL, _PROMPT, _OUTPUT} - set(rows.fieldnames or [])):

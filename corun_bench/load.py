@@ -39,7 +39,7 @@ to there, fp32 is exact."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Results:
+class LoadResults:
     """The results of all samples."""
 
     calls: int = 0
@@ -67,8 +67,8 @@ class Load:
     """The closed loop of one process of several.
 
     index: the number of this process. addresses: host:port of the routers, or of the fake nodes without a router.
-    output: the file of the results. A file beside it, .times, has two doubles per token, those of `Results.times`. An
-    empty file beside it, .ready, says that the load begins.
+    output: the file of the results. A file beside it, .times, has two doubles per token: `LoadResults.times`. An empty
+    file beside it, .ready, says that the load begins.
     """
 
     def __init__(self, setup: RouterOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
@@ -82,7 +82,7 @@ class Load:
         # On both paths there is at least one connection per decode node.
         self._addresses = [*addresses] * -(-setup.decode_nodes // len(addresses))
 
-    async def run(self, stop: asyncio.Event) -> Results:
+    async def run(self, stop: asyncio.Event) -> LoadResults:
         """Run until `stop` is set, then wait for the samples in flight."""
         targets = [ClusterTarget(address, self._method) for address in self._addresses]
         try:
@@ -98,7 +98,7 @@ class Load:
             await asyncio.gather(*(one.close() for one in targets))
         for target in targets:
             target.settle()
-        results = Results(calls=len(self.samples))
+        results = LoadResults(calls=len(self.samples))
         results.errors = [error for sample in self.samples if (error := _read(*sample, results))]
         return results
 
@@ -120,7 +120,7 @@ class Load:
             outcome.error = str(error)
 
 
-def _read(num_tokens: int, outcome: Outcome, results: Results) -> str:
+def _read(num_tokens: int, outcome: Outcome, results: LoadResults) -> str:
     """Add the outcome of a sample to the results; return what is wrong with it, or an empty text."""
     results.messages += len(outcome.arrivals)
     results.tokens += len(outcome.token_ids)
@@ -136,7 +136,7 @@ def _read(num_tokens: int, outcome: Outcome, results: Results) -> str:
     return outcome.error
 
 
-async def _until_input_ends(load: Load) -> Results:
+async def _until_input_ends(load: Load) -> LoadResults:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, stop.set)
     try:

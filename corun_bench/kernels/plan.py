@@ -81,7 +81,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ProcessGroup:
     """The work of one process, or of several processes that are ranks of one group."""
 
     tasks: tuple[Task, ...]
@@ -149,14 +149,14 @@ def missing_here(options: KernelOptions) -> Iterator[Row]:
             yield {"kernel": NAMES["attention"], "variant": "all", "reason": reason}
 
 
-def jobs(shapes: Shapes, options: KernelOptions) -> list[Job]:
+def process_groups(shapes: Shapes, options: KernelOptions) -> list[ProcessGroup]:
     """Return everything to measure, by process: one for each library, so that its crash loses no other results."""
     found: dict[tuple[Any, ...], list[Task]] = {}
     for task in _tasks(shapes, options):
         library = task.op if task.op in _VARIANTS else "small kernels"
         found.setdefault((library, *_environment(task, options.device).items()), []).append(task)
     return [
-        Job(
+        ProcessGroup(
             tasks=tuple(tasks),
             environment=_environment(tasks[0], options.device),
             ranks=options.ranks if tasks[0].op == "all_reduce" else 1,

@@ -26,7 +26,7 @@ from corun.node.vllm import pin
 from corun.node.vllm.start import vllm_distribution
 from corun_bench import tables
 from corun_bench.children import Processes
-from corun_bench.kernels.plan import NAMES, RANK, UNSET, Job, Row, jobs, missing_here, shapes_of
+from corun_bench.kernels.plan import NAMES, RANK, UNSET, ProcessGroup, Row, missing_here, process_groups, shapes_of
 from corun_bench.options import KernelOptions
 from corun_bench.results import KERNELS_SCHEMA
 
@@ -62,11 +62,11 @@ def measure(options: KernelOptions, tell: Callable[[str], None]) -> dict[str, An
     started = time.monotonic()
     rows: list[Row] = []
     unavailable: list[Row] = list(missing_here(options))
-    found = jobs(shapes, options)
-    for number, job in enumerate(found, 1):
-        kernels, variants = (dict.fromkeys(getattr(task, name) for task in job.tasks) for name in ("kernel", "variant"))
+    found = process_groups(shapes, options)
+    for number, group in enumerate(found, 1):
+        kernels, variants = ({getattr(task, name): 0 for task in group.tasks} for name in ("kernel", "variant"))
         tell(f"{number} of {len(found)}: {', '.join(kernels)} ({', '.join(variants)})")
-        measured, missing = run(job, options)
+        measured, missing = run(group, options)
         rows += measured
         unavailable += missing
     conditions = _conditions(options, facts, distribution)
@@ -108,18 +108,18 @@ def _conditions(options: KernelOptions, facts: Mapping[str, Any], distribution: 
     }
 
 
-def run(job: Job, options: KernelOptions) -> tuple[list[Row], list[Row]]:
-    """Run a job; return all its planned rows, and what does not run here.
+def run(group: ProcessGroup, options: KernelOptions) -> tuple[list[Row], list[Row]]:
+    """Run a group; return all its planned rows, and what does not run here.
 
     A row that the process did not reach has the end of that process as its error.
     """
     plain = {field.name: getattr(options, field.name) for field in fields(KernelOptions)}  # Not those of a command.
-    spec = {"options": plain, "ranks": job.ranks, "tasks": [asdict(task) for task in job.tasks]}
-    lines, end = _work(spec, job.environment, job.ranks, options.timeout_s)
+    spec = {"options": plain, "ranks": group.ranks, "tasks": [asdict(task) for task in group.tasks]}
+    lines, end = _work(spec, group.environment, group.ranks, options.timeout_s)
     rows = [line["row"] for line in lines if "row" in line]
     unavailable = [line["unavailable"] for line in lines if "unavailable" in line]
     done = {(line["kernel"], line["variant"], line["rows"]) for line in [*rows, *unavailable]}
-    for task in job.tasks:
+    for task in group.tasks:
         missing = [n for n in task.rows if (task.kernel, task.variant, n) not in done]
         rows += [task.row(n, error=end or "the process wrote nothing about it") for n in missing]
     return rows, unavailable
@@ -128,7 +128,7 @@ def run(job: Job, options: KernelOptions) -> tuple[list[Row], list[Row]]:
 def _work(
     spec: Mapping[str, Any], environment: Mapping[str, str], ranks: int, timeout_s: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run the processes of a job. Return what rank 0 wrote, and how the processes failed if they did.
+    """Run the processes of a group. Return what rank 0 wrote, and how the processes failed if they did.
 
     All end when one fails or the time is over, because the others would wait for it in a collective.
     """

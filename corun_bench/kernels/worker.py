@@ -67,7 +67,7 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def measure_all(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure every task of a job; yield the results of rank 0.
+    """Measure every task of a process group; yield the results of rank 0.
 
     spec: the options, the tasks, the number of ranks, and the file through which the ranks find each other.
     """

@@ -17,13 +17,13 @@ from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
 from corun_bench.driver import Outcome, Target
 from corun_bench.engines import IndependentEngines
-from corun_bench.fleet import Up
 from corun_bench.options import BenchOptions
+from corun_bench.running import RunningSystem
 from corun_bench.systems import Machine, System, parse_systems
 from tests.bench.targets import FakeTarget
 
 
-class FakeUp(Up):
+class FakeRunning(RunningSystem):
     """A system that is up, without processes."""
 
     def __init__(self, system: System, target: Any) -> None:
@@ -49,10 +49,10 @@ def made(tmp_path: Path, **changes: Any) -> Benchmark:
 
 def over(monkeypatch: pytest.MonkeyPatch, **targets: Target) -> None:
     @asynccontextmanager
-    async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+    async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
         if system.name not in targets:
             raise UnavailableError("it does not start\nits log")
-        yield FakeUp(system, targets[system.name])
+        yield FakeRunning(system, targets[system.name])
 
     monkeypatch.setattr(benchmark, "up", up)
 
@@ -108,13 +108,13 @@ async def test_why_a_process_ended_is_said_and_not_what_failed_because_of_it(
         self.forgotten = -1
         raise UnavailableError("std-0 does not listen")
 
-    def check(self: FakeUp) -> None:
+    def check(self: FakeRunning) -> None:
         assert isinstance(self.target, FakeTarget)
         if self.target.forgotten:
             raise UnavailableError("std-0 ended with -9")
 
     monkeypatch.setattr(FakeTarget, "forget", forget)
-    monkeypatch.setattr(FakeUp, "check", check)
+    monkeypatch.setattr(FakeRunning, "check", check)
     over(monkeypatch, std=FakeTarget())
     one = made(tmp_path, systems="std")
     await one.run()

@@ -17,7 +17,7 @@ from corun_bench.children import Processes
 from corun_bench.cli import RouterBench
 from corun_bench.driver import Outcome
 from corun_bench.fake_node import DIRECT_METHOD, FakeDirect, StepEngine
-from corun_bench.load import Load, Results, _read, age_s, time_code
+from corun_bench.load import Load, LoadResults, _read, age_s, time_code
 from corun_bench.options import RouterOptions
 from decode_node.service import StepRow
 
@@ -89,7 +89,7 @@ def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path
     assert len(polls) == 2
 
 
-async def load_of(stream: type[FakeDirect], tmp_path: Path) -> Results:
+async def load_of(stream: type[FakeDirect], tmp_path: Path) -> LoadResults:
     """What a client says of a fake node."""
     engine = StepEngine(0.002)
     server = stream(engine).server
@@ -138,7 +138,7 @@ def test_a_token_says_when_it_was_emitted_in_bits_that_fp32_keeps() -> None:
         assert struct.unpack("<f", struct.pack("<f", code))[0] == code
         assert age_s(code, at + 150.0) == pytest.approx(150.0, abs=2e-5)
     skipped = Outcome(index=0, num_prompt_tokens=1, arrivals=[(0.0, 2)], token_ids=[1, 3], logprobs=[-1.0, -2.0])
-    assert _read(2, skipped, Results()) == "its tokens are not of one step after the other"
+    assert _read(2, skipped, LoadResults()) == "its tokens are not of one step after the other"
 
 
 def test_quantiles_are_of_what_came() -> None:

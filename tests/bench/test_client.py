@@ -174,7 +174,7 @@ BROKEN: dict[str, tuple[list[bytes], str]] = {
     "empty": ([], "the stream broke off after 0 tokens"),
     "short": ([token(reason="stop"), DONE], "1 of 3 tokens came"),
     "error": ([token(), event({"error": {"message": "no room"}}), DONE], "in the stream: no room"),
-    "text": ([event(b"<html>")], "no JSON object"),
+    "text": ([event(b"<html>")], "another shape"),
     "shape": ([event({"choices": [5]})], "another shape"),
     "count": ([token(), token(), token(reason="length", **usage(7)), DONE], "7 tokens|7 of 3 tokens"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun_bench.datasets import Trace, read_blazedit, read_burstgpt, read_sharegpt
+from corun_bench.datasets import BurstGptRows, read_blazedit, read_burstgpt, read_sharegpt
 
 V1_1 = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log
@@ -24,7 +24,7 @@ LATER = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response token
 """
 
 
-def columns(trace: Trace) -> list[tuple[int, int, float]]:
+def columns(trace: BurstGptRows) -> list[tuple[int, int, float]]:
     return list(zip(trace.prompt_tokens, trace.output_tokens, trace.timestamps, strict=True))
 
 

@@ -15,7 +15,7 @@ import pytest
 from corun.errors import UnavailableError
 from corun.models import tiny
 from corun.processes import descendants
-from corun_bench import fleet, results, workloads
+from corun_bench import results, running, workloads
 from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
 from corun_bench.driver import Outcome, Request
@@ -163,7 +163,7 @@ DEAF = ("-simport signal", "signal.signal(15, 1); print('deaf', flush=True); sig
 
 def over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, str]) -> Benchmark:
     """A benchmark of systems with fake engines that do so."""
-    monkeypatch.setattr(fleet, "Processes", FakeProcesses)
+    monkeypatch.setattr(running, "Processes", FakeProcesses)
     engines = System.engines
     monkeypatch.setattr(
         System, "engines", lambda self, machine: engines(self, Machine(model=does[self.name], cores=(0,)))

@@ -32,7 +32,7 @@ ROUTER_FLAGS = ("--audit-fraction", "0", "--max-queue-wait-s", "0")
 
 
 @dataclass(kw_only=True)
-class Up:
+class RunningSystem:
     """A system that is running and ready."""
 
     system: System | None
@@ -86,7 +86,7 @@ class Up:
 
 
 @asynccontextmanager
-async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
     """Start a system that is ready inside the block; after the block no process of it is left, whatever happens.
 
     logs: a directory, for a file per process.
@@ -98,12 +98,12 @@ async def up(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
 
 
 @asynccontextmanager
-async def foreign(url: str, model: str) -> AsyncIterator[Up]:
+async def foreign(url: str, model: str) -> AsyncIterator[RunningSystem]:
     """Give a server with OpenAI's API to the block. model: empty for the first that it lists."""
     target = OpenAiTarget(url, model=model)
     await target.start()
     try:
-        yield Up(
+        yield RunningSystem(
             system=None,
             target=target,
             slots=0,
@@ -117,7 +117,7 @@ async def foreign(url: str, model: str) -> AsyncIterator[Up]:
 
 
 @asynccontextmanager
-async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
     began = time.monotonic()
     processes = Processes(logs)
     engines: list[Engine] = []
@@ -136,7 +136,7 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
             engines.append(engine)
         await ready(engines)
         prefill, decode = ([one for one in engines if one.settings.role == role] for role in ("prefill", "decode"))
-        yield Up(
+        yield RunningSystem(
             system=system,
             target=PlainProxy(prefill, decode) if system.kind in PAIRED else IndependentEngines(engines),
             slots=system.slots_on(machine) * (len(engines) - len(prefill)),
@@ -149,7 +149,7 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
 
 
 @asynccontextmanager
-async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterator[Up]:
+async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterator[RunningSystem]:
     began = time.monotonic()
     prefill, decode = system.places(machine)
     on_gpu = bool(machine.gpus)
@@ -176,7 +176,7 @@ async def _cluster(system: System, machine: Machine, logs: Path) -> AsyncIterato
         }
         target = ClusterTarget(nodes.address)
         try:
-            yield Up(
+            yield RunningSystem(
                 system=system,
                 target=target,
                 slots=sum(node.node.slots for node in status.nodes),
