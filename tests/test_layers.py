@@ -225,6 +225,7 @@ LOADS = {
         *("tyro", "rich", "grpc_health.v1", "corun.cli", "corun.rpc.server"),
     ),
     "corun.cli": (*ENGINE, *WATCH, "ray", "tokenizers", "numpy", "router", *NODES, "corun.node"),
+    "corun_bench.cli": (*ENGINE, "ray", "tokenizers", "numpy", "matplotlib", "jinja2", "PIL", "router", *NODES),
     "corun.gateway.app": (*ENGINE, "ray", "tokenizers", "router", *NODES, "corun.node"),
     "router.app": (*ENGINE, "ray", *NODES, "corun.node"),
     "corun.testing": (*ENGINE, "ray", "numpy"),

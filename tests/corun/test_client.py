@@ -120,23 +120,26 @@ def test_a_stream_comes_before_its_end_and_adds_up_to_generate(client: Client, f
 
 
 @pytest.mark.parametrize(
-    ("prompt", "seed", "field"),
+    ("prompt", "options", "field"),
     [
-        ("", None, "prompt.text"),
-        ([], None, "prompt.token_ids"),
-        ([1, -1], None, "prompt.token_ids[1]"),
-        ([1, 2.5], None, "prompt.token_ids[1]"),
-        ("a", -1, "seed"),
-        ("a", 2**63, "seed"),
-        ("a\ud800", None, "prompt.text"),
-        (7, None, "prompt.token_ids"),
+        ("", {}, "prompt.text"),
+        ([], {}, "prompt.token_ids"),
+        ([1, -1], {}, "prompt.token_ids[1]"),
+        ([1, 2.5], {}, "prompt.token_ids[1]"),
+        ([2**32], {}, "prompt.token_ids[0]"),
+        ("a", {"seed": -1}, "seed"),
+        ("a", {"seed": 2**63}, "seed"),
+        ("a", {"request_id": "x" * 129}, "request_id"),
+        ("a\ud800", {}, "prompt.text"),
+        (b"hi", {}, "prompt.token_ids"),
+        (7, {}, "prompt.token_ids"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_sent(
-    client: Client, fake: FakeRouter, prompt: str, seed: int | None, field: str
+    client: Client, fake: FakeRouter, prompt: Any, options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        client.stream(prompt, seed=seed)
+        client.stream(prompt, **options)
     assert caught.value.field == field
     assert not fake.requests
 
