@@ -31,7 +31,7 @@ from corun.types import NodeState
 from corun_bench.children import Processes
 from corun_bench.conditions import cpu
 from corun_bench.fake_node import DIRECT_METHOD
-from corun_bench.options import MAX_NODES, RouterOptions
+from corun_bench.options import MAX_NODES, CapacityOptions
 
 GOAL_MS = 5.0
 """The longest delay that a router may add, in milliseconds."""
@@ -49,7 +49,7 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 _KINDS = {"router": "router", "client": "clients"}
 
 
-def measure(setup: RouterOptions) -> dict[str, Any]:
+def measure(setup: CapacityOptions) -> dict[str, Any]:
     """Measure both paths; return plain values for JSON.
 
     Raises:
@@ -67,7 +67,7 @@ def measure(setup: RouterOptions) -> dict[str, Any]:
     return {**result, "carried": is_carried(result), "runs": runs}
 
 
-def search(setup: RouterOptions) -> dict[str, Any]:
+def search(setup: CapacityOptions) -> dict[str, Any]:
     """Measure with one more decode node each time, as long as the router carries them."""
     runs: list[dict[str, Any]] = []
     for decode_nodes in range(1, MAX_NODES + 1):
@@ -85,7 +85,7 @@ def is_carried(result: Mapping[str, Any]) -> bool:
     return bool(kept_up and not router["wrong"] and max(added[name] for name in GOAL_AT) <= GOAL_MS)
 
 
-def conditions(setup: RouterOptions) -> dict[str, Any]:
+def conditions(setup: CapacityOptions) -> dict[str, Any]:
     """Return the conditions of a measurement."""
     packages = ("grpcio", "protobuf", "uvloop")
     return {
@@ -100,9 +100,9 @@ def conditions(setup: RouterOptions) -> dict[str, Any]:
     }
 
 
-def plain(setup: RouterOptions) -> dict[str, Any]:
+def plain(setup: CapacityOptions) -> dict[str, Any]:
     """Return the options as plain values, without those of a command."""
-    return {field.name: getattr(setup, field.name) for field in fields(RouterOptions)}
+    return {field.name: getattr(setup, field.name) for field in fields(CapacityOptions)}
 
 
 def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _measure_path(setup: RouterOptions, path: str) -> dict[str, Any]:
+def _measure_path(setup: CapacityOptions, path: str) -> dict[str, Any]:
     """Measure the path through routers ("router"), or straight from the fake nodes ("direct")."""
     # After this block no process is left, nor any file that they wrote.
     with tempfile.TemporaryDirectory(prefix="corun-bench-") as scratch, Processes(Path(scratch)) as processes:
@@ -150,7 +150,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _load(
-    setup: RouterOptions, processes: Processes, method: str, addresses: Sequence[str]
+    setup: CapacityOptions, processes: Processes, method: str, addresses: Sequence[str]
 ) -> tuple[float, float, dict[str, float], dict[str, float]]:
     """Put the load on a path.
 
@@ -174,7 +174,7 @@ def _load(
 
 
 def _figures(
-    setup: RouterOptions, clients: Sequence[Path], measured: tuple[float, float], used: Mapping[str, float]
+    setup: CapacityOptions, clients: Sequence[Path], measured: tuple[float, float], used: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the figures of one path. clients: the files of the load's results."""
     began, ended = measured

@@ -18,7 +18,7 @@ from corun.config.extras import needs_extra
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
 from corun_bench import compare, results
-from corun_bench.options import BenchOptions, KernelOptions, RouterOptions
+from corun_bench.options import BenchOptions, KernelOptions, CapacityOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class Kernels(KernelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterBench(RouterOptions):
+class RouterBench(CapacityOptions):
     """Measure a router's capacity and the delay it adds.
 
     Capacity is in tokens per second; the delay is how much later clients get their tokens. The command runs real

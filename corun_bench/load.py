@@ -25,7 +25,7 @@ import uvloop
 from corun.errors import CorunError
 from corun_bench.client import ClusterTarget
 from corun_bench.driver import Outcome, Request
-from corun_bench.options import RouterOptions
+from corun_bench.options import CapacityOptions
 
 CONNECT_S = 60.0
 DRAIN_S = 120.0
@@ -71,7 +71,7 @@ class Load:
     file beside it, .ready, says that the load begins.
     """
 
-    def __init__(self, setup: RouterOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
+    def __init__(self, setup: CapacityOptions, index: int, method: str, addresses: Sequence[str], output: str) -> None:
         self.samples: list[tuple[int, Outcome]] = []
         """The number of tokens that were requested of each sample, and what came, on the monotonic clock."""
         self._setup, self._output = setup, Path(output)
@@ -147,7 +147,7 @@ async def _until_input_ends(load: Load) -> LoadResults:
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    load, path = Load(RouterOptions(**spec.pop("setup")), **spec), Path(spec["output"])
+    load, path = Load(CapacityOptions(**spec.pop("setup")), **spec), Path(spec["output"])
     gc.disable()  # The collector would go through the stored messages again and again.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     results = asyncio.run(_until_input_ends(load))

@@ -136,7 +136,7 @@ class KernelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions:
+class CapacityOptions:
     """What `corun bench router` measures."""
 
     decode_nodes: int = 2

@@ -18,7 +18,7 @@ from corun_bench.cli import RouterBench
 from corun_bench.driver import Outcome
 from corun_bench.fake_node import DIRECT_METHOD, FakeDirect, StepEngine
 from corun_bench.load import Load, LoadResults, _read, age_s, time_code
-from corun_bench.options import RouterOptions
+from corun_bench.options import CapacityOptions
 from decode_node.service import StepRow
 
 SMALL = {"decode_nodes": 2, "slots": 3, "step_ms": 10.0, "output_tokens": 12, "prompt_tokens": 5}
@@ -80,7 +80,7 @@ class LateClients(Processes):
 
 
 def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path) -> None:
-    setup = RouterOptions(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0)
+    setup = CapacityOptions(client_processes=2, ramp_s=4.0, warmup_s=3.0, seconds=20.0)
     processes = LateClients(tmp_path)
     with pytest.raises(UnavailableError, match="enough"):
         _load(setup, processes, "/a.B/C", ["h:1"])
@@ -94,7 +94,7 @@ async def load_of(stream: type[FakeDirect], tmp_path: Path) -> LoadResults:
     engine = StepEngine(0.002)
     server = stream(engine).server
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    setup = RouterOptions(decode_nodes=1, slots=4, prompt_tokens=3, output_tokens=8, ramp_s=0.01)
+    setup = CapacityOptions(decode_nodes=1, slots=4, prompt_tokens=3, output_tokens=8, ramp_s=0.01)
     await server.start()
     load = Load(setup, 0, DIRECT_METHOD, [address], str(tmp_path / "unused"))
     ticking, stop = asyncio.ensure_future(engine.tick()), asyncio.Event()
@@ -166,4 +166,4 @@ def test_one_wrong_sample_of_several_runs_is_not_lost_in_a_median() -> None:
 @pytest.mark.parametrize("bad", [{"decode_nodes": 0}, {"decode_nodes": 17}, {"step_ms": 0.0}, {"client_processes": 7}])
 def test_a_measurement_that_cannot_be_made_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
-        RouterOptions(**{**SMALL, **bad}).check()
+        CapacityOptions(**{**SMALL, **bad}).check()
