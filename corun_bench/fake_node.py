@@ -60,11 +60,12 @@ class FakeNodeOptions:
 
 
 class StepEngine:
-    """A decode engine that emits a row for every running request each `step_s`, whatever was asked for."""
+    """A decode engine that emits a row for the request in every slot each `step_s`, whatever was asked for."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, slots: int) -> None:
         self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
         self._step_s = step_s
+        self._slots = slots
         self._left: dict[str, int] = {}  # Tokens to come, by request id.
 
     async def start(self, request: DecodeRequest) -> None:
@@ -90,7 +91,7 @@ class StepEngine:
         """Emit one step now."""
         logprob = time_code(time.monotonic())
         rows, left = [], self._left
-        for request_id, num_left in list(left.items()):
+        for request_id, num_left in list(itertools.islice(left.items(), self._slots)):
             if num_left == 1:
                 del left[request_id]
                 rows.append(StepRow(request_id, token_id, logprob, FinishReason.LENGTH))
@@ -184,7 +185,7 @@ async def _serve(options: FakeNodeOptions, engine: StepEngine, stop: asyncio.Eve
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     options = FakeNodeOptions(**json.loads(sys.argv[1]))
-    engine = StepEngine(options.step_ms / 1000 * (1 + DRIFT * options.index))
+    engine = StepEngine(options.step_ms / 1000 * (1 + DRIFT * options.index), options.slots)
 
     async def live(stop: asyncio.Event) -> None:
         ticking = asyncio.ensure_future(engine.tick())

@@ -23,12 +23,12 @@ class DecodeMetrics(Metrics):
         self.tokens = self.counter("tokens", "Tokens drawn for samples that held their lease")
         text = "From one step's tokens to the next one's, while samples run"
         self.step_seconds = self.histogram("step_seconds", text, STEPS_S)
-        text = "Samples that were started and have not ended"
-        self.running_samples = self.gauge("running_samples", text)
         text = "Leases that ended since their router's step stream broke and did not come back in time"
         self.expired_leases = self.counter("expired_leases", text)
         self.gauge("slots", "Slots").set(table.slots)
-        self.gauge("leased_slots", "Slots that routers hold").set_function(lambda: len(table))
+        self.gauge("used_slots", "Samples that decode, each in a slot").set_function(lambda: table.used_slots)
+        text = "Leases that routers hold: samples in slots, and those in line for one"
+        self.gauge("leases", text).set_function(lambda: len(table))
         self.gauge("kv_blocks", "KV blocks that samples can use").set(table.kv_blocks)
         text = "KV blocks that are reserved for the whole of the leased samples"
         self.gauge("reserved_kv_blocks", text).set_function(lambda: table.used_kv_blocks)

@@ -1,6 +1,7 @@
-"""Fixed slots: at most `max_num_seqs` requests, one token each, admitted only with KV room for their whole sequence.
+"""Fixed slots: at most `max_num_seqs` requests run, one token each, each with KV room for its whole sequence.
 
 Owns: admission into the engine, and the guarantee that a step holds no prompt token and that no request is preempted.
+A request that is admitted has its KV read at once, also while all slots run, and takes a slot when the KV has arrived.
 It repeats the node's own lease accounting on purpose: the blocks of an aborted request become free later, and only the
 engine knows when. Must not know: leases, gRPC, sampling.
 """
@@ -25,6 +26,11 @@ class FixedSlotScheduler(ReservingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.slots = self.max_num_running_reqs
+        # The stock scheduler looks at waiting requests only below both limits, so their KV would be read only while a
+        # slot is free. A request never runs on the added ones (`_try_promote_blocked_waiting_request`).
+        self.max_num_running_reqs += 1
+        self.max_num_scheduled_tokens += 1
         self.turn: DecodeTurn | None = None
         if (path := self.gpu_lock()) is not None:
             self.turn = DecodeTurn(path, self.vllm_config.kv_transfer_config.kv_connector_extra_config[LONGEST_WAIT])
@@ -43,25 +49,26 @@ class FixedSlotScheduler(ReservingScheduler):
         return output
 
     def admissible(self) -> list[Request]:
-        """Return the requests at the head of the queue that get a slot and KV room. The order is FIFO, so the first
-        request without room ends the list."""
-        admitted = [*self.running, *self.skipped_waiting]
-        slots = self.max_num_running_reqs - len(admitted)
-        free = self.free_blocks(admitted)
+        """Return the requests at the head of the queue that get KV room. The order is FIFO, so the first request
+        without room ends the list. Their number is bounded by the node's leases."""
+        free = self.free_blocks([*self.running, *self.skipped_waiting])
         chosen: list[Request] = []
         for request in self.waiting:
             free -= self.blocks_of(request)
-            if len(chosen) == slots or free < 0:
+            if free < 0:
                 break
             chosen.append(request)
         return chosen
 
+    def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
+        """Let a request run whose KV has arrived, if a slot is free. vLLM asks in the order of arrival, and otherwise
+        keeps the request in its place."""
+        return len(self.running) < self.slots and bool(super()._try_promote_blocked_waiting_request(request))
+
     def _check_shape(self, output: SchedulerOutput) -> None:
         tokens = output.num_scheduled_tokens
-        if len(tokens) > self.max_num_running_reqs or any(count != 1 for count in tokens.values()):
-            raise RuntimeError(
-                f"a decode step holds one token for up to {self.max_num_running_reqs} requests: {tokens}"
-            )
+        if len(tokens) > self.slots or any(count != 1 for count in tokens.values()):
+            raise RuntimeError(f"a decode step holds one token for up to {self.slots} requests: {tokens}")
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         raise RuntimeError(f"request {request.request_id} would be preempted, but its KV room was reserved")

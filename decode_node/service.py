@@ -14,7 +14,7 @@ from typing import Protocol
 
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import binding
-from corun.observe.tracing import OFF, Span, caller_of
+from corun.observe.tracing import Span, caller_of
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
 from corun.rpc import codec
@@ -136,34 +136,29 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self._streams: dict[str, StepStream] = {}  # router id -> the router's open stream
         self._running: dict[str, Lease] = {}  # engine request id -> lease
         self._expiry: dict[int, asyncio.TimerHandle] = {}  # lease id -> timer, for leases whose session has no stream
-        self._handoffs: dict[str, Span] = {}  # engine request id -> span, for requests that have no row yet
+        self._handoffs: dict[str, Span] = {}  # engine request id -> span, for the requests that have no row yet
         self._aborts: set[asyncio.Task[None]] = set()
         self.step_sizes: Sequence[int] = (table.slots,)
         """The numbers of rows that the engine's steps have, ascending."""
         self._kv_reads = kv_reads
         self.metrics = DecodeMetrics(table)
-        self.metrics.running_samples.set_function(lambda: self.running_samples)
         self.metrics.show_kv_reads(kv_reads)
-
-    @property
-    def running_samples(self) -> int:
-        return len(self._running)
 
     async def load(self) -> NodeLoad:
         return NodeLoad(
-            used_slots=len(self._table),
+            used_slots=self._table.used_slots,
             used_kv_blocks=self._table.used_kv_blocks,
             steps=self.metrics.num_steps,
             tokens=int(self.metrics.tokens.value),
-            slots_in_use=tuple(self._table.slots_in_use()),
             kv_reads=self._kv_reads(),
+            leases=len(self._table),
         )
 
     def on_step(self, rows: Sequence[StepRow]) -> None:
-        """Process one engine step: add each row to its router's stream and free the slots of samples that ended."""
-        for row in rows if self._handoffs else ():  # A sample's first row tells whether its KV could be read.
-            if span := self._handoffs.pop(row.request_id, None):
-                span.end(None if row.token_id is not None else UnavailableError(row.detail))
+        """Process one engine step: add each row to its router's stream, and end the leases of samples that ended. The
+        first token of a sample shows that it has a slot."""
+        for row in rows if self._handoffs else ():
+            self._note_first(row)
         touched: dict[int, StepStream] = {}
         used = tokens = 0
         goes_on = False
@@ -186,6 +181,14 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         self.metrics.note_step(rows_of_step(used, self.step_sizes), used, tokens, now, goes_on=goes_on)
         for stream in touched.values():
             stream.flush()
+
+    def _note_first(self, row: StepRow) -> None:
+        """Note the first row of a request, which tells whether its KV could be read. With a token, it has a slot."""
+        if (span := self._handoffs.pop(row.request_id, None)) is None:
+            return
+        span.end(None if row.token_id is not None else UnavailableError(row.detail))
+        if row.token_id is not None:
+            self._table.enter(self._running[row.request_id].lease_id)
 
     def give_up(self, reason: str) -> None:
         """End all running samples with an error, so routers run them elsewhere. Late tokens of them are dropped."""
@@ -211,7 +214,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         except NoRoomError as error:
             raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
         self._keep_or_expire(lease)
-        return pb.ReserveResponse(lease_id=lease.lease_id, slot=lease.slot, ttl_ms=round(self._ttl_s * 1000))
+        return pb.ReserveResponse(lease_id=lease.lease_id, ttl_ms=round(self._ttl_s * 1000))
 
     async def Start(self, request: pb.StartRequest, context: Context) -> pb.StartResponse:
         self._check_open(request.generation)
@@ -220,8 +223,7 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             raise NotFoundError(f"lease {request.lease_id} is not held on {self.ref.node_id}")
         decode = self._bind(lease, request)
         self._running[decode.request_id] = lease
-        if (caller := caller_of(context)) is not OFF:
-            self._handoffs[decode.request_id] = caller.child("handoff", {"corun.decode_node": str(self.ref)})
+        self._handoffs[decode.request_id] = caller_of(context).child("handoff", {"corun.decode_node": str(self.ref)})
         try:
             await self._engine.start(decode)
         except BaseException:

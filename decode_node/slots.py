@@ -1,7 +1,9 @@
-"""The slots and KV room of a decode node, the leases that hold them, the parts of routers, and the rows of steps.
+"""The leases of a decode node, the slots that their samples take, the parts of routers, and the rows of steps.
 
-Owns: admission. A lease is granted only when a slot *and* the KV blocks for prompt + max_tokens are free, so that no
-running request is ever preempted (paper, Section IV-B; `can_fit_full_sequence` in Alg. 1).
+Owns: admission. A lease is granted only when the KV blocks for prompt + max_tokens are free, so that no running request
+is ever preempted (paper, Section IV-B; `can_fit_full_sequence` in Alg. 1), and a place: there is one for each slot, and
+a line of a quarter as many (`corun.types.places`). A sample takes a slot when its KV has arrived and one is free, so no
+slot stands idle while a prompt is computed and read. Slots are counted, they have no numbers.
 
 A router learns at once when one of its own samples ends, but of other free room only with the next heartbeat. So a
 router that keeps a node full would take all freed room again. Therefore, while another router waits, none may hold more
@@ -15,10 +17,11 @@ their rows. Must not know: gRPC, engines, clocks; callers pass the time, in seco
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from corun.types import places
 
 SMALLER = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
 """The numbers of rows that are tried, as far as they are below the number of slots."""
@@ -35,7 +38,7 @@ def rows_of_step(live: int, sizes: Sequence[int]) -> int:
 
 
 class NoRoomError(Exception):
-    """There is no free slot, or there are not enough free KV blocks, right now."""
+    """There is no free place, or there are not enough free KV blocks, right now."""
 
 
 WAIT_S = 5.0
@@ -55,10 +58,9 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One slot and its KV blocks, held by one session of one router for one sample."""
+    """A place and the KV blocks of one sample, held by one session of one router."""
 
     lease_id: int
-    slot: int
     router_id: str
     session: int
     num_prompt_tokens: int
@@ -77,31 +79,32 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
 
 
 class SlotTable:
-    """The leases over `slots` slots and `kv_blocks` KV blocks of `block_size` tokens each."""
+    """The leases over the places of `slots` slots and over `kv_blocks` KV blocks of `block_size` tokens each."""
 
     def __init__(self, *, slots: int, kv_blocks: int, block_size: int) -> None:
         self.slots = slots
+        self.places = places(slots)
         self.kv_blocks = kv_blocks
         self.block_size = block_size
         self.used_kv_blocks = 0
-        self._free = list(range(slots))  # a heap: the lowest slot is given first
         self._leases: dict[int, Lease] = {}
+        self._in_slots: set[int] = set()  # The ids of the leases whose samples decode.
         self._ids = itertools.count(1)
         self._waiting: dict[str, Waiting] = {}
 
     def reserve(
         self, router_id: str, num_prompt_tokens: int, max_tokens: int, *, session: int = 0, now: float = 0.0
     ) -> Lease:
-        """Lease the lowest free slot.
+        """Lease a place and KV blocks.
 
-        Raises NoRoomError if every slot is held, fewer KV blocks are free than the sample needs, or this router already
-        holds its part while another one comes first (`_check_part`).
+        Raises NoRoomError if every place is held, fewer KV blocks are free than the sample needs, or this router
+        already holds its part while another one comes first (`_check_part`).
         """
         need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
         free = self.kv_blocks - self.used_kv_blocks
         try:
-            if not self._free:
-                raise NoRoomError(f"all {self.slots} slots are held")
+            if len(self._leases) >= self.places:
+                raise NoRoomError(f"all {self.slots} slots and {self.places - self.slots} places in line are held")
             if need > free:
                 raise NoRoomError(f"{need} KV blocks are needed and {free} of {self.kv_blocks} are free")
             self._check_part(router_id, need, now)
@@ -110,8 +113,7 @@ class SlotTable:
             self._waiting[router_id] = Waiting(since, now, need)
             raise
         self._waiting.pop(router_id, None)
-        slot = heapq.heappop(self._free)
-        lease = Lease(next(self._ids), slot, router_id, session, num_prompt_tokens, max_tokens, need)
+        lease = Lease(next(self._ids), router_id, session, num_prompt_tokens, max_tokens, need)
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
         return lease
@@ -129,23 +131,32 @@ class SlotTable:
         held: dict[str, list[int]] = {name: [] for name in (*self._waiting, router_id)}
         for lease in self._leases.values():
             held.setdefault(lease.router_id, []).append(lease.kv_blocks)
-        slots, kv_blocks = self.slots // len(held), self.kv_blocks // len(held)
+        part, kv_blocks = self.places // len(held), self.kv_blocks // len(held)
 
         def order(name: str) -> tuple[bool, float, str]:
-            has_part = len(held[name]) >= slots or sum(held[name]) >= kv_blocks
+            has_part = len(held[name]) >= part or sum(held[name]) >= kv_blocks
             return has_part, self._waiting[name].since if name in self._waiting else now, name
 
         first = [wait for name, wait in self._waiting.items() if order(name) < order(router_id)]
         kv_blocks = min([kv_blocks, *(self.kv_blocks - wait.kv_blocks for wait in first)])
-        if first and (len(held[router_id]) + 1 > slots or sum(held[router_id]) + need > kv_blocks):
-            part = f"{slots} slots and {kv_blocks} KV blocks are the part of each of {len(held)} routers"
-            raise NoRoomError(f"{part}, and another router comes first")
+        if first and (len(held[router_id]) + 1 > part or sum(held[router_id]) + need > kv_blocks):
+            each = f"{part} places and {kv_blocks} KV blocks are the part of each of {len(held)} routers"
+            raise NoRoomError(f"{each}, and another router comes first")
+
+    @property
+    def used_slots(self) -> int:
+        """The number of samples that decode, each in a slot."""
+        return len(self._in_slots)
+
+    def enter(self, lease_id: int) -> None:
+        """Note that the sample of a lease has a slot, which its first row shows."""
+        self._in_slots.add(lease_id)
 
     def release(self, lease_id: int) -> Lease | None:
         """Free a lease and return it; None if it is not held (any more)."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
-            heapq.heappush(self._free, lease.slot)
+            self._in_slots.discard(lease_id)
             self.used_kv_blocks -= lease.kv_blocks
         return lease
 
@@ -154,10 +165,6 @@ class SlotTable:
 
     def held_by(self, router_id: str) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.router_id == router_id]
-
-    def slots_in_use(self) -> list[int]:
-        """Return the leased slots, ascending."""
-        return sorted(lease.slot for lease in self._leases.values())
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Key = tuple[str, str]
 
 KEPT_S = 2.0
-"""How long KV is kept for requests that wait for slots, counted from the latest request, while its lease lasts."""
+"""How long KV is kept for requests that wait for room, counted from the latest request, while its lease lasts."""
 KEEPER = "/kept"
 """The name of the reader that stands for these waiting requests; no request has such an id."""
 KEPT_PART = 0.25

@@ -1,8 +1,8 @@
 """One attempt to run a sample on one pair of nodes: the calls, and all that it holds there.
 
 Owns: what a sample is, the order of the calls to both nodes, their deadlines, and which errors are a node's fault. An
-attempt ends with its tokens, with an error, or with a node fault; `Attempt.close` gives back its slot, KV and claims in
-every case. This module must not know queues, or what follows from a fault.
+attempt ends with its tokens, with an error, or with a node fault; `Attempt.close` gives back its lease, KV and claims
+in every case. This module must not know queues, or what follows from a fault.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ AnyOutput = TypeVar("AnyOutput", bound=Output)
 
 
 class Attempt(Generic[AnyOutput]):
-    """One attempt of one sample on one pair of nodes, with the slot and the KV that it holds there."""
+    """One attempt of one sample on one pair of nodes, with the lease and the KV that it holds there."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Attempt(Generic[AnyOutput]):
         return self._lease.first_row_at
 
     async def reserve(self) -> None:
-        """Lease the slot. Raises OverloadedError if the node has no room now."""
+        """Lease KV room and a place in line for a slot. Raises OverloadedError if the node has no room now."""
         with _faults_of(self.placement.decode, passing=OverloadedError), self.span.child("reserve"):
             await self.placement.decode.client.reserve(
                 self._lease,
@@ -166,7 +166,6 @@ class Attempt(Generic[AnyOutput]):
                 max_tokens=self.task.params.max_tokens,
                 timeout_s=self._time(self._config.reserve_timeout_s),
             )
-        self.span.note({"corun.slot": self._lease.slot or 0})
 
     async def prefill(self) -> KvHandle:
         """Compute the prompt's KV and return its handle."""
@@ -190,6 +189,8 @@ class Attempt(Generic[AnyOutput]):
             try:
                 await self.start(handle)
                 while not ended.done():
+                    if node.is_full and not self.output.position:  # Waiting in line for a slot is no silence.
+                        node.client.excuse(self._lease)
                     left = self._config.step_timeout_s - node.client.silent_s(self._lease)
                     if left <= 0:
                         raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")

@@ -76,7 +76,7 @@ class RouterMetrics(Metrics):
         self.sample_retries = self.counter("sample_retries", text, ("reason",))
         for reason in ("lost", "fault"):
             self.sample_retries.labels(reason)
-        self.queue_seconds = self.histogram("queue_seconds", "Wait of a sample for a slot, once for every run")
+        self.queue_seconds = self.histogram("queue_seconds", "Wait of a sample for room on nodes, once for every run")
         text = "From a request's arrival to a sample's first token"
         self.time_to_first_token_seconds = self.histogram("time_to_first_token_seconds", text)
         text = "Mean over a sample's tokens after the first, of finished samples"
@@ -98,8 +98,8 @@ class RouterMetrics(Metrics):
         self.gauges_of("info", "What this router is; always 1", labels, info)
         text = "Seconds in which the event loop stood still, so that nothing was read or sent"
         self.counters_of("still_seconds", text, (), lambda: {(): registry.clock.still_s})
-        self.gauge("queued_samples", "Samples waiting for a slot").set_function(lambda: queue.waiting)
-        text = "Prompt tokens of the samples that wait for a slot"
+        self.gauge("queued_samples", "Samples waiting for room on nodes").set_function(lambda: queue.waiting)
+        text = "Prompt tokens of the samples that wait for room on nodes"
         self.gauge("queued_prompt_tokens", text).set_function(lambda: queue.waiting_tokens)
         text = "Samples whose repeated run gave other bits, audits included"
         self.counters_of("mismatches", text, (), lambda: {(): registry.mismatches})
@@ -114,7 +114,7 @@ class RouterMetrics(Metrics):
         self.gauges_of(
             "slots", "Slots of a decode node", ("node",), lambda: _slots(registry, lambda each: each.node.slots)
         )
-        text = "Slots of a decode node that are leased, by whatever router"
+        text = "Slots of a decode node in which samples decode, of whatever router"
         self.gauges_of("used_slots", text, ("node",), lambda: _slots(registry, lambda each: each.load.used_slots))
 
 

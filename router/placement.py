@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from corun.types import NodeLoad
+from corun.types import NodeLoad, places
 
 PREFILLS_IN_FLIGHT = 4
 """The most prompts that a router has at one prefill node at a time.
 
-A prefill runs alone, so more prompts would only wait there while they hold decode slots. With fewer, the node would be
-idle for a round trip.
+A prefill runs alone, so more prompts would only wait there while they hold room of decode nodes. With fewer, the node
+would be idle for a round trip.
 """
 LATELY = 64
 """The number of recent prompts remembered per prefill node, because later samples may get the same KV."""
@@ -62,19 +62,26 @@ class SharedCount:
 
 
 class DecodeRoom:
-    """The slots and KV blocks of one decode node."""
+    """The places and KV blocks of one decode node: a place for each slot, and some in line (`corun.types.places`)."""
 
     def __init__(self, *, slots: int, kv_blocks: int, block_size: int) -> None:
         self._total_slots = slots
+        self._total_places = places(slots)
         self._total_blocks = kv_blocks
         self._block_size = block_size
-        self._slots = SharedCount()
+        self._leases = SharedCount()
         self._blocks = SharedCount()
         self._refused = False
 
     @property
     def free_slots(self) -> int:
-        return 0 if self._refused else max(0, self._total_slots - self._slots.used)
+        """The number of slots that no lease will take. It is negative while samples are in line for slots."""
+        free = self._total_slots - self._leases.used
+        return min(0, free) if self._refused else free
+
+    @property
+    def free_places(self) -> int:
+        return 0 if self._refused else max(0, self._total_places - self._leases.used)
 
     @property
     def free_blocks(self) -> int:
@@ -95,7 +102,7 @@ class DecodeRoom:
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether there is room for a sample of `num_tokens` tokens here now."""
-        return self.free_slots > 0 and self.blocks(num_tokens) <= self.free_blocks
+        return self.free_places > 0 and self.blocks(num_tokens) <= self.free_blocks
 
     def may_ask(self, num_tokens: int) -> bool:
         """Return whether the router may try to place a sample of `num_tokens` tokens here now.
@@ -103,11 +110,12 @@ class DecodeRoom:
         Where other routers hold room, it asks once after each report even if the node seems full. The refusal tells the
         node that this router waits, and while it does, none of the others may hold more than its part.
         """
-        asks = self._slots.foreign > 0 and not self._refused and self.could_hold(num_tokens)
+        asks = self._leases.foreign > 0 and not self._refused and self.could_hold(num_tokens)
         return asks or self.has_room(num_tokens)
 
     def keeps_free(self, spare_slots: int) -> bool:
-        """Return whether `spare_slots` slots are free; on a smaller node, all slots but one are enough."""
+        """Return whether `spare_slots` slots are free; on a smaller node, all slots but one are enough. None is free
+        while a sample is in line, and then this is false for 0, too."""
         return self.free_slots >= min(spare_slots, self._total_slots - 1)
 
     def has_idle_room(self, num_tokens: int, spare_slots: int) -> bool:
@@ -115,23 +123,23 @@ class DecodeRoom:
         return self.has_room(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
 
     def take(self, num_tokens: int) -> tuple[int, int]:
-        """Claim a slot and KV blocks for a sample. Return the value that `refuse` needs to undo this."""
-        return self._slots.take(1), self._blocks.take(self.blocks(num_tokens))
+        """Claim a place and KV blocks for a sample. Return the value that `refuse` needs to undo this."""
+        return self._leases.take(1), self._blocks.take(self.blocks(num_tokens))
 
     def give(self, num_tokens: int) -> None:
-        """Return a sample's slot and blocks, because its slot is free again."""
-        self._slots.give(1)
+        """Return a sample's place and blocks, because they are free again."""
+        self._leases.give(1)
         self._blocks.give(self.blocks(num_tokens))
         self._refused = False
 
     def refuse(self, num_tokens: int, raised: tuple[int, int]) -> None:
         """Undo a sample's claim after the node refused it, and close the node until the next change."""
-        self._slots.untake(1, raised[0])
+        self._leases.untake(1, raised[0])
         self._blocks.untake(self.blocks(num_tokens), raised[1])
         self._refused = True
 
     def report(self, load: NodeLoad) -> None:
-        self._slots.report(load.used_slots)
+        self._leases.report(load.leases)
         self._blocks.report(load.used_kv_blocks)
         self._refused = False
 

@@ -1,4 +1,4 @@
-"""The queue of samples that wait for a slot: who is next, who is refused, and the end of every wait.
+"""The queue of samples that wait for room on nodes: who is next, who is refused, and the end of every wait.
 
 Order: first the samples that ran and lost their node, then the priority classes. Within a class, first the samples that
 had a placement and could not use it, in the order of their first placements; then the clients share by tokens
@@ -347,7 +347,7 @@ class SampleQueue:
         if entry in self._aside:
             self._fail_aside(entry)
         elif entry.is_waiting:
-            late = f"no slot became free before the deadline; {self.waiting} samples are waiting"
+            late = f"no room became free before the deadline; {self.waiting} samples are waiting"
             self._fail(entry, DeadlineError(late))
             self.pump_soon()
 
@@ -378,7 +378,7 @@ class SampleQueue:
         ahead = min(ranks[rank] + samples, (own + samples) * weights / caller.weight)
         ahead += sum(number for other, number in ranks.items() if other < rank)
         if (wait := ahead * self._pace.interval_s(loop_time())) > longest:
-            text = f"the wait for a slot would be about {wait:.1f} s, with {ahead:.0f} samples to go"
+            text = f"the wait for room would be about {wait:.1f} s, with {ahead:.0f} samples to go"
             raise self._refusal(f"{text}: longer than {max(0.0, longest):.1f} s", wait - longest)
 
     def _refusal(self, text: str, retry_s: float | None = None) -> OverloadedError:

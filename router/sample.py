@@ -2,8 +2,8 @@
 
 `SampleRun.run` is the design of the cluster in one loop: place, reserve, prefill, decode, finish. If a node fault
 ends an attempt, the sample starts again from its prompt with the same seed. The tokens that were delivered must come
-again bit by bit, and the client sees one stream. When an attempt ends in any way, even by cancellation, its slot, its
-KV and its claims are given back. This module must not know gRPC messages or how nodes are found.
+again bit by bit, and the client sees one stream. When an attempt ends in any way, even by cancellation, its lease,
+its KV and its claims are given back. This module must not know gRPC messages or how nodes are found.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ class SampleRun:
                     placement = await self._place(span)
                     attempt = Attempt(task, placement, output, self._runner.config, span, self._kv_scope())
                     with self._account_for(attempt):
-                        await attempt.reserve()  # Decode node: a slot, and KV room for prompt and output.
+                        await attempt.reserve()  # Decode node: KV room for prompt and output, a place in line.
                         handle = await attempt.prefill()  # Prefill node: the prompt's KV.
                         self._release_kv()  # This attempt has its own claim on it.
-                        reason = output.end(await attempt.decode(handle))  # Decode node: the tokens.
+                        reason = output.end(await attempt.decode(handle))  # Decode node: a slot, the tokens.
                         span.note({"gen_ai.usage.output_tokens": output.num_tokens})
                         span.note({"gen_ai.response.finish_reasons": (reason.value,)})
                 if reason is None:  # mypy does not know that `_account_for` ends some errors.
@@ -166,7 +166,7 @@ class SampleRun:
                 self._keep_kv(attempt.leave_kv())
             self._note_fault(fault, attempt, clock.still_s - still_before)
         finally:
-            if placement.holds_slot:  # A refused placement has led to no attempt.
+            if placement.holds_room:  # A refused placement has led to no attempt.
                 self._reached.append((self._output.num_tokens, placement))
             self._runner.metrics.output_tokens.inc(self._num_unreceived() - unreceived)
             if self._first_token_at is None and attempt.first_token_at is not None:

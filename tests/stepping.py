@@ -143,7 +143,7 @@ class _Engine:
         return Step(
             rows=rows,
             loads=tuple(int(name) for name, meta in loads.items() if meta.local_block_ids),
-            admitted=len(self._admitted()),
+            running=len(self.scheduler.running),
             preempted=len(output.preempted_req_ids or ()),
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             owed=sum(self._owed(request) for request in self._admitted()),

@@ -89,8 +89,8 @@ class Step:
     """The rows by the request's number, which is its place in the order of arrival."""
     loads: tuple[int, ...]
     """The numbers of the requests whose KV begins to be read."""
-    admitted: int
-    """The number of requests that run or whose KV is being read."""
+    running: int
+    """The number of requests that have a slot."""
     preempted: int
     free: int
     owed: int

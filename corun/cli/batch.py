@@ -57,7 +57,7 @@ class Batch:
     concurrency: int = DEFAULT_CONCURRENCY
     """Prompts in flight at once."""
     priority: PriorityName = "low"
-    """Which of the requests that wait for a slot come first; low ones may wait for as long as their time allows."""
+    """Which of the waiting requests come first; low ones may wait for as long as their time allows."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)
     sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
 

@@ -31,7 +31,7 @@ class Generate:
     request_id: str = ""
     """Your name for the request, at most 128 characters; without one the router draws it."""
     priority: PriorityName = "normal"
-    """Which of the requests that wait for a slot come first; your token may limit it."""
+    """Which of the waiting requests come first; your token may limit it."""
     json: bool = False
     """Print one JSON object instead, once finished: all samples with token ids and receipts."""
     cluster: tyro.conf.OmitArgPrefixes[RouterOptions] = field(default_factory=RouterOptions)

@@ -108,11 +108,18 @@ def _facts(**facts: object) -> Text:
 
 
 def slot_map(node: NodeStatus) -> RenderableType:
-    """Return the slots of a decode node as squares. A square is full if its slot is leased."""
-    used, total = frozenset(node.load.slots_in_use), node.node.slots
-    title = Text.assemble((f"{node.node.ref.node_id} ", "bold"), f"{node.load.used_slots} of {total} slots in use")
+    """Return the slots of a decode node as squares, as many of them full as samples decode."""
+    used, total = node.load.used_slots, node.node.slots
+    title = Text.assemble(
+        (f"{node.node.ref.node_id} ", "bold"), f"{used} of {total} slots in use, {_in_line(node)} in line"
+    )
     rows = (range(start, min(start + SLOTS_PER_LINE, total)) for start in range(0, total, SLOTS_PER_LINE))
-    return Group(title, *(_Squares([slot in used for slot in row]) for row in rows))
+    return Group(title, *(_Squares([slot < used for slot in row]) for row in rows))
+
+
+def _in_line(node: NodeStatus) -> int:
+    """Return the number of samples that have room on a decode node and no slot yet."""
+    return max(0, node.load.leases - node.load.used_slots)
 
 
 def status_to_dict(status: ClusterStatus) -> dict[str, Any]:
@@ -145,7 +152,10 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
             state.stylize(_STYLES[status.state], 0, len(status.state.value))
         busy, done = f"{load.queued_prompt_tokens} queued tokens", f"{load.tokens} tokens"
         if node.role is NodeRole.DECODE:
-            busy, done = f"{load.used_slots}/{node.slots} slots", f"{done}\n{load.steps} steps"
+            busy, done = (
+                f"{load.used_slots}/{node.slots} slots, {_in_line(status)} in line",
+                f"{done}\n{load.steps} steps",
+            )
         busy += f"\n{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
         table.add_row(f"{node.ref.node_id}\n@{node.ref.generation}", node.role.value, state, busy, done, heard)

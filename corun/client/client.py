@@ -114,7 +114,7 @@ class AsyncClient:
             params: how tokens are drawn, and how many samples. None: the defaults of SamplingParams.
             seed: the request's seed, in [0, 2^63). None: the router derives one from the request id.
             request_id: the request's id, of at most 128 characters. None: a random id.
-            priority: "high", "normal" or "low": which of the requests that wait for a slot get one first.
+            priority: "high", "normal" or "low": which of the waiting requests come first.
             timeout_s: the call's deadline in seconds. None: the client's.
 
         Raises:

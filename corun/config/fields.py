@@ -264,12 +264,12 @@ class RouterConfig(MemberConfig):
     tls_clients: bool = field(default=False, metadata=SECURITY)
     """Clients, too, must show a certificate that tls_ca signed."""
     max_queued_samples: int = field(default=4096, metadata=COUNT)
-    """Samples of one client that may wait for a slot; more are refused with a retry delay. Each of n clients may have
+    """Samples of one client that may wait for room; more are refused with a retry delay. Each of n clients may have
     2 / (n + 1) of it, so that there is always room for another, and less than twice as many wait in all."""
     max_queued_tokens: int = field(default=4_194_304, metadata=COUNT)
-    """Prompt tokens of the samples of one client that may wait for a slot, with the same parts for several clients."""
+    """Prompt tokens of the samples of one client that may wait for room, with the same parts for several clients."""
     max_queue_wait_s: float = field(default=60.0, metadata=SECONDS)
-    """Longest wait for a slot, in seconds, that a request may have to expect; with a longer one it is refused with a
+    """Longest wait for room, in seconds, that a request may have to expect; with a longer one it is refused with a
     retry delay. Not for requests of low priority, which wait for as long as their deadline allows; 0: for none."""
     heartbeat_interval_ms: int = field(default=1000, metadata=COUNT)
     """How often nodes report, in milliseconds."""
@@ -278,11 +278,12 @@ class RouterConfig(MemberConfig):
     max_attempts: int = field(default=3, metadata=COUNT | {"unit": "runs"})
     """Runs of one sample, the first included, that nodes may fail or be lost in before the sample is given up."""
     reserve_timeout_s: float = field(default=5.0, metadata=SECONDS_ABOVE_0)
-    """Longest wait for a decode node to lease a slot, in seconds."""
+    """Longest wait for a decode node to lease room, in seconds."""
     prefill_timeout_s: float = field(default=300.0, metadata=SECONDS_ABOVE_0)
-    """Longest prefill, in seconds, with the wait for those ahead of it; a decode slot is held meanwhile."""
+    """Longest prefill, in seconds, with the wait for those ahead of it; KV room of a decode node is held meanwhile."""
     step_timeout_s: float = field(default=60.0, metadata=SECONDS_ABOVE_0)
-    """Longest wait for a sample's next token, in seconds."""
+    """Longest wait for a sample's next token, in seconds. The wait for the first one does not count while all slots of
+    its node are in use."""
     node_wait_s: float = field(default=600.0, metadata=SECONDS)
     """Longest wait for the first nodes to join, in seconds; also of a request that no node in use has room for, for one
     that cannot be used yet: it blocks nobody meanwhile. A request's own deadline may be sooner."""
@@ -298,7 +299,7 @@ class RouterConfig(MemberConfig):
     """Time for running samples to end when the router is told to stop, in seconds."""
     share_kv: bool = True
     """Equal prompts of one client, such as several samples of one, are computed once while their KV is there. It is
-    kept for those that wait for slots, up to 2 s after the last one that came and in up to a quarter of a prefill
+    kept for those that wait for room, up to 2 s after the last one that came and in up to a quarter of a prefill
     node's KV room. Clients without tokens are told apart by their hosts."""
     audit_fraction: float = field(default=0.001, metadata=FRACTION)
     """Share of the finished samples that is run again on other nodes, in idle slots, and compared by bits, in [0, 1];
@@ -410,7 +411,7 @@ class DecodeConfig(NodeConfig):
     """Longest time between the starts of two steps, in milliseconds, while a prefill node computes on the same GPU; 0:
     they run at the same time, each at half speed."""
     lease_ttl_ms: int = field(default=30_000, metadata=integer(100, 2**32 - 1))
-    """How long the slots that a router holds outlive its step stream, in milliseconds. While that stands, the router's
+    """How long the leases that a router holds outlive its step stream, in milliseconds. While that stands, the router's
     own timeouts bound them, such as prefill_timeout_s."""
 
 

@@ -249,7 +249,7 @@ class Life:
         except Exception:
             log.exception("the engine cannot be asked what still runs")
             return False
-        return load.used_slots > 0 or load.used_kv_blocks > 0 or load.queued_prompt_tokens > 0
+        return load.used_kv_blocks > 0 or load.queued_prompt_tokens > 0
 
     def _end(self, error: CorunError) -> None:
         if not self._ended.done():

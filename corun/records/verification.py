@@ -29,7 +29,7 @@ class Condition(enum.Enum):
     CROWDED = "crowded"
     """Each case runs beside other samples: as many as there are idle slots, and as the client may have."""
     OTHER_SLOTS = "other_slots"
-    """Each case runs in another slot, because other samples hold the first slots."""
+    """Each case runs in another slot, because other samples decode before it begins."""
     SHUFFLED = "shuffled"
     """Many cases run at once, in another order."""
 

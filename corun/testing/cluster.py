@@ -199,7 +199,7 @@ class LocalCluster:
             await asyncio.sleep(POLL_S)
 
     async def idle(self) -> None:
-        """Wait until nothing is held anywhere: no slot, no KV, no place in the queue, no claim of a router."""
+        """Wait until nothing is held anywhere: no lease, no KV, no place in the queue, no claim of a router."""
         try:
             await self.until(lambda: not self.held())
         except AssertionError:
@@ -209,12 +209,12 @@ class LocalCluster:
         """Return a text for each thing that requests hold in the cluster."""
         live = [node for node in self.nodes if node.is_member]
         engines = {node.engine.endpoint.engine_id for node in live if node.info.role is NodeRole.PREFILL}
-        found = [f"{node.used_slots} slots of {node.ref}" for node in live if node.used_slots]
+        found = [f"{node.leases} leases of {node.ref}" for node in live if node.leases]
         found += [f"KV {key}" for key in self.kv.held if key[0] in engines]
         for router in self.routers:
             decodes, prefills = router.registry._decodes.values(), router.registry._prefills.values()
             found += [f"{router.queue.waiting} samples wait"] * (router.queue.waiting > 0)
-            found += [f"claim on a slot of {node.info.ref}" for node in decodes if node.room._slots.own]
+            found += [f"claim on a place of {node.info.ref}" for node in decodes if node.room._leases.own]
             found += [f"claim on KV of {node.info.ref}" for node in decodes if node.room._blocks.own]
             found += [f"claim on a turn of {node.info.ref}" for node in prefills if node.room._in_flight]
         return found

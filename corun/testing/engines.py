@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -214,14 +215,17 @@ class FakePrefillEngine(FakeEngine):
 
 
 class FakeDecodeEngine(FakeEngine):
-    """A decode engine that draws a token for every running request each `step_ms`.
+    """A decode engine that draws a token for every request in a slot each `step_ms`; the others wait in line.
 
-    A request without its KV ends with an error, as at the real engine. A stopped engine ends the step that it was in
+    The KV of all is read in the step after their start. A request without its KV ends with an error, as at the real
+    engine. A stopped engine ends the step that it was in
     when it goes on, before it reads what was sent to it meanwhile.
     """
 
     def __init__(self, contract: Contract, kv: FakeKv, facts: Facts) -> None:
         super().__init__(contract, kv, facts)
+        assert contract.decode is not None
+        self._slots = contract.decode.slots
         self.step_ms = STEP_MS
         self.fail_after: int | None = None
         """End the next request that has this many tokens with an error, once."""
@@ -234,15 +238,18 @@ class FakeDecodeEngine(FakeEngine):
         self.connected: list[NixlEndpoint] = []
         self.connect_errors: list[Exception] = []
         self.most_running = 0
+        """The most requests that had a slot at once."""
         self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
-        self._running: dict[str, tuple[DecodeRequest, int]] = {}  # with the number of tokens drawn
+        self._running: dict[str, tuple[DecodeRequest, int]] = {}  # with the number of tokens drawn; in order of arrival
+        self._unread: set[str] = set()
         self._clock: asyncio.Task[None] | None = None
 
     async def start(self, request: DecodeRequest) -> None:
         if self.start_errors:
             raise self.start_errors.pop(0)
         self._running[request.request_id] = request, 0
-        self.most_running = max(self.most_running, len(self._running))
+        self._unread.add(request.request_id)
+        self.most_running = max(self.most_running, self.in_slots)
         if self._clock is None or self._clock.done():
             self._clock = asyncio.ensure_future(self._tick())
 
@@ -272,12 +279,21 @@ class FakeDecodeEngine(FakeEngine):
 
     def _step(self) -> None:
         self.steps += 1
-        self.on_step([self._row(*running) for running in list(self._running.values())])
+        unread = [request for request, _ in self._running.values() if request.request_id in self._unread]
+        self._unread.clear()
+        failed = [self._failed(one, "the KV could not be loaded") for one in unread if not self._read(one.handle)]
+        in_slots = list(itertools.islice(self._running.values(), self._slots))
+        self.on_step([*failed, *(self._row(*running) for running in in_slots)])
+
+    @property
+    def in_slots(self) -> int:
+        """The number of requests that have a slot."""
+        return min(len(self._running), self._slots)
+
+    def _read(self, handle: KvHandle) -> bool:
+        return self.kv.take((handle.engine_id, handle.request_id), handle.claim)
 
     def _row(self, request: DecodeRequest, drawn: int) -> StepRow:
-        handle = request.handle
-        if drawn == 0 and not self.kv.take((handle.engine_id, handle.request_id), handle.claim):
-            return self._failed(request, "the KV could not be loaded")
         if self.fail_after == drawn:
             self.fail_after = None
             return self._failed(request, "the engine failed")

@@ -94,8 +94,8 @@ class LocalNode(Life):
         return self.membership is not None and not self.membership.done()
 
     @property
-    def used_slots(self) -> int:
-        """The number of slots of a decode node that routers hold."""
+    def leases(self) -> int:
+        """The number of leases on a decode node that routers hold."""
         return len(self.service._table) if self.info.role is NodeRole.DECODE else 0
 
     @property

@@ -24,14 +24,12 @@ class ReserveRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("lease_id", "slot", "ttl_ms")
+    __slots__ = ("lease_id", "ttl_ms")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
-    slot: int
     ttl_ms: int
-    def __init__(self, lease_id: _Optional[int] = ..., slot: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class StartRequest(_message.Message):
     __slots__ = ("lease_id", "generation", "handle", "prompt_token_ids", "sampling_params", "seed")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DecodeServiceStub(object):
-    """A decode node, called by routers. The node is the authority on its slots.
+    """A decode node, called by routers. The node is the authority on its room.
     """
 
     def __init__(self, channel):
@@ -63,18 +63,18 @@ class DecodeServiceStub(object):
 
 
 class DecodeServiceServicer(object):
-    """A decode node, called by routers. The node is the authority on its slots.
+    """A decode node, called by routers. The node is the authority on its room.
     """
 
     def Reserve(self, request, context):
-        """Leases a slot and KV room for prompt and output. RESOURCE_EXHAUSTED when there is none.
+        """Leases KV room for prompt and output and a place in line for a slot. RESOURCE_EXHAUSTED when there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Start(self, request, context):
-        """Reads the KV behind a handle into a leased slot and decodes; tokens arrive on StreamSteps.
+        """Reads the KV behind a handle into the leased room and decodes as soon as a slot is free; tokens arrive on StreamSteps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +140,7 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService(object):
-    """A decode node, called by routers. The node is the authority on its slots.
+    """A decode node, called by routers. The node is the authority on its room.
     """
 
     @staticmethod

@@ -102,7 +102,7 @@ class IdleRuns:
         """Run a sample once, now, on nodes where `spare_slots` slots stay free. Return None if a sample waits in line
         or no nodes are idle.
 
-        The run may stay while its node keeps `keeps_free` slots free. `on_end` is called before its slot is free.
+        The run may stay while its node keeps `keeps_free` slots free. `on_end` is called before its room is free.
         """
         if self._queue.in_line or (placement := self._registry.place_idle(need, spare_slots)) is None:
             return None
@@ -147,7 +147,7 @@ class IdleRuns:
         if was_refused:
             run.placement.refuse()
             self._registry.changed()
-        run.attempt.close()  # This comes last, because it tells all listeners that a slot is free.
+        run.attempt.close()  # This comes last, because it tells all listeners that room is free.
 
 
 class Fillers:
@@ -223,14 +223,14 @@ class Crowd:
         self._spare_slots = spare_slots
         self._running: dict[IdleRun, Unread] = {}
         self._leaving: set[IdleRun] = set()
-        """The ended runs whose slot is not free yet."""
+        """The ended runs whose room is not free yet."""
         self._has_turned = False
         """Whether a filler has come to its end. By then, other fillers are at every stage."""
         self._next = draw()
 
     def pump(self) -> None:
         """Start the fillers that may start now."""
-        self._leaving = {run for run in self._leaving if run.placement.holds_slot}
+        self._leaving = {run for run in self._leaving if run.placement.holds_room}
         while len(self._running) < self._size and self._start():
             pass
 

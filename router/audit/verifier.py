@@ -210,7 +210,7 @@ class Verifier:
             for index, sample in job.samples:
                 # Fillers leave a slot free until the case could have it: a case that had to wait would end its crowd.
                 left_free = 1
-                await self._registry.until(partial(self._registry.has_place, sample.need), loop_time() + ROOM_WAIT_S)
+                await self._registry.until(partial(self._registry.has_slot, sample.need), loop_time() + ROOM_WAIT_S)
                 left_free = 0
                 yield await self._run(job, index, sample)
 

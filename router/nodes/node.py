@@ -135,6 +135,11 @@ class DecodeNode(Node[DecodeClient]):
         super().__init__(info, client, now)
         self.room = DecodeRoom(slots=info.slots, kv_blocks=info.kv_blocks, block_size=info.block_size)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all slots were in use at the last heartbeat, so that a started sample may wait in line for one."""
+        return self.load.used_slots >= self.info.slots
+
 
 class PrefillNode(Node[PrefillClient]):
     """A prefill node and its backlog."""
@@ -147,8 +152,8 @@ class PrefillNode(Node[PrefillClient]):
 
 
 class Placement:
-    """A sample's claim on a slot of one decode node and on room in the backlog of one prefill node, until each is given
-    back.
+    """A sample's claim on a place and KV of one decode node and on room in the backlog of one prefill node, until each
+    is given back.
 
     The claim is only the router's own count; the decode node confirms it with a lease. Giving a part back twice does
     nothing.
@@ -157,7 +162,7 @@ class Placement:
     def __init__(self, decode: DecodeNode, prefill: PrefillNode, need: Need, changed: Callable[[], None]) -> None:
         self.decode = decode
         self.prefill = prefill
-        self.holds_slot = True
+        self.holds_room = True
         self.is_prefilling = True
         """Whether the sample still counts in the prefill node's backlog."""
         self._need = need
@@ -178,14 +183,14 @@ class Placement:
         """Give the claim back after the decode node had no room, and close the node's room estimate. This notifies no
         listener, because the sample must queue again first."""
         self._end_prefill()
-        if self.holds_slot:
-            self.holds_slot = False
+        if self.holds_room:
+            self.holds_room = False
             self.decode.room.refuse(self._need.total, self._raised)
 
     def free(self) -> None:
-        """Give the slot back, because it is free again."""
-        if self.holds_slot:
-            self.holds_slot = False
+        """Give the place and its KV back, because they are free again."""
+        if self.holds_room:
+            self.holds_room = False
             self.decode.room.give(self._need.total)
             self._changed()
 

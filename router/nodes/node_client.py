@@ -124,7 +124,7 @@ class KvScope:
     scope: str = ""
     """The scope in which equal prompts may get the same KV; empty if the KV is computed for this call alone."""
     more_follow: bool = False
-    """Whether other samples that may get the same KV wait for slots."""
+    """Whether other samples that may get the same KV wait in the queue."""
 
 
 ALONE = KvScope()
@@ -175,7 +175,7 @@ class PrefillClient(NodeClient):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The data that a decode node needs to run a sample in a leased slot."""
+    """The data that a decode node needs to run a sample in the room of a lease."""
 
     handle: KvHandle
     prompt_token_ids: Sequence[int]
@@ -194,21 +194,20 @@ def is_not_finite(error: CorunError) -> bool:
 
 
 class RemoteLease:
-    """The router's side of a lease of one slot on a decode node: reserving, held, then ended. Its rows go to
+    """The router's side of a lease on a decode node: reserving, held, then ended. Its rows go to
     `take_token`."""
 
-    __slots__ = ("_take_token", "ended", "first_row_at", "heard_at", "lease_id", "reserving", "slot")
+    __slots__ = ("_take_token", "ended", "first_row_at", "heard_at", "lease_id", "reserving")
 
     def __init__(self, take_token: TakeToken) -> None:
         loop = asyncio.get_running_loop()
         self.lease_id: int | None = None
-        self.slot: int | None = None
         self.reserving: asyncio.Task[Any] | None = None
         self.ended: asyncio.Future[FinishReason] = loop.create_future()
         self.ended.add_done_callback(_retrieve)
         self.heard_at = 0.0
-        """When the lease was started or its last row came, on the clock that stands still with the router
-        (`router.clock`)."""
+        """When the lease was started, its last row came, or its silence was excused, on the clock that stands still
+        with the router (`router.clock`)."""
         self.first_row_at: float | None = None
         """When the first row came, on the loop's clock; None before it."""
         self._take_token = take_token
@@ -296,13 +295,13 @@ class DecodeClient(NodeClient):
         await self._call(self._stub.Connect, request, timeout_s)
 
     async def reserve(self, lease: RemoteLease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
-        """Reserve a slot for `lease`.
+        """Reserve KV room and a place in line for `lease`.
 
         Raises OverloadedError if the node has no room now, or keeps its room for routers that hold less. Raises
         DeadlineError if the node has not answered after `timeout_s`.
 
         After such a timeout or a cancellation, the call goes on for up to `timeout_s` + `CLEANUP_TIMEOUT_S` in all,
-        because `release` must know whether the node granted a slot. A node that has not answered by then is given up.
+        because `release` must know whether the node granted it. A node that has not answered by then is given up.
         """
         request = decode_pb2.ReserveRequest(
             router_id=self.router_id,
@@ -319,7 +318,7 @@ class DecodeClient(NodeClient):
         lease.reserving.result()
 
     async def start(self, lease: RemoteLease, start: Start, timeout_s: float, metadata: Metadata = ()) -> None:
-        """Start decoding in a leased slot. The rows follow on the step stream."""
+        """Start decoding in the room of a lease. Rows follow on the step stream as soon as the sample has a slot."""
         request = decode_pb2.StartRequest(
             lease_id=lease.lease_id,
             generation=self.ref.generation,
@@ -336,8 +335,12 @@ class DecodeClient(NodeClient):
         row counts."""
         return self._clock.time() - lease.heard_at
 
+    def excuse(self, lease: RemoteLease) -> None:
+        """Do not count the silence of a lease until now."""
+        lease.heard_at = self._clock.time()
+
     def release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:
-        """End a lease in any state, in the background. Call `freed` once, when its slot is free again."""
+        """End a lease in any state, in the background. Call `freed` once, when its room is free again."""
         undecided = lease.reserving is not None and not lease.reserving.done()
         held = lease.lease_id is not None and self._leases.pop(lease.lease_id, None) is not None
         if undecided or held:
@@ -351,7 +354,7 @@ class DecodeClient(NodeClient):
         except DeadlineError:
             self._give_up(f"it has not answered a reservation for {timeout_s:g} s")
             raise
-        lease.lease_id, lease.slot = response.lease_id, response.slot
+        lease.lease_id = response.lease_id
         self._leases[response.lease_id] = lease
 
     async def _release(self, lease: RemoteLease, freed: Callable[[], None]) -> None:

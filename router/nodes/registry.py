@@ -177,9 +177,10 @@ class Registry:
                 watcher(placement)
         return placement
 
-    def has_place(self, need: Need) -> bool:
-        """Return whether `place` would claim a pair now."""
-        return choose_pair(need, *self._candidates(), self._is_warm) is not None
+    def has_slot(self, need: Need) -> bool:
+        """Return whether `place` would claim a pair now, with a slot that no other sample will take."""
+        pair = choose_pair(need, *self._candidates(), self._is_warm)
+        return pair is not None and self._decodes[pair[0]].room.free_slots > 0
 
     def place_idle(self, need: Need, spare_slots: int) -> Placement | None:
         """Claim an idle pair, away from the nodes of `need.avoid` if possible. Return None if there is none."""

@@ -91,7 +91,7 @@ def test_the_time_that_is_measured_begins_when_every_client_is_up(tmp_path: Path
 
 async def load_of(stream: type[FakeDirect], tmp_path: Path) -> LoadResults:
     """What a client says of a fake node."""
-    engine = StepEngine(0.002)
+    engine = StepEngine(0.002, 8)
     server = stream(engine).server
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     setup = CapacityOptions(decode_nodes=1, slots=4, prompt_tokens=3, output_tokens=8, ramp_s=0.01)

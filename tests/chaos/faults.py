@@ -167,7 +167,7 @@ class Target:
             found += [f"{router}: {status.queued_samples} samples wait"] * (status.queued_samples > 0)
             for node in status.nodes:
                 name, load = f"{router}: {node.node.ref.node_id}", node.load
-                used = (load.used_slots, load.used_kv_blocks, load.queued_prompt_tokens)
+                used = (load.leases, load.used_kv_blocks, load.queued_prompt_tokens)
                 found += [f"{name} holds {used} slots, KV blocks, prompt tokens"] * any(used)
                 found += [f"{name} is {node.state.value}: {node.detail}"] * (node.state is not NodeState.READY)
         return found

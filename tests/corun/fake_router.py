@@ -228,7 +228,7 @@ def healthy_status() -> ClusterStatus:
 
     prefill = node(PREFILL, NodeRole.PREFILL, address="h:1")
     decode = node(DECODE, NodeRole.DECODE, address="h:2", slots=SLOTS)
-    load = NodeLoad(used_slots=3, used_kv_blocks=9, steps=50, tokens=120, slots_in_use=(0, 1, 99))
+    load = NodeLoad(used_slots=3, used_kv_blocks=9, steps=50, tokens=120, leases=5)
     return ClusterStatus(
         router_id="router-a",
         fingerprint=FINGERPRINT,

@@ -121,7 +121,7 @@ class Node:
         self._open: list[Steps] = []  # Keeps the streams, because a stream without a reference is cancelled.
 
     async def reserve(self, router_id: str = "router", **fields: Any) -> Any:
-        """Reserve a slot. fields: further fields of the request, such as `session`."""
+        """Reserve room. fields: further fields of the request, such as `session`."""
         values = {"generation": REF.generation, "num_prompt_tokens": len(PROMPT), "max_tokens": 8, **fields}
         return await self.stub.Reserve(pb.ReserveRequest(router_id=router_id, **values), timeout=DEADLINE_S)
 
@@ -155,12 +155,13 @@ class Node:
             await self.start(lease)
         return leases
 
-    async def slots_in_use(self) -> tuple[int, ...]:
-        return (await self.service.load()).slots_in_use
+    def held(self) -> list[int]:
+        """Return the ids of all leases, in the order of their reservations."""
+        return list(self.service._table._leases)
 
     async def until_free(self) -> None:
         async def poll() -> None:
-            while await self.slots_in_use():  # noqa: ASYNC110
+            while self.held():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
         await asyncio.wait_for(poll(), DEADLINE_S)
@@ -202,13 +203,13 @@ async def until(condition: Callable[[], bool]) -> None:
 # Leases
 
 
-async def test_a_lease_holds_a_slot_and_room_for_the_whole_sequence(node: Node) -> None:
+async def test_a_lease_holds_a_place_and_room_for_the_whole_sequence(node: Node) -> None:
     first = await node.reserve(num_prompt_tokens=16, max_tokens=17)
     second = await node.reserve("another")
-    assert (first.slot, second.slot, first.ttl_ms) == (0, 1, LONG_MS)
+    assert first.ttl_ms == LONG_MS
     assert first.lease_id != second.lease_id
     load = await node.service.load()
-    assert (load.used_slots, load.used_kv_blocks, load.slots_in_use) == (2, 4, (0, 1))
+    assert (load.leases, load.used_slots, load.used_kv_blocks) == (2, 0, 4)
     error = await refusal(node.reserve(num_prompt_tokens=128, max_tokens=4))
     assert isinstance(error, OverloadedError)
     assert 0 < error.retry_after_s < 1
@@ -230,7 +231,7 @@ async def test_a_lease_for_nothing_or_for_nobody_is_refused(node: Node, field: s
     error = await refusal(node.reserve(**{field: value}))
     assert isinstance(error, InvalidArgumentError)
     assert field in error.field
-    assert await node.slots_in_use() == ()
+    assert node.held() == []
 
 
 async def test_another_generation_is_refused(node: Node) -> None:
@@ -248,7 +249,7 @@ async def test_another_generation_is_refused(node: Node) -> None:
         assert isinstance(error, StaleGenerationError)
         assert (error.node_id, error.expected, error.actual) == ("d0", other, REF.generation)
     await node.release(lease, other)  # The lease is not this generation's, so this is neither an error nor a release.
-    assert await node.slots_in_use() == (0,)
+    assert node.held() == [lease]
     assert (node.engine.running, node.engine.peers) == ({}, [])
 
 
@@ -256,10 +257,10 @@ async def test_release_frees_at_once_and_ends_the_request(node: Node) -> None:
     waiting, running = (await node.reserve()).lease_id, (await node.started())[0]
     (name,) = node.engine.ids()
     await node.release(waiting)
-    assert await node.slots_in_use() == (1,)
+    assert node.held() == [running]
     assert node.engine.aborted == []
     await node.release(running)
-    assert await node.slots_in_use() == ()
+    assert node.held() == []
     await until(lambda: node.engine.aborted == [name])
     await node.release(running)
     await node.release(99)
@@ -348,7 +349,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_running(node: Node, ended
     lease = (await node.reserve()).lease_id
     node.engine.go.clear()
     call = node.start(lease)
-    await until(lambda: node.service.running_samples == 1)
+    await until(lambda: bool(node.service._running))
     if ended_by == "cancel":
         call.cancel()
         await node.until_free()
@@ -358,7 +359,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_running(node: Node, ended
     node.engine.go.set()
     await call
     await until(lambda: not node.engine.running)
-    assert await node.slots_in_use() == ()
+    assert node.held() == []
 
 
 async def test_connections_reach_the_engine_for_peers_with_their_stamps(node: Node) -> None:
@@ -438,7 +439,8 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
             StepRow(names[3], 6, -2.0),
         ]
     )
-    assert await node.slots_in_use() == (3,)
+    assert node.held() == [leases[3]]
+    assert (await node.service.load()).used_slots == 1
     message = await steps.read()
     assert list(message.lease_ids) == [leases[0], leases[3]]
     ends = [(codec.finish_reason_from_proto(end.finish_reason), end.detail, end.not_finite) for end in message.ended]
@@ -450,7 +452,6 @@ async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -
     ]
     assert (await node.service.load()).tokens == 2
     await until(lambda: node.engine.aborted == [names[2]])
-    assert (await node.reserve()).slot == 0
 
 
 async def test_rows_of_released_leases_go_nowhere(node: Node) -> None:
@@ -486,7 +487,7 @@ async def test_a_stream_keeps_its_leases_even_if_it_breaks_and_is_back_in_time(n
     assert await steps.read() == grpc.aio.EOF
     steps.call.cancel()
     await asyncio.sleep(1.3 * SHORT_MS / 1000)
-    assert await node.slots_in_use() == (0, 1)
+    assert len(node.held()) == 2
     assert node.engine.aborted == []
     node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
     assert await second.rows() == [(lease, 1, -1.0)]
@@ -503,10 +504,10 @@ async def test_leases_outlive_a_lost_stream_by_their_time_to_live(node: Node) ->
     steps.call.cancel()
     await until(lambda: bool(node.service._expiry))
     waiting.append((await node.reserve("lost")).lease_id)
-    assert await node.slots_in_use() == (0, 1, 2, 3)
+    assert len(node.held()) == 4
     await until(lambda: node.service.metrics.expired_leases.value == 3)
     await until(lambda: node.engine.aborted == [lost])
-    assert await node.slots_in_use() == (1,)
+    assert len(node.held()) == 1
     for lease in (running, *waiting):
         assert isinstance(await refusal(node.start(lease)), NotFoundError)
     assert await other.nothing_follows()
@@ -523,7 +524,7 @@ async def test_the_stream_of_a_later_session_ends_what_earlier_ones_hold(node: N
     waiting = (await node.reserve(session=1)).lease_id
     (kept,) = await node.started(router_id="other", session=1)
     second = await node.steps(session=2)
-    assert await node.slots_in_use() == (2,)
+    assert node.held() == [kept]
     assert await first.read() == grpc.aio.EOF
     await until(lambda: node.engine.aborted == [name])
     assert node.service.metrics.expired_leases.value == 0
@@ -542,10 +543,10 @@ async def test_a_session_that_is_over_gets_nothing(node: Node) -> None:
         error = await refusal(call)
         assert isinstance(error, UnavailableError)
         assert "session 1 of router router is over" in str(error)
-    assert await node.slots_in_use() == ()
+    assert node.held() == []
     await node.reserve(session=2)
     await node.reserve("other", session=1)
-    assert await node.slots_in_use() == (0, 1)
+    assert len(node.held()) == 2
 
 
 async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> None:
@@ -553,14 +554,14 @@ async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> 
     session's stream ends a reservation that was on its way when the stream broke."""
     await node.reserve(session=0)
     first = await node.steps(session=1)
-    assert (await node.slots_in_use(), node.service._expiry) == ((), {})
+    assert (node.held(), node.service._expiry) == ([], {})
     (early,) = await node.started(session=2)
     assert list(node.service._expiry) == [early]
     node.service.on_step([StepRow(node.engine.ids()[0], 1, -1.0)])
     await node.steps(session=2)
     assert await first.read() == grpc.aio.EOF
     assert node.service._expiry == {}
-    assert await node.slots_in_use() == (0,)
+    assert node.held() == [early]
     await node.release(early)
 
 

@@ -1,4 +1,4 @@
-"""Slot accounting: never over-reserved, nothing leaked, the lowest free slot first.
+"""The accounting of leases: never over-reserved, nothing leaked.
 
 A router that keeps a node full leaves room to one that waits longer, and nothing when nobody waits.
 """
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corun.types import places
 from decode_node.slots import WAIT_S, Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step, smaller_than
 
 TRACES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)) | st.integers(0, 60), max_size=80)
@@ -23,17 +24,32 @@ def test_the_whole_sequence_is_reserved() -> None:
     assert [blocks_needed(tokens, 16) for tokens in (1, 15, 16, 17, 32, 33)] == [1, 1, 1, 2, 2, 3]
     slots = table()
     lease = slots.reserve("r", 16, 17)
-    assert (lease.slot, lease.kv_blocks, lease.num_prompt_tokens, lease.max_tokens) == (0, 3, 16, 17)
+    assert (lease.kv_blocks, lease.num_prompt_tokens, lease.max_tokens) == (3, 16, 17)
     assert slots.get(lease.lease_id) == lease
     assert (slots.held_by("r"), slots.held_by("other")) == ([lease], [])
     assert [slots.release(lease.lease_id), slots.release(lease.lease_id), slots.release(99)] == [lease, None, None]
     assert slots.get(lease.lease_id) is None
 
 
-def test_no_slot_and_no_room_are_said_and_take_nothing() -> None:
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (3, 3), (4, 5), (8, 10), (256, 320)])
+def test_there_is_a_place_for_each_slot_and_a_short_line(slots: int, most: int) -> None:
+    assert places(slots) == most
+    node = table(slots, kv_blocks=1000)
+    leases = [node.reserve("r", 1, 1) for _ in range(most)]
+    with pytest.raises(NoRoomError, match=f"all {slots} slots and {most - slots} places in line are held"):
+        node.reserve("r", 1, 1)
+    assert node.leases == 0, "no sample decodes yet"
+    for lease in leases[:slots]:
+        node.enter(lease.lease_id)
+    assert (node.leases, len(node)) == (slots, most)
+    node.release(leases[0].lease_id)
+    assert (node.leases, len(node)) == (slots - 1, most - 1)
+
+
+def test_no_place_and_no_room_are_said_and_take_nothing() -> None:
     slots = table(slots=1)
     lease = slots.reserve("r", 1, 1)
-    with pytest.raises(NoRoomError, match="all 1 slots are held"):
+    with pytest.raises(NoRoomError, match="all 1 slots and 0 places in line are held"):
         slots.reserve("r", 1, 1)
     slots.release(lease.lease_id)
     assert slots.reserve("r", 80, 80).kv_blocks == 10  # All there is.
@@ -41,7 +57,7 @@ def test_no_slot_and_no_room_are_said_and_take_nothing() -> None:
     slots.reserve("r", 16, 16)
     with pytest.raises(NoRoomError, match="9 KV blocks are needed and 8 of 10 are free"):
         slots.reserve("r", 128, 1)
-    assert (len(slots), slots.used_kv_blocks, slots.reserve("r", 127, 1).slot) == (1, 2, 1)
+    assert (len(slots), slots.used_kv_blocks, slots.reserve("r", 127, 1).kv_blocks) == (1, 2, 8)
 
 
 @given(st.integers(1, 6), st.integers(1, 30), st.sampled_from([1, 16, 128]), TRACES)
@@ -52,12 +68,11 @@ def test_any_trace(num_slots: int, kv_blocks: int, block_size: int, trace: list[
     held: list[Lease] = []
     for op in trace:
         if isinstance(op, tuple):
-            free = sorted(set(range(num_slots)) - {lease.slot for lease in held})
+            free = len(held) < places(num_slots)
             fits = sum(lease.kv_blocks for lease in held) + -(-sum(op) // block_size) <= kv_blocks
             if free and fits:
                 given_out.append(slots.reserve("r", *op))
                 held.append(given_out[-1])
-                assert held[-1].slot == free[0]
             else:
                 with pytest.raises(NoRoomError):
                     slots.reserve("r", *op)
@@ -65,9 +80,8 @@ def test_any_trace(num_slots: int, kv_blocks: int, block_size: int, trace: list[
             lease = given_out[op]
             assert slots.release(lease.lease_id) == (lease if lease in held else None)
             held = [other for other in held if other != lease]
-        assert slots.slots_in_use() == sorted(lease.slot for lease in held)
         assert slots.used_kv_blocks == sum(lease.kv_blocks for lease in held) <= kv_blocks
-        assert len(slots) == len({lease.slot for lease in held}) <= num_slots
+        assert len(slots) == len(held) <= places(num_slots)
     for lease in held:
         slots.release(lease.lease_id)
     assert (len(slots), slots.used_kv_blocks, slots.held_by("r")) == (0, 0, [])
@@ -110,33 +124,33 @@ class Node:
         self.table.release(self._held[router].pop(0))
 
     def fill(self, router: str) -> None:
-        """Take all slots that are free."""
-        while len(self.table) < self.table.slots:
+        """Take all places that are free."""
+        while len(self.table) < self.table.places:
             assert self.ask(router)
 
     def held(self, *routers: str) -> tuple[int, ...]:
         return tuple(len(self._held.get(router, ())) for router in routers)
 
     def share(self, router: str) -> float:
-        """The router's part of the node: of the slots or of the KV, whichever is larger."""
+        """The router's part of the node: of the places or of the KV, whichever is larger."""
         blocks = len(self._held.get(router, ())) * self._blocks.get(router, 1)
-        return max(blocks / self.table.kv_blocks, len(self._held.get(router, ())) / self.table.slots)
+        return max(blocks / self.table.kv_blocks, len(self._held.get(router, ())) / self.table.places)
 
 
 def test_alone_a_router_may_hold_all() -> None:
     node = Node(4)
     node.fill("a")
-    assert node.held("a") == (4,)
+    assert node.held("a") == (5,)
     assert not node.ask("a")
     node.end("a")
     assert node.ask("a"), "it was refused before, but nobody else waits"
 
 
 def test_what_ends_goes_to_the_one_that_waits_until_both_have_their_part() -> None:
-    node = Node(4)
+    node = Node(5)
     node.fill("a")
     assert not node.ask("b")
-    for expected in ((3, 1), (2, 2), (2, 2)):
+    for expected in ((5, 1), (4, 2), (3, 3), (3, 3)):
         node.now += 0.5
         node.end("a")
         for router in "abba":
@@ -145,7 +159,7 @@ def test_what_ends_goes_to_the_one_that_waits_until_both_have_their_part() -> No
 
 
 def test_a_part_that_cannot_be_divided_goes_to_who_waits_longest() -> None:
-    node = Node(5)
+    node = Node(4)  # It has five places.
     for router in "abab":
         assert node.ask(router)
     node.fill("a")

@@ -46,7 +46,7 @@ async def test_streams_survive_a_killed_node_a_stopped_node_and_a_cut_connection
 def running(cluster: Cluster) -> float:
     """Samples at the decode node now: what its heartbeats say may have ended since."""
     assert cluster.watch is not None
-    return values(families(cluster.watch.metrics["decode"]))["corun_decode_running_samples"]
+    return values(families(cluster.watch.metrics["decode"]))["corun_decode_leases"]
 
 
 async def kill(cluster: Cluster, name: str) -> None:

@@ -69,9 +69,9 @@ def bits(streams: list[Streaming]) -> list[bytes]:
     return [stream.bits for stream in streams]
 
 
-def used_slots(fleet: Up) -> dict[str, int]:
+def leases(fleet: Up) -> dict[str, int]:
     """By node; up to a heartbeat old."""
-    return {n.node.ref.node_id: n.load.used_slots for n in fleet.status().nodes}
+    return {n.node.ref.node_id: n.load.leases for n in fleet.status().nodes}
 
 
 def streams_that_run_on(fleet: Up, node: str) -> list[Streaming]:
@@ -80,10 +80,10 @@ def streams_that_run_on(fleet: Up, node: str) -> list[Streaming]:
     A node tells by heartbeat. On a machine that is busy with something else, all may have ended by then: try again.
     """
     for _ in range(ATTEMPTS):
-        wait_for(lambda: not any(used_slots(fleet).values()), "the nodes have told that earlier streams have ended")
+        wait_for(lambda: not any(leases(fleet).values()), "the nodes have told that earlier streams have ended")
         streams = stream_all(fleet.address)
         while all(stream.is_alive() for stream in streams):  # A stream that failed ends this wait, too.
-            if all(stream.tokens > 10 for stream in streams) and used_slots(fleet)[node] > 0:
+            if all(stream.tokens > 10 for stream in streams) and leases(fleet)[node] > 0:
                 return streams
             time.sleep(0.05)
         bits(streams)

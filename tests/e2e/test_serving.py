@@ -125,7 +125,7 @@ def idle(cluster: Cluster) -> bool:
     status = cluster.status()
     loads = {node.node.role: node.load for node in status.nodes}
     decode, prefill = loads[NodeRole.DECODE], loads[NodeRole.PREFILL]
-    held = decode.used_slots + decode.used_kv_blocks + prefill.used_kv_blocks + prefill.queued_prompt_tokens
+    held = decode.leases + decode.used_kv_blocks + prefill.used_kv_blocks + prefill.queued_prompt_tokens
     return held + status.queued_samples == 0
 
 

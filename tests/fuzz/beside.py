@@ -175,7 +175,7 @@ class Siege:
         end, of_bystander = time.monotonic() + SETTLE_S, 3  # Its streams go on.
         while True:
             status = await asyncio.to_thread(self._nodes.status)
-            used = sum(node.load.used_slots for node in status.nodes) if status else 0
+            used = sum(node.load.leases for node in status.nodes) if status else 0
             if status and used <= of_bystander and not status.queued_samples:
                 return
             if time.monotonic() > end:

@@ -124,7 +124,7 @@ def _register(rng: Random, request: Any, nodes: Any) -> None:
 
 def _heartbeat(rng: Random, request: Any, _: Any) -> None:
     request.ref.node_id, request.ref.generation = f"n{rng.randrange(50)}", f"{rng.getrandbits(4):016x}"
-    request.load.used_slots, request.load.steps = rng.randrange(9), rng.getrandbits(40)
+    request.load.leases, request.load.steps = rng.randrange(9), rng.getrandbits(40)
 
 
 def _prefill(_: Random, request: Any, nodes: Any) -> None:

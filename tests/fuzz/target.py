@@ -164,7 +164,7 @@ async def serve(model: str, secrets: Secrets, settings: dict[str, Any]) -> None:
 
 def _held(clusters: dict[str, FakeCluster]) -> list[str]:
     found = [f"{name}: {what}" for name, fake in clusters.items() for what in fake.held()]
-    found += [f"{node.used_slots} slots of {node.info.ref}" for node in clusters["lone"].nodes if node.used_slots]
+    found += [f"{node.leases} leases of {node.info.ref}" for node in clusters["lone"].nodes if node.leases]
     running = {name: fake.router._activity.running for name, fake in clusters.items()}
     return found + [f"{name}: {count} calls" for name, count in running.items() if count]
 

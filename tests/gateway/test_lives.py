@@ -30,8 +30,8 @@ START_S = 60.0
 LONG = {"prompt": [1, 2], "max_tokens": 500, "seed": 1}
 
 
-def used_slots(fake: FakeCluster) -> int:
-    return sum(node.used_slots for node in fake.nodes)
+def leases(fake: FakeCluster) -> int:
+    return sum(node.leases for node in fake.nodes)
 
 
 def drawn_tokens(fake: FakeCluster) -> int:
@@ -43,7 +43,7 @@ def drawn_tokens(fake: FakeCluster) -> int:
 async def test_a_client_that_leaves_ends_its_request(model: str, stream: bool, fields: dict[str, Any]) -> None:
     async with cluster(model) as fake, serving(fake) as http:
         task = asyncio.ensure_future(http.post({**LONG, "stream": stream, **fields}))
-        await fake.until(lambda: used_slots(fake) >= 1)
+        await fake.until(lambda: leases(fake) >= 1)
         assert http.gateway.activity.running >= 1
         task.cancel()
         await asyncio.wait((task,))
@@ -55,12 +55,12 @@ async def test_a_client_that_leaves_ends_its_request(model: str, stream: bool, f
 async def test_a_client_that_leaves_before_its_first_token_ends_its_request(model: str) -> None:
     async with cluster(model, slots=1) as fake, serving(fake) as http:
         holding = asyncio.ensure_future(http.post(LONG))
-        await fake.until(lambda: used_slots(fake) == 1)
+        await fake.until(lambda: leases(fake) == 1)
         waiting = asyncio.ensure_future(http.post({**LONG, "stream": True}))
         await fake.until(lambda: fake.router.queue.waiting == 1)
         waiting.cancel()
         await fake.until(lambda: fake.router.queue.waiting == 0)
-        assert used_slots(fake) == 1
+        assert leases(fake) == 1
         holding.cancel()
         await fake.until(lambda: http.gateway.activity.running == 0)
 
@@ -81,7 +81,7 @@ async def test_a_stream_survives_its_router(model: str) -> None:
 async def test_draining_ends_what_runs_and_takes_nothing_new(model: str) -> None:
     async with cluster(model) as fake, serving(fake) as http:
         running = asyncio.ensure_future(http.stream(max_tokens=150, seed=1, return_token_ids=True))
-        await fake.until(lambda: used_slots(fake) == 1)
+        await fake.until(lambda: leases(fake) == 1)
         idle = await asyncio.open_connection("127.0.0.1", http.gateway.port)
         await _ask(idle)
         port = http.gateway.port

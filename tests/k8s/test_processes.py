@@ -170,7 +170,7 @@ def test_a_cluster_serves_and_drains(tmp_path: Path) -> None:
             stream = Thread(target=draw)
             stream.start()
             decode = pods["decode"]
-            decode.until(lambda: bool(again) and "corun_decode_running_samples 1.0" in decode.metrics())
+            decode.until(lambda: bool(again) and "corun_decode_used_slots 1.0" in decode.metrics())
             pods["router"].terminate()
             stream.join(30)
         assert tuple(token for chunk in again for token in chunk.token_ids) == alone.token_ids

@@ -188,7 +188,7 @@ async def test_registers_once_and_heartbeats_with_the_load_of_the_moment() -> No
     router, tokens = Router(), iter(range(10**9))
 
     def load() -> NodeLoad:
-        return NodeLoad(queued_prompt_tokens=5, tokens=next(tokens), slots_in_use=(1, 3))
+        return NodeLoad(queued_prompt_tokens=5, tokens=next(tokens), leases=3)
 
     async with serving(router) as server, running(f"localhost:{server.port}", load=load) as agent:
         await more_beats(router)
@@ -197,7 +197,7 @@ async def test_registers_once_and_heartbeats_with_the_load_of_the_moment() -> No
     assert router.registered == [INFO]
     assert {codec.node_ref_from_proto(beat.ref) for beat in router.beats} == {INFO.ref}
     loads = [codec.node_load_from_proto(beat.load) for beat in router.beats]
-    assert loads == [NodeLoad(queued_prompt_tokens=5, tokens=i, slots_in_use=(1, 3)) for i in range(len(loads))]
+    assert loads == [NodeLoad(queued_prompt_tokens=5, tokens=i, leases=3) for i in range(len(loads))]
     assert not router.beats[0].draining
 
 

@@ -168,7 +168,7 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
             outputs = [output for outputs in await asyncio.gather(*runs) for output in outputs]
             assert left.cancel()  # Of a client that leaves there is nothing to audit.
             drawn = sum(len(output.token_ids) for output in outputs)
-            await fake.until(lambda: not any(node.used_slots for node in fake.nodes[2:]))
+            await fake.until(lambda: not any(node.leases for node in fake.nodes[2:]))
             before = sum(node.drawn_tokens for node in fake.nodes[2:])
         status = await audited(fake, 15)
         assert status == AuditStatus(matched=15)
@@ -182,7 +182,7 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
 async def test_another_node_is_waited_for_while_there_is_one(model: str) -> None:
     async with cluster(model, decodes=2, slots=1, **ALL) as fake:
         first = asyncio.ensure_future(generate(fake, (1, 1), LONG, seed=1))
-        await fake.until(lambda: any(node.used_slots for node in fake.nodes[1:]))
+        await fake.until(lambda: any(node.leases for node in fake.nodes[1:]))
         (output,) = await generate(fake, PROMPT, PARAMS, seed=8)
         await asyncio.sleep(0.1)
         assert fake.router.auditor.status() == AuditStatus(waiting=1)  # Its own node is idle, but does not count.
@@ -223,7 +223,7 @@ async def start_audit(fake: FakeCluster) -> LocalNode:
     node = fake.nodes[1]
     await generate(fake, PROMPT, LONG, seed=8)
     drawn = node.drawn_tokens
-    await fake.until(lambda: node.used_slots == 1 and node.drawn_tokens > drawn + 3)
+    await fake.until(lambda: node.leases == 1 and node.drawn_tokens > drawn + 3)
     return node
 
 
@@ -286,7 +286,7 @@ async def test_audits_leave_slots_for_those_who_come(model: str) -> None:
         await asyncio.gather(*(generate(fake, (i, 2), replace(PARAMS, max_tokens=60), seed=i) for i in range(8)))
         most = 0
         while fake.router.auditor.status().waiting:
-            most = max(most, fake.nodes[1].used_slots)
+            most = max(most, fake.nodes[1].leases)
             await asyncio.sleep(0.002)
         assert 0 < most <= 4
         assert fake.router.auditor.status().matched == 8
@@ -296,7 +296,7 @@ async def test_nobody_that_drains_waits_for_audits(model: str) -> None:
     async with cluster(model, slots=1, **ALL) as fake:
         node = await start_audit(fake)
         node.engine.hanging = node.agent.draining = True
-        await fake.until(lambda: node.used_slots == 0)
+        await fake.until(lambda: node.leases == 0)
         assert fake.router.auditor.status().waiting == 1
         node.agent.draining = node.engine.hanging = False
         assert (await audited(fake, 1)).matched == 1

@@ -201,7 +201,7 @@ class TestTwoRouters:
                 assert status.router_id == fake.router.router_id
 
     async def test_one_of_two_is_killed_under_load(self, model: str) -> None:
-        """Slots are the nodes' own: what the dead router held comes back after its time to live, nothing is lost."""
+        """Leases are the nodes' own: what the dead router held comes back after its time to live, nothing is lost."""
         async with (
             two(model, prefills=2, decodes=2, slots=4) as (fake, other, moving),
             AsyncClient(other.address, timeout_s=TIMEOUT_S) as staying,
@@ -211,14 +211,14 @@ class TestTwoRouters:
             runs = [asyncio.ensure_future(both[i % 2].generate([i, 8], params, seed=i)) for i in range(40)]
             await fake.until(lambda: sum(node.drawn_tokens for node in fake.nodes if node.info.slots) > 300)
             decodes = [node.service for node in fake.nodes if node.info.slots]
-            await fake.until(lambda: [node._table.slots_in_use() for node in decodes] == [[0, 1, 2, 3]] * 2)
+            await fake.until(lambda: [node._table.used_slots for node in decodes] == [4] * 2)
             assert fake.router.queue.waiting
             assert other.router.queue.waiting
             await fake.kill_router()
             for number, done in enumerate(await asyncio.gather(*runs)):
                 ids, logprobs, _ = expected([number, 8], params, number)
                 assert (list(done.token_ids), list(done.logprobs)) == (ids, logprobs)
-            await fake.until(lambda: not any(node.used_slots for node in fake.nodes) and not fake.kv.held)
+            await fake.until(lambda: not any(node.leases for node in fake.nodes) and not fake.kv.held)
             assert not any(node.engine._running for node in fake.nodes if node.info.slots)
             assert not other.held()
             assert other.router.runner.metrics.finished_samples.value >= 30

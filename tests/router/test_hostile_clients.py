@@ -33,7 +33,7 @@ async def test_a_client_that_reads_too_slowly_gives_its_slots_back(model: str) -
         fake.nodes[1].engine.step_ms = 5.0  # 2.5 s for each of them.
         params = SamplingParams(max_tokens=500, n=8)
         link.send(call(1, GENERATE, codec.generate_request(PROMPT, params, seed=1).SerializeToString()))
-        await fake.until(lambda: fake.nodes[1].used_slots == params.n)
+        await fake.until(lambda: fake.nodes[1].leases == params.n)
         await fake.until(lambda: not fake.held())
         assert fake.nodes[1].drawn_tokens < 8 * 500
         in_time = await generate(fake, PROMPT, SamplingParams(max_tokens=200, n=2), timeout_s=WAIT_S)

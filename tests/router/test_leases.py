@@ -1,4 +1,4 @@
-"""What holds a slot, and for how long: slow prompts, routers that lose a node and come back to it, retries."""
+"""What holds room on a node, and for how long: the line for slots, slow prompts, lost routers and nodes, retries."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 from corun.errors import UnavailableError
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
+from corun.rpc import codec
 from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
-from corun.types import NodeState
+from corun.types import NodeState, Priority
 from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService
 from router.nodes import node_client
 from router.nodes.node import DecodeNode
-from tests.clusters import FakeCluster, Output, cluster, generate
+from tests.clusters import FakeCluster, Output, cluster, generate, send
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
 LONG = SamplingParams(max_tokens=60, logprobs=True)
@@ -45,6 +46,66 @@ async def hold(fake: FakeCluster, node: LocalNode) -> asyncio.Future[list[Output
     return run
 
 
+class TestTheLine:
+    async def fill(self, fake: FakeCluster) -> list[asyncio.Future[list[Output]]]:
+        """Start a sample for each of the four slots and one for the place in line, and return when all have started."""
+        runs = [asyncio.ensure_future(generate(fake, (i, 1), LONG, seed=i)) for i in range(5)]
+        await fake.until(lambda: len(fake.nodes[1].service._running) == 5)
+        return runs
+
+    async def test_a_sample_in_line_is_computed_and_waits_for_a_slot(self, model: str) -> None:
+        """Its KV is there before a slot is free; a sixth sample waits in the router. Each slot is taken at once."""
+        async with cluster(model, slots=4, **PATIENT) as fake:
+            prefill, decode = fake.nodes
+            decode.engine.step_ms = 5
+            runs = [*await self.fill(fake), asyncio.ensure_future(generate(fake, (5, 1), LONG, seed=5))]
+            await fake.until(lambda: fake.router.queue.waiting == 1)
+            assert len(prefill.engine.prefilled) == 5
+            load = await decode.service.load()
+            assert (load.leases, load.used_slots <= 4) == (5, True)
+            for i, (output,) in enumerate(await asyncio.gather(*runs)):
+                assert right(output, (i, 1), LONG, i)
+            assert decode.engine.most_running == 4
+
+    @pytest.mark.parametrize("excused", [True, False])
+    async def test_to_wait_in_line_is_no_silence(
+        self, model: str, excused: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The samples in the slots take twice the time in which each sample must have a token."""
+        if not excused:
+            monkeypatch.setattr(DecodeNode, "is_full", False)
+        async with cluster(model, slots=4, step_timeout_s=0.4, **PATIENT) as fake:
+            fake.nodes[1].engine.step_ms = 15
+            for i, (output,) in enumerate(await asyncio.gather(*await self.fill(fake))):
+                assert right(output, (i, 1), LONG, i)
+            retries = fake.router.runner.metrics.sample_retries.labels("fault").value
+            assert (retries == 0) == excused
+
+    async def test_one_of_high_priority_has_at_most_the_line_ahead(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Forty samples wait in the router, and two in line: only these two get a slot before it."""
+        began: list[int] = []
+        async with cluster(model, slots=8, **PATIENT) as fake:
+            engine = fake.nodes[1].engine
+            engine.hanging = True
+            runs = [asyncio.ensure_future(generate(fake, (i, 2), PARAMS, seed=i)) for i in range(50)]
+            await fake.until(lambda: (len(engine._running), fake.router.queue.waiting) == (10, 40))
+            real = engine._row
+
+            def row(request: Any, drawn: int) -> Any:
+                began.extend([request.prompt_token_ids[0]] * (drawn == 0))
+                return real(request, drawn)
+
+            monkeypatch.setattr(engine, "_row", row)
+            request = codec.generate_request((99, 2), PARAMS, seed=99, priority=Priority.HIGH)
+            high = asyncio.ensure_future(send(fake, request))
+            await fake.until(lambda: fake.router.queue.waiting == 41)
+            engine.hanging = False
+            await asyncio.gather(high, *runs)
+            assert began.index(99) == 8 + 2
+
+
 class TestSlowPrompts:
     @pytest.mark.parametrize(("delay_s", "prompts"), [(0.3, 1), (0.04, 8)])
     async def test_prompts_may_take_longer_than_leases_live_without_a_stream(
@@ -66,7 +127,7 @@ class TestSlowPrompts:
             run = await hold(fake, decode)
             await decode.fall_silent()
             fake.router.registry.lose(member_of(fake, decode), "a test cut it off")
-            await fake.until(lambda: decode.used_slots == 0)
+            await fake.until(lambda: decode.leases == 0)
             assert decode.service.metrics.expired_leases.value == 2
             decode.engine.hanging = False
             decode.join()
@@ -83,7 +144,7 @@ class TestSessions:
             old, leases = member_of(fake, decode), set(decode.service._table._leases)
             fake.router.registry.lose(old, "a test gave it up")
             decode.agent.tell()
-            await fake.until(lambda: decode.used_slots == 2 and not leases & set(decode.service._table._leases))
+            await fake.until(lambda: decode.leases == 2 and not leases & set(decode.service._table._leases))
             decode.engine.hanging = False
             assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
             assert decode.service.metrics.expired_leases.value == 0
@@ -101,7 +162,7 @@ class TestSessions:
                 nodes = [NodeAgent(node.info, [other.address], node.service.load) for node in fake.nodes]
                 memberships = [asyncio.ensure_future(node.run()) for node in nodes]
                 await other.ready("p1", "d1")
-                assert decode.used_slots == 2
+                assert decode.leases == 2
                 decode.engine.hanging = False
                 assert [right(output, PROMPT, PARAMS, output.seed) for output in await run] == [True] * 2
                 (output,) = await generate(other, PROMPT, PARAMS, seed=3)
@@ -126,14 +187,14 @@ class TestSessions:
             session = member_of(fake, decode).client.session
             unanswered.calls = 1
             run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS))
-            await fake.until(lambda: decode.used_slots == 1)
+            await fake.until(lambda: decode.leases == 1)
             if method == "Release":  # Else the answer is what is missing.
                 await fake.until(lambda: len(decode.service._running) == 1)
             run.cancel()
             await fake.until(lambda: member_of(fake, decode).client.session > session)
             decode.engine.hanging = False
             await fake.ready("d1")
-            assert decode.used_slots == 0
+            assert decode.leases == 0
             (output,) = await generate(fake, PROMPT, PARAMS, seed=1)
             assert right(output, PROMPT, PARAMS, 1)
 
@@ -163,7 +224,7 @@ class TestRetries:
             async with prefill.engine.turn:
                 run = asyncio.ensure_future(generate(fake, PROMPT, PARAMS, seed=1))
                 await fake.until(lambda: prefill.service.queued_prompts == 1)
-                used, other = (d1, d2) if d1.used_slots else (d2, d1)
+                used, other = (d1, d2) if d1.leases else (d2, d1)
                 await used.kill()
                 await fake.until(lambda: fake.state(used.info.ref.node_id) is NodeState.LOST)
             (output,) = await run

@@ -36,7 +36,7 @@ class TestCancellation:
             d1.engine.step_ms = 20
             d1.engine.hanging, p1.engine.hanging = stage == "waiting", stage == "prefilling"
             first = started(fake, (1,)) if stage == "waiting" else None
-            await fake.until(lambda: d1.used_slots == (stage == "waiting"))
+            await fake.until(lambda: d1.leases == (stage == "waiting"))
             reached = {
                 "waiting": lambda: fake.router.queue.waiting == 1,
                 "prefilling": lambda: p1.queued_tokens > 0,
@@ -57,7 +57,7 @@ class TestCancellation:
                         call.cancel()
                         await asyncio.wait((reading,))
                     elif stage == "waiting":
-                        assert "no slot became free" in await reading
+                        assert "no room became free" in await reading
                     else:
                         assert "the deadline passed in an attempt of sample 0" in await reading
             await fake.until(lambda: not (fake.router.queue.waiting or p1.queued_tokens))  # The work has ended, too.
@@ -84,7 +84,7 @@ class TestCancellation:
         async with cluster(model) as fake:
             with pytest.raises(DeadlineError):
                 await generate(fake, PROMPT, PARAMS, timeout_s=2.0)
-            assert fake.nodes[1].used_slots == 1
+            assert fake.nodes[1].leases == 1
             may_answer.set()
             await fake.idle()
 
@@ -143,7 +143,7 @@ class TestDrain:
         async with cluster(model) as fake:
             fake.nodes[1].engine.step_ms = 5
             run = started(fake)
-            await fake.until(lambda: fake.nodes[1].used_slots == 1)
+            await fake.until(lambda: fake.nodes[1].leases == 1)
             drain = asyncio.ensure_future(fake.router.drain())
             await asyncio.sleep(0.01)
             with pytest.raises(UnavailableError, match="shutting down"):
@@ -154,10 +154,10 @@ class TestDrain:
     async def test_what_takes_too_long_is_cancelled_and_given_back(self, model: str) -> None:
         async with cluster(model, drain_grace_s=0.05) as fake:
             run = started(fake, params=SamplingParams(max_tokens=500))
-            await fake.until(lambda: fake.nodes[1].used_slots == 1)
+            await fake.until(lambda: fake.nodes[1].leases == 1)
             await fake.router.drain()
             await fake.router.stop()
             with pytest.raises(CorunError):
                 await run
-            assert fake.nodes[1].used_slots == 0
+            assert fake.nodes[1].leases == 0
             assert fake.kv.held == {}

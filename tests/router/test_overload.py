@@ -58,7 +58,7 @@ async def full(fake: FakeCluster, client: AsyncClient, waiting: int, **options: 
 
 
 def _inside(fake: FakeCluster) -> int:
-    return fake.router.queue.waiting + sum(m.room._slots.own for m in fake.router.registry._decodes.values())
+    return fake.router.queue.waiting + sum(m.room._leases.own for m in fake.router.registry._decodes.values())
 
 
 async def test_a_small_client_gets_in_and_the_large_one_is_told(model: str, settings: dict[str, Any]) -> None:

@@ -151,19 +151,19 @@ def test_a_refusal_closes_the_node_until_something_changes_and_was_never_ours() 
     decode.give(16)
     assert free(decode) == (2, 10)
     decode.refuse(16, decode.take(16))
-    decode.report(NodeLoad(used_slots=1, used_kv_blocks=1))  # Perhaps our own of a moment ago.
+    decode.report(NodeLoad(leases=1, used_kv_blocks=1))  # Perhaps our own of a moment ago.
     assert free(decode) == (2, 10)
     decode = room(4, 100)
-    decode.report(NodeLoad(used_slots=3, used_kv_blocks=8))
+    decode.report(NodeLoad(leases=3, used_kv_blocks=8))
     decode.refuse(32, decode.take(32))
-    decode.report(NodeLoad(used_slots=4, used_kv_blocks=8))
+    decode.report(NodeLoad(leases=4, used_kv_blocks=8))
     assert decode.free_slots == 0
 
 
 def test_slots_of_other_routers_count_and_ours_only_once() -> None:
     decode = room(4)
     decode.take(16)
-    decode.report(NodeLoad(used_slots=3, used_kv_blocks=3))
+    decode.report(NodeLoad(leases=3, used_kv_blocks=3))
     assert free(decode) == (1, 7)
     decode.report(NodeLoad())
     assert free(decode) == (3, 9), "an empty report does not free our leases"
@@ -171,7 +171,7 @@ def test_slots_of_other_routers_count_and_ours_only_once() -> None:
         decode.take(16)
     for _ in range(4):
         decode.give(16)
-    decode.report(NodeLoad(used_slots=4, used_kv_blocks=4))  # Sampled before they ended.
+    decode.report(NodeLoad(leases=4, used_kv_blocks=4))  # Sampled before they ended.
     assert decode.free_slots == 4
 
 
@@ -198,13 +198,28 @@ def test_spare_slots_are_all_but_one_where_there_are_fewer() -> None:
     decode.take(16)
     assert decode.keeps_free(4)
     assert not decode.has_idle_room(16, 4)
-    decode.report(NodeLoad(used_slots=3))  # Another router came.
+    decode.report(NodeLoad(leases=3))  # Another router came.
     assert not decode.keeps_free(4)
     single = room(1, 2)
     assert [single.has_idle_room(n, 4) for n in (32, 33)] == [True, False]
     single.take(16)
     assert single.keeps_free(4)
     assert not single.has_idle_room(16, 4)
+
+
+def test_a_node_gives_places_in_line_beyond_its_slots_but_idle_runs_leave_them_alone() -> None:
+    decode = room(8, 100)
+    for taken in range(10):
+        assert decode.has_room(16)
+        assert decode.free_slots == 8 - taken
+        assert decode.keeps_free(0) == (taken <= 8), "from the first sample in line on, idle runs are in the way"
+        assert decode.has_idle_room(16, 0) == (taken < 8)
+        decode.take(16)
+    assert not decode.has_room(16)
+    decode.give(16)
+    assert (decode.has_room(16), decode.free_slots) == (True, -1)
+    decode.refuse(16, decode.take(16))
+    assert (decode.has_room(16), decode.free_slots) == (False, -1)
 
 
 def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:

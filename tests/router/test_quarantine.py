@@ -61,7 +61,7 @@ async def test_what_ran_on_a_quarantined_node_runs_again_elsewhere(model: str) -
             node.engine.step_ms = 10
         d2.engine.corrupt = True
         runs = [asyncio.ensure_future(generate(fake, (i, 2), PARAMS, seed=i)) for i in range(9)]
-        await fake.until(lambda: all(node.used_slots and node.drawn_tokens > 15 for node in (d1, d2, d3)))
+        await fake.until(lambda: all(node.leases and node.drawn_tokens > 15 for node in (d1, d2, d3)))
         await d1.kill()
         outcomes = await asyncio.gather(*runs, return_exceptions=True)
         right = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)]
@@ -80,8 +80,8 @@ async def test_a_request_that_takes_its_nodes_with_it_is_named(model: str) -> No
         run = asyncio.ensure_future(generate(fake, PROMPT, SamplingParams(max_tokens=400), seed=8, request_id="toxic"))
         lost = []
         for _ in range(2):
-            await fake.until(lambda: any(node.used_slots for node in fake.nodes[1:] if node not in lost))
-            lost.append(next(node for node in fake.nodes[1:] if node.used_slots and node not in lost))
+            await fake.until(lambda: any(node.leases for node in fake.nodes[1:] if node not in lost))
+            lost.append(next(node for node in fake.nodes[1:] if node.leases and node not in lost))
             await fake.until(lambda: lost[-1].drawn_tokens > 3)
             await lost[-1].kill()
         with pytest.raises(UnavailableError) as caught:

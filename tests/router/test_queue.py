@@ -130,7 +130,7 @@ async def test_what_is_too_much_is_refused_whole() -> None:
 @pytest.mark.parametrize(
     ("gap", "later_on", "tokens", "node_wait_s", "deadline_s", "error", "says"),
     [
-        ("", 0, 1, SOON, SOON, DeadlineError, "no slot became free before the deadline; 2 samples are waiting"),
+        ("", 0, 1, SOON, SOON, DeadlineError, "no room became free before the deadline; 2 samples are waiting"),
         ("no decode node has joined", 0, 1, SOON, 5.0, UnavailableError, "no decode node has joined"),
         ("no decode node has joined", 0, 1, 60.0, SOON, UnavailableError, "no decode node has joined"),
         ("", 0, 50, SOON, 5.0, UnavailableError, "51 tokens: no other node could hold them either"),

@@ -87,7 +87,6 @@ async def test_a_request_is_one_trace(model: str, traced: Collector, tmp_path: P
             "gen_ai.response.finish_reasons": ["length"],
             "corun.prefill_node": str(fake.nodes[0].info.ref),
             "corun.decode_node": str(fake.nodes[1].info.ref),
-            "corun.slot": 0,
         }
         assert decode.began < decode.events["first_token"] < decode.ended
 

@@ -100,13 +100,13 @@ def at_start(look: Callable[[attempt.Attempt], None]) -> Iterator[None]:
 
 
 async def test_other_slots_are_other_slots_if_there_are_any(model: str) -> None:
-    slots = set()
+    before = []  # The samples that have slots before each case gets one.
     async with cluster(model, slots=4) as fake:
-        with at_start(lambda run: slots.add(run._lease.slot)):
+        with at_start(lambda run: before.append(fake.nodes[1].engine.in_slots)):
             results = await verify(fake, [case(i) for i in range(4)], (Condition.OTHER_SLOTS,))
     assert all(result.match for result in results)
-    assert slots
-    assert 0 not in slots
+    assert len(before) == 4
+    assert all(0 < number < 4 for number in before)
     async with cluster(model, slots=1) as fake:
         assert all(result.match for result in await verify(fake, [case(1)]))
 
@@ -209,11 +209,11 @@ async def test_each_caller_has_one_at_a_time(model: str, settings: dict[str, Any
     async with cluster(model, **settings) as fake, of(fake, "small") as small, of(fake, "other") as other:
         fake.nodes[1].engine.hanging = True
         first = asyncio.ensure_future(results_of(small, [case(1)], Condition.ALONE))
-        await fake.until(lambda: fake.nodes[1].used_slots == 1)
+        await fake.until(lambda: fake.nodes[1].leases == 1)
         with pytest.raises(OverloadedError, match="client small: another verification is running"):
             await results_of(small, [case(2)])
         second = asyncio.ensure_future(results_of(other, [case(2)], Condition.ALONE))
-        await fake.until(lambda: fake.nodes[1].used_slots == 2)
+        await fake.until(lambda: fake.nodes[1].leases == 2)
         fake.nodes[1].engine.hanging = False
         assert (await first)[0].match
         assert (await second)[0].match
@@ -238,7 +238,7 @@ async def test_its_time_ends(model: str, monkeypatch: pytest.MonkeyPatch) -> Non
 async def crowded(fake: FakeCluster, client: AsyncClient) -> asyncio.Task[list[VerifyResult]]:
     """A verification that has filled every slot."""
     call = asyncio.ensure_future(results_of(client, [case(1, max_tokens=LONG)], Condition.CROWDED))
-    await fake.until(lambda: fake.nodes[1].used_slots == fake.nodes[1].info.slots)
+    await fake.until(lambda: fake.nodes[1].leases == fake.nodes[1].info.slots)
     return call
 
 
@@ -278,17 +278,23 @@ async def test_a_request_gets_the_slot_of_a_filler(
     """And would wait for it, if fillers did not give way."""
     if not gives_way:
         monkeypatch.setattr(IdleRuns, "give_way", lambda idle, placement: None)
+        monkeypatch.setattr(IdleRuns, "review", lambda idle: None)
     async with cluster(model, slots=4, **settings) as fake, of(fake, "other") as client:
         call = await crowded(fake, client)
         fake.nodes[1].engine.hanging = True  # So that no filler can end by itself.
-        prefilled = fake.nodes[0].engine.prefilled
+        started = fake.nodes[1].engine._running  # The first four have the slots.
         request = asyncio.ensure_future(generate(fake, (9, 9, 9), PARAMS, seed=4))
+
+        def place() -> int:
+            """The request's place at the node, from 0; -1 if it is not there."""
+            return next((i for i, (r, _) in enumerate(started.values()) if tuple(r.prompt_token_ids) == (9, 9, 9)), -1)
+
         if gives_way:
-            await fake.until(lambda: (9, 9, 9) in prefilled)
+            await fake.until(lambda: 0 <= place() < 4)
         else:
-            await fake.until(lambda: fake.router.queue.waiting == 1)
+            await fake.until(lambda: place() >= 0)
             await asyncio.sleep(0.2)
-            assert fake.router.queue.waiting == 1
+            assert place() == 4
         fake.nodes[1].engine.hanging = False
         assert (await request)[0].token_ids == expected((9, 9, 9), PARAMS, 4)[0]
         assert (await call)[0].match
@@ -318,7 +324,7 @@ async def test_shuffled_cases_leave_slots_to_others(model: str) -> None:
 async def test_audits_are_run_beside_a_crowd(model: str) -> None:
     async with cluster(model, slots=8, audit_fraction=1.0) as fake:
         call = asyncio.ensure_future(verify(fake, [case(1, max_tokens=LONG)], (Condition.CROWDED,)))
-        await fake.until(lambda: fake.nodes[1].used_slots == 8)
+        await fake.until(lambda: fake.nodes[1].leases == 8)
         await generate(fake, PROMPT, PARAMS, seed=8)
         await fake.until(lambda: fake.router.auditor.status().matched == 1)
         assert not call.done()
@@ -333,7 +339,7 @@ async def test_a_full_queue_is_no_difference(model: str) -> None:
         for number in range(2):  # One holds the slot, one fills the queue.
             requests.append(asyncio.ensure_future(generate(fake, (9, number), PARAMS, seed=number)))
             await fake.until(lambda number=number: fake.router.queue.waiting == number)  # type: ignore[misc]
-        await fake.until(lambda: fake.nodes[1].used_slots == 1)
+        await fake.until(lambda: fake.nodes[1].leases == 1)
         refused = fake.router.queue.refused
         call = asyncio.ensure_future(verify(fake, [case(1)], (Condition.ALONE,)))
         await fake.until(lambda: fake.router.queue.refused > refused)

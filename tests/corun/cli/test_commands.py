@@ -208,11 +208,11 @@ def test_status_shows_slots_nodes_queue_audits_and_fingerprint(corun: Any, fake:
     done = corun("status")
     lines = [line.strip() for line in done.out.splitlines()]
     assert done.code == 0
-    assert "■■" + "□" * 62 in lines
-    assert "□" * 35 + "■" in lines
+    assert "■■■" + "□" * 61 in lines
+    assert "□" * 36 in lines
     for text in ("router-a", FINGERPRINT, "2 of 4096", "finished 7, mismatches 0"):
         assert text in done.out
-    for text in ("prefill-0", "decode-0", "3/100 slots", "2" * 16):
+    for text in ("prefill-0", "decode-0", "3/100 slots, 2 in line", "3 of 100 slots in use, 2 in line", "2" * 16):
         assert text in done.out
     assert "audited 0 (0 on the same node), mismatches 0, failed 0, skipped 0, waiting 0" in lines
     audit = AuditStatus(matched=9, mismatched=1, failed=2, skipped=3, same_node=4, waiting=5, last_mismatch="[b] d1")
@@ -244,7 +244,7 @@ def test_status_json(corun: Any) -> None:
     status = json.loads(done.out)
     node = status["nodes"][1]
     assert (done.out.count("\n"), status["serving"], status["fingerprint"]) == (1, True, FINGERPRINT)
-    assert (node["state"], node["load"]["slots_in_use"], node["node"]["role"]) == ("ready", [0, 1, 99], "decode")
+    assert (node["state"], node["load"]["used_slots"], node["node"]["role"]) == ("ready", 3, "decode")
     assert node["node"]["contract"]["decode"]["slots"] == 100
 
 
@@ -259,7 +259,7 @@ def test_status_without_unicode(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     with start("status") as process:
         out, err = process.communicate(timeout=WAIT_S)
-    assert (process.returncode, err, "##" + "." * 62 in out) == (0, "", True)
+    assert (process.returncode, err, "###" + "." * 61 in out) == (0, "", True)
 
 
 def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
