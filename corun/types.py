@@ -29,7 +29,7 @@ class FinishReason(enum.Enum):
 
 
 class Priority(enum.Enum):
-    """Which waiting requests are placed on nodes first, in the order of the members. Running samples are not touched."""
+    """Which waiting requests are placed on nodes first, in this order. Running samples are not touched."""
 
     HIGH = "high"
     NORMAL = "normal"

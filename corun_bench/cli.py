@@ -18,7 +18,7 @@ from corun.config.extras import needs_extra
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
 from corun_bench import compare, results
-from corun_bench.options import BenchOptions, KernelOptions, CapacityOptions
+from corun_bench.options import BenchOptions, CapacityOptions, KernelOptions
 
 
 @dataclass(frozen=True, kw_only=True)
