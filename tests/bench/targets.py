@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from corun.errors import CorunError
 from corun_bench.driver import Outcome, Request, Target
@@ -51,3 +52,33 @@ class FakeTarget(Target):
     async def forget(self) -> None:
         self.forgotten += 1
         self.most = 0
+
+
+class FakeEngine:
+    """Gives every request its tokens at once, notes what it is asked for, and counts no request as done."""
+
+    def __init__(self, name: str, transfer: dict[str, Any] | None = None) -> None:
+        self.name, self.transfer, self.in_flight = name, transfer, 0
+        self.asked: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = []
+        self.padded: list[int] = []
+
+    async def forget(self) -> None:
+        """Nothing is kept."""
+
+    async def pad_to(self, rows: int) -> None:
+        self.padded.append(rows)
+
+    async def draw(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        sampling: dict[str, Any],
+        outcome: Outcome,
+        clock: Callable[[], float],
+        transfer: dict[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        self.asked.append((request_id, sampling, transfer))
+        self.in_flight += 1
+        outcome.arrivals.append((clock(), sampling["max_tokens"]))
+        outcome.token_ids += [7] * sampling["max_tokens"]
+        return self.transfer

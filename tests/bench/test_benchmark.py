@@ -15,12 +15,12 @@ from corun.models import tiny
 from corun_bench import benchmark, conditions, results, workloads
 from corun_bench.benchmark import Benchmark
 from corun_bench.children import Processes
-from corun_bench.driver import Outcome, Target
+from corun_bench.driver import Target
 from corun_bench.engines import IndependentEngines
 from corun_bench.options import BenchOptions
 from corun_bench.running import RunningSystem
 from corun_bench.systems import Machine, System, parse_systems
-from tests.bench.targets import FakeTarget
+from tests.bench.targets import FakeEngine, FakeTarget
 
 
 class FakeRunning(RunningSystem):
@@ -130,28 +130,10 @@ async def test_requests_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.M
     assert {run["failed"] for run in one.result["runs"]} == {1}
 
 
-class FakeEngine:
-    """Gives every request its tokens at once, and notes how long its steps are made."""
-
-    def __init__(self) -> None:
-        self.in_flight = 0
-        self.padded: list[int] = []
-
-    async def forget(self) -> None:
-        """Nothing is kept."""
-
-    async def pad_to(self, rows: int) -> None:
-        self.padded.append(rows)
-
-    async def draw(self, name: str, prompt: Any, parameters: dict[str, Any], outcome: Outcome, clock: Any) -> None:
-        outcome.arrivals.append((clock(), parameters["max_tokens"]))
-        outcome.token_ids += [7] * parameters["max_tokens"]
-
-
 async def test_padding_is_of_systems_whose_steps_all_have_a_row_for_each_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = {name: FakeEngine() for name in ("std", "colocated", "colocated+ladder")}
+    engines = {name: FakeEngine(name) for name in ("std", "colocated", "colocated+ladder")}
     over(monkeypatch, **{name: IndependentEngines([engine]) for name, engine in engines.items()})  # type: ignore[list-item]
     one = made(tmp_path, systems=",".join(engines), padding=(1, 2), mismatch_requests=0)
     await one.run()

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,30 +8,7 @@ import pytest
 from corun.errors import InternalError
 from corun_bench.driver import Outcome, Request
 from corun_bench.engines import IndependentEngines, PlainProxy
-
-
-class FakeEngine:
-    """Notes what it is asked to draw."""
-
-    def __init__(self, name: str, transfer: dict[str, Any] | None = None) -> None:
-        self.name, self.transfer, self.in_flight = name, transfer, 0
-        self.settings = SimpleNamespace(role="both")
-        self.asked: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = []
-
-    async def draw(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        sampling: dict[str, Any],
-        outcome: Outcome,
-        clock: Callable[[], float],
-        transfer: dict[str, Any] | None = None,
-    ) -> dict[str, Any] | None:
-        self.asked.append((request_id, sampling, transfer))
-        self.in_flight += 1  # never done
-        outcome.arrivals.append((clock(), 1))
-        return self.transfer
-
+from tests.bench.targets import FakeEngine
 
 REQUEST = Request(index=0, prompt_token_ids=(1, 2), max_tokens=9, seed=5)
 
