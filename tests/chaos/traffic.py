@@ -78,7 +78,7 @@ def make_cases(count: int) -> list[Case]:
 
 def with_answer(case: Case, token_ids: Sequence[int], samples: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Case:
     """Return a case with its answer: its prompt's tokens, and the tokens and log probabilities of each sample."""
-    bits, digests = tuple(_pack(*sample) for sample in samples), tuple(output_digest(*sample) for sample in samples)
+    bits, digests = tuple(pack(*sample) for sample in samples), tuple(output_digest(*sample) for sample in samples)
     return replace(case, token_ids=tuple(token_ids), bits=bits, digests=digests)
 
 
@@ -91,7 +91,7 @@ async def answered(client: AsyncClient, case: Case) -> Case:
 async def streamed(client: AsyncClient, case: Case, samples: Sequence[bytearray]) -> AsyncIterator[None]:
     """Stream a case into `samples`, which start empty, and yield at every chunk."""
     async for chunk in client.stream(case.prompt, case.params, seed=case.seed, priority=case.priority):
-        samples[chunk.sample_index].extend(_pack(chunk.token_ids, chunk.logprobs))
+        samples[chunk.sample_index].extend(pack(chunk.token_ids, chunk.logprobs))
         yield
 
 
@@ -118,5 +118,6 @@ async def over_http(session: aiohttp.ClientSession, url: str, case: Case) -> tup
     return tuple(choice["corun"]["receipt"]["output_digest"] for choice in answer["choices"])
 
 
-def _pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
+def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
+    """Return tokens and the bits of their log probabilities as bytes to compare."""
     return b"".join(struct.pack("<If", *pair) for pair in zip(token_ids, logprobs, strict=True))

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from corun import AsyncClient, CorunError, SamplingParams
+from tests.chaos.traffic import pack
 
 TIMEOUT_S = 180.0
 Bits = bytes
 Answer = Callable[[Sequence[int], SamplingParams, int], Bits]
 """The right bits of a prompt, parameters and seed."""
-
-
-def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> Bits:
-    return b"".join(struct.pack("<If", *pair) for pair in zip(token_ids, logprobs, strict=True))
 
 
 @dataclass

@@ -13,9 +13,10 @@ from corun.processes import living
 from corun.seeds import sample_seed
 from corun.testing.engines import expected
 from corun.testing.model import write_tokenizer
+from tests.chaos.traffic import pack
 from tests.fleet.hosts import Hosts, Up, hosts, up, wait_for
 from tests.fleet.nodes import WRONG
-from tests.fleet.streams import Streams, pack, streaming
+from tests.fleet.streams import Streams, streaming
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -17,6 +17,11 @@ LONG = SamplingParams(max_tokens=60, logprobs=True)
 PROMPT = (5, 6, 7)
 
 
+def right(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> bool:
+    """Return whether an output is what these tokens, parameters and seed always give, to the last bit."""
+    return (output.token_ids, output.logprobs) == expected(prompt, params, seed)[:2]
+
+
 def check(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> None:
     """The output is what these tokens, parameters and seed always give, and the receipt says so."""
     ids, logprobs, reason = expected(prompt, params, seed)

@@ -13,7 +13,6 @@ from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S, router_config
-from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
 from corun.types import NodeState, Priority
 from corun.v1 import decode_service_pb2 as pb
@@ -21,17 +20,10 @@ from decode_node.service import DecodeService
 from router.nodes import node_client
 from router.nodes.node import DecodeNode
 from tests.clusters import FakeCluster, Output, cluster, generate, send
+from tests.router.asking import LONG, PARAMS, PROMPT, right
 
-PARAMS = SamplingParams(max_tokens=12, logprobs=True)
-LONG = SamplingParams(max_tokens=60, logprobs=True)
-PROMPT = (5, 6, 7)
 PATIENT: dict[str, Any] = {"heartbeat_timeout_ms": 20_000}
 """Nobody is to be lost because the machine is busy."""
-
-
-def right(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> bool:
-    ids, logprobs, _ = expected(prompt, params, seed)
-    return (output.token_ids, output.logprobs) == (ids, logprobs)
 
 
 def member_of(fake: FakeCluster, node: LocalNode) -> DecodeNode:

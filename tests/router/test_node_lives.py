@@ -17,12 +17,12 @@ from corun.node.life import Life
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
 from corun.testing.cluster import WAIT_S, router_config
-from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
 from corun.types import NodeState
 from corun.v1.decode_service_pb2 import StreamStepsResponse
 from router.service import CLUSTER_SERVICE
 from tests.clusters import FakeCluster, Output, cluster, generate
+from tests.router import asking
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_tokens=200, logprobs=True)
@@ -70,8 +70,7 @@ async def busy_and_other(fake: FakeCluster) -> tuple[LocalNode, LocalNode]:
 
 
 def right(outputs: Sequence[Output], seed: int = 8) -> bool:
-    ids, logprobs, _ = expected(PROMPT, PARAMS, seed)
-    return [(output.token_ids, output.logprobs) for output in outputs] == [(ids, logprobs)]
+    return [asking.right(output, PROMPT, PARAMS, seed) for output in outputs] == [True]
 
 
 async def stuck(fake: FakeCluster, node: LocalNode) -> None:

@@ -16,11 +16,11 @@ from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc.channel import channel
 from corun.testing.cluster import WAIT_S
-from corun.testing.engines import expected
 from corun.testing.nodes import LocalNode
 from router.service import CLUSTER_SERVICE
 from tests.clusters import FakeCluster, cluster, generate
 from tests.node.scripted_router import Names
+from tests.router.asking import right
 
 PARAMS = SamplingParams(max_tokens=60, logprobs=True)
 SLOTS = 3
@@ -83,8 +83,7 @@ def start(fake: FakeCluster, seed: int, params: SamplingParams = PARAMS) -> asyn
 
     async def run() -> None:
         (output,) = await generate(fake, (seed, 4), params, seed=seed, timeout_s=60.0)
-        ids, logprobs, _ = expected((seed, 4), params, seed)
-        assert (output.token_ids, output.logprobs) == (ids, logprobs)
+        assert right(output, (seed, 4), params, seed)
 
     return asyncio.create_task(run())
 

@@ -9,22 +9,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from corun.client.client import AsyncClient, Client
-from corun.errors import UnauthenticatedError, UnavailableError, from_rpc_error
+from corun.errors import UnauthenticatedError, UnavailableError
 from corun.node.membership import NodeAgent
 from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.rpc.channel import Access, channel
 from corun.testing.cluster import WAIT_S
-from corun.testing.engines import expected
 from corun.v1 import decode_service_pb2 as decode_pb
 from corun.v1 import decode_service_pb2_grpc, registry_service_pb2_grpc
 from corun.v1 import registry_service_pb2 as registry_pb
 from tests.clusters import cluster, generate
+from tests.corun.serving import failure
 from tests.machine import free_port
+from tests.router.asking import right
 from tests.secrets import Secrets
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
@@ -36,12 +36,6 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
     return Secrets.make(tmp_path_factory.mktemp("secrets"))
 
 
-async def refused(call: Any) -> Exception:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value)
-
-
 @pytest.mark.parametrize("tls_clients", [False, True])
 async def test_a_request_through_a_protected_cluster(model: str, secrets: Secrets, tls_clients: bool) -> None:
     """With a certificate of the client, where the router says that it needs one."""
@@ -49,7 +43,7 @@ async def test_a_request_through_a_protected_cluster(model: str, secrets: Secret
     access = Access(tls=tls, token=secrets.token("client"))
     async with cluster(model, client=access, tls_clients=tls_clients, **secrets.settings) as fake:
         (output,) = await generate(fake, PROMPT, PARAMS, seed=42)
-        assert (output.token_ids, output.logprobs) == expected(PROMPT, PARAMS, 42)[:2]
+        assert right(output, PROMPT, PARAMS, 42)
         async with AsyncClient(fake.address, tls=tls, token=access.token, timeout_s=WAIT_S) as client:
             done = await client.generate(PROMPT, PARAMS, seed=42)
             assert list(done.token_ids) == output.token_ids
@@ -71,13 +65,13 @@ async def test_a_client_cannot_act_as_a_member(model: str, secrets: Secrets) -> 
             register = registry_pb.RegisterRequest(node=codec.node_info_to_proto(d1))
             beat = registry_pb.HeartbeatRequest(ref=codec.node_ref_to_proto(d1.ref), draining=True)
             for call in (registry.Register(register, timeout=WAIT_S), registry.Heartbeat(beat, timeout=WAIT_S)):
-                assert isinstance(await refused(call), UnauthenticatedError)
+                assert isinstance(await failure(call), UnauthenticatedError)
         async with channel(d1.address, access=client) as link:
             decode: Any = decode_service_pb2_grpc.DecodeServiceStub(link)  # type: ignore[no-untyped-call]
             release = decode_pb.ReleaseRequest(lease_id=1, generation=d1.ref.generation)
-            assert isinstance(await refused(decode.Release(release, timeout=WAIT_S)), UnauthenticatedError)
+            assert isinstance(await failure(decode.Release(release, timeout=WAIT_S)), UnauthenticatedError)
             steps = decode_pb.StreamStepsRequest(router_id="r", generation=d1.ref.generation)
-            assert isinstance(await refused(decode.StreamSteps(steps, timeout=WAIT_S).read()), UnauthenticatedError)
+            assert isinstance(await failure(decode.StreamSteps(steps, timeout=WAIT_S).read()), UnauthenticatedError)
         await generate(fake, PROMPT, PARAMS, seed=1)
 
 
