@@ -86,6 +86,7 @@ class PrefillContract(_Part):
     buckets: tuple[int, ...]
     """The lengths that a step is padded to. Empty: steps are not padded."""
     split_policy: str
+    """How attention cuts KV into pieces that it sums apart."""
     multiprocessors: int
     """The number of the GPU's multiprocessors that the process sees; MPS and MIG reduce it. 0 on a CPU."""
 
@@ -101,6 +102,7 @@ class DecodeContract(_Part):
     slots: int
     """The number of rows of every step."""
     split_policy: str
+    """The same as in `PrefillContract`."""
     graph: str
     multiprocessors: int
     """The same as in `PrefillContract`. Nodes of the two roles may have different shares of a GPU."""

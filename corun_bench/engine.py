@@ -106,7 +106,7 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
     if settings.kind == "std+isolated":
         made.scheduler_cls = ISOLATED
     if not on_cpu and (settings.is_ours or settings.kind.startswith("std+")):
-        made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
+        made.attention_config = base.gpu_attention(made)
     if settings.role != "both":
         role = "kv_producer" if settings.role == "prefill" else "kv_consumer"
         made.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role=role)

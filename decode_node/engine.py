@@ -46,10 +46,15 @@ log = logging.getLogger(__name__)
 
 
 def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
-    """Pin the environment, then return the engine's `AsyncEngineArgs`."""
+    """Pin the environment, then return the engine's `AsyncEngineArgs`.
+
+    Raises InvalidArgumentError for a setting that this platform cannot keep.
+    """
     base.prepare(config, NodeRole.DECODE, endpoint)
     from vllm import AsyncEngineArgs
 
+    if config.decode_split != "none" and not base.on_gpu():
+        raise InvalidArgumentError("decode_split", config.decode_split, "must be none on a CPU")
     made = AsyncEngineArgs(
         **base.shared_arguments(config, NodeRole.DECODE, endpoint, longest_wait_s=config.prefill_first_ms / 1000),
         scheduler_cls="decode_node.scheduler.FixedSlotScheduler",
@@ -59,7 +64,7 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
     )
     if base.on_gpu():
         made.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [*smaller_than(config.slots), config.slots])
-        made.attention_config = base.gpu_attention(made, flash_attn_max_num_splits_for_cuda_graph=1)
+        made.attention_config = base.gpu_attention(made, config.decode_split)
     return made
 
 

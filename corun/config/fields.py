@@ -86,6 +86,16 @@ def number(low: float, high: float, *, above_low: bool = False, unit: str = "") 
     return checked(check)
 
 
+def one_of(*values: str) -> Metadata:
+    """Return the metadata of a field for one of these texts."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in values:
+            raise InvalidArgumentError(name, value, f"must be one of {', '.join(values)}")
+
+    return checked(check)
+
+
 def _check_not_empty(name: str, value: Any) -> None:
     if not value:
         raise InvalidArgumentError(name, value, "must not be empty")
@@ -405,6 +415,9 @@ class DecodeConfig(NodeConfig):
 
     slots: int = field(default=0, metadata=CONTRACT | integer(0, 4096) | {"unit": "rows"})
     """Rows of every step; part of the contract. 0: 256 on a GPU, 8 on a CPU."""
+    decode_split: str = field(default="none", metadata=CONTRACT | one_of("none", "own-length"))
+    """How attention cuts the KV of a row; part of the contract. none: not at all. own-length: by the row's own length,
+    2048 tokens a piece and at most 16 pieces, which is faster for few requests with long contexts; GPU only."""
     smaller_steps: bool = True
     """Steps of few requests have fewer rows, where the self-test has found the bits of a step of all slots."""
     prefill_first_ms: int = field(default=100, metadata=integer(0, 10_000))

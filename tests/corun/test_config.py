@@ -294,6 +294,7 @@ def test_values_of_a_command_line_are_called_as_there() -> None:
         (NodeConfig, "metrics_port", [-1, 65536]),
         (PrefillConfig, "chunk_size", [0]),
         (DecodeConfig, "slots", [-1, 4097]),
+        (DecodeConfig, "decode_split", ["", "own_length", "2048"]),
     ],
 )
 def test_limits(cls: type[MemberConfig], name: str, values: list[Any]) -> None:

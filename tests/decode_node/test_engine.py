@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from corun.config.fields import DecodeConfig
 from corun.errors import InvalidArgumentError, UnavailableError
+from corun.models import tiny
 from corun.node.kv.handle import owner_of
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.vllm import start as base
@@ -21,7 +23,7 @@ from corun.node.vllm.start import EngineFacts
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
 from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
-from decode_node.engine import VllmDecodeEngine
+from decode_node.engine import VllmDecodeEngine, arguments
 from decode_node.service import DecodeRequest, StepRow
 from tests.loading import load
 
@@ -172,6 +174,16 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(
     with pytest.raises(InvalidArgumentError, match="seed"):
         await engine.start(DecodeRequest("lease-1", HANDLE, (1, 2, 3), SamplingParams(), seed=2**63))
     assert engine._llm.engine_core.asked == []
+
+
+def test_a_cpu_cuts_no_row_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "prepare", lambda *args: None)
+    config = DecodeConfig(model=str(tiny.ensure()), decode_split="own-length")
+    endpoint = NixlEndpoint(engine_id="d0", host="127.0.0.1", port=7000, tp_size=1)
+    with pytest.raises(InvalidArgumentError, match="must be none on a CPU") as caught:
+        arguments(config, endpoint)
+    assert caught.value.field == "decode_split"
+    assert arguments(replace(config, decode_split="none"), endpoint).max_num_seqs == config.slots
 
 
 @pytest.mark.parametrize(("claim", "read"), [("", "prefill-1"), ("prefill-2", "prefill-1/prefill-2")])

@@ -44,6 +44,7 @@ def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: 
         "inductor": dict(pin.GPU_INDUCTOR),
         "speculative_config": None,
         "is_diffusion": False,
+        "splits": 1,
         **changes,
     }
     one = SimpleNamespace(**values, tensor_parallel_size=tensor_parallel_size)
@@ -54,6 +55,7 @@ def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: 
         **dict.fromkeys(parts, one),
         speculative_config=values["speculative_config"],
         compilation_config=compilation,
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=values["splits"]),
         kv_transfer_config=transfer,
     )
 
@@ -63,17 +65,18 @@ GPU = {
     "attention_backend": "FLASH_ATTN",
     "kv_cache_kinds": ["FullAttentionSpec"],
     "runner": "v2 GPUModelRunner",
-    "attention_split_kv": "max 1 in graphs",
+    "split_policy": "none",
 }
 CPU = {
     **GPU,
     "platform": "cpu",
     "attention_backend": "CPU_ATTN",
     "runner": "v1 CPUModelRunner",
-    "attention_split_kv": "off",
+    "split_policy": "split-kv off",
 }
-MAX_32 = {**GPU, "attention_split_kv": "max 32 in graphs"}
-SPLITS = {**CPU, "attention_split_kv": "on"}
+MAX_32 = {**GPU, "split_policy": "at most 32 splits by the batch"}
+OWN_LENGTH = {**GPU, "split_policy": "own-length 2048 max 16"}
+SPLITS = {**CPU, "split_policy": "split-kv on"}
 ON_CPU = {"async_scheduling": False, "inductor": {}}  # vLLM's choice there
 PREFILL_ON_CPU = {**ON_CPU, "role": "kv_producer"}
 
@@ -83,7 +86,9 @@ PREFILL_ON_CPU = {**ON_CPU, "role": "kv_producer"}
     [
         ({}, GPU),
         ({"tensor_parallel_size": 4}, GPU),
-        ({"role": "kv_producer"}, MAX_32),
+        ({"role": "kv_producer"}, GPU),
+        ({"role": "kv_producer", "splits": 16}, GPU),
+        ({"splits": 16}, OWN_LENGTH),
         (ON_CPU, CPU),
         (PREFILL_ON_CPU, SPLITS),
     ],
@@ -112,9 +117,15 @@ def test_what_keeps_the_contract_is_fit(settings: dict[str, Any], seen: dict[str
         ({"tensor_parallel_size": 4, "disable_custom_all_reduce": False}, GPU, "disable_custom_all_reduce is 'False'"),
         ({"inductor": {"combo_kernels": False}}, GPU, "inductor deterministic is 'None' in the engine, but was set to"),
         ({"inductor": {**pin.GPU_INDUCTOR, "combo_kernels": True}}, GPU, "inductor combo_kernels is 'True'"),
-        ({}, MAX_32, "attention's split-KV is 'max 32 in graphs'"),
-        (ON_CPU, SPLITS, "split-KV is 'on' in the engine, but was set to 'off'"),
-        (PREFILL_ON_CPU, CPU, "split-KV is 'off'"),
+        ({}, MAX_32, "attention's split-KV is 'at most 32 splits by the batch' in the engine, but was set to 'none'"),
+        ({}, OWN_LENGTH, "split-KV is 'own-length 2048 max 16' in the engine, but was set to 'none'"),
+        ({"splits": 16}, GPU, "split-KV is 'none' in the engine, but was set to 'own-length 2048 max 16'"),
+        ({"splits": 32}, MAX_32, "was set to 'one of none, own-length 2048 max 16'"),
+        ({"role": "kv_producer"}, MAX_32, "split-KV is 'at most 32 splits by the batch'"),
+        ({"role": "kv_producer", "splits": 16}, OWN_LENGTH, "split-KV is 'own-length 2048 max 16'"),
+        ({}, {**GPU, "split_policy": "unknown: a builder has no limit"}, "split-KV is 'unknown: a builder has no"),
+        (ON_CPU, SPLITS, "split-KV is 'split-kv on' in the engine, but was set to 'split-kv off'"),
+        (PREFILL_ON_CPU, CPU, "split-KV is 'split-kv off'"),
     ],
 )
 def test_what_cannot_keep_the_contract_is_refused(settings: dict[str, Any], seen: dict[str, Any], reason: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract, diff
 from corun.models import tiny
-from corun.node.vllm import facts
+from corun.node.vllm import facts, pin
 from corun.node.vllm.start import facts as engine_facts
 from tests.loading import load
 from tests.node.test_pin import seen as settings_seen
@@ -33,7 +33,7 @@ SEEN: dict[str, Any] = {
     "kernel_packages": [],
     "multiprocessors": 0,
     "attention_backend": "CPU_ATTN",
-    "attention_split_kv": "off",
+    "split_policy": "split-kv off",
     "runner": "v1 CPUModelRunner",
     "sampler": "test 1",
     "slots": 4,
@@ -150,3 +150,9 @@ def test_kernels_that_vllm_cannot_use_are_not_in_the_contract(
     found = contract_of(directory, kernel_packages=["flashinfer"] if usable else []).model.kernels
     assert "flashinfer-python 0.6.14" in found
     assert ("flashinfer is used" in found) is usable
+
+
+def test_how_attention_cuts_kv_is_in_the_contract(directory: Path) -> None:
+    plain, by_length = (contract_of(directory, split_policy=policy) for policy in pin.SPLIT_POLICY.values())
+    assert diff(plain, by_length) == {"decode.split_policy": ("none", "own-length 2048 max 16")}
+    assert plain.fingerprint() != by_length.fingerprint()

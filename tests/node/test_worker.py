@@ -76,21 +76,23 @@ def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
     worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and MIG give a process fewer than the GPU has."""
-    attention = SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=1)
     graphs = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[4, 2])
-    config = SimpleNamespace(attention_config=attention, compilation_config=graphs)
-    node = SimpleNamespace(device="cuda:1", vllm_config=config)
+    runner = SimpleNamespace(attn_groups=[])
+    config = SimpleNamespace(compilation_config=graphs)
+    node = SimpleNamespace(device="cuda:1", vllm_config=config, model_runner=runner, unfit_attention="")
     on_cpu = worker.NodeWorker._observe_device(node)
     assert (on_cpu["multiprocessors"], on_cpu["kernel_packages"]) == (0, [])
     monkeypatch.setattr(worker.current_platform, "is_cpu", lambda: False)
     properties = SimpleNamespace(multi_processor_count=66)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {"cuda:1": properties}.__getitem__)
     assert worker.NodeWorker._observe_device(node) == {
-        "attention_split_kv": "max 1 in graphs",
+        "split_policy": "unknown: there is no attention",
         "graph": "FULL [2, 4]",
         "multiprocessors": 66,
         "kernel_packages": [],
     }
+    node.unfit_attention = "unknown: a builder has no limit"
+    assert worker.NodeWorker._observe_device(node)["split_policy"] == node.unfit_attention
 
 
 def test_runners_of_one_class_name_are_told_apart(worker: Any) -> None:

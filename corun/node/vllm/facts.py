@@ -76,7 +76,7 @@ def prefill_contract(
         runner=seen["runner"],
         chunk_size=chunk_size,
         buckets=buckets,
-        split_policy=f"split-kv {seen['attention_split_kv']}",
+        split_policy=seen["split_policy"],
         multiprocessors=seen["multiprocessors"],
     )
     return Contract(role=NodeRole.PREFILL, model=model, prefill=part, decode=None)
@@ -89,7 +89,7 @@ def decode_contract(model: ModelContract, seen: Mapping[str, Any], facts: Engine
         runner=seen["runner"],
         sampler=seen["sampler"],
         slots=seen["slots"],
-        split_policy=f"split-kv {seen['attention_split_kv']}",
+        split_policy=seen["split_policy"],
         graph=seen.get("graph", "none"),
         multiprocessors=seen["multiprocessors"],
         eos_token_ids=facts.eos_token_ids,

@@ -78,6 +78,15 @@ ALL_REDUCE = {
     "NCCL_P2P_NET_DISABLE": "1",
 }
 
+PIECE_TOKENS = 2048
+SPLITS = {"none": 1, "own-length": 16}
+"""The most pieces that attention cuts the KV of one row into, by the value of `decode_split`."""
+SPLIT_POLICY = {
+    SPLITS["none"]: "none",
+    SPLITS["own-length"]: f"own-length {PIECE_TOKENS} max {SPLITS['own-length']}",
+}
+"""How attention cuts KV on a GPU, in the contract's words, by the most pieces (corun/node/vllm/attention.py)."""
+
 # These settings change no bits. vLLM keeps the caller's request ids, so that a KV handle names the prefill that the
 # router asked for.
 PLUMBING = {

@@ -33,7 +33,7 @@ ANSWER_POLL_S = 0.5
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_MLA")
 KV_CACHE_KINDS = {"FullAttentionSpec", "MLAAttentionSpec"}
 RUNNERS = {"cpu": "v1 CPUModelRunner", "cuda": "v2 GPUModelRunner"}
-SPLIT_KV = {("cpu", "kv_producer"): "on", ("cpu", "kv_consumer"): "off", ("cuda", "kv_consumer"): "max 1 in graphs"}
+SPLIT_KV_ON_CPU = {"kv_producer": "split-kv on", "kv_consumer": "split-kv off"}
 log = logging.getLogger(__name__)
 
 
@@ -158,15 +158,17 @@ def on_gpu() -> bool:
     return bool(current_platform.is_cuda())
 
 
-def gpu_attention(arguments: Any, **settings: Any) -> Any:
+def gpu_attention(arguments: Any, split: str = "none") -> Any:
     """Return the `attention_config` of a GPU engine: FlashAttention, the only backend whose split-KV can be set.
 
-    FlashMLA, for example, splits KV by the whole batch (vllm/v1/attention/backends/mla/flashmla.py).
+    FlashMLA, for example, splits KV by the whole batch (vllm/v1/attention/backends/mla/flashmla.py). split: a value of
+    `decode_split`. vLLM itself keeps to the limit in some steps only, our worker in all (corun/node/vllm/attention.py).
     """
     from vllm.config import AttentionConfig
 
     uses_mla = arguments.create_model_config().use_mla
-    return AttentionConfig(backend="FLASH_ATTN_MLA" if uses_mla else "FLASH_ATTN", **settings)
+    backend = "FLASH_ATTN_MLA" if uses_mla else "FLASH_ATTN"
+    return AttentionConfig(backend=backend, flash_attn_max_num_splits_for_cuda_graph=pin.SPLITS[split])
 
 
 def gpu_graphs(mode: str, sizes: Sequence[int]) -> Any:
@@ -315,7 +317,7 @@ def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:
         raise UnavailableError(
             f"this model cannot keep the contract: it has {', '.join(sorted(unknown))} in its KV cache"
         )
-    platform, split, parallel = seen["platform"], seen["attention_split_kv"], config.parallel_config
+    platform, parallel = seen["platform"], config.parallel_config
     found = {
         "the model runner": (seen["runner"], RUNNERS[platform]),
         "vLLM's async_scheduling": (config.scheduler_config.async_scheduling, platform != "cpu"),  # platforms/cpu.py
@@ -330,10 +332,19 @@ def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:
             parallel.disable_custom_all_reduce or parallel.tensor_parallel_size <= 2,
             True,
         ),
-        "attention's split-KV": (split, SPLIT_KV.get((platform, config.kv_transfer_config.kv_role), split)),
+        "attention's split-KV": (seen["split_policy"], _split_policy(config, platform)),
     }
     if platform != "cpu":
         inductor = config.compilation_config.inductor_compile_config
         found |= {f"vLLM's inductor {name}": (inductor.get(name), value) for name, value in pin.GPU_INDUCTOR.items()}
     for name, (value, expected) in found.items():
         pin.refuse_other(name, str(value), str(expected))
+
+
+def _split_policy(config: Any, platform: str) -> str:
+    """Return how the attention of an engine with this `VllmConfig` has to cut KV. A prompt is never cut on a GPU."""
+    role = config.kv_transfer_config.kv_role
+    if platform == "cpu":
+        return SPLIT_KV_ON_CPU[role]
+    most = 1 if role == "kv_producer" else config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+    return pin.SPLIT_POLICY.get(most, f"one of {', '.join(pin.SPLIT_POLICY.values())}")

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.utils.import_utils import has_deep_gemm
 
-from corun.node.vllm import pin
+from corun.node.vllm import attention, pin
 from corun.node.workarounds import busy_wait
 from corun.observe import stages
 
@@ -64,6 +64,8 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     """A stock worker that can also report what it loaded and manage the KV that it holds."""
 
     weights_digest = ""
+    unfit_attention = ""
+    """Why attention cannot be made to cut KV as it should; empty if it can."""
 
     def init_device(self) -> None:
         pin.set_switches(torch.backends, current_platform.device_type)
@@ -95,6 +97,9 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
         bound = os.sched_getaffinity(0)
         super().initialize_from_config(kv_cache_config if current_platform.is_cpu() else packed(kv_cache_config))
         os.sched_setaffinity(0, bound)
+        if not current_platform.is_cpu():
+            most = self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+            self.unfit_attention = attention.fix(attention.builders_of(self.model_runner), most)
         if has_kv_transfer_group():
             get_kv_transfer_group().bind(self.model_facts())
 
@@ -138,11 +143,10 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     def _observe_device(self) -> dict[str, Any]:
         if current_platform.is_cpu():
             split_kv = "on" if envs.VLLM_CPU_ATTN_SPLIT_KV else "off"
-            return {"attention_split_kv": split_kv, "multiprocessors": 0, "kernel_packages": []}
-        max_splits = int(self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph)
+            return {"split_policy": f"split-kv {split_kv}", "multiprocessors": 0, "kernel_packages": []}
         compilation = self.vllm_config.compilation_config
         return {
-            "attention_split_kv": f"max {max_splits} in graphs",
+            "split_policy": self.unfit_attention or attention.policy(attention.builders_of(self.model_runner)),
             "graph": f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}",
             "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
             # To be usable, FlashInfer also needs nvcc or ready-made kernels, and DeepGEMM needs the CUDA toolkit.
