@@ -42,11 +42,13 @@ RUN packages="" \
     fi \
     && useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin corun
 COPY --from=build /opt/corun /opt/corun
-# USER is for torch, which names its cache after it also where the platform picks another user. The driver's libraries
-# are mounted by NVIDIA's container runtime, if there is one.
+# USER is for torch, which names its cache after it also where the platform picks another user. All compiled code is
+# cached below one directory, which a volume may keep (k8s/components/compile-cache). The driver's libraries are mounted by NVIDIA's container runtime, if there is one.
 ENV PATH=/opt/corun/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/home/corun \
     USER=corun \
+    TORCHINDUCTOR_CACHE_DIR=/home/corun/.cache/torchinductor \
+    TRITON_CACHE_DIR=/home/corun/.cache/triton \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

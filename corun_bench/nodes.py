@@ -1,6 +1,6 @@
 """A cluster of plain processes on chosen GPUs: this module starts, kills, restarts and stops them.
 
-Owns: which node gets which GPU, and in what order nodes start. Without a GPU the same nodes run on the CPU. Must not
+Owns: which node gets which GPU. Without a GPU the same nodes run on the CPU. Must not
 know: what is checked on the cluster.
 """
 
@@ -44,7 +44,7 @@ class Topology:
     prefill_gpus: tuple[int, ...] = (0,)
     """GPUs of the prefill nodes; there is one node for every tensor_parallel_size of them."""
     decode_gpus: tuple[int, ...] = (0,)
-    """GPUs of the decode nodes. Nodes that share a GPU share its memory, and start one after the other."""
+    """GPUs of the decode nodes. Nodes that share a GPU share its memory."""
     tensor_parallel_size: int = 1
     """GPUs of each node."""
     gpu_memory_utilization: float = 0.0
@@ -69,7 +69,7 @@ class Topology:
 
     @property
     def nodes(self) -> list[NodePlan]:
-        """The nodes in the order of their start."""
+        """All nodes, prefill nodes first."""
         prefill = [NodePlan(f"p{i}", "prefill_node", gpus) for i, gpus in enumerate(self._split(self.prefill_gpus))]
         decode = [NodePlan(f"d{i}", "decode_node", gpus) for i, gpus in enumerate(self._split(self.decode_gpus))]
         return prefill + decode
@@ -145,23 +145,18 @@ class Nodes:
             return None
 
     def start(self) -> None:
-        """Start the router, and each node once earlier nodes on its GPUs have joined; return when all are ready.
-
-        vLLM measures what memory is free while it starts, so engines on one GPU cannot start at the same time.
-        """
+        """Start the router and all nodes side by side; return when all are ready."""
         deadline = time.monotonic() + self.topology.start_timeout_s
-        waiting = list(self.topology.nodes)
         with self._starting:
             if not self._stopped.is_set():
                 flags = ("--port", str(self.port), *self.router_flags, *self.member_flags)
                 self.processes.start("router", "router", *flags)
-            while waiting or not self.all_ready():
+                for node in self.topology.nodes:
+                    self.start_node(node)
+            while not self.all_ready():
                 if self._stopped.is_set():
                     raise StartError("it was stopped while it started")
-                joined = self._joined()
-                for node in [node for node in waiting if self._may_start(node, joined)]:
-                    self.start_node(node)
-                    waiting.remove(node)
+                self._joined()
                 self._check(deadline)
                 self._stopped.wait(POLL_S)
             self._joined()
@@ -233,10 +228,6 @@ class Nodes:
     def _nodes(self) -> tuple[NodeStatus, ...]:
         found = self.status()
         return () if found is None else found.nodes
-
-    def _may_start(self, node: NodePlan, joined: set[str]) -> bool:
-        before = self.topology.nodes[: self.topology.nodes.index(node)]
-        return not has_gpu() or all(other.name in joined for other in before if {*other.gpus} & {*node.gpus})
 
     def _joined(self) -> set[str]:
         """Return the nodes that the router knows; note when each was first seen."""

@@ -129,7 +129,7 @@ async def _engines(system: System, machine: Machine, logs: Path) -> AsyncIterato
     async with AsyncExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corun-bench-")))
         for settings in system.engines(machine):
-            # vLLM measures what memory is free while it starts, so engines on one GPU start one after the other.
+            # Stock vLLM measures what memory is free while it starts: engines on one GPU start one after the other.
             await ready([engine for engine in engines if {*engine.settings.gpus} & {*settings.gpus}])
             engine = Engine(f"{settings.role}-{len(engines)}", settings, processes, sockets)
             stack.push_async_callback(engine.stop)

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from corun.client.client import Client
@@ -45,8 +45,6 @@ class _Pool:
     """True once every router had all wanted nodes of the pool in use. It stays true."""
     in_use: tuple[set[str], ...] = ()
     """For each router that answered the last question, the names of the nodes that it uses."""
-    known: set[str] = field(default_factory=set)
-    """The names of the nodes that have loaded their model and registered with a router."""
 
 
 class Cluster:
@@ -147,32 +145,14 @@ class Cluster:
         for member in surplus:
             self._say(f"stopping {member.name}")
         orders = [self._order(member) for member in wanted if member not in running]
-        later = self._later([order.member for order in orders if order.share.is_part_of_gpu])
         hosts = {
             order.member: self._pools[order.member.pool].hosts[order.member.index]
             for order in orders
             if order.member.is_router
         }
-        self._fleet.start([order for order in orders if order.member not in later], hosts, later)
-        for member in later:
-            self._say.change(member.name, "waiting: engines that share a GPU start one after the other")
+        self._fleet.start(orders, hosts)
         for member in (member for member in hosts if member not in self._fleet.running):
             self._say.change(member.name, f"waiting: its machine, {hosts[member]}, is gone")
-
-    def _later(self, sharing: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-        """Return those of the missing nodes that share a GPU that must wait: one starts at a time, and only while no
-        other node loads.
-
-        An engine takes its part of the memory that it finds free. It fails, or takes another amount, if the free memory
-        changes while it measures (vllm/v1/worker/gpu_worker.py: `determine_available_memory`). A node that restarts
-        after it died does not wait for a turn: its supervisor starts it at once, even while other nodes load.
-        """
-        known = set[str]().union(*(pool.known for pool in self._pools.values()))
-        is_loading = any(
-            not member.is_router and member.name not in known and status.state is not ProcessState.FAILED
-            for member, status in self._fleet.last_statuses.items()
-        )
-        return list(sharing if is_loading else sharing[1:])
 
     def _order(self, member: ProcessSpec) -> Order:
         if not member.is_router and member not in self._places:
@@ -224,9 +204,8 @@ class Cluster:
         if not answers:
             return
         statuses = [node for answer in answers for node in answer.nodes]
-        pool.known = {node.node.ref.node_id for node in statuses if node.state is not NodeState.LOST}
         told: dict[str, NodeStatus] = {}
-        for node in statuses:  # Also report nodes that only a later router knows: they let other nodes start.
+        for node in statuses:  # Also report nodes that only a later router knows.
             told.setdefault(node.node.ref.node_id, node)
         running = {member.name for member in self._fleet.running}
         for name, node in told.items():

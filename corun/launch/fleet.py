@@ -129,11 +129,6 @@ class Fleet:
         return list(self._placed)
 
     @property
-    def last_statuses(self) -> dict[ProcessSpec, ProcessStatus]:
-        """The status of each process when it last answered."""
-        return {member: placed.status for member, placed in self._placed.items()}
-
-    @property
     def stopping(self) -> list[ProcessSpec]:
         return [member for member, placed in self._placed.items() if placed.gone_at is not None]
 
@@ -141,14 +136,11 @@ class Fleet:
         """Return the longest time in seconds that any member has between being asked to end and being killed."""
         return max((self._placed[member].order.grace_s for member in members), default=0.0)
 
-    def start(
-        self, orders: Sequence[Order], router_hosts: Mapping[ProcessSpec, str], later: Sequence[ProcessSpec] = ()
-    ) -> None:
+    def start(self, orders: Sequence[Order], router_hosts: Mapping[ProcessSpec, str]) -> None:
         """Place processes. They start as soon as there is room, in no particular order.
 
         Nodes that start together are placed near each other where possible. router_hosts: the address of each router's
-        machine; a router is left out if it has none or if that machine is not alive. later: nodes that will start after
-        these nodes and should be near them.
+        machine; a router is left out if it has none or if that machine is not alive.
         """
         alive = runtime.hosts()
         anywhere = runtime.on(alive[self._only_host]) if self._only_host else {"scheduling_strategy": "SPREAD"}
@@ -161,15 +153,13 @@ class Fleet:
                 on_gpus[order.member] = order
             else:
                 self._place(order, anywhere)
-        self._place_on_gpus(on_gpus, later)
+        self._place_on_gpus(on_gpus)
 
-    def _place_on_gpus(self, orders: Mapping[ProcessSpec, Order], later: Sequence[ProcessSpec]) -> None:
-        reuse(self._groups, {member: order.share.gpus for member, order in orders.items()}, {*self._placed, *later})
+    def _place_on_gpus(self, orders: Mapping[ProcessSpec, Order]) -> None:
+        reuse(self._groups, {member: order.share.gpus for member, order in orders.items()}, self._placed)
         kept = {member: group for group in self._groups for member in group.members}
-        for near in groups([member for member in (*orders, *later) if member not in kept]):
-            if not (now := [member for member in near if member in orders]):
-                continue
-            gpus = orders[now[0]].share.gpus
+        for near in groups([member for member in orders if member not in kept]):
+            gpus = orders[near[0]].share.gpus
             # In Ray, every machine has a resource that is named after its address.
             bundle = {"GPU": gpus} | ({f"node:{self._only_host}": 0.001} if self._only_host else {})
             handle = runtime.api().util.placement_group([bundle for _ in near], strategy="PACK")

@@ -24,10 +24,6 @@ class Share:
     cores: tuple[int, ...] = ()
     """The cores that the process may use; empty: all."""
 
-    @property
-    def is_part_of_gpu(self) -> bool:
-        return 0 < self.gpus < 1
-
 
 class Shares:
     """The share of every process of one launch. Processes that start later get the same shares, since a share may be

@@ -45,7 +45,7 @@ def test_flags_are_those_of_the_command_line(process: str, capsys: pytest.Captur
 
 
 def test_what_is_marked_is_what_contracts_have() -> None:
-    """Contracts have `model` as digests of its files, and `decode_split` as what was found in effect: `split_policy`."""
+    """Contracts have `model` as digests of its files, and `decode_split` as what is in effect: `split_policy`."""
     contract = {known.name for part in (ModelContract, PrefillContract, DecodeContract) for known in fields(part)}
     known = {known.name: known for cls in docs.PROCESSES.values() for known in fields(cls)}
     marked = {name for name, each in known.items() if each.metadata.get("contract")}

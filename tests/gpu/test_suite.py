@@ -49,12 +49,15 @@ def test_nodes_share_the_memory_of_a_gpu(topology: Topology, share: float, on_gp
         assert flags[flags.index("--gpu-memory-utilization") + 1] == str(share)
 
 
-def test_nodes_on_one_gpu_start_one_after_the_other(on_gpu: None, tmp_path: Path) -> None:
-    topology = Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2))
-    cluster = nodes.Nodes(topology, nodes.Processes(tmp_path))
-    may = {node.name: cluster._may_start(node, set()) for node in topology.nodes}
-    assert may == {"p0": True, "p1": True, "d0": False, "d1": True}
-    assert cluster._may_start(topology.nodes[2], {"p0"})
+def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    cluster = nodes.Nodes(Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2)), nodes.Processes(tmp_path))
+    monkeypatch.setattr(cluster.processes, "start", lambda name, *flags: started.append(name))
+    monkeypatch.setattr(cluster, "status", lambda: None)
+    cluster.abandoned.set()
+    with pytest.raises(nodes.StartError, match="given up"):
+        cluster.start()
+    assert started == ["router", "p0", "p1", "d0", "d1"]
 
 
 def test_edges_lie_on_both_sides() -> None:

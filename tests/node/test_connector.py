@@ -38,6 +38,18 @@ def judged(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Judge:
     return judge
 
 
+def test_handshakes_are_answered_at_the_nodes_own_port(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port is an argument. In the environment it would be a part of the key of vLLM's compile cache."""
+    given = {"cluster_token_file": "", "handshake_port": 7001}
+    transfer = SimpleNamespace(get_from_extra_config=lambda name, default: given[name])
+    for scheduler in (SimpleNamespace(side_channel_port=5600), None):
+        stock = lambda self, *args, scheduler=scheduler: setattr(self, "connector_scheduler", scheduler)  # noqa: E731
+        monkeypatch.setattr(module.NixlPullConnector, "__init__", stock)
+        made = module.CorunNixlConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
+        assert made.connector_scheduler is scheduler
+        assert scheduler is None or scheduler.side_channel_port == 7001
+
+
 @pytest.fixture
 def connector(module: ModuleType, judged: Judge) -> Any:
     """A connector whose worker holds the KV of "a", "b" and "c", and has an inbox instead of a NIXL agent."""

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import zmq
 
-from corun.config.fields import PrefillConfig
+from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.errors import UnavailableError
 from corun.node.vllm import pin
-from corun.node.vllm.start import answer, nixl_endpoint, refuse_unfit
-from tests.loading import load
+from corun.node.vllm.start import answer, nixl_endpoint, prepare, refuse_unfit
+from corun.types import NixlEndpoint, NodeRole
+from tests.loading import environment, load
 
 
 def test_the_port_of_handshakes_is_held_until_the_engine_listens() -> None:
@@ -30,6 +31,23 @@ def test_the_port_of_handshakes_is_held_until_the_engine_listens() -> None:
         listener.bind(f"tcp://127.0.0.1:{port}")
         with pytest.raises(UnavailableError, match=f"cannot be answered at 127.0.0.1:{port}: Address already in use"):
             nixl_endpoint(PrefillConfig(model="m", nixl_port=port), "e")
+
+
+def test_a_start_finds_what_an_earlier_one_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's compile cache has a key over its variables, the port of NIXL's handshakes among them, and a node may have
+    another port at each start."""
+    envs = load("vllm.envs")
+
+    def key(port: int, **variables: str) -> Any:
+        monkeypatch.setattr(pin, "_pinned", {})
+        node = DecodeConfig(model="m")
+        endpoint = NixlEndpoint(engine_id=f"engine-{port}", host="127.0.0.1", port=port, tp_size=1)
+        with environment(**variables):
+            prepare(node, NodeRole.DECODE, endpoint)
+            return envs.compile_factors()
+
+    assert key(7001) == key(7002)
+    assert key(7001, VLLM_NIXL_SIDE_CHANNEL_PORT="7001") != key(7001, VLLM_NIXL_SIDE_CHANNEL_PORT="7002")
 
 
 def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: Any) -> Any:

@@ -95,6 +95,21 @@ def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
     assert worker.NodeWorker._observe_device(node)["split_policy"] == node.unfit_attention
 
 
+def test_memory_for_kv_is_what_this_process_leaves_of_its_share(
+    worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other engines on the GPU may load meanwhile: how much of it is free is never asked."""
+    gib, asked = 2**30, []
+    monkeypatch.setattr(worker.current_platform, "is_cpu", lambda: False)
+    for name in ("reset_peak_memory_stats", "empty_cache", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: asked.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 20 * gib)
+    runner = SimpleNamespace(profile_run=lambda: asked.append("profile_run"))
+    node = SimpleNamespace(device="cuda:1", model_runner=runner, requested_memory=60 * gib)
+    assert worker.NodeWorker.determine_available_memory(node) == 39 * gib
+    assert asked == ["reset_peak_memory_stats", "profile_run", "empty_cache"]
+
+
 def test_runners_of_one_class_name_are_told_apart(worker: Any) -> None:
     for module, generation in (("gpu.", "v2"), ("gpu_", "v1"), ("cpu.", "v2"), ("cpu_", "v1")):
         runner = type("GPUModelRunner", (), {"__module__": f"vllm.v1.worker.{module}model_runner"})()

@@ -10,7 +10,6 @@ import pytest
 
 from corun.errors import UnavailableError
 from corun.node.membership import NodeAgent
-from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.nodes import LocalNode

@@ -82,6 +82,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         _seal(vllm_config.kv_transfer_config.get_from_extra_config("cluster_token_file", ""))
         super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_scheduler is not None:  # It has read the port from the environment (base_scheduler.py).
+            port = vllm_config.kv_transfer_config.get_from_extra_config("handshake_port", None)
+            self.connector_scheduler.side_channel_port = port
         self.handoffs = Handoffs()
         self.expired = 0
         self._released: dict[str, float] = {}  # request id -> when to forget the release

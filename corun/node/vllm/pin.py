@@ -161,6 +161,7 @@ HARMLESS = (
     *("FLASHINFER_WORKSPACE_BASE", "FLASHINFER_CUBIN_DIR"),
     # addresses, secrets, the size of the KV pool
     *("VLLM_HOST_IP", "VLLM_LOOPBACK_IP", "VLLM_PORT*", "VLLM_SERVICE_*", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY"),
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",  # The connector sets it to the node's own.
     *("NCCL_SOCKET_*", "NCCL_IB_*", "VLLM_CPU_KVCACHE_SPACE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     # where threads run; the number of threads is read back
     *("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "KMP_AFFINITY", "KMP_BLOCKTIME"),

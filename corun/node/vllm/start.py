@@ -105,7 +105,9 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     pin.pin(pin.PLUMBING if on_cpu else {**pin.PLUMBING, **pin.GPU_PLUMBING})
     if is_loopback(endpoint.host) and "UCX_NET_DEVICES" not in os.environ:
         os.environ["UCX_NET_DEVICES"] = "lo"  # Otherwise NIXL also listens on the external interfaces.
-    pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(endpoint.port)})
+    # Not the port, which may be another one at each start: in the environment, vLLM would make it a part of the key of
+    # its compile cache (envs.py: `compile_factors`), and each start would compile all anew.
+    pin.pin({"VLLM_NIXL_SIDE_CHANNEL_HOST": endpoint.host})
     if not on_cpu and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
         devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
         os.environ["CUDA_VISIBLE_DEVICES"] = pin.own_gpus_first(visible, devices)
@@ -126,7 +128,12 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
         kv_role="kv_producer" if producer else "kv_consumer",
         engine_id=endpoint.engine_id,
         # One thread posts all reads; more threads were not faster. The engine's processes read the token's file.
-        kv_connector_extra_config={"num_threads": 0, "cluster_token_file": config.cluster_token_file, **extra},
+        kv_connector_extra_config={
+            "num_threads": 0,
+            "cluster_token_file": config.cluster_token_file,
+            "handshake_port": endpoint.port,
+            **extra,
+        },
         # A failed prompt is never computed on the decode node: it goes back to the router, which starts from prefill.
         kv_load_failure_policy="fail",
     )
