@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
 from corun import Client, ClusterStatus, UnavailableError
+from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.node.vllm.start import free_port
 from corun.types import NodeState, NodeStatus
@@ -33,6 +35,16 @@ MAX_MODEL_LEN = 8192
 
 class StartError(RuntimeError):
     """A node did not start; the message ends with its log."""
+
+
+FREEDOMS = {
+    "rows": "smaller_steps",
+    "packed": "packed_prefill",
+    "chunks": "free_chunks",
+    "cached": "prefix_caching",
+}
+"""The settings that allow nodes other ways to compute the same bits, by the name of the freedom."""
+CONFIGS: dict[str, type[NodeConfig]] = {"prefill_node": PrefillConfig, "decode_node": DecodeConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +67,10 @@ class Topology:
     """Most tokens of prompt and output together; 0: the model's limit, at most 8192."""
     threads: int = 0
     """Threads of each engine on a CPU; 0: all cores."""
+    freedoms: Literal["all", "none", "rows", "packed", "chunks", "cached"] = "all"
+    """Which other ways to compute the same bits the nodes may use, each where they have a certificate for it."""
+    decode_split: Literal["none", "own-length"] = "none"
+    """How decode nodes cut a row's KV; not for CPUs."""
     start_timeout_s: float = 400.0
     """The time limit for the start of all nodes together, in seconds."""
 
@@ -85,10 +101,18 @@ class Topology:
         found += ["--chunk-size", str(self.chunk_size)] if node.module == "prefill_node" else []
         found += ["--slots", str(self.slots)] if node.module == "decode_node" else []
         found += ["--threads", str(self.threads)] if self.threads else []
+        found += ["--decode-split", self.decode_split] if node.module == "decode_node" else []
+        found += self._switches(CONFIGS[node.module])
         if has_gpu():
             found += ["--gpu-memory-utilization", str(self.share(node))]
             found += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         return found
+
+    def _switches(self, config: type[NodeConfig]) -> list[str]:
+        """Return the flags that switch off the freedoms that were not asked for, of those that such a node has."""
+        known = {setting.name for setting in fields(config)}
+        off = [name for name in FREEDOMS if self.freedoms not in ("all", name) and FREEDOMS[name] in known]
+        return [f"--no-{FREEDOMS[name].replace('_', '-')}" for name in off]
 
     def _split(self, gpus: tuple[int, ...]) -> list[tuple[int, ...]]:
         size = self.tensor_parallel_size

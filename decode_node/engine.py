@@ -93,7 +93,8 @@ class VllmDecodeEngine:
     @classmethod
     async def launch(cls, config: DecodeConfig, endpoint: NixlEndpoint) -> VllmDecodeEngine:
         """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        llm = base.step_llm().from_engine_args(arguments(config, endpoint))
+        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
+        llm = base.step_llm().from_engine_args(made)
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
         certified = await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)

@@ -6,7 +6,6 @@ that the same checks run on the tiny model. Must not know how a cluster is start
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import time
@@ -23,6 +22,7 @@ from corun.types import NodeRole
 from corun_bench.nodes import Nodes
 from prefill_node.engine import prefill_buckets
 from tests.e2e.test_determinism import Case, bits, differing, run
+from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome
 
 PAPER = {"temperature": 0.6, "max_tokens": 8}
@@ -78,10 +78,8 @@ class Bench:
     scale: float = 1.0
     """A factor for the numbers of prompts."""
     long_output: int = 2048
-    reference: Sequence[str] = ()
-    """The output digests of an earlier run's paper test."""
-    paper: list[str] = field(default_factory=list)
-    """The output digests of this run's paper test."""
+    outputs: Outputs = field(default_factory=Outputs)
+    """What all checks of this run have drawn."""
 
     @property
     def remaining_s(self) -> float:
@@ -104,7 +102,9 @@ class Bench:
         return max(2, round(number * self.scale))
 
     def run(self, cases: Sequence[Case], concurrency: int) -> list[Generation]:
-        return run(self.client, list(cases), concurrency)
+        found = run(self.client, list(cases), concurrency)
+        self.outputs.note(cases, found)
+        return found
 
     def compare(self, name: str, cases: Sequence[Case], concurrency: int, alone: int = 1) -> Outcome:
         """Compare the outputs of the same cases, `alone` at a time and `concurrency` at a time."""
@@ -132,10 +132,6 @@ def paper(bench: Bench) -> Iterator[Found]:
     logprobs = [value for one in alone for value in one.logprobs]
     detail = {"mean_logprob": round(sum(logprobs) / len(logprobs), 3)}
     yield compared("paper: 32 prompts alone, in a batch of 32", alone, bench.run(checked, 32), **detail)
-    bench.paper[:] = [hashlib.sha256(bits(one)).hexdigest()[:16] for one in alone]
-    if bench.reference:
-        equal = sum(a == b for a, b in zip(bench.paper, bench.reference, strict=True))
-        yield Outcome(name="paper: the bits of an earlier run", total=len(bench.paper), equal=equal)
 
 
 def verify_conditions(bench: Bench) -> Iterator[Found]:

@@ -1,8 +1,12 @@
 """The verification suite: start a cluster on a model, compare bits, stop it, and run stock vLLM as the control.
 
 `python -m tests.gpu.suite --model DIR [--prefill-gpus 0] [--decode-gpus 0] [--json PATH]`. The first check is the
-paper's (Section V-B): 32 prompts, temperature 0.6, seed 42, alone and in a batch of 32. Prints a JSON line per result
-and a table. Exit code: 0 if every bit agreed, 3 if one did not, 1 if something was not checked.
+paper's (Section V-B): 32 prompts, temperature 0.6, seed 42, alone and in a batch of 32. Prints a JSON line per result,
+one digest over all outputs, and a table. Exit code: 0 if every bit agreed, 3 if one did not, 1 if something was not
+checked.
+
+`--freedoms all|none|rows|packed|chunks|cached` says what the nodes may do to be faster. All of these must give the same
+bits: run one with `--json FILE`, and each other one with `--same-bits-as FILE`.
 
 Owns the course of a run and its time: no check may use up the time of the others, and all results so far are on disk at
 any moment.
@@ -30,6 +34,7 @@ from corun_bench import conditions
 from corun_bench.nodes import Nodes, Topology, after, environment, has_gpu, running
 from tests.e2e.stock import result_of
 from tests.gpu.checks import BY_NAME, CHECKS, PAPER, PAPER_SEED, Bench, Check, Found, Prompts
+from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
 
 STOP_S = 25.0
@@ -64,7 +69,7 @@ class Suite:
     json: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """File for all results."""
     same_bits_as: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """The --json file of an earlier run of the same model, whose paper test must have given the same bits."""
+    """The --json file of an earlier run of the same model, whose outputs must have had the same bits."""
 
     @property
     def chosen(self) -> list[Check]:
@@ -78,7 +83,7 @@ class Run:
         self.options = options
         self.report = Report(options.json)
         self._began = time.monotonic()
-        self._paper: list[str] = []
+        self._outputs = Outputs()
         self._memory: dict[str, Any] = {}
 
     @property
@@ -112,10 +117,19 @@ class Run:
                 self.report.keep(fingerprint=status.fingerprint, contracts=conditions.contracts(status))
                 for check in self.options.chosen:
                     self.check(check, nodes)
+                self.drawn()
                 self._note_memory("at the end", nodes)
                 self.report.say(start_s=nodes.seconds, exit_codes=nodes.stop())
         finally:
-            self.report.keep(log_lines=conditions.log_lines(self.options.logs.glob("*.log")), paper_bits=self._paper)
+            self.report.keep(log_lines=conditions.log_lines(self.options.logs.glob("*.log")))
+
+    def drawn(self) -> None:
+        """Tell the digest of all outputs, and compare them with those of an earlier run."""
+        found = self._outputs
+        self.report.say(bits=found.digest, cases=len(found.found), tokens=found.tokens)
+        self.report.keep(outputs=found.found)
+        if (earlier := self.options.same_bits_as) is not None:
+            self.report.add(found.against(json.loads(earlier.read_text())["conditions"]["outputs"]))
 
     def check(self, check: Check, nodes: Nodes) -> None:
         """Run one check within its limit; its errors are its result."""
@@ -156,8 +170,6 @@ class Run:
         return STOP_S + (self.options.stock_limit_s if self.options.stock == "after" else 0.0)
 
     def _bench(self, nodes: Nodes, client: Client, deadline: float) -> Bench:
-        earlier = self.options.same_bits_as
-        reference = json.loads(earlier.read_text())["conditions"]["paper_bits"] if earlier else ()
         return Bench(
             nodes=nodes,
             client=client,
@@ -165,8 +177,7 @@ class Run:
             deadline=deadline,
             scale=self.options.scale,
             long_output=self.options.long_output,
-            reference=reference,
-            paper=self._paper,
+            outputs=self._outputs,
         )
 
     def _add(self, results: Iterator[Found]) -> None:

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from corun import Client
+from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.config.flags import parse
 from corun.errors import CorunError
 from corun_bench import conditions, nodes
 from corun_bench.nodes import Topology
 from tests.e2e.stock import result_of
-from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths
+from tests.gpu.checks import Bench, Check, Found, Prompts, edge_lengths, sampling
 from tests.gpu.handoff import pairs
+from tests.gpu.outputs import Outputs
 from tests.gpu.report import Outcome, Report
+from tests.gpu.start import BEFORE, Watch
 from tests.gpu.suite import Run, Suite
 
 
@@ -49,6 +53,58 @@ def test_nodes_share_the_memory_of_a_gpu(topology: Topology, share: float, on_gp
         assert flags[flags.index("--gpu-memory-utilization") + 1] == str(share)
 
 
+@pytest.mark.parametrize(
+    ("freedoms", "prefill", "decode"),
+    [
+        ("all", set(), set()),
+        ("none", {"packed", "chunks", "cached"}, {"rows", "cached"}),
+        ("rows", {"packed", "chunks", "cached"}, {"cached"}),
+        ("packed", {"chunks", "cached"}, {"rows", "cached"}),
+        ("cached", {"packed", "chunks"}, {"rows"}),
+    ],
+)
+def test_what_was_not_asked_for_is_switched_off(
+    freedoms: Any, prefill: set[str], decode: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that does not have a setting is not given it."""
+    own = {PrefillConfig: ("packed_prefill", "free_chunks"), DecodeConfig: ("smaller_steps",)}
+    named = {
+        config: [SimpleNamespace(name=name) for name in (*names, "prefix_caching")] for config, names in own.items()
+    }
+    monkeypatch.setattr(nodes, "fields", named.__getitem__)
+    topology = Topology(model="tiny", freedoms=freedoms)
+    for node, off in zip(topology.nodes, (prefill, decode), strict=True):
+        flags = {flag for flag in topology.flags(node) if flag.startswith("--no-")}
+        assert flags == {f"--no-{nodes.FREEDOMS[name].replace('_', '-')}" for name in off}
+
+
+@pytest.mark.parametrize("freedoms", ["all", "none", *nodes.FREEDOMS])
+def test_nodes_take_the_flags_of_a_topology(freedoms: Any) -> None:
+    topology = Topology(model="tiny", freedoms=freedoms, decode_split="own-length")
+    prefill, decode = (parse(nodes.CONFIGS[node.module], topology.flags(node)) for node in topology.nodes)
+    assert isinstance(prefill, PrefillConfig)
+    assert isinstance(decode, DecodeConfig)
+    assert decode.decode_split == "own-length"
+    assert decode.smaller_steps == (freedoms in ("all", "rows"))
+
+
+def test_runs_are_compared_by_the_bits_of_their_cases() -> None:
+    def generation(*tokens: int) -> Any:
+        return SimpleNamespace(token_ids=tokens, samples=[SimpleNamespace(token_ids=tokens, logprobs=(-1.0,))])
+
+    cases = [([1, 2], sampling(), seed) for seed in (7, 8)]
+    first, again, other = Outputs(), Outputs(), Outputs()
+    first.note(cases, [generation(4), generation(5)])
+    first.note(cases, [generation(6), generation(5)])  # A difference within the run is for a check to find.
+    again.note(cases[::-1], [generation(5), generation(4)])
+    other.note(cases, [generation(4), generation(9)])
+    assert first.digest == again.digest != other.digest
+    assert (first.tokens, again.tokens) == (4, 2)
+    assert again.against(first.found).verdict == "equal"
+    assert (other.against(first.found).equal, other.against(first.found).verdict) == (1, "DIFFERENT")
+    assert Outputs().against(first.found).verdict == "DIFFERENT", "nothing was compared"
+
+
 def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     cluster = nodes.Nodes(Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2)), nodes.Processes(tmp_path))
@@ -58,6 +114,18 @@ def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monke
     with pytest.raises(nodes.StartError, match="given up"):
         cluster.start()
     assert started == ["router", "p0", "p1", "d0", "d1"]
+
+
+def test_the_stages_of_a_start_are_timed_by_the_logs(tmp_path: Path) -> None:
+    logs = {name: tmp_path / f"{name}.log" for name in ("p0", "d0")}
+    watch = Watch(logs, began=10.0)
+    watch.look(11.0)  # Nothing is written yet.
+    for at, words in ((12.5, "stage: importing vLLM\nINFO x\n"), (14.0, "more\n"), (20.0, "stage: loading\n")):
+        with logs["p0"].open("a") as log:
+            log.write(words)
+        watch.look(at)
+    assert watch.stages["p0"].seconds(21.0) == {BEFORE: 2.5, "importing vLLM": 7.5, "loading": 1.0}
+    assert watch.stages["d0"].seconds(21.0) == {BEFORE: 11.0}
 
 
 def test_edges_lie_on_both_sides() -> None:

@@ -182,9 +182,8 @@ def test_no_step_of_an_engine_has_more_than_one_split(make: Any, attention: Any,
     assert attention.policy([builder]) == NONE
 
 
-def test_mla_computes_long_chunks_of_prompts_with_one_split(mla: Any, make: Any, attention: Any) -> None:
-    if make.kind is not mla.FlashAttnMLAMetadataBuilder:
-        pytest.skip("only MLA has such a call")
+@pytest.mark.parametrize("make", ["mla"], indirect=True)
+def test_mla_computes_long_chunks_of_prompts_with_one_split(make: Any, attention: Any) -> None:
     builder = make("PIECEWISE", tokens=2048)
     attention.fix([builder], 1)
     builder._prefill_backend.flash_attn_varlen_func(causal=True)

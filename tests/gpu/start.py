@@ -1,0 +1,110 @@
+"""How long a cluster takes to start, stage by stage: with nothing compiled before, and again with what that start kept.
+
+`python -m tests.gpu.start --model DIR [--prefill-gpus 0] [--decode-gpus 0]`. Prints a JSON line per start: the seconds
+until a pair is ready, and for each node the seconds of each stage that it enters (corun/observe/stages.py). The first
+start has empty caches of its own (vLLM's, Inductor's, Triton's), and the second one the same. The user's stay as they
+are.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from corun.observe.stages import Reader
+from corun_bench.nodes import Topology, environment, running
+
+LOOK_S = 0.1
+"""The time between two looks at the logs: stages that are shorter may be missed."""
+CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+BEFORE = "starting Python"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Measures a start without compiled code, and one with it."""
+
+    topology: tyro.conf.OmitArgPrefixes[Topology]
+    starts: int = 2
+    """The number of starts, the first with empty caches."""
+    logs: Path = Path("start-logs")
+
+
+@dataclass
+class Stages:
+    """The stages of one node's start, with the time at which each began."""
+
+    entered: list[tuple[str, float]]
+
+    def enter(self, stage: str, at: float) -> None:
+        if stage and stage != self.entered[-1][0]:
+            self.entered.append((stage, at))
+
+    def seconds(self, end: float) -> dict[str, float]:
+        """Return the seconds in each stage, in order. The last one lasts until `end`."""
+        times = [at for _, at in self.entered[1:]] + [end]
+        return {stage: round(after - at, 1) for (stage, at), after in zip(self.entered, times, strict=True)}
+
+
+@dataclass
+class Watch:
+    """Follows the logs of nodes in a thread of its own."""
+
+    nodes: dict[str, Path]
+    began: float = field(default_factory=time.monotonic)
+    stages: dict[str, Stages] = field(init=False)
+    _readers: dict[str, Reader] = field(init=False)
+    _over: threading.Event = field(init=False, default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.stages = {name: Stages([(BEFORE, self.began)]) for name in self.nodes}
+        self._readers = {name: Reader(log) for name, log in self.nodes.items()}
+
+    @contextmanager
+    def following(self) -> Iterator[Watch]:
+        thread = threading.Thread(target=self._follow, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            thread.join()
+
+    def look(self, now: float) -> None:
+        for name, reader in self._readers.items():
+            self.stages[name].enter(reader.stage(0), now)
+
+    def _follow(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self.look(time.monotonic())
+
+
+def measure(topology: Topology, logs: Path) -> dict[str, object]:
+    """Start the cluster once and stop it; return the seconds."""
+    watch = Watch({node.name: logs / f"{node.name}.log" for node in topology.nodes})
+    with watch.following(), running(topology, logs):
+        ready = time.monotonic()
+    nodes = {name: stages.seconds(ready) for name, stages in watch.stages.items()}
+    return {"ready_s": round(ready - watch.began, 1), "nodes": nodes}
+
+
+def main(options: Start) -> None:
+    with tempfile.TemporaryDirectory(prefix="corun-start-") as caches:
+        variables = {name: f"{caches}/{directory}" for name, directory in CACHES.items()}
+        for number in range(options.starts):
+            with environment(**variables):
+                measured = measure(options.topology, options.logs / str(number))
+            kept = sum(file.stat().st_size for file in Path(caches).rglob("*") if file.is_file())
+            print(json.dumps({"start": "warm" if number else "cold", **measured, "caches_mib": kept >> 20}), flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Start))
