@@ -95,6 +95,24 @@ def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
     assert worker.NodeWorker._observe_device(node)["split_policy"] == node.unfit_attention
 
 
+def test_attention_is_fixed_once_its_builders_are_there(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that there is nothing to fix, and graphs are captured right after it."""
+    builder = SimpleNamespace()
+    group = SimpleNamespace(metadata_builders=[builder])
+
+    def make_builders(node: Any, config: Any) -> None:
+        node.model_runner.attn_groups = [[group]]
+
+    monkeypatch.setattr(worker.PlatformWorker, "initialize_from_config", make_builders)
+    monkeypatch.setattr(worker, "packed", lambda config: config)
+    monkeypatch.setattr(worker.current_platform, "is_cpu", lambda: False)
+    node = object.__new__(worker.NodeWorker)
+    node.model_runner = SimpleNamespace(attn_groups=[])
+    node.vllm_config = SimpleNamespace(attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=1))
+    node.initialize_from_config(None)
+    assert node.unfit_attention == "unknown: SimpleNamespace has no max_num_splits"
+
+
 def test_memory_for_kv_is_what_this_process_leaves_of_its_share(
     worker: Any, torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,10 @@ mla/flashattn_mla.py: `FlashAttnMLAMetadataBuilder._build_decode`)."""
 LONG = 2**20
 """The tokens of a row that FlashAttention cuts by itself, whatever the device, beside rows of one token."""
 PROBE_ROWS = 5
-EDGES = (1, pin.PIECE_TOKENS, pin.PIECE_TOKENS + 1, 16 * pin.PIECE_TOKENS, 16 * pin.PIECE_TOKENS + 1)
+"""The rows of a small batch that is looked at, no multiple of four: schedules are padded to those."""
+LAST_CUT = pin.PIECE_TOKENS * pin.SPLITS["own-length"]
+EDGES = (1, pin.PIECE_TOKENS, pin.PIECE_TOKENS + 1, LAST_CUT, LAST_CUT + 1)
+"""The tokens of rows on both sides of the first and the last edge of `own_length`."""
 
 
 def own_length(
@@ -49,9 +52,10 @@ def own_length(
 
 @functools.cache
 def _edges(device: torch.device) -> torch.Tensor:
-    """Return the longest row below each number of splits, [16] int32: below one split there is none."""
-    starts = [pin.PIECE_TOKENS * splits for splits in range(pin.SPLITS["own-length"])]
-    return torch.tensor([-1, *starts[1:]], dtype=torch.int32, device=device)
+    """Return [16] int32: -1, 2048, 4096, … A row has as many splits as there are edges below its number of tokens: one
+    kernel counts them for all rows of a step."""
+    edges = [-1, *range(pin.PIECE_TOKENS, LAST_CUT, pin.PIECE_TOKENS)]
+    return torch.tensor(edges, dtype=torch.int32, device=device)
 
 
 def builders_of(runner: Any) -> list[Any]:
