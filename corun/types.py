@@ -85,6 +85,16 @@ class NixlEndpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvOwner:
+    """Consecutive blocks of a prompt that one prefill computed."""
+
+    request_id: str
+    """The engine's id of that prefill."""
+    num_blocks: int
+    """The number of these blocks; at least 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KvHandle:
     """A claim on one prompt's KV, held by one generation of a prefill node until it is read or its lease ends."""
 
@@ -104,11 +114,15 @@ class KvHandle:
     reader: NodeRef
     """The one generation of a decode node that may read it by this handle."""
     binding: str = ""
-    """The digest of all fields above that name the KV, its owner or its reader; 64 hex digits
-    (corun/node/kv/handle.py)."""
+    """The digest of all fields that name the KV, its owners or its reader; 64 hex digits (corun/node/kv/handle.py)."""
     claim: str = ""
     """The request id of the Prefill call that got this handle, since calls with equal prompts may share the KV of
     `request_id`. Empty: no other call shares it."""
+    owners: tuple[KvOwner, ...] = ()
+    """The prefills that computed the blocks, in the prompt's order. The last one is `request_id`, since the last block
+    is never taken from the prefix cache."""
+    cached_tokens: int = 0
+    """The number of prompt tokens whose KV was in the node's prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,11 +186,14 @@ class NodeLoad:
     steps: int = 0
     """The number of decode steps since the node's start."""
     tokens: int = 0
-    """The number of prompt tokens computed, or of output tokens drawn, since the node's start."""
+    """The number of prompt tokens computed, or of output tokens drawn, since the node's start. Prompt tokens from the
+    prefix cache are not in it."""
     kv_reads: KvReads = KvReads()
     """The KV reads of a decode node; a few seconds old."""
     leases: int = 0
     """The number of leases that a decode node has granted: samples in slots, and those in line for one."""
+    cached_tokens: int = 0
+    """The number of prompt tokens that a prefill node took from its prefix cache since its start."""
 
 
 GONE_AS_PLANNED = "gone as planned"
@@ -311,3 +328,14 @@ def from_plain(name: str, kind: Any, value: Any) -> Any:
 
 
 _hints = functools.cache(get_type_hints)
+
+
+class Freedom(str, enum.Enum):
+    """Another way to compute the contract's bits, allowed where a certificate of the node shows that it gives them."""
+
+    ROWS = "rows"
+    """Decode steps may have fewer rows than slots."""
+    PACKED = "packed"
+    """A prefill step may hold several prompts."""
+    CHUNKS = "chunks"
+    """A prompt may be cut into chunks anywhere."""

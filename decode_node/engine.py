@@ -18,8 +18,9 @@ from typing import Any
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
-from corun.node.kv.handle import OWNER_PARAM, owner_of, read_id
+from corun.node.kv.handle import STAMPS_PARAM, owner, read_id
 from corun.node.kv.handshake import UNDER_WAY
+from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import decode_contract, model_contract
 from corun.observe import stages
@@ -112,6 +113,7 @@ class VllmDecodeEngine:
         from vllm.v1.engine import EngineCoreRequest
 
         handle = request.handle
+        owners = [(owner(one.request_id, handle.prefill_node), one.num_blocks) for one in handle.owners]
         transfer = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -121,7 +123,7 @@ class VllmDecodeEngine:
             "remote_host": handle.host,
             "remote_port": handle.port,
             "tp_size": handle.tp_size,
-            OWNER_PARAM: owner_of(handle),
+            STAMPS_PARAM: stamps(owners, request.prompt_token_ids, self.facts.block_size),
         }
         sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
         await self._llm.engine_core.add_request_async(

@@ -301,6 +301,10 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         blocks = blocks_needed(len(prompt), self._table.block_size)
         if [len(group) for group in handle.block_ids] != [blocks]:  # vLLM asserts it, and the engine would crash.
             raise InvalidArgumentError("handle.block_ids", handle.block_ids, f"must be one list of {blocks} blocks")
+        counts = [owner.num_blocks for owner in handle.owners]
+        if sum(counts) != blocks or min(counts) < 1 or handle.owners[-1].request_id != handle.request_id:
+            limit = f"must be those of {blocks} blocks, and {handle.request_id} the last one"
+            raise InvalidArgumentError("handle.owners", handle.owners, limit)
         return DecodeRequest(lease.request_id, handle, prompt, params, request.seed)
 
     def _keep_or_expire(self, lease: Lease) -> None:

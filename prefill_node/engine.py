@@ -7,19 +7,31 @@ routers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+import json
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from corun.config.fields import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
-from corun.node.kv.handle import CHECK_PARAM, OWNER_PARAM, bound, is_checked, owner
+from corun.node.kv.handle import (
+    CACHED,
+    CHECK_PARAM,
+    FREEDOMS_PARAM,
+    OWNERS_PARAM,
+    STAMPS_PARAM,
+    bound,
+    is_checked,
+    owner,
+)
+from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import model_contract, prefill_contract
 from corun.params import check_lengths
 from corun.receipt import prompt_digest
-from corun.types import KvHandle, NixlEndpoint, NodeRef, NodeRole
+from corun.types import KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
 
 # One sequence computes. The others are done and wait until their output is read back (async scheduling).
 MAX_SEQUENCES = 8
@@ -53,6 +65,11 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
     return made
 
 
+def salt(scope: str, freedoms: Collection[str]) -> str:
+    """Return what vLLM adds to the hash of a prompt's first block: only prompts with the same salt share cached KV."""
+    return json.dumps([scope, *sorted(freedoms)])
+
+
 class VllmPrefillEngine:
     """Implements `prefill_node.sharing.PrefillEngine` on `AsyncLLM`. Build it with `launch`."""
 
@@ -67,6 +84,9 @@ class VllmPrefillEngine:
     ) -> None:
         self.facts = facts
         self.contract = contract
+        self.freedoms: frozenset[str] = frozenset()
+        """What prompts may make use of now: `corun.types.Freedom` and `CACHED`, by name. Nothing needs to be forgotten
+        when one is taken away: what was computed with it is found only with it (`salt`)."""
         self.endpoint = endpoint
         """Where the node's NIXL handshakes are answered, with the addresses of its stamp tables."""
         self.on_death: Callable[[], None] = lambda: None
@@ -78,7 +98,7 @@ class VllmPrefillEngine:
         self._llm = llm
         self._ref = ref
         self._check_fraction = check_fraction
-        self._kept: dict[str, int] = {}  # request id -> KV blocks, until the worker no longer holds them
+        self._kept: dict[str, list[int]] = {}  # request id -> ids of KV blocks, until the worker no longer holds them
         self._fresh: set[str] = set()  # Prefills kept since the worker was last asked; it may not know them yet.
         self._asking = asyncio.Lock()
 
@@ -94,11 +114,16 @@ class VllmPrefillEngine:
         facts = base.facts(llm, finding=await base.certify(llm))
         model = model_contract(llm, config, seen)
         contract = prefill_contract(model, seen, config.chunk_size, buckets)
-        stamps = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
-        endpoint = replace(endpoint, stamp_addresses=tuple(stamps))
-        return cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction)
+        addresses = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
+        endpoint = replace(endpoint, stamp_addresses=tuple(addresses))
+        engine = cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction)
+        if config.prefix_caching:
+            engine.freedoms |= {CACHED}
+        return engine
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def prefill(
+        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
+    ) -> KvHandle:
         """See `PrefillEngine.prefill`.
 
         Raises:
@@ -116,10 +141,19 @@ class VllmPrefillEngine:
             raise InvalidArgumentError("prompt_token_ids", num_tokens, f"must be at most {room} tokens")
         if request_id in self._kept:  # vLLM's scheduler crashes if it gets an id that it still knows.
             raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
-        digest = prompt_digest(prompt_token_ids)
-        params = await self._run(request_id, prompt_token_ids, owner(request_id, self._ref, digest))
-        self._kept[request_id] = sum(len(group) for group in params["remote_block_ids"])
+        block_size = self.facts.block_size
+        own = owner(request_id, self._ref), -(-len(prompt_token_ids) // block_size)
+        freedoms = self.freedoms if scope else self.freedoms - {CACHED}
+        given = {
+            STAMPS_PARAM: stamps([own], prompt_token_ids, block_size),
+            CHECK_PARAM: is_checked(request_id, self._check_fraction),
+            FREEDOMS_PARAM: sorted(freedoms),
+        }
+        params = await self._run(request_id, prompt_token_ids, given, salt(scope, freedoms))
+        self._kept[request_id] = [*itertools.chain(*params["remote_block_ids"])]
         self._fresh.add(request_id)
+        owners = tuple(KvOwner(request_id=name, num_blocks=count) for name, count in params[OWNERS_PARAM])
+        cached_blocks = sum(one.num_blocks for one in owners if one.request_id != request_id)
         handle = KvHandle(
             prefill_node=self._ref,
             engine_id=params["remote_engine_id"],
@@ -129,8 +163,10 @@ class VllmPrefillEngine:
             port=params["remote_port"],
             tp_size=params["tp_size"],
             num_tokens=params["remote_num_tokens"],
-            prompt_digest=digest,
+            prompt_digest=prompt_digest(prompt_token_ids),
             reader=reader,
+            owners=owners,
+            cached_tokens=cached_blocks * block_size,
         )
         return bound(handle)
 
@@ -170,8 +206,9 @@ class VllmPrefillEngine:
 
     @property
     def known_kv_blocks(self) -> int:
-        """The number of KV blocks that are held, as far as is known without asking the worker."""
-        return sum(self._kept.values())
+        """The number of KV blocks that are held, as far as is known without asking the worker. A block that several
+        prompts hold counts once."""
+        return len(set().union(*self._kept.values()))
 
     async def answer(self) -> None:
         """See `corun.node.watchdog.Engine.answer`."""
@@ -185,18 +222,16 @@ class VllmPrefillEngine:
         """End the engine's processes."""
         self._llm.shutdown()
 
-    async def _run(self, request_id: str, prompt_token_ids: Sequence[int], owner_name: int) -> dict[str, Any]:
+    async def _run(
+        self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
+    ) -> dict[str, Any]:
+        """Compute a prompt with `given` as its own part of vLLM's `kv_transfer_params`; return those it ends with."""
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         # The single token that prefill draws is discarded: decode draws every token, including the first.
-        transfer = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            OWNER_PARAM: owner_name,
-            CHECK_PARAM: is_checked(request_id, self._check_fraction),
-        }
+        transfer = {"do_remote_decode": True, "do_remote_prefill": False, **given}
         sampling = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -204,7 +239,7 @@ class VllmPrefillEngine:
             detokenize=False,
             extra_args={"kv_transfer_params": transfer},
         )
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids))
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids), cache_salt=cache_salt)
         params: dict[str, Any] | None = None
         try:
             async for output in self._llm.generate(prompt, sampling, request_id):

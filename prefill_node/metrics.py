@@ -20,7 +20,8 @@ class PrefillMetrics(Metrics):
     def __init__(self) -> None:
         super().__init__("corun_prefill_")
         self.prompts = self.counter("prompts", "Prompts computed")
-        self.prompt_tokens = self.counter("prompt_tokens", "Tokens of the prompts that were computed")
+        self.prompt_tokens = self.counter("prompt_tokens", "Tokens of prompts whose KV was computed")
+        self.cached_tokens = self.counter("cached_tokens", "Tokens of prompts whose KV was in the prefix cache")
         text = "Prompts that got the KV of an equal one of the same client"
         self.shared_prompts = self.counter("shared_prompts", text)
         text = "Prompts that left without KV: cancelled, given up, or refused by the engine"
@@ -40,12 +41,15 @@ class PrefillMetrics(Metrics):
         self._done_at = 0.0
         self._tokens = self._seconds = 0.0  # Of the last prompts; older ones count less and less.
 
-    def note_prompt(self, num_tokens: int, arrived: float, now: float) -> tuple[float, float]:
-        """Count a finished prompt; times are on the loop's clock. Return its waiting and computing time in seconds."""
+    def note_prompt(self, num_tokens: int, num_cached: int, arrived: float, now: float) -> tuple[float, float]:
+        """Count a finished prompt of `num_tokens`, of which `num_cached` were in the prefix cache; times are on the
+        loop's clock. Return its waiting and computing time in seconds."""
+        num_tokens -= num_cached
         began = max(arrived, self._done_at)
         self._done_at = now
         self.prompts.inc()
         self.prompt_tokens.inc(num_tokens)
+        self.cached_tokens.inc(num_cached)
         self.queue_seconds.observe(began - arrived)
         self.compute_seconds.observe(now - began)
         self._tokens = RATE_KEPT * self._tokens + num_tokens

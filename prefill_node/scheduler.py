@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from corun.node.vllm.gpu_lock import PrefillTurn
 from corun.node.vllm.scheduler import ReservingScheduler
+from prefill_node.prefix_cache import PrefixCache
 
 
 class IsolatedPrefillScheduler(ReservingScheduler):
@@ -23,6 +24,8 @@ class IsolatedPrefillScheduler(ReservingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        chunk_size = self.scheduler_config.max_num_batched_tokens
+        self.prefix_cache = PrefixCache(self.kv_cache_manager, chunk_size=chunk_size, block_size=self.block_size)
         path = self.gpu_lock()
         self.turn = None if path is None else PrefillTurn(path)
 

@@ -60,6 +60,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
             used_kv_blocks=await self._engine.held_kv_blocks(),
             queued_prompt_tokens=self.queued_tokens,
             tokens=int(self.metrics.prompt_tokens.value),
+            cached_tokens=int(self.metrics.cached_tokens.value),
         )
 
     def give_up(self, reason: str) -> None:

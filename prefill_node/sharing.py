@@ -2,8 +2,9 @@
 
 Isolated prefill gives a prompt the same KV every time, so requests that read the same KV get the same bits, and eight
 samples of a prompt cost one prefill. If some of these samples still wait for slots, the KV is kept for them for a
-while. Only prompts of one scope share KV, and a scope belongs to one client. Otherwise the latency of a prompt would
-reveal whether another client has just sent it. Must not know: vLLM, gRPC, what a scope is.
+while; the prefix cache would not do for them, since it may hold whole chunks only, and a prompt may be shorter. Only
+prompts of one scope share KV, and a scope belongs to one client. Otherwise the latency of a prompt would reveal whether
+another client has just sent it. Must not know: vLLM, gRPC, what a scope is.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ KEPT_S = 2.0
 KEEPER = "/kept"
 """The name of the reader that stands for these waiting requests; no request has such an id."""
 KEPT_PART = 0.25
-"""The largest part of the KV room that may be kept so. The rest is for running prefills and KV about to be read."""
+"""The largest part of the KV room that may be kept so. The rest is for running prefills and KV about to be read. Kept
+prompts count whole, although prompts that begin alike may hold the same blocks."""
 
 
 class PrefillEngine(Protocol):
     """The engine that computes and keeps KV."""
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def prefill(
+        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
+    ) -> KvHandle:
         """Compute the prompt's KV and keep it until it is read, it is released or its lease ends.
 
-        The handle that is returned is for `reader`. Cancelling the call stops the work and keeps nothing.
+        The handle that is returned is for `reader`. Cancelling the call stops the work and keeps nothing. With a scope,
+        KV of earlier prompts of the same scope that begin alike may be taken, and this one's is left for later ones.
         """
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
@@ -62,7 +67,7 @@ class PrefillEngine(Protocol):
 class _Computation:
     """One computation of a prompt's KV, for all requests that ask for it. It is cancelled if no request is left."""
 
-    def __init__(self, sharing: Sharing, name: str, prompt: Sequence[int], reader: NodeRef) -> None:
+    def __init__(self, sharing: Sharing, name: str, prompt: Sequence[int], reader: NodeRef, scope: str) -> None:
         self.name = name
         """The engine's id of this prefill, which is the id of the first request."""
         self.num_tokens = len(prompt)
@@ -76,7 +81,7 @@ class _Computation:
         self._sharing = sharing
         self._engine = sharing.engine
         self._letting_go: asyncio.TimerHandle | None = None
-        self.task = asyncio.ensure_future(self._compute(prompt, reader))
+        self.task = asyncio.ensure_future(self._compute(prompt, reader, scope))
         # Each waiting request raises the task's error, and without one it needs no warning.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -104,9 +109,9 @@ class _Computation:
             self.claims.discard(KEEPER)
             self._sharing.drop(self.name, {KEEPER})
 
-    async def _compute(self, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def _compute(self, prompt: Sequence[int], reader: NodeRef, scope: str) -> KvHandle:
         try:
-            handle = await self._sharing.compute(self.name, prompt, reader)
+            handle = await self._sharing.compute(self.name, prompt, reader, scope)
             await self._count()
         except BaseException as error:
             self.is_gone = True
@@ -193,7 +198,7 @@ class Sharing:
             found = self._computations.get(key)
             if found is None or found.is_gone:
                 self._prune()
-                found = _Computation(self, request_id, prompt_token_ids, reader)
+                found = _Computation(self, request_id, prompt_token_ids, reader, scope)
             self._computations.pop(key, None)
             self._computations[key] = found  # The dict is in the order of the last request for each computation.
             found.is_kept = found.is_kept or (more_follow and self._makes_room(found))
@@ -205,16 +210,16 @@ class Sharing:
                 if found.is_gone and self._computations.get(key) is found:
                     self._ending.append(self._computations.pop(key))
 
-    async def compute(self, request_id: str, prompt: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def compute(self, request_id: str, prompt: Sequence[int], reader: NodeRef, scope: str = "") -> KvHandle:
         """Have the engine compute a prompt. A prefill that several requests share is counted once."""
         now = asyncio.get_running_loop().time
         arrived = now()
         self.computing[request_id] = len(prompt)
         try:
-            handle = await self.engine.prefill(request_id, prompt, reader)
+            handle = await self.engine.prefill(request_id, prompt, reader, scope)
         finally:
             del self.computing[request_id]
-        waited, computed = self.metrics.note_prompt(len(prompt), arrived, now())
+        waited, computed = self.metrics.note_prompt(len(prompt), handle.cached_tokens, arrived, now())
         began = arrived + waited
         if request_id in self.laps:
             self.laps[request_id] += [("queue", arrived, began), ("compute", began, began + computed)]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from vllm import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -27,15 +29,19 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.models import tiny
-from corun.node.kv.handle import CHECK_PARAM, OWNER_PARAM
+from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, STAMPS_PARAM, owner
+from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as nodes
-from corun.types import NixlEndpoint, NodeRole
+from corun.types import NixlEndpoint, NodeRef, NodeRole
+from prefill_node.engine import salt
 from tests.loading import environment
 from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
 
 MAX_MODEL_LEN = 512
-ORDINARY, STOP = 7, 3
+ORDINARY, STOP, OTHER = 7, 3, 8
 """Token ids."""
+REF = NodeRef(node_id="p0", generation="a" * 16)
+"""The node whose prefills are stamped."""
 
 
 def play(scheduler: str, trace: Trace, platform: Platform, **options: Any) -> Record:
@@ -70,6 +76,10 @@ class _Engine:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
+        )
+        init_none_hash(sha256)  # As vllm/v1/engine/core.py does.
+        self._hasher = (
+            get_request_block_hasher(BLOCK_SIZE, sha256) if config.cache_config.enable_prefix_caching else None
         )
         self.record = Record()
         self._trace = trace
@@ -111,7 +121,8 @@ class _Engine:
     def _arrive(self, arrival: Arrive) -> None:
         number = len(self.record.requests)
         self.record.requests.append(arrival)
-        self.scheduler.add_request(_request(str(number), arrival, self._transfer))
+        request = _request(str(number), arrival, self._transfer, self._hasher)
+        self.scheduler.add_request(request)
 
     def _abort(self, op: Abort) -> None:
         if not self.record.requests:
@@ -138,6 +149,8 @@ class _Engine:
         }
         loads = getattr(output.kv_connector_metadata, "reqs_to_recv", {})
         read = {block for meta in loads.values() for block in itertools.chain(*meta.local_block_ids)}
+        for new in output.scheduled_new_reqs:  # These are from the prefix cache.
+            read.update(new.block_ids[0][: new.num_computed_tokens // BLOCK_SIZE])
         zeroed = set(output.new_block_ids_to_zero or ())
         given, kept = self._given()
         return Step(
@@ -258,20 +271,34 @@ class _PullWorker(_Worker):
                 yield f"{what}: {sorted(held)}"
 
 
-def _request(name: str, arrival: Arrive, transfer: Any) -> Request:
+def tokens_of(arrival: Arrive) -> list[int]:
+    """Return the token ids of its prompt."""
+    common = arrival.prompt if arrival.common == ENDLESS else min(arrival.common, arrival.prompt)
+    return [ORDINARY] * common + [OTHER] * (arrival.prompt - common)
+
+
+def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any) -> Request:
     params = SamplingParams(
         max_tokens=arrival.max_tokens,
         ignore_eos=True,
         stop_token_ids=[] if arrival.stops_after == ENDLESS else [STOP],
         extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer)} if transfer else None,
     )
-    return Request(name, [ORDINARY] * arrival.prompt, params, None)
+    prompt, salted = tokens_of(arrival), salt(arrival.scope, arrival.freedoms)
+    return Request(name, prompt, params, None, cache_salt=salted, block_hasher=hasher)
 
 
 def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any]:
     """As our engines give them."""
     if transfer.is_kv_producer:
-        return {"do_remote_decode": True, "do_remote_prefill": False, OWNER_PARAM: int(name), CHECK_PARAM: True}
+        own = (owner(name, REF), -(-arrival.prompt // BLOCK_SIZE))
+        return {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            STAMPS_PARAM: stamps([own], tokens_of(arrival), BLOCK_SIZE),
+            CHECK_PARAM: True,
+            FREEDOMS_PARAM: list(arrival.freedoms),
+        }
     return {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -281,7 +308,7 @@ def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any
         "remote_host": "127.0.0.1",
         "remote_port": 1,
         "tp_size": 1,
-        OWNER_PARAM: int(name),
+        STAMPS_PARAM: bytes(8),
     }
 
 

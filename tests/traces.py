@@ -5,7 +5,7 @@ Must not know vLLM: `tests.stepping` plays a trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -29,6 +29,12 @@ class Arrive:
     """The number of steps that the read of its KV takes, by the other side or from it."""
     fails: bool = False
     """Whether the read of its KV fails."""
+    common: int = ENDLESS
+    """The number of its first tokens that all prompts have; ENDLESS: all of its tokens."""
+    scope: str = ""
+    """Whose cached KV it may use."""
+    freedoms: tuple[str, ...] = ()
+    """What it may make use of (`corun.node.kv.handle.FREEDOMS_PARAM`)."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +127,13 @@ LONGEST_OUTPUT = 24
 MOST_BLOCKS = 24
 
 
-def prefill_traces(*, longest_output: int = 1) -> st.SearchStrategy[Trace]:
+def prefill_traces(
+    *, longest_output: int = 1, chunks: Sequence[int] = (8, 16, 40, 64), **others: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Trace]:
     """Traces for a node that computes prompts; with more than one output token, for one that decodes as well."""
     stops = st.integers(ENDLESS, 3) if longest_output > 1 else st.just(ENDLESS)
-    arrivals = _arrivals(longest_output, stops_after=stops, transfer_steps=st.integers(0, 30))
-    return _traces(arrivals, chunks=st.sampled_from([8, 16, 40, 64]))
+    arrivals = _arrivals(longest_output, stops_after=stops, transfer_steps=st.integers(0, 30), **others)
+    return _traces(arrivals, chunks=st.sampled_from(chunks))
 
 
 def decode_traces() -> st.SearchStrategy[Trace]:

@@ -150,11 +150,12 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
         state = Text(state_in_words(status.state, status.detail))
         if status.detail != GONE_AS_PLANNED:
             state.stylize(_STYLES[status.state], 0, len(status.state.value))
-        busy, done = f"{load.queued_prompt_tokens} queued tokens", f"{load.tokens} tokens"
+        busy = f"{load.queued_prompt_tokens} queued tokens"
+        done = f"{load.tokens} tokens\n{load.cached_tokens} cached"
         if node.role is NodeRole.DECODE:
             busy, done = (
                 f"{load.used_slots}/{node.slots} slots, {_in_line(status)} in line",
-                f"{done}\n{load.steps} steps",
+                f"{load.tokens} tokens\n{load.steps} steps",
             )
         busy += f"\n{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"

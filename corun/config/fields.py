@@ -310,7 +310,8 @@ class RouterConfig(MemberConfig):
     share_kv: bool = True
     """Equal prompts of one client, such as several samples of one, are computed once while their KV is there. It is
     kept for those that wait for room, up to 2 s after the last one that came and in up to a quarter of a prefill
-    node's KV room. Clients without tokens are told apart by their hosts."""
+    node's KV room. Without it, no prompt uses the prefix cache of a prefill node either. Clients without tokens are
+    told apart by their hosts."""
     audit_fraction: float = field(default=0.001, metadata=FRACTION)
     """Share of the finished samples that is run again on other nodes, in idle slots, and compared by bits, in [0, 1];
     0: none."""
@@ -391,6 +392,8 @@ class NodeConfig(MemberConfig):
     is started again. Must be longer than any step."""
     drain_grace_s: float = field(default=30.0, metadata=SECONDS)
     """Time for running work to end when the node is told to stop, in seconds."""
+    prefix_caching: bool = True
+    """KV is kept for later prompts of the same client that begin alike, as long as its room is not needed."""
 
     def check_together(self) -> None:
         MemberConfig.check_together(self)

@@ -27,6 +27,7 @@ from corun.types import (
     ClusterStatus,
     FinishReason,
     KvHandle,
+    KvOwner,
     KvReads,
     ModelStatus,
     NixlEndpoint,
@@ -194,6 +195,7 @@ _enum(FinishReason, types_pb2.FinishReason, "receipt.finish_reason")  # The only
 
 node_ref_to_proto, node_ref_from_proto = _mirror(NodeRef, types_pb2.NodeRef)
 nixl_endpoint_to_proto, nixl_endpoint_from_proto = _mirror(NixlEndpoint, registry_pb2.NixlEndpoint)
+_mirror(KvOwner, prefill_pb2.KvOwner)
 kv_handle_to_proto, kv_handle_from_proto = _mirror(KvHandle, prefill_pb2.KvHandle)
 node_info_to_proto, node_info_from_proto = _mirror(NodeInfo, registry_pb2.NodeInfo)
 _mirror(KvReads, registry_pb2.KvReads)

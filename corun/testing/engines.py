@@ -19,7 +19,7 @@ from corun.errors import UnavailableError
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
-from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
+from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
 from decode_node.service import DecodeRequest, StepRow
 
 VOCAB_SIZE = 256
@@ -161,7 +161,9 @@ class FakePrefillEngine(FakeEngine):
         """The lock of the prompt that is being computed. While a test holds it, prompts gather uncomputed."""
         self._ref = ref
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def prefill(
+        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
+    ) -> KvHandle:
         """See `PrefillEngine.prefill`. A stopped engine computes the prompt, and answers when it goes on."""
         async with self.turn:
             await asyncio.sleep(self.delay_s)
@@ -188,6 +190,7 @@ class FakePrefillEngine(FakeEngine):
             num_tokens=len(prompt),
             prompt_digest=prompt_digest(prompt),
             reader=reader,
+            owners=(KvOwner(request_id=request_id, num_blocks=_blocks(prompt)),),
         )
         return bound(handle)
 

@@ -13,8 +13,16 @@ class BlockIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class KvOwner(_message.Message):
+    __slots__ = ("request_id", "num_blocks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_blocks: int
+    def __init__(self, request_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class KvHandle(_message.Message):
-    __slots__ = ("prefill_node", "engine_id", "request_id", "block_ids", "host", "port", "tp_size", "num_tokens", "prompt_digest", "reader", "binding", "claim")
+    __slots__ = ("prefill_node", "engine_id", "request_id", "block_ids", "host", "port", "tp_size", "num_tokens", "prompt_digest", "reader", "binding", "claim", "owners", "cached_tokens")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +35,8 @@ class KvHandle(_message.Message):
     READER_FIELD_NUMBER: _ClassVar[int]
     BINDING_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_node: _types_pb2.NodeRef
     engine_id: str
     request_id: str
@@ -39,7 +49,9 @@ class KvHandle(_message.Message):
     reader: _types_pb2.NodeRef
     binding: str
     claim: str
-    def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., binding: _Optional[str] = ..., claim: _Optional[str] = ...) -> None: ...
+    owners: _containers.RepeatedCompositeFieldContainer[KvOwner]
+    cached_tokens: int
+    def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., binding: _Optional[str] = ..., claim: _Optional[str] = ..., owners: _Optional[_Iterable[_Union[KvOwner, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "generation", "prompt_token_ids", "reader", "share_scope", "more_follow")

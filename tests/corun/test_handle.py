@@ -1,4 +1,4 @@
-"""What a KV handle is bound to: every part of it matters, to the binding and to the name of its blocks."""
+"""What a KV handle is bound to, and what the name of an owner of blocks depends on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.node.kv.handle import binding, bound, is_checked, owner_of
-from corun.types import KvHandle, NodeRef
+from corun.node.kv.handle import binding, bound, is_checked, owner
+from corun.types import KvHandle, KvOwner, NodeRef
 
 P0 = NodeRef(node_id="p0", generation="a" * 16)
 D0 = NodeRef(node_id="d0", generation="b" * 16)
@@ -25,18 +25,23 @@ HANDLE = bound(
         num_tokens=40,
         prompt_digest="c" * 64,
         reader=D0,
+        owners=(KvOwner(request_id="q", num_blocks=1), KvOwner(request_id="r", num_blocks=2)),
+        cached_tokens=16,
     )
 )
-BINDING = "af23c1476a30fecaf030d8e65a650cec0c89a836f4295e25fcc7a7e68d47c038"
-OWNER = 0x219A4D75BED22DF9
+BINDING = "04f8929017d5ca6ca3104b46ee9399ce62bb4db41f6e3c87ab83c21f9d38f68c"
+OWNER = 0x56D080C786BDF21B
 OTHERS: dict[str, dict[str, Any]] = {
     "another request": {"request_id": "s"},
     "another prefill node": {"prefill_node": replace(P0, node_id="p1")},
     "another generation of the prefill node": {"prefill_node": replace(P0, generation="f" * 16)},
     "roles swapped": {"prefill_node": D0, "reader": P0},
     "another prompt": {"prompt_digest": "d" * 64},
-}
-SAME_OWNER: dict[str, dict[str, Any]] = {
+    "another owner": {"owners": (KvOwner(request_id="p", num_blocks=1), *HANDLE.owners[1:])},
+    "owners in another order": {"owners": HANDLE.owners[::-1]},
+    "an owner less": {"owners": HANDLE.owners[1:]},
+    "more of an owner's blocks": {"owners": (KvOwner(request_id="q", num_blocks=2), *HANDLE.owners[1:])},
+    "more cached tokens": {"cached_tokens": 32},
     "another reader": {"reader": replace(D0, node_id="d1")},
     "another generation of the reader": {"reader": replace(D0, generation="f" * 16)},
     "another engine": {"engine_id": "p1-engine"},
@@ -51,19 +56,22 @@ SAME_OWNER: dict[str, dict[str, Any]] = {
 def test_a_binding_is_pinned() -> None:
     """Nodes of one cluster may run different builds."""
     assert HANDLE.binding == binding(HANDLE) == BINDING
-    assert owner_of(HANDLE) == OWNER
+    assert owner("r", P0) == OWNER
 
 
-def test_another_handle_has_another_binding_and_another_claim_another_owner() -> None:
-    for change in (*OTHERS.values(), *SAME_OWNER.values()):
-        assert binding(replace(HANDLE, **change)) != HANDLE.binding, change
+def test_another_handle_has_another_binding() -> None:
     for change in OTHERS.values():
-        assert owner_of(replace(HANDLE, **change)) != owner_of(HANDLE), change
+        assert binding(replace(HANDLE, **change)) != HANDLE.binding, change
+
+
+def test_each_prefill_of_each_life_of_a_node_is_another_owner() -> None:
+    nodes = (P0, D0, replace(P0, node_id="p1"), replace(P0, generation="f" * 16))
+    assert len({owner(name, node) for name in ("r", "s") for node in nodes}) == 2 * len(nodes)
 
 
 def test_every_field_is_bound_or_only_says_where_and_for_which_reader() -> None:
-    """A reader's name decides when KV is freed, not whose it is: that is what the blocks' owner is looked at for."""
-    changed = {name for change in (*OTHERS.values(), *SAME_OWNER.values()) for name in change}
+    """A reader's name decides when KV is freed, not whose it is: that is what the blocks' owners are looked at for."""
+    changed = {name for change in OTHERS.values() for name in change}
     assert {field.name for field in fields(KvHandle)} - changed == {"host", "port", "tp_size", "binding", "claim"}
 
 

@@ -23,6 +23,7 @@ from corun.types import (
     ClusterStatus,
     FinishReason,
     KvHandle,
+    KvOwner,
     KvReads,
     ModelStatus,
     NixlEndpoint,
@@ -85,6 +86,7 @@ VALUES: dict[str, Any] = {
                     tokens=5,
                     kv_reads=KvReads(count=1, bytes=2, seconds=0.25, failed=4),
                     leases=8,
+                    cached_tokens=2**41,
                 ),
                 state=NodeState.DRAINING,
                 detail="d4",
@@ -112,6 +114,8 @@ VALUES: dict[str, Any] = {
         reader=REF,
         binding="b11",
         claim="c12",
+        owners=(KvOwner(request_id="o1", num_blocks=2),),
+        cached_tokens=14,
     ),
     "verify_case": VerifyCase(
         prompt_token_ids=(1, 300),
@@ -170,7 +174,7 @@ BYTES = {
     ),
     "kv_handle": (
         "0a080a02703112026731120265321a02723322050a0301ac0222002a0268353006380740084a02643952080a026431120267325a"
-        "036231316203633132"
+        "0362313162036331326a060a026f311002700e"
     ),
     "verify_case": (
         "0a0301ac02125f09000000000000e03f11000000000000d03f180321000000000000c03f281030063a01613a02c3bc4202000848"

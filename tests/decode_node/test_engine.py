@@ -16,29 +16,32 @@ import pytest
 from corun.config.fields import DecodeConfig
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.models import tiny
-from corun.node.kv.handle import owner_of
+from corun.node.kv.handle import owner
 from corun.node.kv.handshake import UNDER_WAY
+from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.start import EngineFacts
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
-from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
+from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
 from decode_node.engine import VllmDecodeEngine, arguments
 from decode_node.service import DecodeRequest, StepRow
 from tests.loading import load
 
 FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0, 9), finding="")
+PROMPT = (*range(1, 41),)
 HANDLE = KvHandle(
     prefill_node=NodeRef(node_id="p0", generation="a" * 16),
     engine_id="p0-engine",
     request_id="prefill-1",
-    block_ids=((4, 5),),
+    block_ids=((4, 5, 6),),
     host="127.0.0.1",
     port=7000,
     tp_size=1,
-    num_tokens=3,
-    prompt_digest=prompt_digest((1, 2, 3)),
+    num_tokens=40,
+    prompt_digest=prompt_digest(PROMPT),
     reader=NodeRef(node_id="d0", generation="d" * 16),
+    owners=(KvOwner(request_id="prefill-0", num_blocks=2), KvOwner(request_id="prefill-1", num_blocks=1)),
 )
 
 
@@ -169,10 +172,10 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(
 ) -> None:
     """Nothing of it reaches the engine, which may end of it, and it is no fault of the node's."""
     with pytest.raises(InvalidArgumentError) as caught:
-        await engine.start(DecodeRequest("lease-1", HANDLE, (1, 2, 3), beyond_limits(**fields), seed=1))
+        await engine.start(DecodeRequest("lease-1", HANDLE, PROMPT, beyond_limits(**fields), seed=1))
     assert (caught.value.field, caught.value.limit) == (f"sampling_params.{field}", limit)
     with pytest.raises(InvalidArgumentError, match="seed"):
-        await engine.start(DecodeRequest("lease-1", HANDLE, (1, 2, 3), SamplingParams(), seed=2**63))
+        await engine.start(DecodeRequest("lease-1", HANDLE, PROMPT, SamplingParams(), seed=2**63))
     assert engine._llm.engine_core.asked == []
 
 
@@ -189,21 +192,22 @@ def test_a_cpu_cuts_no_row_by_its_length(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("claim", "read"), [("", "prefill-1"), ("prefill-2", "prefill-1/prefill-2")])
 async def test_the_handle_becomes_a_read(engine: VllmDecodeEngine, claim: str, read: str) -> None:
     """Each reader of shared KV has an id of its own: vLLM renews the lease of what is read by a set of ids, and with
-    one id, the end of one read would end it for all."""
+    one id, the end of one read would end it for all. The blocks must be those of the prefills that computed them."""
     handle = replace(HANDLE, claim=claim)
-    await engine.start(DecodeRequest("lease-1", handle, (1, 2, 3), SamplingParams(), seed=2**63 - 1))
+    owners = [(owner("prefill-0", HANDLE.prefill_node), 2), (owner("prefill-1", HANDLE.prefill_node), 1)]
+    await engine.start(DecodeRequest("lease-1", handle, PROMPT, SamplingParams(), seed=2**63 - 1))
     (asked,) = engine._llm.engine_core.asked
-    assert (asked.request_id, asked.prompt_token_ids, asked.sampling_params.seed) == ("lease-1", [1, 2, 3], 2**63 - 1)
+    assert (asked.request_id, asked.prompt_token_ids, asked.sampling_params.seed) == ("lease-1", [*PROMPT], 2**63 - 1)
     assert asked.sampling_params.extra_args["kv_transfer_params"] == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": "p0-engine",
         "remote_request_id": read,
-        "remote_block_ids": [[4, 5]],
+        "remote_block_ids": [[4, 5, 6]],
         "remote_host": "127.0.0.1",
         "remote_port": 7000,
         "tp_size": 1,
-        "corun_owner": owner_of(HANDLE),
+        "corun_stamps": stamps(owners, PROMPT, 16),
     }
 
 

@@ -27,7 +27,7 @@ from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.rpc.channel import channel
 from corun.rpc.server import GrpcServer
-from corun.types import FinishReason, KvHandle, NixlEndpoint, NodeRef
+from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc as pb_grpc
 from decode_node.service import DecodeRequest, DecodeService, StepRow
@@ -72,6 +72,10 @@ class Engine:
         return list(self.running)
 
 
+def owners(*runs: tuple[str, int]) -> tuple[KvOwner, ...]:
+    return tuple(KvOwner(request_id=name, num_blocks=count) for name, count in runs)
+
+
 def handle(prompt: Sequence[int] = PROMPT, **fields: Any) -> KvHandle:
     values = {
         "prefill_node": NodeRef(node_id="p0", generation="c" * 16),
@@ -84,6 +88,7 @@ def handle(prompt: Sequence[int] = PROMPT, **fields: Any) -> KvHandle:
         "num_tokens": len(prompt),
         "prompt_digest": prompt_digest(prompt),
         "reader": REF,
+        "owners": owners(("prefill-1", 1)),
     }
     return bound(KvHandle(**{**values, **fields}))
 
@@ -312,6 +317,10 @@ REFUSED = {
     "too many blocks": ({"handle": handle(block_ids=((4, 5),))}, "handle.block_ids"),
     "too few blocks": ({"handle": handle(block_ids=((),))}, "handle.block_ids"),
     "blocks in two groups": ({"handle": handle(block_ids=((4,), (5,)))}, "handle.block_ids"),
+    "nobody's blocks": ({"handle": handle(owners=())}, "handle.owners"),
+    "more owners than blocks": ({"handle": handle(owners=owners(("a", 1), ("prefill-1", 1)))}, "handle.owners"),
+    "an owner of no block": ({"handle": handle(owners=owners(("a", 0), ("prefill-1", 1)))}, "handle.owners"),
+    "a last block of another prefill": ({"handle": handle(owners=owners(("a", 1)))}, "handle.owners"),
     "a longer prompt": ({"prompt": (*PROMPT, 4), "handle": handle((*PROMPT, 4))}, "prompt_token_ids, max_tokens"),
     "a longer output": ({"params": SamplingParams(max_tokens=9)}, "prompt_token_ids, max_tokens"),
     "a shorter output": ({"params": SamplingParams(max_tokens=7)}, "prompt_token_ids, max_tokens"),

@@ -24,6 +24,7 @@ from tests.loading import load
 
 FOREVER = 10.0**9
 PEER = ("p0", "127.0.0.1", 7000, 2, (4096, 8192))
+STAMPS = np.array([77, 78, 79], np.uint64).tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,11 @@ def reads(connector: Any, name: str, *, state: str = "PROC", claimed: bool = Tru
 
 
 def claim(name: str) -> Claim:
-    return Claim(owner=77, engine_id="p0", request_id=f"p-{name}", theirs=(4, 5, 6), ours=(1, 2, 3))
+    return Claim(stamps=STAMPS, first=0, engine_id="p0", request_id=f"p-{name}", theirs=(4, 5, 6), ours=(1, 2, 3))
+
+
+def stamps(*values: int) -> bytes:
+    return np.array(values, np.uint64).tobytes()
 
 
 def sent(connector: Any) -> set[str]:
@@ -372,7 +377,7 @@ def test_a_step_names_its_owners_first_and_signs_last(connector: Any, module: Mo
     seen: list[Any] = []
     worker.start_load_kv = lambda meta: seen.append(connector.table.rows.tolist())
     connector._connector_metadata = meta = module.HandoffMetadata()
-    meta.owned = [Owned(100, 0, (3, 1)), Owned(200, 4, (6,))]
+    meta.owned = [Owned((3, 1), stamps(100, 101)), Owned((6,), stamps(204))]
     meta.signed = [(1, 6)]
     connector.handle_preemptions(meta)
     connector.start_load_kv(None)
@@ -380,6 +385,11 @@ def test_a_step_names_its_owners_first_and_signs_last(connector: Any, module: Mo
     assert seen == [expected]
     connector.wait_for_save()
     expected[1][1] = expected[6][1] = 5
+    assert connector.table.rows.tolist() == expected
+    connector._digests = lambda blocks: np.array([6] * len(blocks), np.uint64)
+    meta.signed = [(1, 3, 6)]  # A later prompt begins with block 1: what its bits were when it was computed stays.
+    connector.wait_for_save()
+    expected[3][1] = 6
     assert connector.table.rows.tolist() == expected
 
 
@@ -392,7 +402,7 @@ def test_owners_are_named_before_the_runner_zeroes_their_blocks(
     monkeypatch.setattr(runners, "get_kv_transfer_group", lambda: connector)
     output = load("vllm.v1.core.sched.output").SchedulerOutput.make_empty()
     output.kv_connector_metadata = module.HandoffMetadata()
-    output.kv_connector_metadata.owned = [Owned(100, 0, (3,))]
+    output.kv_connector_metadata.owned = [Owned((3,), stamps(100))]
     output.new_block_ids_to_zero = [3]
     seen: list[Any] = []
 
@@ -415,10 +425,27 @@ def test_claims_hold_the_engines_block_ids(connector: Any, module: ModuleType) -
     connector._connector_metadata = meta = module.HandoffMetadata()
     meta.reqs_to_recv = {name: worker._recving_metadata[name] for name in ("a", "aborted")}
     meta.reqs_to_recv["aborted"].local_block_ids = []
-    meta.owners = {"a": 77, "aborted": 78}
+    meta.stamps = {"a": STAMPS, "aborted": STAMPS}
     worker.start_load_kv = lambda meta: None
     connector.start_load_kv(None)
     assert connector._claims == {"a": claim("a")}
+
+
+@pytest.mark.parametrize("ours", [[9], [8, 9], [7, 8, 9]])
+def test_claims_are_on_the_blocks_that_vllm_reads(connector: Any, module: ModuleType, ours: list[int]) -> None:
+    """It reads the last ones, if the first ones are here already."""
+    worker = connector.connector_worker
+    reads(connector, "a", claimed=False)
+    read = worker._recving_metadata["a"]
+    read.local_block_ids = (ours,)
+    connector._connector_metadata = meta = module.HandoffMetadata()
+    meta.reqs_to_recv, meta.stamps = {"a": read}, {"a": STAMPS}
+    worker.start_load_kv = lambda meta: None
+    connector.start_load_kv(None)
+    found = connector._claims["a"]
+    (mine,), (theirs,) = worker._apply_prefix_caching((ours,), read.remote.block_ids, 1)
+    assert (found.ours, found.theirs) == (tuple(mine), tuple(theirs))
+    assert (found.first, found.stamps) == (3 - len(ours), stamps(77, 78, 79)[-8 * len(ours) :])
 
 
 def test_the_condition_of_handshakes_is_ours(connector: Any, module: ModuleType, monkeypatch: Any) -> None:

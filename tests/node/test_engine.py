@@ -55,6 +55,7 @@ def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: 
     values: dict[str, Any] = {
         "async_scheduling": True,
         "enable_prefix_caching": False,
+        "prefix_caching_hash_algo": "sha256",
         "disable_cascade_attn": True,
         "enable_flashinfer_autotune": False,
         "fuse_allreduce_rms": False,
@@ -109,6 +110,7 @@ PREFILL_ON_CPU = {**ON_CPU, "role": "kv_producer"}
         ({"splits": 16}, OWN_LENGTH),
         (ON_CPU, CPU),
         (PREFILL_ON_CPU, SPLITS),
+        ({**PREFILL_ON_CPU, "enable_prefix_caching": True}, SPLITS),
     ],
 )
 def test_what_keeps_the_contract_is_fit(settings: dict[str, Any], seen: dict[str, Any]) -> None:
@@ -126,6 +128,7 @@ def test_what_keeps_the_contract_is_fit(settings: dict[str, Any], seen: dict[str
         ({"async_scheduling": False}, GPU, "vLLM's async_scheduling is 'False' in the engine, but was set to 'True'"),
         ({"async_scheduling": None}, GPU, "async_scheduling is 'None'"),
         ({"enable_prefix_caching": True}, GPU, "enable_prefix_caching is 'True'"),
+        ({"prefix_caching_hash_algo": "xxhash"}, GPU, "prefix_caching_hash_algo is 'xxhash'"),
         # Both come from a model's config.json alone.
         ({"speculative_config": {"method": "eagle3"}}, GPU, "speculative decoding is 'True'"),
         ({"is_diffusion": True}, GPU, "is_diffusion is 'True'"),

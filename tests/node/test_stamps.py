@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 from corun.node.kv.stamps import (
     DIGEST,
     OWNER,
+    STAMP_BYTES,
     Claim,
     Owned,
     PeerTable,
     Prefills,
     StampTable,
     Verdict,
+    chained,
     compare,
     judge,
     runs,
@@ -31,18 +34,48 @@ from corun.node.kv.stamps import (
 
 A, B = 2**64 - 2, 123
 """Owners; the first one's stamps pass 2^64."""
-CLAIM = Claim(owner=B, engine_id="engine", request_id="r", theirs=(8, 9, 2), ours=(1, 2, 3))
 
 
 def rows(*owners: int) -> Any:
     return np.array([[owner, 0] for owner in owners], np.uint64)
 
 
-def test_stamps_count_up_and_wrap_and_lie_in_the_first_column() -> None:
-    assert stamps(A, 0, 4).tolist() == [2**64 - 2, 2**64 - 1, 0, 1]
-    assert stamps(A, 2, 2).tolist() == [0, 1]
-    assert stamps(5, 2**64 - 5, 1).tolist() == [0]
-    assert (OWNER, DIGEST) == (0, 1), "other builds read them"
+def made(*values: int) -> bytes:
+    return np.array(values, np.uint64).tobytes()
+
+
+def of(first: int, count: int) -> bytes:
+    """Stamps that count up."""
+    return made(*((first + i) % 2**64 for i in range(count)))
+
+
+CLAIM = Claim(stamps=of(B, 3), first=0, engine_id="engine", request_id="r", theirs=(8, 9, 2), ours=(1, 2, 3))
+
+
+def test_a_stamp_is_the_owners_name_and_the_tokens_up_to_the_blocks_end() -> None:
+    """The pinned values are those of other builds."""
+    prompt = [*range(20, 57)]
+    digests = chained(prompt, 16)
+    assert digests.tolist() == [int.from_bytes(_sha256(prompt[:end])[:8], "little") for end in (16, 32, 37)]
+    assert digests[0] == 0x33B762DFACF21801
+    expected = [(name + int(digest)) % 2**64 for name, digest in zip((A, B, B), digests, strict=True)]
+    assert stamps([(A, 1), (B, 2)], prompt, 16) == made(*expected)
+    assert (OWNER, DIGEST, STAMP_BYTES) == (0, 1, 8), "other builds read them"
+    with pytest.raises(AssertionError):
+        stamps([(A, 1), (B, 1)], prompt, 16)
+
+
+def _sha256(prompt: list[int]) -> bytes:
+    return hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in prompt)).digest()
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.lists(st.integers(0, 3), min_size=1, max_size=9))
+def test_prompts_have_the_same_digests_as_far_as_they_begin_alike(left: list[int], right: list[int]) -> None:
+    """A last block that is not full is no beginning of a full one."""
+    a, b = chained(left, 2).tolist(), chained(right, 2).tolist()
+    ends = [[*range(2, len(prompt), 2), len(prompt)] for prompt in (left, right)]
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        assert (x == y) == (left[: ends[0][i]] == right[: ends[1][i]])
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20))
@@ -54,39 +87,56 @@ def test_runs_cover_the_blocks_in_order(blocks: list[int]) -> None:
 
 def test_an_owner_is_written_over_what_was_there() -> None:
     table = StampTable(6)
-    table.own([4, 1], 100, 0)
+    table.own([4, 1], of(100, 2))
     table.sign([4, 1], np.array([7, 8], np.uint64))
-    table.own([2], 100, 2)
+    table.own([2], of(102, 1))
     assert table.rows[[4, 1, 2]].tolist() == [[100, 7], [101, 8], [102, 0]]
-    table.own([1], B, 0)
+    assert table.unsigned([2, 1, 4]) == [2]
+    table.own([1], of(B, 1))
     assert table.rows[1].tolist() == [B, 0], "another owner's digest must not stay"
     assert table.rows[[0, 3, 5]].tolist() == [[0, 0]] * 3
 
 
 def request(name: str = "r", prompt: int = 40, **params: Any) -> Any:
-    given = {"do_remote_decode": True, "corun_owner": 100, "corun_check": True, **params}
+    given = {"do_remote_decode": True, "corun_stamps": of(100, 3), "corun_check": True, **params}
     return SimpleNamespace(request_id=name, num_prompt_tokens=prompt, num_computed_tokens=0, kv_transfer_params=given)
 
 
 def test_each_prefill_has_its_own_account_of_blocks() -> None:
     """It counts over the chunks of a prompt, and begins again when the request has lost its blocks."""
-    prefills = Prefills()
-    for name, owner in (("r", 100), ("s", 200)):
-        prefills.begin(request(name, corun_owner=owner))
-    assert prefills.give("r", [7, 3], anew=False) == Owned(100, 0, (7, 3))
+    prefills = Prefills(16)
+    for name, first in (("r", 100), ("s", 200)):
+        prefills.begin(request(name, corun_stamps=of(first, 3)))
+    assert prefills.give("r", [7, 3], anew=False) == Owned((7, 3), of(100, 2))
     assert prefills.give("r", [], anew=False) is None
-    assert prefills.give("r", [9], anew=False) == Owned(100, 2, (9,))
-    assert prefills.give("s", [2], anew=False) == Owned(200, 0, (2,))
-    assert prefills.give("r", [1, 2, 3], anew=True) == Owned(100, 0, (1, 2, 3))
-    prefills.end("r")
-    prefills.end("never began")
+    assert prefills.give("r", [9], anew=False) == Owned((9,), of(102, 1))
+    assert prefills.give("s", [2], anew=False) == Owned((2,), of(200, 1))
+    assert prefills.give("r", [1, 2, 3], anew=True) == Owned((1, 2, 3), of(100, 3))
+    assert prefills.end("r", [1, 2, 3]) == [("r", 3)]
+    assert prefills.end("never began", [1]) == []
     assert prefills.give("r", [3], anew=False) is None
     assert len(prefills) == 1
 
 
+def test_cached_blocks_stay_their_owners() -> None:
+    """They are the first ones, and their tokens count as computed. A block that was given away is its new owner's."""
+    prefills = Prefills(16)
+    for name, first, computed in (("r", 100, 0), ("s", 200, 32), ("t", 300, 48), ("u", 400, 0)):
+        prefills.begin(request(name, prompt=64, corun_stamps=of(first, 4)))
+        prefills._running[name].request.num_computed_tokens = computed
+    assert prefills.give("r", [7, 3], anew=False) == Owned((7, 3), of(100, 2))
+    assert prefills.give("s", [7, 3, 5], anew=False) == Owned((5,), of(202, 1))
+    assert prefills.give("s", [6], anew=False) == Owned((6,), of(203, 1))
+    assert prefills.give("t", [7, 3, 5, 8], anew=False) == Owned((8,), of(303, 1))
+    assert prefills.end("r", [7, 3]) == [("r", 2)]
+    assert prefills.end("s", [7, 3, 5, 6]) == [("r", 2), ("s", 2)]
+    prefills.give("u", [6, 3], anew=False)  # Whoever still names "s" or "r" for these is refused by their stamps.
+    assert prefills.end("t", [7, 3, 5, 8]) == [("r", 1), ("u", 1), ("s", 1), ("t", 1)]
+
+
 @pytest.mark.parametrize("params", [{"do_remote_decode": False}, None])
 def test_what_nobody_may_read_gets_no_owner(params: dict[str, Any] | None) -> None:
-    prefills, reader = Prefills(), request(**(params or {}))
+    prefills, reader = Prefills(16), request(**(params or {}))
     if params is None:
         reader.kv_transfer_params = None
     prefills.begin(reader)
@@ -95,7 +145,7 @@ def test_what_nobody_may_read_gets_no_owner(params: dict[str, Any] | None) -> No
 
 
 def test_a_chosen_prompt_is_signed_once_and_whole_by_the_step_that_completes_it() -> None:
-    prefills, running = Prefills(), request(prompt=40)
+    prefills, running = Prefills(16), request(prompt=40)
     prefills.begin(running)
     prefills.begin(request("not chosen", prompt=16, corun_check=False))
     prefills.give("r", [7, 3], anew=False)
@@ -111,10 +161,10 @@ def test_a_chosen_prompt_is_signed_once_and_whole_by_the_step_that_completes_it(
 
 
 STRANGERS = {
-    "swapped": (rows(B + 1, B), "block 0 of 2 is not this prompt's (2 are not)"),
+    "swapped": (rows(B + 1, B, B + 2), "block 0 of 3 is not this prompt's (2 are not)"),
     "another owner's last block": (rows(B, B + 1, A), "block 2 of 3 is not this prompt's (1 are not)"),
-    "never written": (rows(B, 0), "block 1 of 2 is not this prompt's (1 are not)"),
-    "one off": (rows(B + 1, B + 2), "block 0 of 2 is not this prompt's (2 are not)"),
+    "never written": (rows(B, 0, B + 2), "block 1 of 3 is not this prompt's (1 are not)"),
+    "one off": (rows(B + 1, B + 2, B + 3), "block 0 of 3 is not this prompt's (3 are not)"),
     "its owner's": (rows(B, B + 1, B + 2), ""),
 }
 
@@ -171,7 +221,7 @@ SCATTERED = tuple(range(1, 64, 2))
 def test_rows_come_over_in_the_order_asked_for(pair: Pair, blocks: Sequence[int]) -> None:
     pair.writer.rows[:] = np.arange(128, dtype=np.uint64).reshape(64, 2) + np.uint64(2**63)
     assert pair.fetch(*blocks).tolist() == pair.writer.rows[list(blocks)].tolist()
-    pair.writer.own([63, 0], A, 0)  # A later fetch sees a later owner.
+    pair.writer.own([63, 0], of(A, 2))  # A later fetch sees a later owner.
     assert pair.fetch(*blocks).tolist() == pair.writer.rows[list(blocks)].tolist()
 
 
@@ -181,7 +231,7 @@ def test_rows_that_no_table_has_are_not_asked_for(pair: Pair, blocks: tuple[int,
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another owner": ({"owner": B + 1}, "block 0 of 3 is not this prompt's"),
+    "another owner": ({"stamps": of(B + 1, 3)}, "block 0 of 3 is not this prompt's"),
     "other blocks": ({"theirs": (8, 9, 3)}, "block 2 of 3 is not this prompt's"),
     "another order": ({"theirs": (9, 8, 2)}, "block 0 of 3"),
     "fewer blocks than ours": ({"theirs": (8, 9)}, "2 blocks were offered for 3"),
@@ -191,7 +241,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_is_not_the_claim_is_refused(pair: Pair, changes: dict[str, Any], reason: str) -> None:
-    pair.writer.own([8, 9, 2], B, 0)
+    pair.writer.own([8, 9, 2], of(B, 3))
     assert pair.judge(CLAIM) == [Verdict("")]
     (verdict,) = pair.judge(replace(CLAIM, **changes))
     assert reason in verdict.refusal
@@ -202,13 +252,44 @@ def test_a_peer_whose_stamps_are_not_known_is_refused(pair: Pair) -> None:
     assert verdict.refusal == "where engine keeps its stamps is not known"
 
 
-@pytest.mark.parametrize("signed", [(9, 9, 9), (9, 9, 8), (9, 9, 0), (0, 9, 9)])
-def test_bits_that_changed_on_the_way_are_refused(pair: Pair, signed: tuple[int, ...]) -> None:
-    pair.writer.own([8, 9, 2], B, 0)
+SIGNED = {
+    (9, 9, 9): "",
+    (9, 9, 8): "the bits of block 2 of 3 changed on the way (1 did)",
+    (0, 9, 9): "",
+    (9, 0, 0): "",
+    (0, 7, 9): "the bits of block 1 of 3 changed on the way (1 did)",
+    (8, 0, 8): "the bits of block 0 of 3 changed on the way (2 did)",
+}
+"""Digests, 0 for a block without one, and the refusal of a read of blocks whose contents have the digest 9."""
+
+
+@pytest.mark.parametrize(("signed", "refusal"), SIGNED.items(), ids=str)
+def test_bits_that_changed_on_the_way_are_refused(pair: Pair, signed: tuple[int, ...], refusal: str) -> None:
+    """Exactly the blocks that have digests are compared: an earlier prompt, which was not chosen, may have left its
+    first blocks, or only these may have come from a prompt that was chosen."""
+    pair.writer.own([8, 9, 2], of(B, 3))
     pair.writer.sign([8, 9, 2], np.array(signed, np.uint64))
-    (verdict,) = pair.judge(CLAIM)
-    assert verdict.checked
-    assert ("changed on the way (1 did)" in verdict.refusal) == (signed != (9, 9, 9))
+    assert pair.judge(CLAIM) == [Verdict(refusal, checked=True)]
+    compared: list[Any] = []
+    compare(CLAIM, pair.fetch(8, 9, 2), lambda blocks: compared.extend(blocks) or np.array([9] * len(blocks)))
+    assert compared == [ours for ours, digest in zip(CLAIM.ours, signed, strict=True) if digest]
+    everything = pair.fetch(8, 9, 2)[:, DIGEST] == 9
+    assert everything.all() == (signed == (9, 9, 9)), "control: all rows compared refuse honest KV"
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_a_read_of_the_last_blocks_is_compared_with_theirs(pair: Pair, first: int) -> None:
+    """The reader has the others already. What is wrong is named by its place in the prompt."""
+    pair.writer.own([8, 9, 2], of(B, 3))
+    pair.writer.sign([2], np.array([9], np.uint64))
+    part = replace(
+        CLAIM, first=first, stamps=CLAIM.stamps[8 * first :], theirs=CLAIM.theirs[first:], ours=CLAIM.ours[first:]
+    )
+    assert pair.judge(part) == [Verdict("", checked=True)]
+    (verdict,) = pair.judge(replace(part, stamps=CLAIM.stamps[: 8 * (3 - first)]))
+    assert bool(verdict.refusal) == bool(first), "control: stamps of the first blocks"
+    pair.writer.own([2], of(A, 1))
+    assert pair.judge(part) == [Verdict("block 2 of 3 is not this prompt's (1 are not)")]
 
 
 class Broken:
@@ -258,9 +339,10 @@ def test_reads_of_one_step_are_judged_each_by_its_own_stamps(pair: Pair) -> None
     # So many runs that all between them would come over, too, had the others behind them no need of the room.
     many = tuple(block for block in range(48, 20, -1) if block % 5)
     for owner, blocks in ((A, (8, 9)), (B, many), (B + 500, (3, 60))):
-        pair.writer.own(blocks, owner, 0)
+        pair.writer.own(blocks, of(owner, len(blocks)))
     wanted = [(A, (8, 9)), (A, (64, 65)), (B, many), (A, (3, 60)), (B + 500, (3, 60))]
-    verdicts = pair.judge(*(replace(CLAIM, owner=owner, theirs=theirs, ours=theirs) for owner, theirs in wanted))
+    claims = (replace(CLAIM, stamps=of(owner, len(blocks)), theirs=blocks, ours=blocks) for owner, blocks in wanted)
+    verdicts = pair.judge(*claims)
     assert [verdict.refusal for verdict in verdicts] == [
         "",
         "the stamps could not be read: blocks 64 to 65 of 64",

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from corun.errors import InvalidArgumentError
-from corun.node.kv.handle import binding, owner_of
+from corun.node.kv.handle import CACHED, binding, owner
+from corun.node.kv.stamps import stamps
 from corun.node.vllm.start import EngineFacts
 from corun.receipt import prompt_digest
-from corun.types import NixlEndpoint, NodeRef
+from corun.types import KvOwner, NixlEndpoint, NodeRef
 from prefill_node import engine as engine_module
 from prefill_node.engine import VllmPrefillEngine, prefill_buckets
 from tests.loading import load
@@ -31,8 +32,11 @@ class Llm:
         self.held: list[list[str]] | None = [[]]
         self.expired = 0
         self.calls: list[tuple[Any, ...]] = []
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+        """The prompts, and their parameters for the connector."""
 
-    async def generate(self, *_: Any) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, sampling: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append((prompt, sampling.extra_args["kv_transfer_params"]))
         raise ValueError("not today")
         yield
 
@@ -45,16 +49,24 @@ class Llm:
 
 
 class Engine(VllmPrefillEngine):
-    """Computes nothing; the KV of a prompt of n tokens has one block for each 16."""
+    """Computes nothing; the KV of a prompt of n tokens has one block for each 16. `cached`: the first of these blocks,
+    which another prefill computed."""
 
-    owners: list[int]
+    computed: list[str]
+    cached: list[int]
 
-    async def _run(self, request_id: str, prompt_token_ids: Sequence[int], owner_name: int) -> dict[str, Any]:
-        self.owners.append(owner_name)
+    async def _run(
+        self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
+    ) -> dict[str, Any]:
+        self.computed.append(request_id)
+        own = -(-len(prompt_token_ids) // 16) - len(self.cached)
+        first = 100 * len(self.computed)
+        owners = [("earlier", len(self.cached))] if self.cached else []
         return {
             "remote_engine_id": "p0-engine",
             "remote_request_id": request_id,
-            "remote_block_ids": ([*range(-(-len(prompt_token_ids) // 16))],),
+            "remote_block_ids": ([*self.cached, *range(first, first + own)],),
+            "corun_owners": [*owners, (request_id, own)],
             "remote_host": "127.0.0.1",
             "remote_port": 7000,
             "tp_size": 1,
@@ -72,16 +84,51 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
 def engine(llm: Llm) -> Engine:
     contract: Any = None
     made = Engine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
-    made.owners = []
+    made.computed, made.cached = [], []
     return made
 
 
 async def test_a_handle_names_the_kv_and_the_prompt_and_is_bound_to_its_reader(engine: Engine) -> None:
     handle = await engine.prefill("r", [5] * 20, READER)
-    assert (handle.prefill_node, handle.request_id, handle.block_ids) == (REF, "r", ((0, 1),))
+    assert (handle.prefill_node, handle.request_id, handle.block_ids) == (REF, "r", ((100, 101),))
     assert (handle.num_tokens, handle.prompt_digest) == (20, prompt_digest([5] * 20))
     assert (handle.reader, handle.binding) == (READER, binding(handle))
-    assert engine.owners == [owner_of(handle)]
+    assert (handle.owners, handle.cached_tokens) == ((KvOwner(request_id="r", num_blocks=2),), 0)
+
+
+async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:
+    engine.cached = [7, 8]
+    handle = await engine.prefill("r", [5] * 40, READER)
+    assert handle.block_ids == ((7, 8, 100),)
+    assert [(one.request_id, one.num_blocks) for one in handle.owners] == [("earlier", 2), ("r", 1)]
+    assert (handle.cached_tokens, handle.binding) == (32, binding(handle))
+
+
+async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> None:
+    load("vllm.v1.engine.exceptions")
+    contract: Any = None
+    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
+    uses: list[tuple[frozenset[str], str]] = [
+        (frozenset(), "a"),
+        (frozenset({CACHED}), ""),
+        (frozenset({CACHED}), "a"),
+        (frozenset({CACHED}), "b"),
+        (frozenset({CACHED, "chunks"}), "a"),
+    ]
+    for freedoms, scope in uses:
+        engine.freedoms = freedoms
+        with pytest.raises(InvalidArgumentError):
+            await engine.prefill("r", [5] * 20, READER, scope)
+    assert [params["corun_freedoms"] for _, params in llm.asked] == [
+        [],
+        [],
+        ["cached"],
+        ["cached"],
+        ["cached", "chunks"],
+    ]
+    salts = [prompt["cache_salt"] for prompt, _ in llm.asked]
+    assert len({*salts[2:]}) == 3, "another scope, or other freedoms, never find these blocks"
+    assert {params["corun_stamps"] for _, params in llm.asked} == {stamps([(owner("r", REF), 2)], [5] * 20, 16)}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +144,7 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
     that is thrown away."""
     with pytest.raises(InvalidArgumentError, match=rf"^{limit}"):
         await engine.prefill("r", prompt, READER)
-    assert engine.owners == []
+    assert engine.computed == []
     await engine.prefill("fits", [1] * 63, READER)
 
 
@@ -134,6 +181,13 @@ async def test_held_kv_is_counted_until_the_workers_let_go(engine: Engine, llm: 
     llm.held, llm.expired = [[], []], 1
     assert await engine.held_kv_blocks() == 0
     assert (engine.known_kv_blocks, engine.expired_claims) == (0, 1)
+
+
+async def test_a_block_that_two_prompts_hold_counts_once(engine: Engine) -> None:
+    engine.cached = [7, 8]
+    for name in "ab":
+        await engine.prefill(name, [1] * 40, READER)
+    assert engine.known_kv_blocks == 4
 
 
 async def test_a_busy_worker_leaves_the_last_known_number(engine: Engine, llm: Llm) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -39,11 +40,14 @@ class Engine:
         self.go = asyncio.Event()
         self.go.set()
         self.error: Exception | None = None
+        self.cached_tokens = 0
         self.computing: list[str] = []
         self.cancelled: list[str] = []
         self.released: list[str] = []
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def prefill(
+        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
+    ) -> KvHandle:
         self.computing.append(request_id)
         try:
             await self.go.wait()
@@ -54,7 +58,7 @@ class Engine:
             self.computing.remove(request_id)
         if self.error:
             raise self.error
-        return handle(request_id, prompt_token_ids, reader)
+        return replace(handle(request_id, prompt_token_ids, reader), cached_tokens=self.cached_tokens)
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         return True
@@ -141,6 +145,15 @@ async def test_a_prompt_becomes_a_handle(node: Node) -> None:
     load = await node.service.load()
     assert (load.tokens, load.queued_prompt_tokens, load.used_kv_blocks) == (3, 0, 3)
     assert node.engine.released == []
+
+
+async def test_tokens_from_the_cache_are_counted_apart(node: Node) -> None:
+    node.engine.cached_tokens = 16
+    answer = await node.prefill("r", [1] * 20)
+    assert answer.handle.cached_tokens == 16
+    load = await node.service.load()
+    assert (load.tokens, load.cached_tokens) == (4, 16)
+    assert node.service.metrics.prompts.value == 1
 
 
 async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> None:

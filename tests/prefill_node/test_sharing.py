@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from corun.errors import InvalidArgumentError, UnavailableError
-from corun.node.kv.handle import binding, owner_of
+from corun.node.kv.handle import binding
 from corun.receipt import prompt_digest
 from corun.types import KvHandle, NodeRef
 from prefill_node import sharing as module
@@ -34,13 +34,17 @@ class Engine:
         self.is_ending = False
         """The lease of what is held ends too soon for another reader."""
         self.computed: list[str] = []
+        self.scopes: list[str] = []
         self.readers: dict[str, set[str]] = {}
 
-    async def prefill(self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef) -> KvHandle:
+    async def prefill(
+        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
+    ) -> KvHandle:
         await self.go.wait()
         if self.error:
             raise self.error
         self.computed.append(request_id)
+        self.scopes.append(scope)
         self.readers[request_id] = {request_id}
         digest = prompt_digest(prompt_token_ids)
         return KvHandle(
@@ -129,8 +133,8 @@ async def test_prompts_that_come_together_are_computed_once_and_all_read(engine:
     assert [handle.claim for handle in handles] == ["r", "s", "t"]
     assert [handle.reader for handle in handles] == [READER, READER, OTHER]
     assert all(handle.binding == binding(handle) for handle in handles)
-    assert len({owner_of(handle) for handle in handles}) == 1
     assert (engine.computed, engine.readers, sharing.metrics.shared_prompts.value) == (["r"], {"r": {*"rst"}}, 2)
+    assert engine.scopes == ["client a"], "whose cached KV may be used"
 
 
 async def test_one_that_comes_later_reads_what_is_still_there(engine: Engine, sharing: Sharing) -> None:

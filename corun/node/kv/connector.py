@@ -28,10 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 )
 
 from corun.node.kv.digest import KvDigest, region_words
-from corun.node.kv.handle import OWNER_PARAM, READER
+from corun.node.kv.handle import OWNERS_PARAM, READER, STAMPS_PARAM
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
 from corun.node.kv.paced_reads import PacedReads
-from corun.node.kv.stamps import Claim, Owned, PeerTable, Prefills, StampTable, Verdict, finish, judge
+from corun.node.kv.stamps import STAMP_BYTES, Claim, Owned, PeerTable, Prefills, StampTable, Verdict, finish, judge
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
 
@@ -72,8 +72,8 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Prefill: the blocks that get an owner before the step."""
         self.signed: list[tuple[int, ...]] = []
         """Prefill: the blocks that get digests after the step."""
-        self.owners: dict[str, int] = {}
-        """Decode: the owner's name that each read must find in the stamps, by request id."""
+        self.stamps: dict[str, bytes] = {}
+        """Decode: the stamps that the handle's blocks must have, by request id."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -91,7 +91,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._readers: dict[str, set[str]] = {}  # request id -> readers that have not read yet, for shared KV only
         self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
         self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
-        self._prefills = Prefills()
+        self._prefills = Prefills(vllm_config.cache_config.block_size)
         self._claims: dict[str, Claim] = {}  # request id -> the claim of the running read
         self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
 
@@ -102,15 +102,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self._prefills.end(request.request_id)
+        """Return vLLM's answer; to what the reader of the KV must know, add who computed the blocks."""
+        owners = self._prefills.end(request.request_id, itertools.chain(*block_ids))
         finished: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        if params := finished[1]:
+            params[OWNERS_PARAM] = owners
         return finished
 
     def build_connector_meta(self, scheduler_output: Any) -> HandoffMetadata:
         reads = self.connector_scheduler._reqs_need_recv
         params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
         meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # This call empties `_reqs_need_recv`.
-        meta.owners = {name: given[OWNER_PARAM] for name, given in params.items() if OWNER_PARAM in given}
+        meta.stamps = {name: given[STAMPS_PARAM] for name, given in params.items() if STAMPS_PARAM in given}
         for name, groups, anew in yield_req_data(scheduler_output) if self._prefills else ():
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
                 meta.owned.append(owned)
@@ -155,20 +158,26 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         """Write the owners. vLLM calls this before the step writes to any block. The CPU runner zeroes new blocks next,
         and a peer that still reads the old KV must not accept the zeros."""
         for owned in kv_connector_metadata.owned:
-            self.table.own(owned.blocks, owned.owner, owned.first)
+            self.table.own(owned.blocks, owned.stamps)
         super().handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Record the claims of the reads that begin, before the worker turns their block ids into its kernels' ids."""
+        """Record the claims of the reads that begin, before the worker turns their block ids into its kernels' ids.
+
+        If we have the first blocks of a prompt already, vLLM reads the last ones (nixl/base_worker.py:
+        `_apply_prefix_caching`).
+        """
         meta = self._connector_metadata
         for name, read in meta.reqs_to_recv.items():
-            if name in meta.owners and read.local_block_ids:  # A read without blocks was aborted before it began.
+            if name in meta.stamps and read.local_block_ids:  # A read without blocks was aborted before it began.
                 (theirs,), (ours,) = read.remote.block_ids, read.local_block_ids
+                first = max(0, len(theirs) - len(ours))
                 self._claims[name] = Claim(
-                    owner=meta.owners[name],
+                    stamps=meta.stamps[name][STAMP_BYTES * first :],
+                    first=first,
                     engine_id=read.remote.engine_id,
                     request_id=read.remote.request_id,
-                    theirs=tuple(theirs),
+                    theirs=tuple(theirs[first:]),
                     ours=tuple(ours),
                 )
         super().start_load_kv(forward_context, **kwargs)
@@ -176,7 +185,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Write the digests. vLLM calls this after the step's forward pass, before its result leaves this process."""
         for blocks in self._connector_metadata.signed:
-            self.table.sign(blocks, self._digests(blocks))
+            unsigned = self.table.unsigned(blocks)
+            self.table.sign(unsigned, self._digests(unsigned))
         super().wait_for_save()
 
     def _pop_judged(self, transfers: dict[str, Any]) -> set[str]:

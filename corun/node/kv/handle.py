@@ -1,7 +1,7 @@
-"""What nodes tell each other about a prompt's KV: a handle's binding, the owner's name of the blocks, readers' names.
+"""What nodes tell each other about a prompt's KV: a handle's binding, the owners' names of the blocks, readers' names.
 
-Owns: the digest that a handle carries, the stamps that its blocks carry, which handoffs are checked bit by bit, and the
-keys and marks of vLLM's parameters and messages. Must not know: where KV lies or how it moves.
+Owns: the digest that a handle carries, the names that stamps are made of, which handoffs are checked bit by bit, and
+the keys and marks of vLLM's parameters and messages. Must not know: where KV lies or how it moves.
 
 Digest and stamps are not secret, and routers are trusted not to forge them. They make sure that a stale or mixed-up
 reference, which would give another prompt's KV, cannot be taken for a valid one.
@@ -15,8 +15,18 @@ from dataclasses import replace
 
 from corun.types import KvHandle, NodeRef
 
-OWNER_PARAM = "corun_owner"
-"""The key in `kv_transfer_params` of both sides for the owner's name that the prompt's blocks carry, a uint64."""
+STAMPS_PARAM = "corun_stamps"
+"""The key in `kv_transfer_params` of both sides for the stamps of a prompt's blocks, 8 bytes each, in the prompt's
+order (corun/node/kv/stamps.py). For a prefill they are what the blocks get that it computes itself; for a reader, what
+all blocks must carry."""
+OWNERS_PARAM = "corun_owners"
+"""The key in the `kv_transfer_params` that a prefill ends with, for the pairs (request id, number of blocks) of the
+prefills that computed its blocks, in the prompt's order."""
+FREEDOMS_PARAM = "corun_freedoms"
+"""The key in a prefill's `kv_transfer_params` for the names of what it may make use of: `corun.types.Freedom` and
+`CACHED`. Without it, a prompt is computed as the contract says: whole, alone, in its own chunks."""
+CACHED = "cached"
+"""The name in `FREEDOMS_PARAM` that allows a prompt to take blocks from the prefix cache and to leave its own there."""
 CHECK_PARAM = "corun_check"
 """The key in a prefill's `kv_transfer_params` for whether the blocks get digests."""
 READER = "/"
@@ -32,26 +42,22 @@ def bound(handle: KvHandle) -> KvHandle:
 
 
 def binding(handle: KvHandle) -> str:
-    """Return SHA-256 over a handle's request, both nodes' generations, engine, prompt digest, number of tokens and
-    block ids; 64 hex digits."""
-    names = (handle.request_id, handle.engine_id, handle.prompt_digest, handle.num_tokens)
+    """Return SHA-256 over a handle's request, both nodes' generations, engine, prompt digest, numbers of tokens, block
+    ids and owners; 64 hex digits."""
+    names = (handle.request_id, handle.engine_id, handle.prompt_digest, handle.num_tokens, handle.cached_tokens)
     nodes = (_words(handle.prefill_node), _words(handle.reader))
-    return hashlib.sha256(_bytes("corun.v1.kv_handle", *names, *nodes, handle.block_ids)).hexdigest()
+    owners = [(owner.request_id, owner.num_blocks) for owner in handle.owners]
+    return hashlib.sha256(_bytes("corun.v1.kv_handle", *names, *nodes, handle.block_ids, owners)).hexdigest()
 
 
-def owner(request_id: str, prefill_node: NodeRef, prompt_digest: str) -> int:
-    """Return the owner's name of a prompt's KV blocks, a uint64: block i of the prompt is stamped `owner + i` mod 2^64.
+def owner(request_id: str, prefill_node: NodeRef) -> int:
+    """Return the name of a prefill as the owner of KV blocks, a uint64.
 
-    It tells which prompt's KV the blocks hold, not which node reads it: several decode nodes may read it
-    (`prefill_node.sharing`).
+    It tells who computed the blocks, not which node reads them: several decode nodes may (`prefill_node.sharing`), and
+    later prompts that begin alike may hold them, too (`prefill_node.prefix_cache`).
     """
-    text = _bytes("corun.v1.kv_owner", request_id, _words(prefill_node), prompt_digest)
+    text = _bytes("corun.v1.kv_owner", request_id, _words(prefill_node))
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def owner_of(handle: KvHandle) -> int:
-    """Return `owner` of the KV that a handle claims."""
-    return owner(handle.request_id, handle.prefill_node, handle.prompt_digest)
 
 
 def is_checked(request_id: str, fraction: float) -> bool:

@@ -144,7 +144,10 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
         "max_model_len": config.max_model_len or None,
         "tensor_parallel_size": config.tensor_parallel_size,
         "kv_transfer_config": transfer,
-        "enable_prefix_caching": False,  # A cache hit would change the shapes of the remaining computation.
+        # What a hit may be on a prefill node is decided by prefill_node/prefix_cache.py. SHA-256, since two prefixes
+        # with the same hash would mean a wrong answer.
+        "enable_prefix_caching": producer and config.prefix_caching,
+        "prefix_caching_hash_algo": "sha256",
         "disable_cascade_attn": True,  # it looks at the other requests' prefixes
         "enable_flashinfer_autotune": False,  # kernels chosen by timing them
         # It sums in an order that depends on the place in the message; this changes bits from three ranks on.
@@ -325,10 +328,12 @@ def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:
             f"this model cannot keep the contract: it has {', '.join(sorted(unknown))} in its KV cache"
         )
     platform, parallel = seen["platform"], config.parallel_config
+    cache, is_producer = config.cache_config, config.kv_transfer_config.kv_role == "kv_producer"
     found = {
         "the model runner": (seen["runner"], RUNNERS[platform]),
         "vLLM's async_scheduling": (config.scheduler_config.async_scheduling, platform != "cpu"),  # platforms/cpu.py
-        "vLLM's enable_prefix_caching": (config.cache_config.enable_prefix_caching, False),
+        "vLLM's enable_prefix_caching": (cache.enable_prefix_caching and not is_producer, False),
+        "vLLM's prefix_caching_hash_algo": (cache.prefix_caching_hash_algo, "sha256"),
         "vLLM's disable_cascade_attn": (config.model_config.disable_cascade_attn, True),
         "vLLM's enable_flashinfer_autotune": (config.kernel_config.enable_flashinfer_autotune, False),
         # A model's config.json alone can ask for these two.

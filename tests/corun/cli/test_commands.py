@@ -262,6 +262,14 @@ def test_status_without_unicode(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert (process.returncode, err, "###" + "." * 61 in out) == (0, "", True)
 
 
+def test_status_tells_computed_tokens_from_cached_ones(fake: FakeRouter) -> None:
+    (prefill,) = (node for node in fake.status.nodes if node.node.role is NodeRole.PREFILL)
+    load = replace(prefill.load, tokens=1200, cached_tokens=3400)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(picture(replace(fake.status, nodes=(replace(prefill, load=load),)), fake.address))
+    assert re.search(r"1200 tokens .*\n.* 3400 cached ", console.export_text())
+
+
 def test_the_node_table_fits_80_columns(fake: FakeRouter) -> None:
     nodes = [
         replace(node, load=replace(node.load, tokens=1_234_567, steps=123_456, used_kv_blocks=12_345))
