@@ -5,6 +5,9 @@ found. A rule whose breaking goes unnoticed is a hole in the self-test. On a GPU
 graph, so breaking that rule takes a start of its own (`split-kv`). And without split-K, products of every number of
 rows give a row the same bits there: that padding matters can only be seen with cuBLAS as it comes (`split-k`).
 
+Then come lines on a prefill node's prefix cache: whether prompts that take KV from it have the bits of those that
+compute all, as the node is and with a cache that looks at no token.
+
 Last come two lines on NaN that was left in all KV: whether a request gives the bits that it gave before, as the node is
 and with KV blocks that are not zeroed (on a GPU they never are).
 """
@@ -14,15 +17,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
 from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.node.kv.handle import CACHED
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
-from corun.types import NodeRole
+from corun.types import NixlEndpoint, NodeRef, NodeRole
 from decode_node import engine as decode
 from prefill_node import engine as prefill
 
@@ -36,6 +41,8 @@ REQUESTS = {"prefill": (200, 2), "decode": (1, 150)}
 """Tokens of a prompt, and tokens drawn: the last KV block is not full. A decode node computes no longer prompt, and the
 sequence grows into another block there."""
 ALLOW_SPLIT_K = "CORUN_BREAKING_ALLOWS_SPLIT_K"
+BLIND = "blind"
+"""The scope whose prompts find KV of others in the prefix cache."""
 # In float32 the tiny model's matrix products depend on their number of rows; in bfloat16, on CPU, they do not.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32", "threads": 2},
@@ -56,6 +63,7 @@ def arguments(role: str, model: str) -> Any:
     if role == "prefill":
         prefilling = PrefillConfig(model=model, chunk_size=sizes["chunk_size"], **settings)
         made = prefill.arguments(prefilling, base.nixl_endpoint(prefilling, "breaking"))
+        made.scheduler_cls = "tests.e2e.breaking_worker.BreakablePrefillScheduler"
     else:
         decoding = DecodeConfig(model=model, slots=sizes["slots"], **settings)
         made = decode.arguments(decoding, base.nixl_endpoint(decoding, "breaking"))
@@ -84,6 +92,32 @@ async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
     return [(token, float(logprobs[token].logprob).hex()) for token, logprobs in rows]
 
 
+async def cache(llm: Any, chunk_size: int, scope: str) -> None:
+    """Print what prompts took from the cache, and whether their KV has the digests of KV that was computed.
+
+    In the scope `BLIND` an earlier prompt of the same length has left its KV there, in others one that begins alike.
+    """
+    ref = NodeRef(node_id="breaking", generation=secrets.token_hex(8))
+    endpoint = NixlEndpoint(engine_id="breaking", host="127.0.0.1", port=1, tp_size=1)
+    contract: Any = None
+    engine = prefill.VllmPrefillEngine(llm, base.facts(llm, finding=""), contract, ref, endpoint, check_fraction=1.0)
+    engine.freedoms |= {CACHED}
+
+    async def digests(tokens: list[int], scope: str) -> tuple[int, list[int]]:
+        handle = await engine.prefill(secrets.token_hex(8), tokens, ref, scope)
+        found = (await base.call_workers(llm, "digests", handle.block_ids[0], timeout_s=TIMEOUT_S))[0]
+        await engine.release(handle.request_id, handle.request_id)
+        return handle.cached_tokens, found
+
+    draw = random.Random(1)
+    first, later = ([draw.randrange(3, 250) for _ in range(4 * chunk_size)] for _ in range(2))
+    await digests(first, scope)
+    for length in (chunk_size + 1, 2 * chunk_size, 3 * chunk_size + 30):
+        tokens = (later if scope == BLIND else first)[:length]
+        (_, computed), (cached, found) = await digests(tokens, ""), await digests(tokens, scope)
+        print(json.dumps({"blind": scope == BLIND, "cached": cached, "same": found == computed}), flush=True)
+
+
 async def overflow(llm: Any, role: str) -> None:
     """Prints whether NaN that was left in all KV moves a request's bits."""
     expected = await drawn(llm, role)
@@ -106,6 +140,9 @@ async def main(role: str, model: str, start: str = "") -> None:
         for rule in ("", *rules):
             found = await base.call_workers(llm, "certify_broken", rule, timeout_s=TIMEOUT_S)
             print(json.dumps({"start": start, "broken": rule, "found": found[0]}), flush=True)
+        if not start and role == "prefill":
+            for scope in ("client", BLIND):
+                await cache(llm, made.max_num_batched_tokens, scope)
         if not start:
             await overflow(llm, role)
     finally:

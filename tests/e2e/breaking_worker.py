@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
+from corun.node.kv.stamps import DIGEST
 from corun.node.vllm import pin, selftest
 from decode_node import sampling
 from decode_node.worker import FixedShapeWorker
 from prefill_node import worker as prefill
-from tests.e2e.breaking import ALLOW_SPLIT_K
+from prefill_node.scheduler import IsolatedPrefillScheduler
+from tests.e2e.breaking import ALLOW_SPLIT_K, BLIND
 
 Break = Callable[[Any], Any]
 
@@ -185,3 +188,17 @@ class BreakableDecodeWorker(_Breakable, FixedShapeWorker):
 
 class BreakablePrefillWorker(_Breakable, prefill.PrefillWorker):
     breaks: ClassVar[dict[str, Break]] = {"batched prefill": batched_prefill, "moving chunks": moving_chunks}
+
+    def digests(self, blocks: Sequence[int]) -> list[int]:
+        """Return the digests that the node wrote for the contents of these blocks."""
+        found: list[int] = get_kv_transfer_group().table.rows[list(blocks), DIGEST].tolist()
+        return found
+
+
+class BreakablePrefillScheduler(IsolatedPrefillScheduler):
+    """Its prefix cache tells the blocks of the scope `BLIND` apart by their place alone."""
+
+    def add_request(self, request: Any) -> None:
+        if BLIND in (request.cache_salt or ""):
+            request.block_hashes = [f"{BLIND} {place}".encode() for place in range(len(request.block_hashes))]
+        super().add_request(request)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from corun.models import tiny
+from tests.e2e.conftest import CHUNK
 
 pytestmark = [
     pytest.mark.e2e,
@@ -54,6 +55,13 @@ def test_the_self_test_notices_every_broken_rule(role: str, lines: list[dict[str
     assert found.keys() - SILENT_ON_CPU == RULES[role].keys()
     for rule, stage in RULES[role].items():
         assert stage in found[rule], f"{rule}: {found[rule] or 'not noticed'}"
+
+
+def test_kv_from_the_cache_has_the_bits_of_kv_that_was_computed(role: str, lines: list[dict[str, Any]]) -> None:
+    """With a cache that looks at no token it has another prompt's."""
+    found = [(line["blind"], line["cached"], line["same"]) for line in lines if "blind" in line]
+    expected = [(blind, cached, not blind) for blind in (False, True) for cached in (CHUNK, CHUNK, 3 * CHUNK)]
+    assert found == (expected if role == "prefill" else [])
 
 
 def test_nan_that_was_left_in_kv_moves_no_bit(lines: list[dict[str, Any]]) -> None:

@@ -13,8 +13,10 @@ import pytest
 from corun import Client, Condition, Generation, SamplingParams
 from corun.models import tiny
 from corun.records.verification import VerifyCase
-from tests.e2e.conftest import CHUNK, SLOTS, Cluster
+from corun.types import NodeRole, NodeState
+from tests.e2e.conftest import CHUNK, SLOTS, START_TIMEOUT_S, Cluster, ready, wait_until
 from tests.e2e.stock import result_of
+from tests.scraping import families, values
 
 pytestmark = pytest.mark.e2e
 
@@ -107,6 +109,52 @@ def test_n_samples_are_n_seeds(cluster: Cluster) -> None:
         one = SamplingParams(max_tokens=16, temperature=1.0, logprobs=True)
         for sample in first.samples:
             assert client.generate("Once upon a time", one, seed=sample.seed).logprobs == sample.logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_node_without_a_prefix_cache_gives_the_same_bits(cluster: Cluster) -> None:
+    """Prompts that begin alike, computed and taken from the cache, and computed by a node that has none."""
+    draw = random.Random(21)
+    text = [draw.randrange(3, 500) for _ in range(5 * CHUNK)]
+    params = SamplingParams(max_tokens=12, temperature=1.0, logprobs=True)
+    cases = [(text[:length], params, length) for length in (CHUNK + 1, 2 * CHUNK, 300, 4 * CHUNK, 5 * CHUNK)]
+
+    def rerun() -> tuple[list[Generation], float]:
+        assert cluster.watch is not None
+        before = values(families(cluster.watch.metrics["prefill"]))["corun_prefill_cached_tokens_total"]
+        with cluster.client() as client:
+            done = run(client, cases, concurrency=1)
+        after = values(families(cluster.watch.metrics["prefill"]))["corun_prefill_cached_tokens_total"]
+        return done, after - before
+
+    first, again = rerun(), rerun()
+    flags = cluster.processes.commands["prefill"]
+    restart(cluster, (*flags, "--no-prefix-caching"))
+    try:
+        without = rerun()
+    finally:
+        restart(cluster, flags)
+    assert again[1] > first[1] > without[1] == 0
+    assert differing(first[0], again[0]) == differing(first[0], without[0]) == []
+
+
+def restart(cluster: Cluster, command: tuple[str, ...]) -> None:
+    """Stop the prefill node, and start it with this command."""
+    before = generation(cluster)
+    process = cluster.processes.running["prefill"]
+    process.terminate()
+    process.wait(60)
+    cluster.processes.commands["prefill"] = command
+    cluster.processes.restart("prefill")
+    wait_until(lambda: ready(cluster.status) and generation(cluster) != before, "it is back", START_TIMEOUT_S)
+
+
+def generation(cluster: Cluster) -> list[str]:
+    nodes = cluster.status().nodes
+    return [
+        one.node.ref.generation for one in nodes if one.node.role is NodeRole.PREFILL and one.state is NodeState.READY
+    ]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="attention on CPU splits KV over 2 or more threads")

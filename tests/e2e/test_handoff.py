@@ -65,12 +65,13 @@ class Nodes:
         next(self._steps)
         threading.Thread(target=self._read, daemon=True).start()
 
-    def prefill(self, tokens: Prompt, reader: NodeRef | None = None) -> KvHandle:
+    def prefill(self, tokens: Prompt, reader: NodeRef | None = None, scope: str = "") -> KvHandle:
         request = prefill_pb2.PrefillRequest(
             request_id=secrets.token_hex(8),
             generation=self.prefill_ref.generation,
             prompt_token_ids=tokens,
             reader=codec.node_ref_to_proto(reader or self.decode_ref),
+            share_scope=scope,
         )
         return codec.kv_handle_from_proto(self._prefill.Prefill(request, timeout=CALL_S).handle)
 
@@ -202,13 +203,13 @@ def test_a_handle_read_twice_is_refused_the_second_time_or_brings_the_same_kv(cl
     assert second.tokens in ([], first.tokens)
 
 
-@pytest.mark.parametrize("field", ["block_ids", "request_id", "prompt_digest"])
-def test_a_mixed_up_handle_is_refused(cluster: Cluster, nodes: Nodes, field: str) -> None:
+@pytest.mark.parametrize("fields", [("block_ids",), ("request_id", "owners"), ("prompt_digest",)], ids=" ".join)
+def test_a_mixed_up_handle_is_refused(cluster: Cluster, nodes: Nodes, fields: tuple[str, ...]) -> None:
     """Its binding is right, and all that it says exists, but not together."""
     mine, other = prompt(4), prompt(5)
     handle, foreign = nodes.prefill(mine), nodes.prefill(other)
-    mixed = bound(replace(handle, **{field: getattr(foreign, field)}))
-    tokens = other if field == "prompt_digest" else mine
+    mixed = bound(replace(handle, **{field: getattr(foreign, field) for field in fields}))
+    tokens = other if "prompt_digest" in fields else mine
     assert "block 0 of 3 is not this prompt's" in refused_after_the_read(cluster, nodes, mixed, tokens)
     for name, kept in ((mine, handle), (other, foreign)):  # Neither owner lost its KV to the refused read.
         assert nodes.run(kept, name).ended is FinishReason.LENGTH
@@ -251,3 +252,38 @@ def test_a_handle_of_another_reader_is_refused(nodes: Nodes) -> None:
     samples = [nodes.run(made, tokens) for made in (own, alone)]
     assert [sample.ended for sample in samples] == [FinishReason.LENGTH] * 2
     assert (samples[0].tokens, samples[0].logprobs) == (samples[1].tokens, samples[1].logprobs)
+
+
+def test_kv_from_the_cache_gives_the_bits_of_kv_that_was_computed(nodes: Nodes) -> None:
+    """Turns of a conversation. Each takes the whole chunks of those before it, and once more nothing: without a scope
+    all of it is computed."""
+    lengths = (CHUNK, CHUNK + 1, 2 * CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 7)
+    cached, hits, misses = [], [], []
+    for length in lengths:
+        tokens = prompt(9, length)
+        handle = nodes.prefill(tokens, scope="turns")
+        cached.append(handle.cached_tokens)
+        hits.append(nodes.run(handle, tokens))
+        misses.append(nodes.run(nodes.prefill(tokens), tokens))
+    assert cached == [0, CHUNK, CHUNK, 2 * CHUNK, 3 * CHUNK]
+    assert all(sample.ended is FinishReason.LENGTH for sample in hits)
+    assert [(one.tokens, one.logprobs) for one in hits] == [(one.tokens, one.logprobs) for one in misses]
+    assert len({(*sample.logprobs,) for sample in hits}) == len(lengths), "bits that always agree show nothing"
+
+
+def test_only_whoever_computed_cached_blocks_is_their_owner(cluster: Cluster, nodes: Nodes) -> None:
+    """Another prompt of the same first tokens is not; nor is anybody else's prompt, or another client's."""
+    tokens = prompt(10)
+    assert nodes.run(nodes.prefill(tokens, scope="owners"), tokens).ended is FinishReason.LENGTH
+    other, longer = nodes.prefill(tokens, scope="another client"), (*tokens, 5)
+    assert other.cached_tokens == 0
+    handle = nodes.prefill(longer, scope="owners")
+    assert [one.num_blocks for one in handle.owners] == [2, 1]
+    for name in (handle.request_id, other.request_id):
+        forged = bound(replace(handle, owners=(replace(handle.owners[0], request_id=name), handle.owners[1])))
+        reason = refused_after_the_read(cluster, nodes, forged, longer)
+        assert reason.startswith("block 0 of 3 is not this prompt's (2 are not)")
+    with pytest.raises(InvalidArgumentError, match=r"handle\.owners"):
+        nodes.start(bound(replace(handle, owners=handle.owners[::-1])), longer)
+    assert nodes.run(handle, longer).ended is FinishReason.LENGTH
+    assert nodes.run(other, tokens).ended is FinishReason.LENGTH
