@@ -125,6 +125,27 @@ class KvHandle:
     """The number of prompt tokens whose KV was in the node's prefix cache."""
 
 
+class Freedom(str, enum.Enum):
+    """A way to compute the contract's bits that is not the contract's own; a node needs a certificate for it."""
+
+    ROWS = "rows"
+    """Decode steps may have fewer rows than there are slots."""
+    PACKED = "packed"
+    """A prefill step may hold chunks of several prompts."""
+    CHUNKS = "chunks"
+    """A prompt may be cut into chunks anywhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreedomStatus:
+    """Whether a node uses a freedom."""
+
+    name: str
+    """A value of `Freedom`, or a name that a later version has."""
+    refused: str = ""
+    """Why the node does not use it. Empty: it does."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeInfo:
     """What a node says about itself when it joins."""
@@ -150,6 +171,8 @@ class NodeInfo:
     """The path of the model, for the router's tokenizer."""
     finding: str = ""
     """What changed a bit in the node's self-test. Empty: the node passed and is certified."""
+    freedoms: tuple[FreedomStatus, ...] = ()
+    """The freedoms of the node's role. Empty: the node's version knows none."""
 
 
 def places(slots: int) -> int:
@@ -328,14 +351,3 @@ def from_plain(name: str, kind: Any, value: Any) -> Any:
 
 
 _hints = functools.cache(get_type_hints)
-
-
-class Freedom(str, enum.Enum):
-    """Another way to compute the contract's bits, allowed where a certificate of the node shows that it gives them."""
-
-    ROWS = "rows"
-    """Decode steps may have fewer rows than slots."""
-    PACKED = "packed"
-    """A prefill step may hold several prompts."""
-    CHUNKS = "chunks"
-    """A prompt may be cut into chunks anywhere."""

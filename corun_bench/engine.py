@@ -26,7 +26,8 @@ from corun.node.vllm import start as base
 from corun.types import NodeRole
 from corun_bench.systems import LADDER, EngineSettings
 
-ISOLATED = "prefill_node.scheduler.IsolatedPrefillScheduler"
+ISOLATED = "prefill_node.scheduler.PrefillScheduler"
+"""It isolates all prompts here: no request of a benchmark's engine says that its prompt may share a step."""
 PADDING = (1, 2, 4, 8)
 """Step sizes, in rows, that a padding sweep can run in addition to those of a decode node."""
 

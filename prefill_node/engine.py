@@ -1,4 +1,4 @@
-"""The prefill node's vLLM engine: each step computes one prompt, and its KV is kept for a NIXL reader.
+"""The prefill node's vLLM engine: its steps compute prompts, and their KV is kept for NIXL readers.
 
 Owns: the engine's arguments, and the conversion of vLLM's `kv_transfer_params` to a `KvHandle`. Must not know: gRPC,
 routers.
@@ -17,6 +17,7 @@ from corun.config.fields import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
 from corun.node.kv.handle import (
+    BEGAN_PARAM,
     CACHED,
     CHECK_PARAM,
     FREEDOMS_PARAM,
@@ -31,16 +32,29 @@ from corun.node.vllm import start as base
 from corun.node.vllm.facts import model_contract, prefill_contract
 from corun.params import check_lengths
 from corun.receipt import prompt_digest
-from corun.types import KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
+from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
 
-# One sequence computes. The others are done and wait until their output is read back (async scheduling).
-MAX_SEQUENCES = 8
+STEP_TOKENS = 4096
+"""The most tokens of a step that holds several prompts, unless a chunk is longer.
+
+One chunk of 2048 tokens already keeps a GPU as busy as 8192 tokens do. With twice as many there is nearly always room
+for another whole chunk, and the next prompt waits for a tenth of a second at most. All nodes have the same number, used
+or not: the compiler sees it, so it must not follow from what a node is allowed to do.
+"""
+MAX_SEQUENCES = 64
+"""The most prompts of a step. With asynchronous scheduling it includes those of the step before, whose output has not
+been read back yet."""
 RELEASE_TIMEOUT_S = 30.0
 HELD_TIMEOUT_S = 1.0
 
 
 def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
-    """Return the step lengths that get a CUDA graph, ascending: denser where padding costs most, at most the chunk."""
+    """Return the step lengths that get a CUDA graph, ascending: denser where padding costs most, at most the chunk.
+
+    A prompt alone is never longer than a chunk. Steps of several prompts may be, and run without a graph: launching the
+    kernels of a step takes less time than about 1000 tokens take to compute, so beyond a chunk of that many tokens the
+    launches cost nothing. With a much smaller chunk, such steps do wait for their launches.
+    """
     sizes = [*range(16, 128, 16), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 256)]
     return tuple(size for size in sizes if size <= chunk_size)
 
@@ -52,14 +66,15 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
 
     made = AsyncEngineArgs(
         **base.shared_arguments(config, NodeRole.PREFILL, endpoint),
-        scheduler_cls="prefill_node.scheduler.IsolatedPrefillScheduler",
+        scheduler_cls="prefill_node.scheduler.PrefillScheduler",
         worker_cls="prefill_node.worker.PrefillWorker",
         max_num_seqs=MAX_SEQUENCES,
-        max_num_batched_tokens=config.chunk_size,
+        max_num_batched_tokens=max(STEP_TOKENS, config.chunk_size),
+        long_prefill_token_threshold=config.chunk_size,
     )
     if base.on_gpu():
         # There is one graph per bucket. A step is padded to the next bucket above its own length, so other requests
-        # cannot change its shape.
+        # cannot change the shape of a prompt's own step.
         made.compilation_config = base.gpu_graphs("PIECEWISE", prefill_buckets(config.chunk_size))
         made.attention_config = base.gpu_attention(made)
     return made
@@ -68,6 +83,12 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
 def salt(scope: str, freedoms: Collection[str]) -> str:
     """Return what vLLM adds to the hash of a prompt's first block: only prompts with the same salt share cached KV."""
     return json.dumps([scope, *sorted(freedoms)])
+
+
+def allowed(config: PrefillConfig) -> frozenset[str]:
+    """Return the freedoms that the settings leave to the node. It also needs a certificate for each."""
+    settings = {Freedom.PACKED: config.packed_prefill, Freedom.CHUNKS: config.free_chunks}
+    return frozenset(freedom for freedom, is_on in settings.items() if is_on)
 
 
 class VllmPrefillEngine:
@@ -81,6 +102,7 @@ class VllmPrefillEngine:
         ref: NodeRef,
         endpoint: NixlEndpoint,
         check_fraction: float,
+        freedoms: frozenset[str] = frozenset(),
     ) -> None:
         self.facts = facts
         self.contract = contract
@@ -93,6 +115,8 @@ class VllmPrefillEngine:
         self.on_finding: Callable[[str], None] = lambda finding: None
         self.steps = 0
         """Always 0. The steps of a prompt are not visible from outside, but the core answers between them."""
+        self.freedoms = freedoms
+        """What prompts may make use of now (`FREEDOMS_PARAM`), unless they are to be isolated."""
         self.expired_claims = 0
         """The number of prompts whose KV was not read before its lease ended, by the worker's last report."""
         self._llm = llm
@@ -116,14 +140,21 @@ class VllmPrefillEngine:
         contract = prefill_contract(model, seen, config.chunk_size, buckets)
         addresses = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
         endpoint = replace(endpoint, stamp_addresses=tuple(addresses))
-        engine = cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction)
+        certified: frozenset[str] = frozenset()  # The self-test tries none of them yet.
+        freedoms = certified & allowed(config)
         if config.prefix_caching:
-            engine.freedoms |= {CACHED}
-        return engine
+            freedoms |= {CACHED}
+        return cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction, freedoms)
 
     async def prefill(
-        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
-    ) -> KvHandle:
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        reader: NodeRef,
+        scope: str = "",
+        *,
+        isolated: bool = False,
+    ) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`.
 
         Raises:
@@ -143,7 +174,7 @@ class VllmPrefillEngine:
             raise InvalidArgumentError("request_id", request_id, "must be unique to one attempt")
         block_size = self.facts.block_size
         own = owner(request_id, self._ref), -(-len(prompt_token_ids) // block_size)
-        freedoms = self.freedoms if scope else self.freedoms - {CACHED}
+        freedoms = frozenset() if isolated else self.freedoms if scope else self.freedoms - {CACHED}
         given = {
             STAMPS_PARAM: stamps([own], prompt_token_ids, block_size),
             CHECK_PARAM: is_checked(request_id, self._check_fraction),
@@ -168,7 +199,7 @@ class VllmPrefillEngine:
             owners=owners,
             cached_tokens=cached_blocks * block_size,
         )
-        return bound(handle)
+        return bound(handle), params[BEGAN_PARAM]
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         """See `PrefillEngine.share`. All ranks must still hold the KV, because a read from a rank without it fails."""

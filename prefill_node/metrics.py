@@ -6,15 +6,17 @@ from typing import Any
 
 from corun.observe.metrics import Metrics
 
-RATE_KEPT = 0.8
-"""The weight of all earlier prompts in the rate, at each new one."""
+RATE_HALF_S = 1.0
+"""The seconds of computing after which what was computed before counts half in the rate."""
 
 
 class PrefillMetrics(Metrics):
     """A prefill node's metrics since its start.
 
-    Prompts are computed one at a time, in the order of their arrival. The computation of a prompt begins when the
-    previous prompt is done, or when the prompt arrives if that is later. Its time includes the wait for KV room.
+    Prompts are computed in the order of their arrival, one at a time or several in a step. The computation of a prompt
+    lasts from its first step, as it is scheduled, to the end of its last one, whoever else is in these steps. The
+    node's own time of computing counts once, whatever the number of prompts: from the end of the prompt before, or from
+    the first step if that is later, to the end of a prompt.
     """
 
     def __init__(self) -> None:
@@ -30,31 +32,33 @@ class PrefillMetrics(Metrics):
         self.rechecked_prompts = self.counter("rechecked_prompts", text, ("result",))
         for result in ("equal", "different"):  # Shown from the start: an alert needs the zero before the first one.
             self.rechecked_prompts.labels(result)
-        text = "Prompts in the node, the one that is being computed included"
+        text = "Prompts in the node, those that are being computed included"
         self.queued_prompts = self.gauge("queued_prompts", text)
         self.queued_prompt_tokens = self.gauge("queued_prompt_tokens", "Tokens of the prompts in the node")
         text = "How long the prompts in the node will take, at the rate of the last ones"
         self.expected_wait_seconds = self.gauge("expected_wait_seconds", text)
-        self.queue_seconds = self.histogram("queue_seconds", "Wait of a prompt until it was computed")
-        text = "Computation of a prompt, with its wait for KV room"
+        text = "Wait of a prompt until its first step, for other prompts or for KV room"
+        self.queue_seconds = self.histogram("queue_seconds", text)
+        text = "Time from a prompt's first step to the end of its last one"
         self.compute_seconds = self.histogram("compute_seconds", text)
         self._done_at = 0.0
-        self._tokens = self._seconds = 0.0  # Of the last prompts; older ones count less and less.
+        self._tokens = self._seconds = 0.0  # Of the last prompts, and of computing them; older ones count less.
 
-    def note_prompt(self, num_tokens: int, num_cached: int, arrived: float, now: float) -> tuple[float, float]:
-        """Count a finished prompt of `num_tokens`, of which `num_cached` were in the prefix cache; times are on the
-        loop's clock. Return its waiting and computing time in seconds."""
+    def note_prompt(self, num_tokens: int, num_cached: int, arrived: float, began: float, done: float) -> None:
+        """Count a finished prompt of `num_tokens`, of which `num_cached` were in the prefix cache. Its times are on the
+        loop's clock; `began` is that of its first step."""
         num_tokens -= num_cached
-        began = max(arrived, self._done_at)
-        self._done_at = now
         self.prompts.inc()
         self.prompt_tokens.inc(num_tokens)
         self.cached_tokens.inc(num_cached)
         self.queue_seconds.observe(began - arrived)
-        self.compute_seconds.observe(now - began)
-        self._tokens = RATE_KEPT * self._tokens + num_tokens
-        self._seconds = RATE_KEPT * self._seconds + now - began
-        return began - arrived, now - began
+        self.compute_seconds.observe(done - began)
+        # The first prompt of a step has the step's time here, and the others, which are done just after it, have none.
+        seconds = done - max(began, self._done_at)
+        self._done_at = done
+        kept = 0.5 ** (seconds / RATE_HALF_S)
+        self._tokens = kept * self._tokens + num_tokens
+        self._seconds = kept * self._seconds + seconds
 
     def seconds_for(self, num_tokens: int) -> float:
         """Return how many seconds so many tokens take at the rate of the last prompts; 0 while nothing is known."""

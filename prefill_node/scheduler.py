@@ -1,54 +1,83 @@
-"""Isolated prefill: a scheduling step that holds prompt tokens holds one request (paper, Algorithms 1 and 2).
+"""Prefill steps: a prompt is computed alone, or with others where its request allows it (paper, Algorithms 1 and 2).
 
-Owns: which request may prefill next. The stock scheduler sees only that request and does the rest. Chunk boundaries
-follow from the request's own length, because an isolated request always has the step's whole token budget. Must not
-know: connectors, sampling, slots.
+Owns: which prompts are in the next step, and that each gets a chunk that it may have. The stock scheduler sees only
+these prompts and does the rest. What a prompt may do is in its own request (`FREEDOMS_PARAM`), so nothing here has to
+be switched. Must not know: connectors, sampling, slots, why a freedom holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from corun.node.kv.handle import BEGAN_PARAM, FREEDOMS_PARAM
 from corun.node.vllm.gpu_lock import PrefillTurn
 from corun.node.vllm.scheduler import ReservingScheduler
+from corun.types import Freedom
 from prefill_node.prefix_cache import PrefixCache
 
 
-class IsolatedPrefillScheduler(ReservingScheduler):
-    """Runs one prompt at a time, first come, first served; the stock scheduler makes steps without prompt tokens."""
+class PrefillScheduler(ReservingScheduler):
+    """Runs prompts first come, first served; the stock scheduler makes steps without prompt tokens.
+
+    A step has at most vLLM's `max_num_batched_tokens`, and a prompt gets at most `chunk` tokens of it, vLLM's
+    `long_prefill_token_threshold`. A prompt without freedoms runs alone, so that its chunks follow from its own length.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        chunk_size = self.scheduler_config.max_num_batched_tokens
-        self.prefix_cache = PrefixCache(self.kv_cache_manager, chunk_size=chunk_size, block_size=self.block_size)
+        self.chunk: int = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
+        assert self.chunk <= self.max_num_scheduled_tokens, "the first prompt's chunk must fit the step"
+        self.prefix_cache = PrefixCache(self.kv_cache_manager, chunk_size=self.chunk, block_size=self.block_size)
         path = self.gpu_lock()
         self.turn = None if path is None else PrefillTurn(path)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Isolate the request that Algorithm 1 chose, or run a decode step without admitting anything (Algorithm 2)."""
-        chosen = self.find_prefill_request()
-        self._hold_gpu(busy=chosen is not None or bool(self.running))
-        with self._isolating(chosen):
+        """Run the prompts that `choose` returns, or a decode step without admitting anything (Algorithm 2).
+
+        Raises RuntimeError if the stock scheduler made another step.
+        """
+        chosen = self.choose()
+        self._hold_gpu(busy=bool(chosen or self.running))
+        for request in chosen:
+            if request.kv_transfer_params is not None:
+                request.kv_transfer_params.setdefault(BEGAN_PARAM, time.monotonic())
+        with self._showing(chosen):
             output: SchedulerOutput = super().schedule(throttle_prefills)
-        if chosen is not None and output.num_scheduled_tokens.keys() - {chosen.request_id}:
-            raise RuntimeError(f"the prefill step of {chosen.request_id} holds {sorted(output.num_scheduled_tokens)}")
+        if chosen:
+            self._check(output, {request.request_id: request for request in chosen})
         return output
 
-    def find_prefill_request(self) -> Request | None:
-        """Return an unfinished chunked prompt, else the head of the queue if its whole sequence fits (Algorithm 1)."""
-        for request in self.running:
-            if request.num_computed_tokens < request.num_prompt_tokens:
-                return request
-        if self.waiting and len(self.running) < self.max_num_running_reqs:
-            head: Request = self.waiting.peek_request()
-            if self.blocks_of(head) <= self.free_blocks(self.running):
-                return head
-        return None
+    def choose(self) -> list[Request]:
+        """Return the prompts of the next step: the head of the line, and those behind it that may share its step.
+
+        The line is never reordered: whoever cannot join ends the step, and is nearer to the head of the next one. A
+        prompt without `packed` joins nobody, and nobody joins it. A prompt without `chunks` joins only if the rest of
+        the step has room for its next chunk as the contract cuts it.
+
+        The choice holds if a waiting prompt turns out to have cached KV: it then needs fewer tokens than counted here,
+        and only the last prompt, which may be cut anywhere, gets more.
+        """
+        chosen: list[Request] = []
+        left = self.max_num_scheduled_tokens
+        for request in self._line():
+            chunk = self._next_chunk(request, request.num_computed_tokens)
+            may = freedoms(request)
+            if chosen and not (Freedom.PACKED in may and Freedom.PACKED in freedoms(chosen[0])):
+                break
+            if chunk > left and Freedom.CHUNKS not in may:
+                break
+            chosen.append(request)
+            left -= chunk
+            if left <= 0:
+                break
+        return chosen
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
@@ -60,6 +89,45 @@ class IsolatedPrefillScheduler(ReservingScheduler):
         self._hold_gpu(busy=bool(self.running or self.waiting))
         return finished
 
+    def _line(self) -> Iterator[Request]:
+        """Yield the prompts with tokens to compute, in the order of their arrival: the unfinished ones, then those that
+        wait, while there is KV room for whole sequences (Algorithm 1)."""
+        for request in self.running:
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                yield request
+        places = self.max_num_running_reqs - len(self.running)
+        if not self.waiting or places <= 0:
+            return
+        room = self.free_blocks(self.running)
+        for request in islice(self.waiting, places):
+            room -= self.blocks_of(request)
+            if room < 0:
+                return
+            yield request
+
+    def _next_chunk(self, request: Request, start: int) -> int:
+        """Return the tokens of the prompt's chunk that begins at `start`, if no other prompt limits it."""
+        tokens: int = min(self.chunk, request.num_prompt_tokens - start)
+        return tokens
+
+    def _check(self, output: SchedulerOutput, chosen: dict[str, Request]) -> None:
+        """Refuse a step with a request that was not chosen, or with a chunk that its request may not have."""
+        counts = output.num_scheduled_tokens
+        if counts.keys() - chosen.keys():
+            raise RuntimeError(f"the prefill step of {sorted(chosen)} holds {sorted(counts)}")
+        for name, count in counts.items():
+            start = chosen[name].num_computed_tokens - count  # `schedule` has counted the chunk already.
+            as_alone = start % self.chunk == 0 and count == self._next_chunk(chosen[name], start)
+            if not as_alone and Freedom.CHUNKS not in freedoms(chosen[name]):
+                raise RuntimeError(f"prompt {name} got tokens {start} to {start + count}: no chunk of the contract")
+
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Add to the request's output when its computation began."""
+        delays, params = super()._connector_finished(request)
+        if params is not None:
+            params[BEGAN_PARAM] = request.kv_transfer_params[BEGAN_PARAM]
+        return delays, params
+
     def _hold_gpu(self, *, busy: bool) -> None:
         """Hold the GPU while a request runs or waits. Only `schedule` finds out whether a waiting prompt has room; if
         none has and no request runs, it gives the turn back."""
@@ -67,18 +135,22 @@ class IsolatedPrefillScheduler(ReservingScheduler):
             self.turn.hold(busy)
 
     @contextmanager
-    def _isolating(self, chosen: Request | None) -> Iterator[None]:
-        """Show the stock scheduler only `chosen`; with None, show only the requests that have started."""
-        if chosen is None:
-            with self.showing_waiting([]):
-                yield
-            return
+    def _showing(self, chosen: Sequence[Request]) -> Iterator[None]:
+        """Show the stock scheduler only `chosen`; if there are none, show only the requests that have started."""
         running = self.running
-        starts = chosen not in running
-        self.running = [] if starts else [chosen]
+        unfinished = [request for request in chosen if request in running]
+        if chosen:
+            self.running = unfinished.copy()
         try:
-            with self.showing_waiting([chosen] if starts else []):
+            with self.showing_waiting(chosen[len(unfinished) :]):
                 yield
         finally:
-            # The chosen request goes first, because Algorithm 1 looks for an unfinished prompt from the head.
-            self.running.extend(request for request in running if request is not chosen)
+            if chosen:
+                # The chosen prompts go first, because the line begins with the unfinished ones in this order.
+                self.running.extend(request for request in running if request not in unfinished)
+
+
+def freedoms(request: Request) -> Collection[str]:
+    """Return what the prompt's request allows (`corun.types.Freedom`); nothing if it does not say."""
+    allowed: Collection[str] = (request.kv_transfer_params or {}).get(FREEDOMS_PARAM, ())
+    return allowed

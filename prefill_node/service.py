@@ -41,7 +41,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     @property
     def queued_prompts(self) -> int:
-        """The number of prompts in the node now, including the prompt that is being computed."""
+        """The number of prompts in the node now, including those that are being computed."""
         return len(self._running)
 
     @property
@@ -74,7 +74,9 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         name, prompt = request.request_id, list(request.prompt_token_ids)
         reader, scope = codec.node_ref_from_proto(request.reader), request.share_scope
         laps = self.sharing.laps[name] = []
-        prefill = self.sharing.prefill(name, prompt, reader, scope, more_follow=request.more_follow)
+        prefill = self.sharing.prefill(
+            name, prompt, reader, scope, more_follow=request.more_follow, isolated=request.isolated
+        )
         # `give_up` can cancel this task without cancelling the call.
         task = self._running[name] = asyncio.ensure_future(prefill)
         try:

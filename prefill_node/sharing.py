@@ -38,12 +38,22 @@ class PrefillEngine(Protocol):
     """The engine that computes and keeps KV."""
 
     async def prefill(
-        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
-    ) -> KvHandle:
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        reader: NodeRef,
+        scope: str = "",
+        *,
+        isolated: bool = False,
+    ) -> tuple[KvHandle, float]:
         """Compute the prompt's KV and keep it until it is read, it is released or its lease ends.
 
-        The handle that is returned is for `reader`. Cancelling the call stops the work and keeps nothing. With a scope,
-        KV of earlier prompts of the same scope that begin alike may be taken, and this one's is left for later ones.
+        With a scope, KV of earlier prompts of the same scope that begin alike may be taken, and this one's is left for
+        later ones. isolated: compute it as the contract says, and in no other way that gives the same bits. Cancelling
+        the call stops the work and keeps nothing.
+
+        Returns:
+            the handle, for `reader`, and when the computation began, on the loop's clock.
         """
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
@@ -182,17 +192,19 @@ class Sharing:
         scope: str = "",
         *,
         more_follow: bool = False,
+        isolated: bool = False,
     ) -> KvHandle:
         """Return the handle of a prompt's KV for one reader. Without a scope the KV is computed for this request alone.
 
         more_follow: whether more requests with this prompt and scope wait for slots.
+        isolated: see `PrefillEngine.prefill`; such a request shares no KV, whatever its scope.
 
         A caller that cancels the call must also call `release`; then nothing is kept. Raises what the engine raises.
         """
         if len(prompt_token_ids) > self._room_beside:
             self.let_go()
-        if not scope:
-            return await self.compute(request_id, prompt_token_ids, reader)
+        if isolated or not scope:
+            return await self.compute(request_id, prompt_token_ids, reader, isolated=isolated)
         key = scope, prompt_digest(prompt_token_ids)
         while True:
             found = self._computations.get(key)
@@ -210,19 +222,27 @@ class Sharing:
                 if found.is_gone and self._computations.get(key) is found:
                     self._ending.append(self._computations.pop(key))
 
-    async def compute(self, request_id: str, prompt: Sequence[int], reader: NodeRef, scope: str = "") -> KvHandle:
+    async def compute(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        reader: NodeRef,
+        scope: str = "",
+        *,
+        isolated: bool = False,
+    ) -> KvHandle:
         """Have the engine compute a prompt. A prefill that several requests share is counted once."""
         now = asyncio.get_running_loop().time
         arrived = now()
         self.computing[request_id] = len(prompt)
         try:
-            handle = await self.engine.prefill(request_id, prompt, reader, scope)
+            handle, began = await self.engine.prefill(request_id, prompt, reader, scope, isolated=isolated)
         finally:
             del self.computing[request_id]
-        waited, computed = self.metrics.note_prompt(len(prompt), handle.cached_tokens, arrived, now())
-        began = arrived + waited
+        done = now()
+        self.metrics.note_prompt(len(prompt), handle.cached_tokens, arrived, began, done)
         if request_id in self.laps:
-            self.laps[request_id] += [("queue", arrived, began), ("compute", began, began + computed)]
+            self.laps[request_id] += [("queue", arrived, began), ("compute", began, done)]
         return handle
 
     def let_go(self) -> None:

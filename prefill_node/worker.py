@@ -26,7 +26,7 @@ class PrefillWorker(NodeWorker):
 
     def certify(self) -> str:
         """Return the first difference that the self-test finds; empty if there is none."""
-        chunk_size = self.vllm_config.scheduler_config.max_num_batched_tokens
+        chunk_size = self.vllm_config.scheduler_config.long_prefill_token_threshold
         buckets = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
         sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True, detokenize=False)
         with torch.inference_mode():

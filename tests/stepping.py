@@ -51,11 +51,23 @@ def play(scheduler: str, trace: Trace, platform: Platform, **options: Any) -> Re
 
 
 def engine(
-    scheduler: str, trace: Trace, platform: Platform, *, role: NodeRole, connector: bool = True, **changes: Any
+    scheduler: str,
+    trace: Trace,
+    platform: Platform,
+    *,
+    role: NodeRole,
+    connector: bool = True,
+    caching: bool = True,
+    **changes: Any,
 ) -> _Engine:
-    """What `play` runs, before it runs. changes: to the settings of the KV transfer, if there is a `connector`."""
+    """What `play` runs, before it runs.
+
+    caching: whether the node has its prefix cache. changes: to the settings of the KV transfer, if there is a
+    `connector`.
+    """
     with environment():
         config = _config(role, platform, connector, **changes)
+        config.cache_config.enable_prefix_caching &= caching
     with environment(VLLM_USE_V2_MODEL_RUNNER=str(int(platform.v2_runner))):
         return _Engine(scheduler, trace, config)
 
@@ -66,7 +78,8 @@ class _Engine:
     def __init__(self, scheduler: str, trace: Trace, config: Any) -> None:
         config.cache_config.num_gpu_blocks = trace.blocks + 1  # Block 0 is vLLM's null block.
         config.scheduler_config.max_num_seqs = trace.slots
-        config.scheduler_config.max_num_batched_tokens = trace.chunk
+        config.scheduler_config.max_num_batched_tokens = trace.budget or trace.chunk
+        config.scheduler_config.long_prefill_token_threshold = trace.chunk
         config.scheduler_config.scheduler_cls = scheduler
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
         self.scheduler: Any = config.scheduler_config.get_scheduler_cls()(
@@ -282,7 +295,7 @@ def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any) -> Request:
         max_tokens=arrival.max_tokens,
         ignore_eos=True,
         stop_token_ids=[] if arrival.stops_after == ENDLESS else [STOP],
-        extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer)} if transfer else None,
+        extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer)},
     )
     prompt, salted = tokens_of(arrival), salt(arrival.scope, arrival.freedoms)
     return Request(name, prompt, params, None, cache_salt=salted, block_hasher=hasher)
@@ -290,6 +303,8 @@ def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any) -> Request:
 
 def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any]:
     """As our engines give them."""
+    if transfer is None:  # Only our own scheduler looks at them.
+        return {FREEDOMS_PARAM: [*arrival.freedoms]}
     if transfer.is_kv_producer:
         own = (owner(name, REF), -(-arrival.prompt // BLOCK_SIZE))
         return {

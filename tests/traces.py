@@ -6,7 +6,7 @@ Must not know vLLM: `tests.stepping` plays a trace.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
@@ -60,10 +60,12 @@ class Trace:
 
     slots: int
     chunk: int
-    """The number of tokens of a step."""
+    """The most tokens of a prompt in a step."""
     blocks: int
     """The number of KV blocks that requests can use."""
     ops: tuple[Op, ...]
+    budget: int = 0
+    """The most tokens of a step; 0: a chunk."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,19 @@ MOST_BLOCKS = 24
 
 
 def prefill_traces(
-    *, longest_output: int = 1, chunks: Sequence[int] = (8, 16, 40, 64), **others: st.SearchStrategy[Any]
+    *,
+    longest_output: int = 1,
+    chunks: Sequence[int] = (8, 16, 40, 64),
+    freedoms: Sequence[tuple[str, ...]] = ((),),
+    **others: st.SearchStrategy[Any],
 ) -> st.SearchStrategy[Trace]:
-    """Traces for a node that computes prompts; with more than one output token, for one that decodes as well."""
+    """Traces for a node that computes prompts; with more than one output token, for one that decodes as well. freedoms:
+    what prompts have, one of these each."""
     stops = st.integers(ENDLESS, 3) if longest_output > 1 else st.just(ENDLESS)
-    arrivals = _arrivals(longest_output, stops_after=stops, transfer_steps=st.integers(0, 30), **others)
-    return _traces(arrivals, chunks=st.sampled_from(chunks))
+    steps, may = st.integers(0, 30), st.sampled_from(freedoms)
+    arrivals = _arrivals(longest_output, stops_after=stops, transfer_steps=steps, freedoms=may, **others)
+    traces = _traces(arrivals, chunks=st.sampled_from(chunks))
+    return st.builds(lambda trace, rest: replace(trace, budget=trace.chunk + rest), traces, st.integers(0, 100))
 
 
 def decode_traces() -> st.SearchStrategy[Trace]:

@@ -404,12 +404,16 @@ class NodeConfig(MemberConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConfig(NodeConfig):
-    """A prefill node: computes the KV of one prompt at a time."""
+    """A prefill node: computes the KV of prompts."""
 
     chunk_size: int = field(default=2048, metadata=CONTRACT | integer(1, 2**20) | {"unit": "tokens"})
-    """Prompt tokens of one step; part of the contract."""
+    """Most tokens of one prompt in a step; part of the contract."""
     kv_check_fraction: float = field(default=0.01, metadata=FRACTION)
     """Share of the prompts whose KV is compared by digest after its transfer, in [0, 1]."""
+    packed_prefill: bool = True
+    """Steps have chunks of several prompts, where the node's certificate says that this moves no bit."""
+    free_chunks: bool = True
+    """Prompts are cut into chunks anywhere, where the node's certificate says that this moves no bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

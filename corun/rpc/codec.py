@@ -26,6 +26,7 @@ from corun.types import (
     AuditStatus,
     ClusterStatus,
     FinishReason,
+    FreedomStatus,
     KvHandle,
     KvOwner,
     KvReads,
@@ -197,6 +198,7 @@ node_ref_to_proto, node_ref_from_proto = _mirror(NodeRef, types_pb2.NodeRef)
 nixl_endpoint_to_proto, nixl_endpoint_from_proto = _mirror(NixlEndpoint, registry_pb2.NixlEndpoint)
 _mirror(KvOwner, prefill_pb2.KvOwner)
 kv_handle_to_proto, kv_handle_from_proto = _mirror(KvHandle, prefill_pb2.KvHandle)
+_mirror(FreedomStatus, registry_pb2.FreedomStatus)
 node_info_to_proto, node_info_from_proto = _mirror(NodeInfo, registry_pb2.NodeInfo)
 _mirror(KvReads, registry_pb2.KvReads)
 node_load_to_proto, node_load_from_proto = _mirror(NodeLoad, registry_pb2.NodeLoad)

@@ -155,6 +155,8 @@ class FakePrefillEngine(FakeEngine):
         self.errors: list[Exception] = []
         """The errors that the next prefills raise, one each."""
         self.prefilled: list[tuple[int, ...]] = []
+        self.isolated: list[tuple[int, ...]] = []
+        """The prompts among `prefilled` that had to be isolated."""
         self.released: list[str] = []
         self.expired_claims = 0
         self.turn = asyncio.Lock()
@@ -162,21 +164,30 @@ class FakePrefillEngine(FakeEngine):
         self._ref = ref
 
     async def prefill(
-        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
-    ) -> KvHandle:
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        reader: NodeRef,
+        scope: str = "",
+        *,
+        isolated: bool = False,
+    ) -> tuple[KvHandle, float]:
         """See `PrefillEngine.prefill`. A stopped engine computes the prompt, and answers when it goes on."""
         async with self.turn:
+            began = asyncio.get_running_loop().time()
             await asyncio.sleep(self.delay_s)
             await self._until_not(lambda: self.hanging)
         if self.errors:
             raise self.errors.pop(0)
         prompt = tuple(prompt_token_ids)
         self.prefilled.append(prompt)
+        if isolated:
+            self.isolated.append(prompt)
         key = self.endpoint.engine_id, request_id
         self.kv.held[key] = prompt
         asyncio.get_running_loop().call_later(self.kv_ttl_s, lambda: self.kv.held.pop(key, None))
         await self.answer()
-        return self._handle(request_id, prompt, reader)
+        return self._handle(request_id, prompt, reader), began
 
     def _handle(self, request_id: str, prompt: tuple[int, ...], reader: NodeRef) -> KvHandle:
         handle = KvHandle(

@@ -54,20 +54,22 @@ class KvHandle(_message.Message):
     def __init__(self, prefill_node: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., binding: _Optional[str] = ..., claim: _Optional[str] = ..., owners: _Optional[_Iterable[_Union[KvOwner, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "generation", "prompt_token_ids", "reader", "share_scope", "more_follow")
+    __slots__ = ("request_id", "generation", "prompt_token_ids", "reader", "share_scope", "more_follow", "isolated")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     SHARE_SCOPE_FIELD_NUMBER: _ClassVar[int]
     MORE_FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    ISOLATED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     generation: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     reader: _types_pb2.NodeRef
     share_scope: str
     more_follow: bool
-    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., share_scope: _Optional[str] = ..., more_follow: bool = ...) -> None: ...
+    isolated: bool
+    def __init__(self, request_id: _Optional[str] = ..., generation: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., reader: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., share_scope: _Optional[str] = ..., more_follow: bool = ..., isolated: bool = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("handle",)

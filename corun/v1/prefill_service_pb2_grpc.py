@@ -52,7 +52,7 @@ class PrefillServiceServicer(object):
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt's KV alone and keeps it for a decode node to read. Cancelling the call drops the work.
+        """Computes a prompt's KV and keeps it for a decode node to read. Cancelling the call drops the work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -31,8 +31,16 @@ class NixlEndpoint(_message.Message):
     stamp_addresses: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, engine_id: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., tp_size: _Optional[int] = ..., stamp_addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class FreedomStatus(_message.Message):
+    __slots__ = ("name", "refused")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    refused: str
+    def __init__(self, name: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
+
 class NodeInfo(_message.Message):
-    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model", "finding")
+    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model", "finding", "freedoms")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +53,7 @@ class NodeInfo(_message.Message):
     NIXL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINDING_FIELD_NUMBER: _ClassVar[int]
+    FREEDOMS_FIELD_NUMBER: _ClassVar[int]
     ref: _types_pb2.NodeRef
     role: NodeRole
     address: str
@@ -57,7 +66,8 @@ class NodeInfo(_message.Message):
     nixl: NixlEndpoint
     model: str
     finding: str
-    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ...) -> None: ...
+    freedoms: _containers.RepeatedCompositeFieldContainer[FreedomStatus]
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ..., freedoms: _Optional[_Iterable[_Union[FreedomStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("used_slots", "used_kv_blocks", "queued_prompt_tokens", "steps", "tokens", "kv_reads", "leases", "cached_tokens")

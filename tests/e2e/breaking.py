@@ -142,7 +142,7 @@ async def main(role: str, model: str, start: str = "") -> None:
             print(json.dumps({"start": start, "broken": rule, "found": found[0]}), flush=True)
         if not start and role == "prefill":
             for scope in ("client", BLIND):
-                await cache(llm, made.max_num_batched_tokens, scope)
+                await cache(llm, made.long_prefill_token_threshold, scope)
         if not start:
             await overflow(llm, role)
     finally:

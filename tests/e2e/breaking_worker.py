@@ -17,7 +17,7 @@ from corun.node.vllm import pin, selftest
 from decode_node import sampling
 from decode_node.worker import FixedShapeWorker
 from prefill_node import worker as prefill
-from prefill_node.scheduler import IsolatedPrefillScheduler
+from prefill_node.scheduler import PrefillScheduler
 from tests.e2e.breaking import ALLOW_SPLIT_K, BLIND
 
 Break = Callable[[Any], Any]
@@ -195,7 +195,7 @@ class BreakablePrefillWorker(_Breakable, prefill.PrefillWorker):
         return found
 
 
-class BreakablePrefillScheduler(IsolatedPrefillScheduler):
+class BreakablePrefillScheduler(PrefillScheduler):
     """Its prefix cache tells the blocks of the scope `BLIND` apart by their place alone."""
 
     def add_request(self, request: Any) -> None:

@@ -11,7 +11,7 @@ from tests.loading import load
 from tests.traces import CPU, Trace
 
 SCHEDULERS = {
-    NodeRole.PREFILL: "prefill_node.scheduler.IsolatedPrefillScheduler",
+    NodeRole.PREFILL: "prefill_node.scheduler.PrefillScheduler",
     NodeRole.DECODE: "decode_node.scheduler.FixedSlotScheduler",
 }
 

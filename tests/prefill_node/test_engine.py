@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from corun.config.fields import PrefillConfig
 from corun.errors import InvalidArgumentError
-from corun.node.kv.handle import CACHED, binding, owner
+from corun.models import tiny
+from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, binding, owner
 from corun.node.kv.stamps import stamps
 from corun.node.vllm.start import EngineFacts
 from corun.receipt import prompt_digest
-from corun.types import KvOwner, NixlEndpoint, NodeRef
+from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef
 from prefill_node import engine as engine_module
-from prefill_node.engine import VllmPrefillEngine, prefill_buckets
+from prefill_node.engine import STEP_TOKENS, VllmPrefillEngine, allowed, arguments, prefill_buckets
 from tests.loading import load
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -52,17 +55,18 @@ class Engine(VllmPrefillEngine):
     """Computes nothing; the KV of a prompt of n tokens has one block for each 16. `cached`: the first of these blocks,
     which another prefill computed."""
 
-    computed: list[str]
+    given: list[dict[str, Any]]
     cached: list[int]
 
     async def _run(
         self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
     ) -> dict[str, Any]:
-        self.computed.append(request_id)
+        self.given.append(given)
         own = -(-len(prompt_token_ids) // 16) - len(self.cached)
-        first = 100 * len(self.computed)
+        first = 100 * len(self.given)
         owners = [("earlier", len(self.cached))] if self.cached else []
         return {
+            BEGAN_PARAM: 7.5,
             "remote_engine_id": "p0-engine",
             "remote_request_id": request_id,
             "remote_block_ids": ([*self.cached, *range(first, first + own)],),
@@ -84,21 +88,22 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
 def engine(llm: Llm) -> Engine:
     contract: Any = None
     made = Engine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
-    made.computed, made.cached = [], []
+    made.given, made.cached = [], []
     return made
 
 
 async def test_a_handle_names_the_kv_and_the_prompt_and_is_bound_to_its_reader(engine: Engine) -> None:
-    handle = await engine.prefill("r", [5] * 20, READER)
+    handle, began = await engine.prefill("r", [5] * 20, READER)
     assert (handle.prefill_node, handle.request_id, handle.block_ids) == (REF, "r", ((100, 101),))
     assert (handle.num_tokens, handle.prompt_digest) == (20, prompt_digest([5] * 20))
     assert (handle.reader, handle.binding) == (READER, binding(handle))
     assert (handle.owners, handle.cached_tokens) == ((KvOwner(request_id="r", num_blocks=2),), 0)
+    assert began == 7.5
 
 
 async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:
     engine.cached = [7, 8]
-    handle = await engine.prefill("r", [5] * 40, READER)
+    handle, _ = await engine.prefill("r", [5] * 40, READER)
     assert handle.block_ids == ((7, 8, 100),)
     assert [(one.request_id, one.num_blocks) for one in handle.owners] == [("earlier", 2), ("r", 1)]
     assert (handle.cached_tokens, handle.binding) == (32, binding(handle))
@@ -131,6 +136,21 @@ async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> Non
     assert {params["corun_stamps"] for _, params in llm.asked} == {stamps([(owner("r", REF), 2)], [5] * 20, 16)}
 
 
+async def test_a_prompt_may_do_what_its_node_may_unless_it_is_isolated(engine: Engine) -> None:
+    await engine.prefill("a", [1], READER)
+    engine.freedoms = frozenset({Freedom.CHUNKS, Freedom.PACKED})
+    await engine.prefill("b", [1], READER)
+    await engine.prefill("c", [1], READER, isolated=True)
+    assert [given[FREEDOMS_PARAM] for given in engine.given] == [[], ["chunks", "packed"], []]
+
+
+def test_settings_take_freedoms_away() -> None:
+    base = PrefillConfig(model="m")
+    assert allowed(base) == {Freedom.PACKED, Freedom.CHUNKS}
+    assert allowed(replace(base, packed_prefill=False)) == {Freedom.CHUNKS}
+    assert allowed(replace(base, free_chunks=False)) == {Freedom.PACKED}
+
+
 @pytest.mark.parametrize(
     ("prompt", "limit"),
     [
@@ -144,7 +164,7 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
     that is thrown away."""
     with pytest.raises(InvalidArgumentError, match=rf"^{limit}"):
         await engine.prefill("r", prompt, READER)
-    assert engine.computed == []
+    assert engine.given == []
     await engine.prefill("fits", [1] * 63, READER)
 
 
@@ -219,3 +239,17 @@ def test_buckets_ascend_and_stay_within_the_chunk(chunk_size: int) -> None:
     buckets = prefill_buckets(chunk_size)
     assert list(buckets) == sorted(set(buckets))
     assert all(16 <= bucket <= chunk_size for bucket in buckets)
+
+
+@pytest.mark.parametrize("chunk_size", [128, 2048, 8192])
+@pytest.mark.parametrize("is_packing", [True, False])
+def test_a_step_has_room_for_a_chunk_whatever_the_node_may_do(
+    monkeypatch: pytest.MonkeyPatch, chunk_size: int, is_packing: bool
+) -> None:
+    """What is compiled must not follow from a setting that is no part of the contract."""
+    load("vllm")
+    monkeypatch.setattr(engine_module.base, "prepare", lambda *_: None)
+    config = PrefillConfig(model=str(tiny.ensure()), chunk_size=chunk_size, packed_prefill=is_packing)
+    made = arguments(config, ENDPOINT)
+    assert made.max_num_batched_tokens == max(STEP_TOKENS, chunk_size)
+    assert made.long_prefill_token_threshold == chunk_size

@@ -44,11 +44,20 @@ class Engine:
         self.computing: list[str] = []
         self.cancelled: list[str] = []
         self.released: list[str] = []
+        self.isolated: list[str] = []
 
     async def prefill(
-        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
-    ) -> KvHandle:
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        reader: NodeRef,
+        scope: str = "",
+        *,
+        isolated: bool = False,
+    ) -> tuple[KvHandle, float]:
         self.computing.append(request_id)
+        self.isolated += [request_id] * isolated
+        began = asyncio.get_running_loop().time()
         try:
             await self.go.wait()
         except asyncio.CancelledError:
@@ -58,7 +67,7 @@ class Engine:
             self.computing.remove(request_id)
         if self.error:
             raise self.error
-        return replace(handle(request_id, prompt_token_ids, reader), cached_tokens=self.cached_tokens)
+        return replace(handle(request_id, prompt_token_ids, reader), cached_tokens=self.cached_tokens), began
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         return True
@@ -171,6 +180,17 @@ async def test_a_shared_computation_counts_once_whoever_stays(node: Node) -> Non
     assert (await node.service.load()).tokens == 10
     assert node.service.metrics.prompts.value == 1
     await until(lambda: node.engine.released == ["a"])
+
+
+async def test_an_isolated_prompt_shares_no_kv_whatever_its_scope(node: Node) -> None:
+    node.engine.go.clear()
+    calls = [node.prefill("a", share_scope="client"), node.prefill("b", share_scope="client", isolated=True)]
+    await until(lambda: sorted(node.engine.computing) == ["a", "b"])
+    calls.append(node.prefill("c", share_scope="client", isolated=True))
+    await until(lambda: sorted(node.engine.computing) == ["a", "b", "c"])
+    node.engine.go.set()
+    assert [(await call).handle.request_id for call in calls] == ["a", "b", "c"]
+    assert sorted(node.engine.isolated) == ["b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,14 @@ class Engine:
         self.readers: dict[str, set[str]] = {}
 
     async def prefill(
-        self, request_id: str, prompt_token_ids: Sequence[int], reader: NodeRef, scope: str = ""
-    ) -> KvHandle:
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        reader: NodeRef,
+        scope: str = "",
+        *,
+        isolated: bool = False,
+    ) -> tuple[KvHandle, float]:
         await self.go.wait()
         if self.error:
             raise self.error
@@ -47,7 +53,7 @@ class Engine:
         self.scopes.append(scope)
         self.readers[request_id] = {request_id}
         digest = prompt_digest(prompt_token_ids)
-        return KvHandle(
+        handle = KvHandle(
             prefill_node=REF,
             engine_id="e",
             request_id=request_id,
@@ -59,6 +65,7 @@ class Engine:
             prompt_digest=digest,
             reader=reader,
         )
+        return handle, 0.0
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         await self.sharing.wait()

@@ -54,7 +54,7 @@ def test_help_has_meaning_and_default_of_the_setting(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["up", "--help"])
     shown = " ".join(re.sub(r"[\u2500-\u257f]", "", capsys.readouterr().out).split())
-    assert "--chunk-size INT Prompt tokens of one step; part of the contract. (default: 2048)" in shown
+    assert "--chunk-size INT Most tokens of one prompt in a step; part of the contract. (default: 2048)" in shown
     assert "--tls-key STR PEM file of its private key." in shown
 
 
