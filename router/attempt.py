@@ -64,6 +64,9 @@ class SampleTask:
     """When the sample's request came, on the loop's clock; None if no client's request came for it."""
     share_scope: str = ""
     """The scope in which equal prompts may share KV, such as one client; empty if the sample shares none."""
+    isolated: bool = False
+    """Whether the prompt is computed as the contract says and in no other way, because another run is compared with
+    this one. Such a sample has no share scope."""
     span: Span = field(default=OFF, repr=False, compare=False)
     """The span of the sample's request."""
     token_texts: bool = False
@@ -178,6 +181,7 @@ class Attempt(Generic[AnyOutput]):
                 self._time(self._config.prefill_timeout_s),
                 span.metadata,
                 kv_scope=self._kv_scope,
+                isolated=self.task.isolated,
             )
         self.placement.leave(is_computed=True)
         return handle

@@ -168,7 +168,8 @@ class Auditor:
             await asyncio.wait(set(self._writing), timeout=CLOSE_TIMEOUT_S)
 
     def _start(self, audit: Audit) -> bool:
-        sample = replace(audit.finished.task, deadline=loop_time() + AUDIT_TIMEOUT_S, received=None)
+        deadline = loop_time() + AUDIT_TIMEOUT_S
+        sample = replace(audit.finished.task, deadline=deadline, received=None, share_scope="", isolated=True)
         output, spare = AuditOutput(audit.finished), SPARE_SLOTS
         run = self._idle.start(sample, audit.need, output, self._ended, spare_slots=spare, keeps_free=spare)
         if run is not None:

@@ -71,7 +71,7 @@ class IdleRun:
         """Return whether a client's sample with this placement, or without one, may have to wait for this run."""
         if placement is None:
             return True
-        # A prefill node computes one prompt after the other.
+        # A prefill node computes prompts in the order in which it gets them.
         return self.placement.is_prefilling and self.placement.prefill is placement.prefill
 
     async def to_end(self) -> FinishReason:

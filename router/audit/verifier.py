@@ -2,7 +2,8 @@
 
 Each condition changes something that must not matter: which samples run beside a sample, which slot it gets, in which
 order samples arrive. Cases run in the same way as every other sample, at the lowest priority, and leave slots free for
-others. Their crowd takes only idle slots (`router.audit.idle`). This module must not know gRPC messages.
+others, except that their prompts are isolated: what a case gives rests on no node's certificate. Their crowd takes only
+idle slots (`router.audit.idle`). This module must not know gRPC messages.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ CROWD_TOKENS = 64
 """The smallest limit on the prompt and output tokens of a sample of a crowd. It is enough to run beside others at every
 stage, and small enough that samples come and go."""
 CROWD_TOKENS_PER_SLOT = 2
-"""The tokens per slot of a node that a sample of a crowd should have. Prompts are computed one after the other, so with
-more slots each sample has to stay longer until all slots are taken."""
+"""The tokens per slot of a node that a sample of a crowd should have. Prompts may be computed one after the other, so
+with more slots each sample has to stay longer until all slots are taken."""
 CROWD_WAIT_S = 10.0
 """The longest wait for the crowd before a case runs."""
 ROOM_WAIT_S = 1.0
@@ -300,6 +301,7 @@ def _sample(case: VerifyCase, index: int, deadline: float, caller: Caller) -> Sa
         deadline=deadline,
         caller=caller,
         priority=Priority.LOW,  # Every caller may ask for this priority.
+        isolated=True,
     )
 
 

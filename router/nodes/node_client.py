@@ -145,9 +145,13 @@ class PrefillClient(NodeClient):
         timeout_s: float,
         metadata: Metadata = (),
         kv_scope: KvScope = ALONE,
+        *,
+        isolated: bool = False,
     ) -> KvHandle:
         """Compute a prompt's KV for one decode node, `reader`. `request_id` must be unique to this attempt. Cancelling
         this call drops the work.
+
+        isolated: compute it as the contract says, and in no other way that gives the same bits.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=request_id,
@@ -156,6 +160,7 @@ class PrefillClient(NodeClient):
             reader=codec.node_ref_to_proto(reader),
             share_scope=kv_scope.scope,
             more_follow=kv_scope.more_follow,
+            isolated=isolated,
         )
         response = await self._call(self._stub.Prefill, request, timeout_s, metadata)
         return codec.kv_handle_from_proto(response.handle)

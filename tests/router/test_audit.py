@@ -176,6 +176,8 @@ async def test_everything_is_audited_on_other_nodes_and_all_is_given_back(model:
         assert (await fake.status()).finished_samples == 15  # Audits are not among them.
         computed = [len(node.engine.prefilled) + node.service.metrics.shared_prompts.value for node in fake.nodes[:2]]
         assert sum(computed) == 30 + 1
+        isolated = [prompt for node in fake.nodes[:2] for prompt in node.engine.isolated]
+        assert sorted(isolated) == sorted((i, 2) for i in range(10) for _ in range(1 + i % 2))
         assert sum(node.drawn_tokens for node in fake.nodes[2:]) == before + drawn
 
 

@@ -53,12 +53,12 @@ def case(number: int, *, digest: str = "", max_tokens: int = 10) -> VerifyCase:
     return VerifyCase(prompt_token_ids=(number, 3), sampling_params=params, seed=number, output_digest=digest)
 
 
-async def test_what_verifies_a_run_shares_nothing(model: str) -> None:
+async def test_what_verifies_a_run_shares_nothing_and_is_isolated(model: str) -> None:
     async with cluster(model) as fake:
         fake.nodes[0].engine.delay_s = 0.05
         case = VerifyCase(prompt_token_ids=PROMPT, sampling_params=PARAMS, seed=5)
         await verify(fake, [case, case], (Condition.SHUFFLED,))
-        assert fake.nodes[0].engine.prefilled == [PROMPT] * 2
+        assert fake.nodes[0].engine.prefilled == fake.nodes[0].engine.isolated == [PROMPT] * 2
 
 
 async def test_all_conditions_match(model: str) -> None:
@@ -253,6 +253,7 @@ async def test_a_crowd_is_there_before_its_case_and_leaves_it_a_slot(model: str)
         engine.step_ms = 10
         with at_start(lambda run: others.append(len(engine._running))):
             await verify(fake, [case(i, max_tokens=5) for i in range(3)], (Condition.CROWDED,))
+        assert fake.nodes[0].engine.isolated == [(i, 3) for i in range(3)]  # Not the crowd.
     assert others[0] >= 2  # Of 3: one may just have come to its end.
     assert min(others) >= 1
     assert placements
