@@ -17,10 +17,17 @@ from dataclasses import dataclass, replace
 from corun.types import NodeLoad, places
 
 PREFILLS_IN_FLIGHT = 4
-"""The most prompts that a router has at one prefill node at a time.
+"""The most prompts that a router has at one prefill node at a time, if the node computes one after the other.
 
-A prefill runs alone, so more prompts would only wait there while they hold room of decode nodes. With fewer, the node
-would be idle for a round trip.
+More prompts would only wait there while they hold decode room. With fewer, the node would be idle for a round trip.
+"""
+PACKED_TOKENS_IN_FLIGHT = 8192
+"""The most prompt tokens that a router has at a prefill node that computes several prompts in a step; there may be
+`PREFILLS_IN_FLIGHT` prompts even if they have more.
+
+They are two of its steps: the prompts of the next step are there before the one that runs is done. With fewer, steps
+would be partly empty. More prompts would only wait there. Four prompts of a whole chunk have as many tokens, so short
+prompts wait no longer at the node than long ones do.
 """
 LATELY = 64
 """The number of recent prompts remembered per prefill node, because later samples may get the same KV."""
@@ -147,8 +154,10 @@ class DecodeRoom:
 class PrefillRoom:
     """The backlog of one prefill node. Samples that share the KV of one computation count once."""
 
-    def __init__(self, *, max_in_flight: int) -> None:
+    def __init__(self, *, max_in_flight: int, max_tokens: int = 0) -> None:
+        """Create the room: for `max_in_flight` prompts, and for more while they have at most `max_tokens` together."""
         self._max_in_flight = max_in_flight
+        self._max_tokens = max_tokens
         self._in_flight = 0
         self._tokens = SharedCount()
         self._samples: dict[str, int] = {}  # The number of samples that wait for one computation, by KV key.
@@ -170,8 +179,10 @@ class PrefillRoom:
         """Return whether the node computed the KV with this key recently and may still hold it."""
         return kv_key in self._lately
 
-    def has_room(self, kv_key: str = "") -> bool:
-        return self._in_flight < self._max_in_flight or self.computes(kv_key)
+    def has_room(self, num_tokens: int, kv_key: str = "") -> bool:
+        """Return whether a prompt of `num_tokens` tokens may go to the node now."""
+        fits = self._in_flight < self._max_in_flight or self._tokens.own + num_tokens <= self._max_tokens
+        return fits or self.computes(kv_key)
 
     def take(self, num_tokens: int, kv_key: str = "") -> None:
         if kv_key:
@@ -232,7 +243,7 @@ def choose_pair(
     """
     fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need.total)]
     fitting.sort(key=lambda node_id: (node_id in need.avoid, *_least_used(decodes[node_id]), node_id))
-    free = [node_id for node_id, room in prefills.items() if room.has_room(need.kv_key)]
+    free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
     free.sort(key=lambda node_id: (node_id in need.avoid, *_delay(need, prefills[node_id]), node_id))
     return next((pair for pair in itertools.product(fitting, free) if is_warm(*pair)), None)
 

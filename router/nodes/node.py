@@ -11,9 +11,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-from corun.types import NodeInfo, NodeLoad, NodeRef, NodeState, NodeStatus
+from corun.types import Freedom, FreedomStatus, NodeInfo, NodeLoad, NodeRef, NodeState, NodeStatus
 from router.nodes.node_client import DecodeClient, NodeClient, PrefillClient
-from router.placement import PREFILLS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom
+from router.placement import PACKED_TOKENS_IN_FLIGHT, PREFILLS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom
 
 C = TypeVar("C", bound=NodeClient)
 
@@ -148,7 +148,9 @@ class PrefillNode(Node[PrefillClient]):
 
     def __init__(self, info: NodeInfo, client: PrefillClient, now: float) -> None:
         super().__init__(info, client, now)
-        self.room = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT)
+        packs = FreedomStatus(name=Freedom.PACKED.value) in info.freedoms
+        max_tokens = PACKED_TOKENS_IN_FLIGHT if packs else 0
+        self.room = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=max_tokens)
 
 
 class Placement:

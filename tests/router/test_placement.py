@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.types import NodeLoad
-from router.placement import DecodeRoom, Need, PrefillRoom, SharedCount, choose_idle_pair, choose_pair
+from corun.types import FreedomStatus, NodeLoad
+from router.nodes.node import PrefillNode
+from router.placement import (
+    PACKED_TOKENS_IN_FLIGHT,
+    PREFILLS_IN_FLIGHT,
+    DecodeRoom,
+    Need,
+    PrefillRoom,
+    SharedCount,
+    choose_idle_pair,
+    choose_pair,
+)
 
 NEED = Need(num_prompt=16, max_tokens=16)
 SHARING = replace(NEED, kv_key="k")
@@ -225,11 +238,11 @@ def test_a_node_gives_places_in_line_beyond_its_slots_but_idle_runs_leave_them_a
 def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:
     prefill = PrefillRoom(max_in_flight=1)
     for _ in range(3):
-        assert prefill.has_room("a")
+        assert prefill.has_room(100, "a")
         prefill.take(100, "a")
     assert prefill.queued_tokens == 100
-    assert not prefill.has_room("b")
-    assert not prefill.has_room()
+    assert not prefill.has_room(1, "b")
+    assert not prefill.has_room(1)
     for _ in range(2):
         prefill.give(100, "a")
     assert prefill.queued_tokens == 100
@@ -240,17 +253,93 @@ def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:
     assert not prefill.computes("a")
     prefill.take(100)
     assert not prefill.may_have("")
-    assert not prefill.has_room("a")
+    assert not prefill.has_room(1, "a")
 
 
 def test_a_prefill_node_takes_a_bounded_number_of_prompts() -> None:
     prefill = PrefillRoom(max_in_flight=2)
     prefill.take(100)
-    assert prefill.has_room()
+    assert prefill.has_room(10_000)
     prefill.take(50)
-    assert not prefill.has_room()
+    assert not prefill.has_room(1)
     assert prefill.queued_tokens == 150
     prefill.give(100)
     prefill.report(NodeLoad(queued_prompt_tokens=1150))
-    assert prefill.has_room()
+    assert prefill.has_room(1)
     assert prefill.queued_tokens == 50 + 1000
+
+
+def test_a_node_that_packs_takes_more_prompts_while_they_are_short() -> None:
+    prefill = PrefillRoom(max_in_flight=2, max_tokens=100)
+    for _ in range(2):
+        assert prefill.has_room(10_000)
+        prefill.take(40)
+    assert [prefill.has_room(n) for n in (20, 21)] == [True, False]
+    prefill.take(20)
+    assert not prefill.has_room(1)
+    prefill.report(NodeLoad(queued_prompt_tokens=500))  # Other routers have prompts there, too: each has its own part.
+    prefill.give(20)
+    assert prefill.has_room(20)
+
+
+def time_of(room: PrefillRoom, num_tokens: int, *, packs: bool) -> tuple[float, int]:
+    """Let a router send 1000 prompts to a node while there is room; return the seconds that they take, and the most of
+    them that were at the node without being computed.
+
+    A step takes 5 ms and 1 ms for 45 tokens (as measured: 128 tokens alone 16,000 a second, 2048 tokens 40,500). A
+    prompt needs 1 ms to the node, and an answer 1 ms back.
+    """
+    events = [(0.0, "room", 0)]  # The time, what happens, and with how many prompts.
+    sent = here = computed = done = most_waiting = 0
+    while done < 1000:
+        now, what, number = heapq.heappop(events)
+        here += number if what == "arrive" else 0
+        computed -= number if what == "end" else 0
+        if what == "end":
+            heapq.heappush(events, (now + 0.001, "room", number))
+        if what == "room":
+            done += number
+            for _ in range(number):
+                room.give(num_tokens)
+            while sent < 1000 and room.has_room(num_tokens):
+                room.take(num_tokens)
+                sent += 1
+                heapq.heappush(events, (now + 0.001, "arrive", 1))
+        if events and events[0][0] == now:
+            continue  # All that happens at one time comes before the next step.
+        if here and not computed:
+            computed = min(here, max(1, 4096 // num_tokens), 64) if packs else 1
+            here -= computed
+            heapq.heappush(events, (now + 0.005 + computed * num_tokens / 45_000, "end", computed))
+        most_waiting = max(most_waiting, here)
+    return now, most_waiting
+
+
+@pytest.mark.parametrize("num_tokens", [32, 128, 700, 2048])
+def test_prompts_in_flight_keep_a_node_busy_and_no_more(num_tokens: int) -> None:
+    """Where prompts are packed, a few in flight leave steps short. Where they are not, more of them only wait."""
+    few = {"max_in_flight": PREFILLS_IN_FLIGHT, "max_tokens": 0}
+    many = {"max_in_flight": PREFILLS_IN_FLIGHT, "max_tokens": PACKED_TOKENS_IN_FLIGHT}
+    best, _ = time_of(PrefillRoom(max_in_flight=1000), num_tokens, packs=True)
+    packed, _ = time_of(PrefillRoom(**many), num_tokens, packs=True)
+    assert packed < 1.04 * best
+    if num_tokens <= 128:
+        assert time_of(PrefillRoom(**few), num_tokens, packs=True)[0] > 1.3 * best
+    best, _ = time_of(PrefillRoom(max_in_flight=1000), num_tokens, packs=False)
+    alone, waiting = time_of(PrefillRoom(**few), num_tokens, packs=False)
+    assert alone < 1.01 * best
+    assert waiting == PREFILLS_IN_FLIGHT - 1
+    assert time_of(PrefillRoom(**many), num_tokens, packs=False)[1] == max(4, 8192 // num_tokens) - 1
+
+
+@pytest.mark.parametrize(
+    ("freedoms", "packs"),
+    [((), False), ((FreedomStatus(name="packed"),), True), ((FreedomStatus(name="packed", refused="why"),), False)],
+)
+async def test_a_router_knows_from_a_node_whether_it_packs(freedoms: tuple[FreedomStatus, ...], packs: bool) -> None:
+    info: Any = SimpleNamespace(freedoms=freedoms, ref=None)
+    client: Any = None
+    room = PrefillNode(info, client, 0.0).room
+    for _ in range(PREFILLS_IN_FLIGHT):
+        room.take(3)
+    assert room.has_room(3) is packs
