@@ -195,6 +195,10 @@ class KvReads:
     seconds: float = 0.0
     """The sum of the durations of all reads, each from its request to its completion. Parallel reads overlap."""
     failed: int = 0
+    shared_tokens: int = 0
+    """The number of prompt tokens that needed no read, since another sample of the prompt had read them."""
+    prompt_tokens: int = 0
+    """The number of prompt tokens of all samples whose KV has come, in whole blocks, shared ones included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

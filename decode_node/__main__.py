@@ -28,7 +28,9 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
         start_tracing(ref, NodeRole.DECODE)
         engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
         facts = engine.facts
-        table = SlotTable(slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size)
+        table = SlotTable(
+            slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size, shares=config.prefix_caching
+        )
         service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms, kv_reads=lambda: engine.kv_reads)
         service.step_sizes = engine.step_sizes
         engine.on_step = service.on_step

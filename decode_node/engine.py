@@ -135,7 +135,7 @@ class VllmDecodeEngine:
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
-                cache_salt=None,
+                cache_salt=request.share_key or None,
                 data_parallel_rank=None,
             )
         )

@@ -58,5 +58,9 @@ class DecodeMetrics(Metrics):
         self.counters_of("kv_read_bytes", text, (), lambda: {(): reads().bytes})
         text = "Time of the KV reads, each its own: those of parallel ones overlap"
         self.counters_of("kv_read_seconds", text, (), lambda: {(): reads().seconds})
+        text = "Prompt tokens whose KV has come, of the first rank, in whole blocks"
+        self.counters_of("prompt_tokens", text, (), lambda: {(): reads().prompt_tokens})
+        text = "Prompt tokens that needed no read, since another sample of the prompt had read them"
+        self.counters_of("shared_prompt_tokens", text, (), lambda: {(): reads().shared_tokens})
         text = "KV reads that failed, or whose KV was refused"
         self.counters_of("failed_kv_reads", text, (), lambda: {(): reads().failed})

@@ -2,6 +2,12 @@
 
 Owns: admission into the engine, and the guarantee that a step holds no prompt token and that no request is preempted.
 A request that is admitted has its KV read at once, also while all slots run, and takes a slot when the KV has arrived.
+
+Samples of one prompt share its blocks, by vLLM's prefix cache. A block can be found only after it was *read* and passed
+the check, and only if it is a whole block that ends before the prompt's last position: decode computes that position
+again, and all later ones, so no block that it writes to is ever found. Requests with one salt are of one prompt, and
+those without a salt share nothing. While one of them reads the blocks, the others wait for it. So two copies are never
+held for samples that may run, and the node's leases, which count these blocks once, hold for the engine, too.
 It repeats the node's own lease accounting on purpose: the blocks of an aborted request become free later, and only the
 engine knows when. Must not know: leases, gRPC, sampling.
 """
@@ -11,10 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
 from corun.node.vllm.gpu_lock import DecodeTurn
 from corun.node.vllm.scheduler import ReservingScheduler
+from decode_node.slots import shared_blocks
 
 LONGEST_WAIT = "longest_wait_s"
 """The key of the longest wait of a step, in seconds, in the connector's extra configuration; our schedulers read their
@@ -31,6 +39,9 @@ class FixedSlotScheduler(ReservingScheduler):
         # slot is free. A request never runs on the added ones (`_try_promote_blocked_waiting_request`).
         self.max_num_running_reqs += 1
         self.max_num_scheduled_tokens += 1
+        coordinator = self.kv_cache_manager.coordinator
+        self._let_find = coordinator.cache_blocks
+        coordinator.cache_blocks = _let_nothing_be_found  # Else vLLM lets outputs be found, too.
         self.turn: DecodeTurn | None = None
         if (path := self.gpu_lock()) is not None:
             self.turn = DecodeTurn(path, self.vllm_config.kv_transfer_config.kv_connector_extra_config[LONGEST_WAIT])
@@ -49,16 +60,52 @@ class FixedSlotScheduler(ReservingScheduler):
         return output
 
     def admissible(self) -> list[Request]:
-        """Return the requests at the head of the queue that get KV room. The order is FIFO, so the first request
-        without room ends the list. Their number is bounded by the node's leases."""
+        """Return the requests at the head of the queue that get KV room. Their number is bounded by the node's leases.
+
+        The order is FIFO, so the first request without room ends the list. Only those that wait for another sample's
+        read are passed by.
+        """
+        if not self.waiting:
+            return []
         free = self.free_blocks([*self.running, *self.skipped_waiting])
+        reading = {request.cache_salt for request in self.skipped_waiting if self._is_read(request)}
         chosen: list[Request] = []
         for request in self.waiting:
-            free -= self.blocks_of(request)
+            found = self._found(request)
+            if len(found) * self.block_size < self.shared_tokens(request):
+                if request.cache_salt in reading:
+                    continue
+                reading.add(request.cache_salt)
+            free -= self.blocks_of(request) - sum(block.ref_cnt > 0 for block in found)
             if free < 0:
                 break
             chosen.append(request)
         return chosen
+
+    def shared_tokens(self, request: Request) -> int:
+        """Return the number of prompt tokens whose blocks other samples of the prompt may find."""
+        if request.cache_salt is None or not self.kv_cache_manager.enable_caching:
+            return 0
+        return shared_blocks(request.num_prompt_tokens, self.block_size) * int(self.block_size)
+
+    def _found(self, request: Request) -> list[Any]:
+        """Return the blocks that a request finds. No model has a second group of KV (corun/node/kv/connector.py)."""
+        coordinator = self.kv_cache_manager.coordinator
+        return list(coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[0][0])
+
+    def _is_read(self, request: Request) -> bool:
+        """Return whether the read of a request's KV is under way."""
+        is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return is_loading and request.request_id not in self.finished_recving_kv_req_ids
+
+    def _update_from_kv_xfer_finished(self, kv_connector_output: KVConnectorOutput) -> None:
+        """Let the blocks of a read be found at once, not when its sample has a slot. A request whose read failed or was
+        refused has ended by now (vLLM's `update_from_output`)."""
+        super()._update_from_kv_xfer_finished(kv_connector_output)
+        for name in kv_connector_output.finished_recving or ():
+            request = self.requests.get(name)
+            if request is not None and not request.is_finished():
+                self._let_find(request, self.shared_tokens(request))
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
         """Let a request run whose KV has arrived, if a slot is free. vLLM asks in the order of arrival, and otherwise
@@ -72,3 +119,7 @@ class FixedSlotScheduler(ReservingScheduler):
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         raise RuntimeError(f"request {request.request_id} would be preempted, but its KV room was reserved")
+
+
+def _let_nothing_be_found(request: Request, num_computed_tokens: int) -> None:
+    """Do nothing, in place of vLLM's `KVCacheCoordinator.cache_blocks`."""

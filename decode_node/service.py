@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import binding
@@ -26,6 +26,7 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step
 
 SERVICE_NAME = "corun.v1.DecodeService"
+MAX_SHARE_KEY = 512
 log = logging.getLogger(__name__)
 
 
@@ -38,6 +39,8 @@ class DecodeRequest:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     seed: int
+    share_key: str = ""
+    """The key of the samples of this prompt that may share its blocks; empty if this one shares none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +210,13 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             value = (request.num_prompt_tokens, request.max_tokens)
             raise InvalidArgumentError("num_prompt_tokens, max_tokens", value, "must each be at least 1")
         check_name("router_id", request.router_id)
+        if len(request.share_key) > MAX_SHARE_KEY:
+            raise InvalidArgumentError("share_key", request.share_key, f"must have at most {MAX_SHARE_KEY} characters")
         self._check_session(request.router_id, request.session)
         sizes, now = (request.num_prompt_tokens, request.max_tokens), asyncio.get_running_loop().time()
+        whose: dict[str, Any] = {"share_key": request.share_key, "session": request.session}
         try:
-            lease = self._table.reserve(request.router_id, *sizes, session=request.session, now=now)
+            lease = self._table.reserve(request.router_id, *sizes, **whose, now=now)
         except NoRoomError as error:
             raise OverloadedError(f"decode node {self.ref.node_id}: {error}", retry_after_s=0.1) from error
         self._keep_or_expire(lease)
@@ -305,7 +311,10 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         if sum(counts) != blocks or min(counts) < 1 or handle.owners[-1].request_id != handle.request_id:
             limit = f"must be those of {blocks} blocks, and {handle.request_id} the last one"
             raise InvalidArgumentError("handle.owners", handle.owners, limit)
-        return DecodeRequest(lease.request_id, handle, prompt, params, request.seed)
+        if lease.share_key and not lease.share_key.startswith(handle.prompt_digest):
+            # Samples of other prompts would not find each other's blocks, and the lease counts on it.
+            raise InvalidArgumentError("handle.prompt_digest", handle.prompt_digest, "must begin the lease's share_key")
+        return DecodeRequest(lease.request_id, handle, prompt, params, request.seed, lease.share_key)
 
     def _keep_or_expire(self, lease: Lease) -> None:
         """Stop a lease's expiry timer if the stream of its session is open: then the router ends the lease, within its

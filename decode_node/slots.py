@@ -5,6 +5,10 @@ is ever preempted (paper, Section IV-B; `can_fit_full_sequence` in Alg. 1), and 
 a line of a quarter as many (`corun.types.places`). A sample takes a slot when its KV has arrived and one is free, so no
 slot stands idle while a prompt is computed and read. Slots are counted, they have no numbers.
 
+Leases with one share key are of samples of one prompt, which share the blocks of the prompt that nothing writes to
+(`shared_blocks`). These blocks count once while any of the leases lives. The engine keeps to it: it never holds a
+second copy of them for a sample that may run (decode_node/scheduler.py), so what is granted here always gets room.
+
 A router learns at once when one of its own samples ends, but of other free room only with the next heartbeat. So a
 router that keeps a node full would take all freed room again. Therefore, while another router waits, none may hold more
 than its part (`_check_part`). A router waits from a refused reservation until it gets one, or until `WAIT_S` after the
@@ -18,6 +22,7 @@ their rows. Must not know: gRPC, engines, clocks; callers pass the time, in seco
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +71,9 @@ class Lease:
     num_prompt_tokens: int
     max_tokens: int
     kv_blocks: int
+    """The blocks of this sample alone."""
+    share_key: str = ""
+    """The key of the samples with which it shares blocks; empty if it shares none."""
 
     @property
     def request_id(self) -> str:
@@ -78,10 +86,17 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def shared_blocks(num_prompt_tokens: int, block_size: int) -> int:
+    """Return the number of a prompt's blocks that its samples can share: the whole blocks before the last position,
+    whose KV decode computes again."""
+    return (num_prompt_tokens - 1) // block_size
+
+
 class SlotTable:
     """The leases over the places of `slots` slots and over `kv_blocks` KV blocks of `block_size` tokens each."""
 
-    def __init__(self, *, slots: int, kv_blocks: int, block_size: int) -> None:
+    def __init__(self, *, slots: int, kv_blocks: int, block_size: int, shares: bool = True) -> None:
+        """Create the table of an empty node. shares: whether its engine lets samples of a prompt share blocks."""
         self.slots = slots
         self.places = places(slots)
         self.kv_blocks = kv_blocks
@@ -91,16 +106,29 @@ class SlotTable:
         self._in_slots: set[int] = set()  # The ids of the leases whose samples decode.
         self._ids = itertools.count(1)
         self._waiting: dict[str, Waiting] = {}
+        self._shares = shares
+        self._groups: Counter[tuple[str, int]] = Counter()  # The number of leases by share key and shared blocks.
 
     def reserve(
-        self, router_id: str, num_prompt_tokens: int, max_tokens: int, *, session: int = 0, now: float = 0.0
+        self,
+        router_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        share_key: str = "",
+        session: int = 0,
+        now: float = 0.0,
     ) -> Lease:
         """Lease a place and KV blocks.
 
         Raises NoRoomError if every place is held, fewer KV blocks are free than the sample needs, or this router
         already holds its part while another one comes first (`_check_part`).
         """
-        need = blocks_needed(num_prompt_tokens + max_tokens, self.block_size)
+        share_key = share_key if self._shares else ""
+        shared = shared_blocks(num_prompt_tokens, self.block_size) if share_key else 0
+        own = blocks_needed(num_prompt_tokens + max_tokens, self.block_size) - shared
+        group = share_key, shared
+        need = own + (0 if group in self._groups else shared)
         free = self.kv_blocks - self.used_kv_blocks
         try:
             if len(self._leases) >= self.places:
@@ -113,7 +141,8 @@ class SlotTable:
             self._waiting[router_id] = Waiting(since, now, need)
             raise
         self._waiting.pop(router_id, None)
-        lease = Lease(next(self._ids), router_id, session, num_prompt_tokens, max_tokens, need)
+        lease = Lease(next(self._ids), router_id, session, num_prompt_tokens, max_tokens, own, share_key)
+        self._groups[group] += 1
         self._leases[lease.lease_id] = lease
         self.used_kv_blocks += need
         return lease
@@ -129,8 +158,11 @@ class SlotTable:
         if not self._waiting.keys() - {router_id}:
             return
         held: dict[str, list[int]] = {name: [] for name in (*self._waiting, router_id)}
+        counted = set()  # A group's shared blocks count for the router of its oldest lease.
         for lease in self._leases.values():
-            held.setdefault(lease.router_id, []).append(lease.kv_blocks)
+            group = self._group(lease)
+            held.setdefault(lease.router_id, []).append(lease.kv_blocks + (0 if group in counted else group[1]))
+            counted.add(group)
         part, kv_blocks = self.places // len(held), self.kv_blocks // len(held)
 
         def order(name: str) -> tuple[bool, float, str]:
@@ -157,8 +189,18 @@ class SlotTable:
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
             self._in_slots.discard(lease_id)
+            group = self._group(lease)
+            self._groups[group] -= 1
+            if not self._groups[group]:
+                del self._groups[group]
+                self.used_kv_blocks -= group[1]
             self.used_kv_blocks -= lease.kv_blocks
         return lease
+
+    def _group(self, lease: Lease) -> tuple[str, int]:
+        """Return the key under which a lease's shared blocks are counted, and their number."""
+        shared = shared_blocks(lease.num_prompt_tokens, self.block_size) if lease.share_key else 0
+        return lease.share_key, shared
 
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)

@@ -167,6 +167,7 @@ class Attempt(Generic[AnyOutput]):
                 self._lease,
                 num_prompt_tokens=len(self.task.prompt_token_ids),
                 max_tokens=self.task.params.max_tokens,
+                share_key=self.task.need.kv_key if self._kv_scope.scope else "",
                 timeout_s=self._time(self._config.reserve_timeout_s),
             )
 

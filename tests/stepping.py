@@ -33,6 +33,7 @@ from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, STAMPS_PARAM, owne
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as nodes
 from corun.types import NixlEndpoint, NodeRef, NodeRole
+from decode_node.slots import NoRoomError, SlotTable
 from prefill_node.engine import salt
 from tests.loading import environment
 from tests.traces import BLOCK_SIZE, ENDLESS, Abort, Arrive, Platform, Record, Row, Run, Step, Trace
@@ -95,9 +96,13 @@ class _Engine:
             get_request_block_hasher(BLOCK_SIZE, sha256) if config.cache_config.enable_prefix_caching else None
         )
         self.record = Record()
+        self.table: SlotTable | None = None
+        """The leases of the node. With them, requests that get none never arrive."""
+        self._lease_of: dict[int, int] = {}
+        self._content: dict[int, tuple[Any, ...]] = {}  # What each block holds: (prompt, number), or who wrote it.
         self._trace = trace
         self._transfer = config.kv_transfer_config
-        self.worker = _PullWorker(self.record) if self._transfer else _Worker(self.record)
+        self.worker: Any = _PullWorker(self.record) if self._transfer else _Worker(self.record)
         self._depth: int = config.max_concurrent_batches
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._blocks: dict[str, set[int]] = {}  # by request, after the last step was scheduled
@@ -133,6 +138,12 @@ class _Engine:
 
     def _arrive(self, arrival: Arrive) -> None:
         number = len(self.record.requests)
+        if self.table is not None:
+            try:
+                lease = self.table.reserve("r", arrival.prompt, arrival.max_tokens, share_key=_salt(arrival) or "")
+            except NoRoomError:
+                return
+            self._lease_of[number] = lease.lease_id
         self.record.requests.append(arrival)
         request = _request(str(number), arrival, self._transfer, self._hasher)
         self.scheduler.add_request(request)
@@ -143,7 +154,12 @@ class _Engine:
         number = op.which % len(self.record.requests)
         if number not in self.record.finished:
             self.record.aborted.add(number)
+        self._release(number)
         self.scheduler.finish_requests([str(number)], RequestStatus.FINISHED_ABORTED)
+
+    def _release(self, number: int) -> None:
+        if self.table is not None:
+            self.table.release(self._lease_of[number])
 
     def _drain(self) -> None:
         """Runs until all is done. `stuck`: far more steps than all of this work can take."""
@@ -162,10 +178,10 @@ class _Engine:
         }
         loads = getattr(output.kv_connector_metadata, "reqs_to_recv", {})
         read = {block for meta in loads.values() for block in itertools.chain(*meta.local_block_ids)}
-        for new in output.scheduled_new_reqs:  # These are from the prefix cache.
-            read.update(new.block_ids[0][: new.num_computed_tokens // BLOCK_SIZE])
         zeroed = set(output.new_block_ids_to_zero or ())
         given, kept = self._given()
+        found = self._found(output, given)
+        wrong = self._compute(rows, read, zeroed)
         return Step(
             rows=rows,
             loads=tuple(int(name) for name, meta in loads.items() if meta.local_block_ids),
@@ -173,9 +189,41 @@ class _Engine:
             preempted=len(output.preempted_req_ids or ()),
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             owed=sum(self._owed(request) for request in self._admitted()),
-            stale=len(given - zeroed - read),
-            wiped=len(zeroed & (kept | read)),
+            stale=len(given - zeroed - read - found),
+            wiped=len(zeroed & (kept | read | found)),
+            wrong=wrong,
+            read_blocks=len(read),
         )
+
+    def _found(self, output: SchedulerOutput, given: set[int]) -> set[int]:
+        """The blocks that are from the prefix cache."""
+        if self._transfer is None or self._transfer.is_kv_producer:
+            news = output.scheduled_new_reqs
+            return {block for new in news for block in new.block_ids[0][: new.num_computed_tokens // BLOCK_SIZE]}
+        pool = self.scheduler.kv_cache_manager.block_pool  # What has been read is found from the next step on.
+        return {block for block in given if pool.blocks[block].block_hash is not None}
+
+    def _compute(self, rows: dict[int, Row], read: set[int], zeroed: set[int]) -> int:
+        """Do to the blocks what a step does. Return how many blocks, from which its rows read, are not the prompt's."""
+        if self._transfer is None or self._transfer.is_kv_producer:
+            return 0
+        self._content.update(dict.fromkeys(zeroed, ("zeros",)))
+        self._content.update(dict.fromkeys(read, ("on its way",)))
+        for name, blocks in self.worker.arrived:
+            arrival = self.record.requests[int(name)]
+            whole = -(-arrival.prompt // BLOCK_SIZE)
+            content = ("garbage",) if arrival.fails else (arrival.prompt, arrival.group)
+            numbers = range(whole - len(blocks), whole)
+            self._content.update({block: (*content, i) for block, i in zip(blocks, numbers, strict=True)})
+        self.worker.arrived.clear()
+        wrong = 0
+        for number, row in rows.items():
+            arrival = self.record.requests[number]
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(str(number))
+            for i, block in enumerate(blocks[: (arrival.prompt - 1) // BLOCK_SIZE]):
+                wrong += self._content.get(block) != (arrival.prompt, arrival.group, i)
+            self._content[blocks[row.start // BLOCK_SIZE]] = ("written by", number)
+        return wrong
 
     def _given(self) -> tuple[set[int], set[int]]:
         """The blocks that requests have since this step, and those that they had before it."""
@@ -197,6 +245,7 @@ class _Engine:
         self.record.outputs.setdefault(number, []).extend(output.new_token_ids)
         if output.finish_reason is not None:
             self.record.finished[number] = str(output.finish_reason)
+            self._release(number)
 
     def _left_over(self) -> Iterator[str]:
         scheduler = self.scheduler
@@ -248,6 +297,8 @@ class _PullWorker(_Worker):
         self._reading: dict[str, tuple[int, Sequence[int]]] = {}  # name -> steps left, local blocks
         self._in_batch: set[str] = set()
         self._held: dict[str, int] = {}  # name -> steps until read, or until its lease ends
+        self.arrived: list[tuple[str, Sequence[int]]] = []
+        """The reads that have ended, with their blocks, since this was last looked at."""
 
     def _transfer(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         meta: Any = output.kv_connector_metadata
@@ -270,6 +321,7 @@ class _PullWorker(_Worker):
         self._in_batch -= sent
         self._reading = {k: (steps - 1, blocks) for k, (steps, blocks) in self._reading.items() if k not in read}
         self._held = {k: steps - 1 for k, steps in self._held.items() if k not in sent}
+        self.arrived += read.items()
         failed = [blocks for name, blocks in read.items() if self._arrival(name).fails]
         return KVConnectorOutput(
             finished_sending=sent, finished_recving=set(read), invalid_block_ids=set(itertools.chain(*failed))
@@ -297,8 +349,14 @@ def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any) -> Request:
         stop_token_ids=[] if arrival.stops_after == ENDLESS else [STOP],
         extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer)},
     )
-    prompt, salted = tokens_of(arrival), salt(arrival.scope, arrival.freedoms)
-    return Request(name, prompt, params, None, cache_salt=salted, block_hasher=hasher)
+    reads = transfer is not None and not transfer.is_kv_producer
+    salted = _salt(arrival) if reads else salt(arrival.scope, arrival.freedoms)
+    return Request(name, tokens_of(arrival), params, None, cache_salt=salted, block_hasher=hasher)
+
+
+def _salt(arrival: Arrive) -> str | None:
+    """Return the salt of a sample on a decode node, where the samples of one prompt share its blocks."""
+    return f"{arrival.prompt} {arrival.group}" if arrival.group else None
 
 
 def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Arrive:
     """Whose cached KV it may use."""
     freedoms: tuple[str, ...] = ()
     """What it may make use of (`corun.node.kv.handle.FREEDOMS_PARAM`)."""
+    group: int = 0
+    """The number of the samples of one prompt that share its blocks; 0: it shares none. All have the same `prompt`."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,14 @@ class Step:
     owed: int
     """The number of blocks that the admitted requests may still need up to their last token."""
     stale: int
-    """The number of blocks given to requests as others had left them: neither zeroed nor read from the other side."""
+    """The number of blocks given to requests as others had left them: neither zeroed, nor read from the other side, nor
+    found in the prefix cache."""
     wiped: int
     """The number of blocks zeroed although a request had them before, or while its KV is read into them."""
+    wrong: int = 0
+    """The number of prompt blocks of the step's rows that hold something else than that prompt's KV as it was read."""
+    read_blocks: int = 0
+    """The number of blocks whose read begins."""
 
 
 @dataclass
@@ -153,6 +160,18 @@ def decode_traces() -> st.SearchStrategy[Trace]:
     return _traces(arrivals, chunks=st.just(0))
 
 
+def group_traces() -> st.SearchStrategy[Trace]:
+    """Traces for a decode node with samples of few prompts, most of which share their blocks."""
+    prompts = {0: 40, 1: 17, 2: 48, 3: 97}
+
+    def member(group: int, max_tokens: int, transfer_steps: int, fails: bool) -> Arrive:
+        return Arrive(prompts[group], max_tokens, transfer_steps=transfer_steps, fails=fails, group=group)
+
+    fails = st.sampled_from([False, False, False, True])
+    arrivals = st.builds(member, st.sampled_from([0, 1, 2, 2, 3, 3]), st.integers(1, 24), st.integers(0, 6), fails)
+    return _traces(arrivals, chunks=st.just(0))
+
+
 def _arrivals(longest_output: int, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[Arrive]:
     prompt, max_tokens = st.integers(1, LONGEST_PROMPT), st.integers(1, longest_output)
     return st.builds(Arrive, prompt=prompt, max_tokens=max_tokens, **others)
@@ -177,6 +196,7 @@ def violations(record: Record) -> Iterator[str]:
         "more KV promised than exists": any(step.owed > step.free for step in steps),
         "KV of others behind a sequence": any(step.stale for step in steps),
         "KV is zeroed that somebody needs": any(step.wiped for step in steps),
+        "decodes from another KV than its prompt's": any(step.wrong for step in steps),
     }
     yield from (name for name, is_found in facts.items() if is_found)
     for number, request in enumerate(record.requests):

@@ -27,7 +27,7 @@ from corun.v1 import registry_service_pb2 as corun_dot_v1_dot_registry__service_
 from corun.v1 import types_pb2 as corun_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x63orun/v1/decode_service.proto\x12\x08\x63orun.v1\x1a\x1e\x63orun/v1/prefill_service.proto\x1a\x1f\x63orun/v1/registry_service.proto\x1a\x14\x63orun/v1/types.proto\"\x86\x01\n\x0eReserveRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x06 \x01(\x04J\x04\x08\x05\x10\x06R\x07waiting\"?\n\x0fReserveResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\rJ\x04\x08\x02\x10\x03R\x04slot\"\xb3\x01\n\x0cStartRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\"\n\x06handle\x18\x03 \x01(\x0b\x32\x12.corun.v1.KvHandle\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\x0f\n\rStartResponse\"6\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse\"J\n\x0e\x43onnectRequest\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12$\n\x04peer\x18\x02 \x01(\x0b\x32\x16.corun.v1.NixlEndpoint\"\x11\n\x0f\x43onnectResponse\"L\n\x12StreamStepsRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x04\"~\n\x13StreamStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12!\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x12.corun.v1.LeaseEnd\"o\n\x08LeaseEnd\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.corun.v1.FinishReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnot_finite\x18\x04 \x01(\x08\x32\xd7\x02\n\rDecodeService\x12>\n\x07Reserve\x12\x18.corun.v1.ReserveRequest\x1a\x19.corun.v1.ReserveResponse\x12\x38\n\x05Start\x12\x16.corun.v1.StartRequest\x1a\x17.corun.v1.StartResponse\x12>\n\x07Release\x12\x18.corun.v1.ReleaseRequest\x1a\x19.corun.v1.ReleaseResponse\x12>\n\x07\x43onnect\x12\x18.corun.v1.ConnectRequest\x1a\x19.corun.v1.ConnectResponse\x12L\n\x0bStreamSteps\x12\x1c.corun.v1.StreamStepsRequest\x1a\x1d.corun.v1.StreamStepsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x63orun/v1/decode_service.proto\x12\x08\x63orun.v1\x1a\x1e\x63orun/v1/prefill_service.proto\x1a\x1f\x63orun/v1/registry_service.proto\x1a\x14\x63orun/v1/types.proto\"\x99\x01\n\x0eReserveRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07session\x18\x06 \x01(\x04\x12\x11\n\tshare_key\x18\x07 \x01(\tJ\x04\x08\x05\x10\x06R\x07waiting\"?\n\x0fReserveResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\rJ\x04\x08\x02\x10\x03R\x04slot\"\xb3\x01\n\x0cStartRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\"\n\x06handle\x18\x03 \x01(\x0b\x32\x12.corun.v1.KvHandle\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.corun.v1.SamplingParams\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\x0f\n\rStartResponse\"6\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse\"J\n\x0e\x43onnectRequest\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12$\n\x04peer\x18\x02 \x01(\x0b\x32\x16.corun.v1.NixlEndpoint\"\x11\n\x0f\x43onnectResponse\"L\n\x12StreamStepsRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x04\"~\n\x13StreamStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12!\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x12.corun.v1.LeaseEnd\"o\n\x08LeaseEnd\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.corun.v1.FinishReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x12\n\nnot_finite\x18\x04 \x01(\x08\x32\xd7\x02\n\rDecodeService\x12>\n\x07Reserve\x12\x18.corun.v1.ReserveRequest\x1a\x19.corun.v1.ReserveResponse\x12\x38\n\x05Start\x12\x16.corun.v1.StartRequest\x1a\x17.corun.v1.StartResponse\x12>\n\x07Release\x12\x18.corun.v1.ReleaseRequest\x1a\x19.corun.v1.ReleaseResponse\x12>\n\x07\x43onnect\x12\x18.corun.v1.ConnectRequest\x1a\x19.corun.v1.ConnectResponse\x12L\n\x0bStreamSteps\x12\x1c.corun.v1.StreamStepsRequest\x1a\x1d.corun.v1.StreamStepsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'corun.v1.decode_service_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESERVEREQUEST']._serialized_start=131
-  _globals['_RESERVEREQUEST']._serialized_end=265
-  _globals['_RESERVERESPONSE']._serialized_start=267
-  _globals['_RESERVERESPONSE']._serialized_end=330
-  _globals['_STARTREQUEST']._serialized_start=333
-  _globals['_STARTREQUEST']._serialized_end=512
-  _globals['_STARTRESPONSE']._serialized_start=514
-  _globals['_STARTRESPONSE']._serialized_end=529
-  _globals['_RELEASEREQUEST']._serialized_start=531
-  _globals['_RELEASEREQUEST']._serialized_end=585
-  _globals['_RELEASERESPONSE']._serialized_start=587
-  _globals['_RELEASERESPONSE']._serialized_end=604
-  _globals['_CONNECTREQUEST']._serialized_start=606
-  _globals['_CONNECTREQUEST']._serialized_end=680
-  _globals['_CONNECTRESPONSE']._serialized_start=682
-  _globals['_CONNECTRESPONSE']._serialized_end=699
-  _globals['_STREAMSTEPSREQUEST']._serialized_start=701
-  _globals['_STREAMSTEPSREQUEST']._serialized_end=777
-  _globals['_STREAMSTEPSRESPONSE']._serialized_start=779
-  _globals['_STREAMSTEPSRESPONSE']._serialized_end=905
-  _globals['_LEASEEND']._serialized_start=907
-  _globals['_LEASEEND']._serialized_end=1018
-  _globals['_DECODESERVICE']._serialized_start=1021
-  _globals['_DECODESERVICE']._serialized_end=1364
+  _globals['_RESERVEREQUEST']._serialized_end=284
+  _globals['_RESERVERESPONSE']._serialized_start=286
+  _globals['_RESERVERESPONSE']._serialized_end=349
+  _globals['_STARTREQUEST']._serialized_start=352
+  _globals['_STARTREQUEST']._serialized_end=531
+  _globals['_STARTRESPONSE']._serialized_start=533
+  _globals['_STARTRESPONSE']._serialized_end=548
+  _globals['_RELEASEREQUEST']._serialized_start=550
+  _globals['_RELEASEREQUEST']._serialized_end=604
+  _globals['_RELEASERESPONSE']._serialized_start=606
+  _globals['_RELEASERESPONSE']._serialized_end=623
+  _globals['_CONNECTREQUEST']._serialized_start=625
+  _globals['_CONNECTREQUEST']._serialized_end=699
+  _globals['_CONNECTRESPONSE']._serialized_start=701
+  _globals['_CONNECTRESPONSE']._serialized_end=718
+  _globals['_STREAMSTEPSREQUEST']._serialized_start=720
+  _globals['_STREAMSTEPSREQUEST']._serialized_end=796
+  _globals['_STREAMSTEPSRESPONSE']._serialized_start=798
+  _globals['_STREAMSTEPSRESPONSE']._serialized_end=924
+  _globals['_LEASEEND']._serialized_start=926
+  _globals['_LEASEEND']._serialized_end=1037
+  _globals['_DECODESERVICE']._serialized_start=1040
+  _globals['_DECODESERVICE']._serialized_end=1383
 # @@protoc_insertion_point(module_scope)

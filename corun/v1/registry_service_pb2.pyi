@@ -90,16 +90,20 @@ class NodeLoad(_message.Message):
     def __init__(self, used_slots: _Optional[int] = ..., used_kv_blocks: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., kv_reads: _Optional[_Union[KvReads, _Mapping]] = ..., leases: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class KvReads(_message.Message):
-    __slots__ = ("count", "bytes", "seconds", "failed")
+    __slots__ = ("count", "bytes", "seconds", "failed", "shared_tokens", "prompt_tokens")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     count: int
     bytes: int
     seconds: float
     failed: int
-    def __init__(self, count: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ...) -> None: ...
+    shared_tokens: int
+    prompt_tokens: int
+    def __init__(self, count: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("node",)

@@ -299,8 +299,10 @@ class DecodeClient(NodeClient):
         request = decode_pb2.ConnectRequest(generation=self.ref.generation, peer=codec.nixl_endpoint_to_proto(peer))
         await self._call(self._stub.Connect, request, timeout_s)
 
-    async def reserve(self, lease: RemoteLease, *, num_prompt_tokens: int, max_tokens: int, timeout_s: float) -> None:
-        """Reserve KV room and a place in line for `lease`.
+    async def reserve(
+        self, lease: RemoteLease, *, num_prompt_tokens: int, max_tokens: int, share_key: str, timeout_s: float
+    ) -> None:
+        """Reserve KV room and a place in line for `lease`. share_key: as in `corun.v1.ReserveRequest`.
 
         Raises OverloadedError if the node has no room now, or keeps its room for routers that hold less. Raises
         DeadlineError if the node has not answered after `timeout_s`.
@@ -314,6 +316,7 @@ class DecodeClient(NodeClient):
             generation=self.ref.generation,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
+            share_key=share_key,
         )
         lease.reserving = asyncio.ensure_future(self._reserve(lease, request, timeout_s + CLEANUP_TIMEOUT_S))
         lease.reserving.add_done_callback(_retrieve)

@@ -239,6 +239,20 @@ async def test_a_lease_for_nothing_or_for_nobody_is_refused(node: Node, field: s
     assert node.held() == []
 
 
+async def test_a_share_key_reaches_the_engine_if_it_is_of_the_prompt(node: Node) -> None:
+    key = f"{prompt_digest(PROMPT)} client a"
+    lease = (await node.reserve(share_key=key)).lease_id
+    await node.start(lease)
+    assert [request.share_key for request in node.engine.running.values()] == [key]
+    lease = (await node.reserve(share_key="0" * 64)).lease_id
+    error = await refusal(node.start(lease))
+    assert isinstance(error, InvalidArgumentError)
+    assert "share_key" in str(error)
+    error = await refusal(node.reserve(share_key="k" * 513))
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == "share_key"
+
+
 async def test_another_generation_is_refused(node: Node) -> None:
     lease = (await node.reserve()).lease_id
     other = "b" * 16

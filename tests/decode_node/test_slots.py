@@ -60,6 +60,29 @@ def test_no_place_and_no_room_are_said_and_take_nothing() -> None:
     assert (len(slots), slots.used_kv_blocks, slots.reserve("r", 127, 1).kv_blocks) == (1, 2, 8)
 
 
+def test_samples_of_a_prompt_count_its_blocks_once_while_one_of_them_lives() -> None:
+    """A prompt of 48 tokens has two blocks before its last position, and each sample two of its own."""
+    slots = table(slots=8, kv_blocks=10)
+    leases = [slots.reserve("r", 48, 16, share_key="k") for _ in range(4)]
+    assert slots.used_kv_blocks == 2 + 4 * 2
+    with pytest.raises(NoRoomError, match="2 KV blocks are needed and 0 of 10 are free"):
+        slots.reserve("r", 48, 16, share_key="k")
+    for left, lease in zip((8, 6, 4, 0), leases, strict=True):
+        slots.release(lease.lease_id)
+        assert slots.used_kv_blocks == left
+    for key, used in (("k", 4), ("l", 8)):
+        slots.reserve("r", 48, 16, share_key=key)
+        assert slots.used_kv_blocks == used
+    with pytest.raises(NoRoomError, match="4 KV blocks are needed and 2 of 10 are free"):
+        slots.reserve("r", 48, 16)
+
+
+def test_a_node_whose_engine_shares_nothing_counts_all_blocks() -> None:
+    slots = SlotTable(slots=4, kv_blocks=10, block_size=16, shares=False)
+    assert [slots.reserve("r", 48, 16, share_key="k").kv_blocks for _ in range(2)] == [4, 4]
+    assert slots.used_kv_blocks == 8
+
+
 @given(st.integers(1, 6), st.integers(1, 30), st.sampled_from([1, 16, 128]), TRACES)
 def test_any_trace(num_slots: int, kv_blocks: int, block_size: int, trace: list[tuple[int, int] | int]) -> None:
     """Against a model that is a plain list of the leases that are held."""

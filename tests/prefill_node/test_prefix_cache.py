@@ -147,9 +147,7 @@ class Node:
 
 def make(stepping: ModuleType, platform: Platform = CPU, *, chunk: int = 32, blocks: int = 40, slots: int = 4) -> Node:
     trace = Trace(slots=slots, chunk=chunk, blocks=blocks, ops=())
-    return Node(
-        stepping.engine(OURS, trace, platform, role=NodeRole.PREFILL), chunk, stepping.tokens_of, stepping.REF
-    )
+    return Node(stepping.engine(OURS, trace, platform, role=NodeRole.PREFILL), chunk, stepping.tokens_of, stepping.REF)
 
 
 def asks(
@@ -198,12 +196,20 @@ BROKEN = {
 def test_a_broken_cache_is_noticed(
     stepping: ModuleType, platform: Platform, method: str, broken: Any, finding: str
 ) -> None:
-    """Negative control."""
-    cache = load("prefill_node.prefix_cache").PrefixCache
-    with mock.patch.object(cache, method, broken):
+    """Negative control, without the scheduler's own check, which would refuse the step."""
+    cache, scheduler = load("prefill_node.prefix_cache").PrefixCache, load("prefill_node.scheduler").PrefillScheduler
+    with mock.patch.object(cache, method, broken), mock.patch.object(scheduler, "_check"):
         node = make(stepping, platform)
         node.play(*(op for freedoms in (CACHED, ()) for n in (50, 66) for op in (asks(n, freedoms=freedoms), SETTLE)))
     assert any(finding in one for one in node.wrong), node.wrong
+
+
+def test_a_hit_within_a_chunk_is_refused_before_its_step_runs(stepping: ModuleType) -> None:
+    cache = load("prefill_node.prefix_cache").PrefixCache
+    with mock.patch.object(cache, "_unit", lambda self, request: BLOCK_SIZE):
+        node = make(stepping)
+        with pytest.raises(RuntimeError, match="prompt 1 got tokens 48 to 66: no chunk of the contract"):
+            node.play(asks(50), SETTLE, asks(66), SETTLE)
 
 
 @PLATFORMS

@@ -47,13 +47,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Handoffs:
-    """The NIXL READs since start: the first four fields are those of `corun.types.KvReads`."""
+    """The NIXL READs since start: the first six fields are those of `corun.types.KvReads`."""
 
     count: int = 0
     bytes: int = 0
     seconds: float = 0.0
     failed: int = 0
     """The number of reads that failed, including those that were refused."""
+    shared_tokens: int = 0
+    prompt_tokens: int = 0
     checked: int = 0
     """The number of reads that were compared by digest."""
     refused: int = 0
@@ -92,6 +94,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._handshakes: dict[str, Future[Any]] = {}  # the peer's engine id -> the running handshake
         self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
         self._prefills = Prefills(vllm_config.cache_config.block_size)
+        self._block_size: int = vllm_config.cache_config.block_size
         self._claims: dict[str, Claim] = {}  # request id -> the claim of the running read
         self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
 
@@ -208,6 +211,8 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                 log.error("KV of %s is refused: %s; it claims to be %s", name, verdict.refusal, claim)
                 worker._handle_failed_transfer(name, None)
             elif claim:
+                self.handoffs.shared_tokens += claim.first * self._block_size
+                self.handoffs.prompt_tokens += (claim.first + len(claim.ours)) * self._block_size
                 self._thank(claim)
         return done
 

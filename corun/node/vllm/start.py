@@ -144,9 +144,9 @@ def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint,
         "max_model_len": config.max_model_len or None,
         "tensor_parallel_size": config.tensor_parallel_size,
         "kv_transfer_config": transfer,
-        # What a hit may be on a prefill node is decided by prefill_node/prefix_cache.py. SHA-256, since two prefixes
-        # with the same hash would mean a wrong answer.
-        "enable_prefix_caching": producer and config.prefix_caching,
+        # What can be found is decided by prefill_node/prefix_cache.py and decode_node/scheduler.py. SHA-256, since two
+        # prefixes with the same hash would mean a wrong answer.
+        "enable_prefix_caching": config.prefix_caching,
         "prefix_caching_hash_algo": "sha256",
         "disable_cascade_attn": True,  # it looks at the other requests' prefixes
         "enable_flashinfer_autotune": False,  # kernels chosen by timing them
@@ -328,11 +328,10 @@ def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:
             f"this model cannot keep the contract: it has {', '.join(sorted(unknown))} in its KV cache"
         )
     platform, parallel = seen["platform"], config.parallel_config
-    cache, is_producer = config.cache_config, config.kv_transfer_config.kv_role == "kv_producer"
+    cache = config.cache_config
     found = {
         "the model runner": (seen["runner"], RUNNERS[platform]),
         "vLLM's async_scheduling": (config.scheduler_config.async_scheduling, platform != "cpu"),  # platforms/cpu.py
-        "vLLM's enable_prefix_caching": (cache.enable_prefix_caching and not is_producer, False),
         "vLLM's prefix_caching_hash_algo": (cache.prefix_caching_hash_algo, "sha256"),
         "vLLM's disable_cascade_attn": (config.model_config.disable_cascade_attn, True),
         "vLLM's enable_flashinfer_autotune": (config.kernel_config.enable_flashinfer_autotune, False),
