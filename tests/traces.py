@@ -106,8 +106,7 @@ class Step:
     owed: int
     """The number of blocks that the admitted requests may still need up to their last token."""
     stale: int
-    """The number of blocks given to requests as others had left them: neither zeroed, nor read from the other side, nor
-    found in the prefix cache."""
+    """The number of blocks given to requests as others had left them: neither zeroed, nor read, nor found."""
     wiped: int
     """The number of blocks zeroed although a request had them before, or while its KV is read into them."""
     wrong: int = 0

@@ -157,6 +157,8 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
                 f"{load.used_slots}/{node.slots} slots, {_in_line(status)} in line",
                 f"{load.tokens} tokens\n{load.steps} steps",
             )
+            if tokens := load.kv_reads.prompt_tokens:
+                done += f"\n{load.kv_reads.shared_tokens / tokens:.0%} of KV shared"
         busy += f"\n{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
         table.add_row(f"{node.ref.node_id}\n@{node.ref.generation}", node.role.value, state, busy, done, heard)

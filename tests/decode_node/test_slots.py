@@ -38,12 +38,12 @@ def test_there_is_a_place_for_each_slot_and_a_short_line(slots: int, most: int) 
     leases = [node.reserve("r", 1, 1) for _ in range(most)]
     with pytest.raises(NoRoomError, match=f"all {slots} slots and {most - slots} places in line are held"):
         node.reserve("r", 1, 1)
-    assert node.leases == 0, "no sample decodes yet"
+    assert node.used_slots == 0, "no sample decodes yet"
     for lease in leases[:slots]:
         node.enter(lease.lease_id)
-    assert (node.leases, len(node)) == (slots, most)
+    assert (node.used_slots, len(node)) == (slots, most)
     node.release(leases[0].lease_id)
-    assert (node.leases, len(node)) == (slots - 1, most - 1)
+    assert (node.used_slots, len(node)) == (slots - 1, most - 1)
 
 
 def test_no_place_and_no_room_are_said_and_take_nothing() -> None:

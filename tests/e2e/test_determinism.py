@@ -7,13 +7,14 @@ import random
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from corun import Client, Condition, Generation, SamplingParams
 from corun.models import tiny
 from corun.records.verification import VerifyCase
-from corun.types import NodeRole, NodeState
+from corun.types import KvReads, NodeRole, NodeState
 from tests.e2e.conftest import CHUNK, SLOTS, START_TIMEOUT_S, Cluster, ready, wait_until
 from tests.e2e.stock import result_of
 from tests.scraping import families, values
@@ -76,6 +77,38 @@ def test_40_prompts_on_8_slots_in_two_orders(cluster: Cluster) -> None:
     assert len({token for generation in alone for token in generation.token_ids}) > 50
     assert differing(alone, crowded) == []
     assert differing([alone[i] for i in order], shuffled) == []
+
+
+def test_eight_samples_read_their_prompt_once_and_have_the_bits_of_samples_that_share_nothing(cluster: Cluster) -> None:
+    """A prompt of 513 tokens has four blocks before its last position. Cases of a verification share nothing."""
+    draw = random.Random(21)
+    prompt = [draw.randrange(3, 500) for _ in range(513)]
+    params = SamplingParams(max_tokens=20, temperature=1.0, logprobs=True)
+
+    def kv_reads() -> KvReads:
+        (decode,) = (node for node in cluster.status().nodes if node.node.role is NodeRole.DECODE)
+        return decode.load.kv_reads
+
+    before = kv_reads()
+    with cluster.client() as client:
+        together = client.generate(prompt, replace(params, n=8), seed=7)
+        assert len({sample.receipt.output_digest for sample in together.samples}) == 8
+        wait_until(lambda: kv_reads().count >= before.count + 8, "the reads are counted")
+        after = kv_reads()
+        assert after.shared_tokens - before.shared_tokens == 7 * 4 * 128
+        assert after.failed == before.failed
+        cases = [
+            VerifyCase(
+                prompt_token_ids=tuple(prompt),
+                sampling_params=params,
+                seed=sample.receipt.seed,
+                output_digest=sample.receipt.output_digest,
+            )
+            for sample in together.samples
+        ]
+        assert [result.match for result in client.verify(cases, [Condition.ALONE])] == [True] * 8
+    wait_until(lambda: kv_reads().count >= after.count + 8, "the reads are counted")
+    assert kv_reads().shared_tokens == after.shared_tokens
 
 
 def test_verify_under_every_condition(cluster: Cluster) -> None:

@@ -46,7 +46,8 @@ def test_handshakes_are_answered_at_the_nodes_own_port(module: ModuleType, monke
     for scheduler in (SimpleNamespace(side_channel_port=5600), None):
         stock = lambda self, *args, scheduler=scheduler: setattr(self, "connector_scheduler", scheduler)  # noqa: E731
         monkeypatch.setattr(module.NixlPullConnector, "__init__", stock)
-        made = module.CorunNixlConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
+        config = SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=16))
+        made = module.CorunNixlConnector(config, None, None)
         assert made.connector_scheduler is scheduler
         assert scheduler is None or scheduler.side_channel_port == 7001
 
@@ -83,7 +84,7 @@ def connector(module: ModuleType, judged: Judge) -> Any:
     made.failures = []
     worker._log_failure = lambda failure_type, **_: made.failures.append(failure_type)
     made._said, made._released, made._readers, made._handshakes, made._claims, made._stamps = {}, {}, {}, {}, {}, {}
-    made.expired = 0
+    made.expired, made._block_size = 0, 16
     made.handoffs = module.Handoffs()
     made.table = StampTable(8)
     made.watch(lambda blocks: np.array([5] * len(blocks), np.uint64))

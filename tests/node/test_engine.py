@@ -54,7 +54,6 @@ def config(role: str = "kv_consumer", tensor_parallel_size: int = 1, **changes: 
     """The parts of a `VllmConfig` that are read back."""
     values: dict[str, Any] = {
         "async_scheduling": True,
-        "enable_prefix_caching": False,
         "prefix_caching_hash_algo": "sha256",
         "disable_cascade_attn": True,
         "enable_flashinfer_autotune": False,
@@ -127,7 +126,6 @@ def test_what_keeps_the_contract_is_fit(settings: dict[str, Any], seen: dict[str
         (ON_CPU, {**CPU, "runner": "v2 GPUModelRunner"}, "was set to 'v1 CPUModelRunner'"),
         ({"async_scheduling": False}, GPU, "vLLM's async_scheduling is 'False' in the engine, but was set to 'True'"),
         ({"async_scheduling": None}, GPU, "async_scheduling is 'None'"),
-        ({"enable_prefix_caching": True}, GPU, "enable_prefix_caching is 'True'"),
         ({"prefix_caching_hash_algo": "xxhash"}, GPU, "prefix_caching_hash_algo is 'xxhash'"),
         # Both come from a model's config.json alone.
         ({"speculative_config": {"method": "eagle3"}}, GPU, "speculative decoding is 'True'"),

@@ -206,7 +206,7 @@ def test_a_broken_cache_is_noticed(
 
 def test_a_hit_within_a_chunk_is_refused_before_its_step_runs(stepping: ModuleType) -> None:
     cache = load("prefill_node.prefix_cache").PrefixCache
-    with mock.patch.object(cache, "_unit", lambda self, request: BLOCK_SIZE):
+    with mock.patch.object(cache, "_unit", return_value=BLOCK_SIZE):
         node = make(stepping)
         with pytest.raises(RuntimeError, match="prompt 1 got tokens 48 to 66: no chunk of the contract"):
             node.play(asks(50), SETTLE, asks(66), SETTLE)
@@ -402,12 +402,12 @@ def test_turns_of_a_conversation_take_all_whole_chunks_of_those_before(
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_only_prefill_nodes_that_are_told_so_have_a_cache(stepping: ModuleType, is_on: bool) -> None:
+def test_nodes_that_are_told_so_have_a_cache(stepping: ModuleType, is_on: bool) -> None:
     endpoint = NixlEndpoint(engine_id="e", host="127.0.0.1", port=1, tp_size=1)
     with environment():
         prefill, decode = (
             stepping.nodes.shared_arguments(cls(model="m", prefix_caching=is_on), role, endpoint)
             for cls, role in ((PrefillConfig, NodeRole.PREFILL), (DecodeConfig, NodeRole.DECODE))
         )
-    assert (prefill["enable_prefix_caching"], decode["enable_prefix_caching"]) == (is_on, False)
-    assert prefill["prefix_caching_hash_algo"] == "sha256"
+    assert (prefill["enable_prefix_caching"], decode["enable_prefix_caching"]) == (is_on, is_on)
+    assert prefill["prefix_caching_hash_algo"] == decode["prefix_caching_hash_algo"] == "sha256"
