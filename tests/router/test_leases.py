@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from corun import AsyncClient, Condition, VerifyCase
 from corun.errors import UnavailableError
 from corun.node.membership import NodeAgent
+from corun.receipt import prompt_digest
 from corun.rpc import codec
 from corun.testing.cluster import WAIT_S, router_config
 from corun.testing.nodes import LocalNode
@@ -95,6 +97,34 @@ class TestTheLine:
             engine.hanging = False
             await asyncio.gather(high, *runs)
             assert began.index(99) == 8 + 2
+
+
+async def test_samples_of_a_prompt_share_its_blocks_but_not_those_whose_kv_is_doubted(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is the prompt's and the client's. A run again after an error before its first token has none, and so have
+    cases of a verification."""
+    keys: list[str] = []
+    real = DecodeService.Reserve
+
+    async def reserve(node: DecodeService, request: pb.ReserveRequest, context: Any) -> pb.ReserveResponse:
+        keys.append(request.share_key)
+        return await real(node, request, context)
+
+    monkeypatch.setattr(DecodeService, "Reserve", reserve)
+    async with cluster(model, **PATIENT) as fake:
+        await generate(fake, PROMPT, replace(PARAMS, n=3), seed=1)
+        assert len(set(keys)) == 1
+        assert keys[0].startswith(prompt_digest(PROMPT))
+        fake.nodes[1].engine.fail_after = 0
+        await generate(fake, PROMPT, PARAMS, seed=2)
+        assert keys[3:] == [keys[0], ""]
+        await generate(fake, (1, 2), PARAMS, seed=3)
+        assert keys[5] not in (keys[0], "")
+        async with AsyncClient(fake.address) as client:
+            case = VerifyCase(prompt_token_ids=PROMPT, sampling_params=PARAMS, seed=2)
+            assert [result.match async for result in client.verify([case], [Condition.ALONE])] == [True]
+        assert keys[6:] == [""]
 
 
 class TestSlowPrompts:
