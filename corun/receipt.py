@@ -19,6 +19,7 @@ _PROMPT_TAG = b"corun.v1.prompt\0"
 _OUTPUT_TAG = b"corun.v1.output\0"
 _TOKENS_TAG = b"corun.v1.tokens\0"
 _TEXT_TAG = b"corun.v1.text\0"
+_CERTIFICATES_TAG = b"corun.v1.certificates\0"
 _RECORD = struct.Struct("<If")
 _TOKEN_ID = struct.Struct("<I")
 
@@ -46,6 +47,12 @@ class Receipt:
     decode_node: NodeRef
     tokens_digest: str = ""
     """The digest of the output's token ids alone; 64 hex digits. Empty in receipts of earlier versions."""
+    cached_tokens: int = 0
+    """The number of prompt tokens whose KV came from the prefill node's prefix cache. It is information: no bit depends
+    on it. 0 in receipts of earlier versions."""
+    certificates: str = ""
+    """The digest of the certificates of both nodes (`certificates_digest`); 64 hex digits. It is information: no bit
+    depends on it. Empty in receipts of earlier versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as plain values for JSON."""
@@ -118,6 +125,11 @@ def prompt_digest(token_ids: Iterable[int]) -> str:
     """Return the SHA-256 over a prompt's token ids, each a little-endian uint32."""
     ids = tuple(token_ids)
     return hashlib.sha256(_PROMPT_TAG + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
+
+
+def certificates_digest(prefill: str, decode: str) -> str:
+    """Return the digest of two nodes' certificates (`NodeInfo.certificate`). Empty if neither node has one."""
+    return hashlib.sha256(_CERTIFICATES_TAG + f"{prefill} {decode}".encode()).hexdigest() if prefill or decode else ""
 
 
 def tokens_digest(token_ids: Iterable[int]) -> str:

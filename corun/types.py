@@ -173,6 +173,8 @@ class NodeInfo:
     """What changed a bit in the node's self-test. Empty: the node passed and is certified."""
     freedoms: tuple[FreedomStatus, ...] = ()
     """The freedoms of the node's role. Empty: the node's version knows none."""
+    certificate: str = ""
+    """The digest of the certificate that the freedoms rest on; 64 hex digits. Empty: the node has none."""
 
 
 def places(slots: int) -> int:

@@ -143,7 +143,7 @@ class Server:
 
             if finding := await base.certify(self._llm):
                 raise UnavailableError(f"the self-test found a difference: {finding}")
-            await certify_rows(self._llm, wanted=settings.kind == LADDER)
+            await certify_rows(self._llm, "" if settings.kind == LADDER else "not asked for")
         self._tell("ready", self._facts(time.monotonic() - began))
         decoder = msgspec.msgpack.Decoder()
         while (command := decoder.decode(await self._commands.recv()))[0] != "stop":

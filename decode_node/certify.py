@@ -41,6 +41,8 @@ class Certification:
 
     def __init__(self, stepper: Stepper, slots: int, sampling: Sampling) -> None:
         """Compute the expected bits. The worker must use steps of all slots at this time."""
+        self.steps = 0
+        self.comparisons = 0
         self._stepper = stepper
         self._sampling = sampling
         self._draw = random.Random(SEED)
@@ -60,20 +62,37 @@ class Certification:
         Returns:
             The first difference in words; empty if every bit is the same.
         """
-        others = rows - len(self._probes)
         scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {
             "alone, in other KV blocks": self._one_by_one,
-            "half of the rows busy": lambda: self._play(self._probes, crowd=others // 2, moving=False),
-            "all rows busy": lambda: self._play(self._probes, crowd=others, moving=False),
-            "rows move": lambda: self._play(self._probes, crowd=others // 2, moving=True),
+            "half of the rows busy": lambda: self._in_groups(rows, 0.5, moving=False),
+            "all rows busy": lambda: self._in_groups(rows, 1.0, moving=False),
+            "rows move": lambda: self._in_groups(rows, 0.5, moving=True),
         }
-        findings = (compare(self._expected, scene(), name) for name, scene in scenes.items())
+        findings = (self._stepper.agree(self._compared(scene(), name)) for name, scene in scenes.items())
         return next((finding for finding in findings if finding), "")
+
+    def control(self) -> str:
+        """Return what differs if attention cuts KV in another way, probe by probe; empty if nothing does, which means
+        that this test would notice nothing."""
+        with self._stepper.other_splits():
+            return self._stepper.agree(self._compared(self._one_by_one(), "attention with other splits"))
+
+    def _compared(self, found: dict[str, list[Trace]], scene: str) -> str:
+        self.comparisons += len(found)
+        return compare(self._expected, found, scene)
 
     def _one_by_one(self) -> dict[str, list[Trace]]:
         """Run each probe alone and return its traces, by name."""
         alone = (self._play([probe], crowd=0, moving=False) for probe in self._probes)
         return {name: traces for found in alone for name, traces in found.items()}
+
+    def _in_groups(self, rows: int, busy: float, *, moving: bool) -> dict[str, list[Trace]]:
+        """Run the probes together, in groups of at most `rows`. busy: the part of the other rows that are busy, too."""
+        traces: dict[str, list[Trace]] = {}
+        for start in range(0, len(self._probes), rows):
+            group = self._probes[start : start + rows]
+            traces |= self._play(group, crowd=int((rows - len(group)) * busy), moving=moving)
+        return traces
 
     def _probe(self, number: int) -> Probe:
         length = self._draw.randint(1, self._longest)
@@ -102,6 +121,7 @@ class Certification:
             if started:
                 self._draw.shuffle(rows)
             found = self._stepper.step([(sequence, 1) for sequence in rows], ended, traces)
+            self.steps += 1
             for sequence in running:
                 traces[sequence.name].append(found[sequence.name])
             ended = [sequence for sequence in running if sequence.drawn == STEPS]

@@ -18,15 +18,15 @@ from typing import Any
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
+from corun.node.certificate import SELF_TEST_FAILED, Certificate
 from corun.node.kv.handle import STAMPS_PARAM, owner, read_id
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.kv.stamps import stamps
 from corun.node.vllm import start as base
 from corun.node.vllm.facts import decode_contract, model_contract
-from corun.observe import stages
 from corun.params import SamplingParams, check_seed, check_vocabulary
 from corun.processes import living, started
-from corun.types import FinishReason, KvReads, NixlEndpoint, NodeRole
+from corun.types import FinishReason, Freedom, KvReads, NixlEndpoint, NodeRole
 from decode_node.service import DecodeRequest, StepRow
 from decode_node.slots import smaller_than
 
@@ -69,12 +69,23 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
     return made
 
 
+def untested(config: DecodeConfig, finding: str) -> str:
+    """Return why smaller steps are not tested; empty: they are. finding: what the self-test found; empty: nothing."""
+    if not config.smaller_steps:
+        return "switched off by --no-smaller-steps"
+    return SELF_TEST_FAILED if finding else ""
+
+
 class VllmDecodeEngine:
     """Implements `decode_node.service.DecodeEngine` on `AsyncLLM`. Build it with `launch`."""
 
-    def __init__(self, llm: Any, facts: base.EngineFacts, contract: Contract) -> None:
+    def __init__(self, llm: Any, facts: base.EngineFacts, contract: Contract, certificate: Certificate) -> None:
         self.facts = facts
         self.contract = contract
+        self.certificate = certificate
+        """What the node may do, by its own test, and why it may not do the rest. Only `refuse` changes it."""
+        self.freedoms: frozenset[str] = certificate.held
+        """What steps make use of now."""
         self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
         self.on_death: Callable[[], None] = lambda: None
         self.on_finding: Callable[[str], None] = lambda finding: None
@@ -98,11 +109,22 @@ class VllmDecodeEngine:
         llm = base.step_llm().from_engine_args(made)
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
-        certified = await certify_rows(llm, wanted=config.smaller_steps and not facts.finding)
-        engine = cls(llm, facts, decode_contract(model_contract(llm, config, seen), seen, facts))
-        engine.step_sizes = [*certified, config.slots]
+        sizes, certificate = await certify_rows(llm, untested(config, facts.finding))
+        engine = cls(llm, facts, decode_contract(model_contract(llm, config, seen), seen, facts), certificate)
+        engine.step_sizes = [*sizes, config.slots]
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
+
+    async def refuse(self, freedom: Freedom, reason: str) -> None:
+        """Use a freedom no longer: from the next step on, every step has a row for each slot.
+
+        Raises UnavailableError if the engine does not answer in time.
+        """
+        self.certificate = self.certificate.without(freedom, reason)
+        self.freedoms -= {freedom.value}
+        if freedom is Freedom.ROWS:
+            await use_rows(self._llm, [])
+            del self.step_sizes[:-1]
 
     async def start(self, request: DecodeRequest) -> None:
         """See `DecodeEngine.start`.
@@ -282,20 +304,27 @@ def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
     return stops
 
 
-async def certify_rows(llm: Any, *, wanted: bool) -> list[int]:
+async def certify_rows(llm: Any, untested: str = "") -> tuple[list[int], Certificate]:
     """Let the engine run steps with fewer rows than slots if every rank finds that they give the same bits.
 
+    untested: why this is not tested; empty: it is.
+
     Returns:
-        These numbers of rows, ascending.
+        These numbers of rows, ascending, and the certificate that says why there are none.
     """
-    if not wanted:
-        return []
-    stages.enter("testing smaller steps")
-    ranks: list[list[int]] = await base.call_workers(llm, "certify_rows", timeout_s=base.CERTIFY_TIMEOUT_S)
-    common = sorted(set.intersection(*map(set, ranks)))
-    await base.call_workers(llm, "use_rows", common, timeout_s=base.OBSERVE_TIMEOUT_S)
-    log.info("steps may have %s rows beside all slots", common or "no other number of")
-    return common
+    certificate, ranks = await base.certify_freedoms(llm, {Freedom.ROWS: untested})
+    common = sorted(set.intersection(*(set(rank["sizes"]) for rank in ranks))) if certificate.held else []
+    if certificate.held and not common:
+        certificate = certificate.without(Freedom.ROWS, "the ranks agree on no number of rows")
+    if ranks:
+        await use_rows(llm, common)
+    return common, certificate
+
+
+async def use_rows(llm: Any, sizes: Sequence[int]) -> None:
+    """Let the engine run steps of these numbers of rows beside those of all slots."""
+    await base.call_workers(llm, "use_rows", sizes, timeout_s=base.OBSERVE_TIMEOUT_S)
+    log.info("steps may have %s rows beside all slots", sizes or "no other number of")
 
 
 def _rows(output: Any) -> list[StepRow]:

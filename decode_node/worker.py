@@ -8,8 +8,10 @@ The hooks are instance attributes. They are set after vLLM's own warm-up, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from corun.node.certificate import VOID, Evidence
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
@@ -70,21 +73,47 @@ class FixedShapeWorker(NodeWorker):
         torch.accelerator.empty_cache()
         return finding
 
-    def certify_rows(self) -> list[int]:
-        """Return the smaller numbers of rows that give the bits of a step of all slots, on this model and device."""
-        found = []
+    def certify_freedoms(self, wanted: Sequence[str]) -> dict[str, Any]:
+        """Return which smaller numbers of rows give the bits of a step of all slots, on this model and device.
+
+        Returns:
+            "sizes": these numbers, ascending; "refused": why there is none, by the freedom's name, empty if there are
+            some; "evidence": what was done, in numbers.
+        """
+        began = time.monotonic()
         self.use(self.slots)
         with torch.inference_mode():
             test = Certification(Stepper(self), self.slots, _sampling_style)
-            for rows in smaller_than(self.slots):
-                self.use(rows)
-                if finding := test.check(rows):
-                    log.info("steps of %d rows are not used: %s", rows, finding)
-                else:
-                    found.append(rows)
+            findings = {rows: self._finding(test, rows) for rows in smaller_than(self.slots)}
+            sizes = [rows for rows, finding in findings.items() if not finding]
+            reason = "" if sizes else next(iter(findings.values()), f"no step is smaller than {self.slots} rows")
+            # A size that differed has shown that the test notices what differs.
+            if sizes and len(sizes) == len(findings) and not self._control(test):
+                sizes, reason = [], VOID
         self.use(self.slots)
         torch.accelerator.empty_cache()
-        return found
+        seconds = (("steps", round(time.monotonic() - began, 3)),)
+        evidence = Evidence(
+            steps=test.steps, comparisons=test.comparisons, versions=tuple(self.versions()), seconds=seconds
+        )
+        return {"sizes": sizes, "refused": dict.fromkeys(wanted, reason), "evidence": asdict(evidence)}
+
+    def _finding(self, test: Certification, rows: int) -> str:
+        """Return what differs in steps of `rows` rows; empty if nothing does."""
+        self.use(rows)
+        finding = test.check(rows)
+        if finding:
+            log.info("steps of %d rows are not used: %s", rows, finding)
+        return f"steps of {rows} rows: {finding}" if finding else ""
+
+    def _control(self, test: Certification) -> str:
+        """Return what differs with other splits in attention. Captured graphs have their splits inside, so these steps
+        run without them."""
+        self.use(self.slots)
+        if current_platform.is_cpu():
+            return test.control()
+        with without_graphs_v2(self.model_runner.cudagraph_manager):
+            return test.control()
 
     def use_rows(self, certified: Sequence[int]) -> None:
         """Allow the smaller steps that all ranks have certified."""
@@ -206,6 +235,16 @@ def choose_graphs_v2(manager: Any, sizes: Sequence[int]) -> None:
         others = [one for one in candidates if one.uniform_token_count is None]
         decode = [full[rows_of_step(tokens, sizes)]] if tokens <= sizes[-1] else []
         manager._candidates[tokens, loras] = decode + others
+
+
+@contextmanager
+def without_graphs_v2(manager: Any) -> Iterator[None]:
+    """Let decode steps run no captured graph (vllm/v1/worker/gpu/cudagraph_utils.py: `dispatch`)."""
+    candidates, manager._candidates = manager._candidates, {}
+    try:
+        yield
+    finally:
+        manager._candidates = candidates
 
 
 def pad_batch(batch: Any, rows: int) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from corun.config.fields import PrefillConfig
 from corun.contract import Contract
 from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
+from corun.node.certificate import SELF_TEST_FAILED, Certificate
 from corun.node.kv.handle import (
     BEGAN_PARAM,
     CACHED,
@@ -85,10 +86,17 @@ def salt(scope: str, freedoms: Collection[str]) -> str:
     return json.dumps([scope, *sorted(freedoms)])
 
 
-def allowed(config: PrefillConfig) -> frozenset[str]:
-    """Return the freedoms that the settings leave to the node. It also needs a certificate for each."""
-    settings = {Freedom.PACKED: config.packed_prefill, Freedom.CHUNKS: config.free_chunks}
-    return frozenset(freedom for freedom, is_on in settings.items() if is_on)
+def untested(config: PrefillConfig, finding: str) -> dict[Freedom, str]:
+    """Return the freedoms of a prefill node, each with the reason why it is not tested; empty: it is.
+
+    finding: what the self-test found; empty: the node passed.
+    """
+    switches = {Freedom.PACKED: "packed_prefill", Freedom.CHUNKS: "free_chunks"}
+    failed = SELF_TEST_FAILED if finding else ""
+    return {
+        freedom: failed if getattr(config, name) else f"switched off by --no-{name.replace('_', '-')}"
+        for freedom, name in switches.items()
+    }
 
 
 class VllmPrefillEngine:
@@ -102,21 +110,22 @@ class VllmPrefillEngine:
         ref: NodeRef,
         endpoint: NixlEndpoint,
         check_fraction: float,
-        freedoms: frozenset[str] = frozenset(),
+        certificate: Certificate,
     ) -> None:
         self.facts = facts
         self.contract = contract
-        self.freedoms: frozenset[str] = frozenset()
-        """What prompts may make use of now: `corun.types.Freedom` and `CACHED`, by name. Nothing needs to be forgotten
-        when one is taken away: what was computed with it is found only with it (`salt`)."""
+        self.certificate = certificate
+        """What the node may do, by its own test, and why it may not do the rest. Only `refuse` changes it."""
+        self.freedoms: frozenset[str] = certificate.held
+        """What prompts may make use of now, unless they are to be isolated: `corun.types.Freedom` and `CACHED`, by
+        name. Nothing needs to be forgotten when one is taken away: what was computed with it is found only with it
+        (`salt`)."""
         self.endpoint = endpoint
         """Where the node's NIXL handshakes are answered, with the addresses of its stamp tables."""
         self.on_death: Callable[[], None] = lambda: None
         self.on_finding: Callable[[str], None] = lambda finding: None
         self.steps = 0
         """Always 0. The steps of a prompt are not visible from outside, but the core answers between them."""
-        self.freedoms = freedoms
-        """What prompts may make use of now (`FREEDOMS_PARAM`), unless they are to be isolated."""
         self.expired_claims = 0
         """The number of prompts whose KV was not read before its lease ended, by the worker's last report."""
         self._llm = llm
@@ -136,15 +145,20 @@ class VllmPrefillEngine:
         llm = AsyncLLM.from_engine_args(made)
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
+        certificate, _ = await base.certify_freedoms(llm, untested(config, facts.finding))
         model = model_contract(llm, config, seen)
         contract = prefill_contract(model, seen, config.chunk_size, buckets)
         addresses = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
         endpoint = replace(endpoint, stamp_addresses=tuple(addresses))
-        certified: frozenset[str] = frozenset()  # The self-test tries none of them yet.
-        freedoms = certified & allowed(config)
+        engine = cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction, certificate)
         if config.prefix_caching:
-            freedoms |= {CACHED}
-        return cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction, freedoms)
+            engine.freedoms |= {CACHED}
+        return engine
+
+    async def refuse(self, freedom: Freedom, reason: str) -> None:
+        """Use a freedom no longer. Prompts that begin after this call make no use of it; running ones may go on."""
+        self.certificate = self.certificate.without(freedom, reason)
+        self.freedoms -= {freedom.value}
 
     async def prefill(
         self,

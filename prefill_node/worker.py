@@ -1,103 +1,157 @@
-"""The vLLM worker of a prefill node: the stock worker, with observation and a self-test.
+"""The vLLM worker of a prefill node: the stock worker, with observation, a self-test, and the test of its freedoms.
 
 Prefill steps need no padding: the shape of an isolated prompt's steps depends on its own length alone. The self-test
-checks that a prompt's KV does not depend on earlier prompts or on the KV blocks that hold it. It runs with the loaded
-model's own steps, before the node serves. Must not know: gRPC.
+checks that a prompt's KV does not depend on earlier prompts or on the KV blocks that hold it. Both tests run with the
+loaded model's own steps, before the node serves. Must not know: gRPC.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
-from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
+from corun.node.certificate import Evidence
+from corun.node.vllm import blas, structure
+from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
+from corun.types import Freedom
+from prefill_node.certify import Freedoms, certify
+from prefill_node.scenes import Limits, within
 
-SEED = 20_26
-PROMPTS = 6
+LONGEST = 4096 + 100
+"""The least length of the longest prompt under test, if the model and the KV cache have room: its last chunk has so
+much context that attention's heuristic would cut it."""
+CPU_LONGEST, CPU_BUDGET, CPU_SCENES = 1600, 2048, 2
+"""The longest prompt, the most tokens of a step and the number of scenes of each kind on a CPU, where the test grants
+nothing and only finds what differs."""
+CPU_UNKNOWN = "a CPU's libraries do not tell in which order they sum for other numbers of rows"
+log = init_logger(f"vllm.{__name__}")  # In engine processes only vLLM's own loggers print.
 
 
 class PrefillWorker(NodeWorker):
-    """Computes isolated prompts with the stock model runner."""
+    """Computes prompts with the stock model runner."""
 
     def certify(self) -> str:
         """Return the first difference that the self-test finds; empty if there is none."""
-        chunk_size = self.vllm_config.scheduler_config.long_prefill_token_threshold
-        buckets = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True, detokenize=False)
         with torch.inference_mode():
-            finding = certify(Stepper(self), chunk_size, sorted(buckets), sampling)
+            finding = certify(Stepper(self), self.chunk_size, self._buckets, _sampling())
         torch.accelerator.empty_cache()
         return finding
 
+    def certify_freedoms(self, wanted: Sequence[str], by_name: bool = True) -> dict[str, Any]:
+        """Return why each wanted freedom is refused; empty: it is held. With it comes the evidence, in numbers.
 
-def lengths(chunk_size: int, buckets: Sequence[int], longest: int) -> list[int]:
-    """Return at most `PROMPTS` prompt lengths, on both sides of the edges where shapes change, none above `longest`."""
-    middle = buckets[len(buckets) // 2] if buckets else chunk_size // 2
-    edges = [1, middle, middle + 1, chunk_size - 1, chunk_size, chunk_size + 1]
-    return sorted({length for length in edges if 1 <= length <= longest})[:PROMPTS]
+        A freedom is held only if three things hold: nothing of the engine is known to follow the number of rows, all
+        algorithms of its matrix products give a row the same bits, and whole steps found no difference.
+        by_name: whether to look at what is known; tests switch it off, to see the other parts find the same.
+        """
+        test = _Test(self, wanted)
+        with torch.inference_mode():
+            if current_platform.is_cpu():
+                test.run("steps", test.by_steps)
+                test.refuse(dict.fromkeys(Freedom, CPU_UNKNOWN))
+            else:
+                if by_name:
+                    test.refuse(structure.refused(self.vllm_config, self.model_runner.get_model()))
+                test.run("products", test.by_products)
+                test.run("steps", test.by_steps)
+        torch.accelerator.empty_cache()
+        return {"refused": test.refused, "evidence": asdict(test.evidence())}
 
+    @property
+    def chunk_size(self) -> int:
+        """The most tokens of one prompt in a step, by the contract."""
+        scheduler = self.vllm_config.scheduler_config
+        return int(scheduler.long_prefill_token_threshold or scheduler.max_num_batched_tokens)
 
-class Bench:
-    """Runs prompts one at a time, each in other KV blocks than the one before."""
+    @property
+    def _buckets(self) -> list[int]:
+        return sorted(self.vllm_config.compilation_config.cudagraph_capture_sizes or [])
 
-    def __init__(self, stepper: Stepper, chunk_size: int, longest: int, sampling: Any) -> None:
-        self._stepper = stepper
-        self._chunk = chunk_size
-        self._sampling = sampling
-        self._draw = random.Random(SEED)
-        blocks = list(range(NULL_BLOCK + 1, 1 + min(4 * self._blocks_of(longest), stepper.num_blocks - 1)))
-        stepper.scramble(blocks, SEED)
-        self._draw.shuffle(blocks)
-        self._pool = BlockPool(free=blocks)
-
-    def prompt(self, length: int) -> tuple[int, ...]:
-        return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
-
-    def contents(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Return the contents of a prompt's blocks before it runs; they matter because its last block is not filled."""
-        taken = self._pool.take(self._blocks_of(length))
-        found = self._stepper.read(taken)
-        self._pool.give_back(taken)
-        return found
-
-    def run(self, name: str, prompt: tuple[int, ...], contents: Sequence[torch.Tensor] | None = None) -> Trace:
-        """Prefill one prompt in chunks and return a trace with all of its KV."""
-        blocks = self._pool.take(self._blocks_of(len(prompt)))
-        if contents is not None:
-            self._stepper.write(blocks, contents)
-        sequence = TestSequence(name=name, prompt=prompt, blocks=blocks, computed=0, sampling=self._sampling)
-        traces: dict[str, Trace] = {}
-        while not traces:
-            count = min(self._chunk, len(prompt) - sequence.computed)
-            traces = self._stepper.step([(sequence, count)])
-        trace = self._stepper.whole(sequence, traces[name])
-        self._stepper.close()
-        self._pool.give_back(blocks)
-        return trace
-
-    def _blocks_of(self, length: int) -> int:
-        return -(-(length + 1) // self._stepper.block_size)
+    def limits(self, stepper: Stepper) -> Limits:
+        """Return the sizes of this engine's steps, and the longest prompt that the test of freedoms has room for."""
+        scheduler = self.vllm_config.scheduler_config
+        on_cpu = current_platform.is_cpu()
+        longest = CPU_LONGEST if on_cpu else max(LONGEST, 2 * self.chunk_size + 100)
+        limits = Limits(
+            chunk=self.chunk_size,
+            budget=min(int(scheduler.max_num_batched_tokens), max(CPU_BUDGET, self.chunk_size) if on_cpu else 2**31),
+            sequences=int(scheduler.max_num_seqs),
+            longest=min(longest, stepper.max_model_len - 1),
+            buckets=tuple(self._buckets),
+            scenes=CPU_SCENES if on_cpu else 2**20,
+        )
+        return within(limits, stepper.num_blocks - 1, stepper.block_size)
 
 
-def certify(stepper: Stepper, chunk_size: int, buckets: Sequence[int], sampling: Any) -> str:
-    """Run each prompt twice; the second run comes after another prompt and uses other KV blocks.
+class _Test:
+    """The parts of the test of freedoms, what they refused, and what they did."""
 
-    Returns:
-        The first difference in words; empty if every bit is the same.
-    """
-    room = (stepper.num_blocks - 1) // 4 * stepper.block_size - 1
-    tested = lengths(chunk_size, buckets, min(stepper.max_model_len - 1, room))
-    bench = Bench(stepper, chunk_size, tested[-1], sampling)
-    for length in tested:
-        name, prompt, contents = f"a prompt of {length} tokens", bench.prompt(length), bench.contents(length)
-        first = bench.run(name, prompt, contents)
-        bench.run("another prompt", bench.prompt(tested[-1]))
-        second = bench.run(name, prompt, contents)
-        if difference := compare({name: [first]}, {name: [second]}, "after another prompt, in other KV blocks"):
-            return difference
-    return ""
+    def __init__(self, worker: PrefillWorker, wanted: Sequence[str]) -> None:
+        self.refused = dict.fromkeys(wanted, "")
+        self._worker = worker
+        self._stepper = Stepper(worker)
+        self._counts: dict[str, int] = {}
+        self._seconds: list[tuple[str, float]] = []
+        self._versions = worker.versions()
+
+    def run(self, name: str, part: Callable[[list[str]], None]) -> None:
+        """Run a part of the test for the freedoms that are not refused yet; none: it is left out."""
+        if left := [freedom for freedom, reason in self.refused.items() if not reason]:
+            began = time.monotonic()
+            part(left)
+            self._seconds.append((name, round(time.monotonic() - began, 3)))
+
+    def refuse(self, found: dict[Freedom, str]) -> None:
+        """Refuse freedoms for these reasons, unless there is one already."""
+        for freedom, reason in found.items():
+            if freedom.value in self.refused:
+                self.refused[freedom.value] = self.refused[freedom.value] or reason
+
+    def by_products(self, left: list[str]) -> None:
+        """Refuse all freedoms if cuBLASLt splits K, or if an algorithm gives rows other bits, at any number of rows."""
+        worker, reason = self._worker, ""
+        scheduler = worker.vllm_config.scheduler_config
+        try:
+            heuristic = blas.Heuristic(ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"))
+            self._versions.append(f"cuBLASLt {heuristic.version}")
+            products = blas.products(
+                worker.model_runner.get_model(), scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+            )
+            with self._timed("heuristic"):
+                found = blas.surveyed(heuristic, products)
+            self._counts |= {"products": len(products), "algorithms": sum(map(len, found))}
+            with self._timed("algorithms"):
+                for product, algorithms in zip(products, found, strict=True):
+                    blas.check(product, algorithms)
+        except (blas.RefusedError, OSError) as error:
+            reason = str(error)
+        self.refused |= dict.fromkeys(left, self._stepper.agree(reason))
+
+    def by_steps(self, left: list[str]) -> None:
+        """Refuse the freedoms for which a whole step gives other bits than the contract's own form."""
+        test = Freedoms(self._stepper, self._worker.limits(self._stepper), _sampling())
+        self.refused |= test.refused(left)
+        self._counts |= {"steps": test.steps, "comparisons": test.comparisons}
+
+    def evidence(self) -> Evidence:
+        return Evidence(**self._counts, versions=tuple(self._versions), seconds=tuple(self._seconds))
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds.append((part, round(time.monotonic() - began, 3)))
+
+
+def _sampling() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True, detokenize=False)

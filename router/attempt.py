@@ -27,7 +27,7 @@ from corun.errors import (
 )
 from corun.observe.tracing import OFF, Span, Value
 from corun.params import SamplingParams
-from corun.receipt import Receipt
+from corun.receipt import Receipt, certificates_digest
 from corun.rpc.auth import ANYONE, Caller
 from corun.types import FinishReason, KvHandle, Priority, ResumePoint
 from router.clock import loop_time
@@ -184,6 +184,7 @@ class Attempt(Generic[AnyOutput]):
                 kv_scope=self._kv_scope,
                 isolated=self.task.isolated,
             )
+        self.placement.cached_tokens = handle.cached_tokens
         self.placement.leave(is_computed=True)
         return handle
 
@@ -242,6 +243,7 @@ def receipt_of(
     task: SampleTask, fingerprint: str, output: DigestedOutput, placement: Placement, reason: FinishReason
 ) -> Receipt:
     """Return the receipt of an attempt that has ended."""
+    prefill, decode = placement.prefill.info, placement.decode.info
     return Receipt(
         fingerprint=fingerprint,
         request_id=task.request_id,
@@ -253,9 +255,11 @@ def receipt_of(
         num_prompt_tokens=len(task.prompt_token_ids),
         num_output_tokens=output.num_tokens,
         finish_reason=reason,
-        prefill_node=placement.prefill.info.ref,
-        decode_node=placement.decode.info.ref,
+        prefill_node=prefill.ref,
+        decode_node=decode.ref,
         tokens_digest=output.tokens_hexdigest(),
+        cached_tokens=placement.cached_tokens,
+        certificates=certificates_digest(prefill.certificate, decode.certificate),
     )
 
 

@@ -292,4 +292,5 @@ def _node_for_client(node: NodeInfo) -> NodeInfo:
         contract = replace(known, model=replace(known.model, environment=environment)).canonical_json()
     model = PurePath(node.model).name if PurePath(node.model).is_absolute() else node.model
     finding = HIDDEN if node.finding else ""
-    return replace(node, address="", nixl=None, model=model, finding=finding, contract_json=contract)
+    freedoms = tuple(replace(one, refused=HIDDEN if one.refused else "") for one in node.freedoms)
+    return replace(node, address="", nixl=None, model=model, finding=finding, contract_json=contract, freedoms=freedoms)

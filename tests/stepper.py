@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,11 +34,30 @@ class FakeStepper:
     block_size: int = 16
     vocab_size: int = 100
     max_model_len: int = 200
+    by_position: bool = False
+    """Whether the KV of each position follows from the prompt up to it, wherever it is cut. Otherwise a step's KV also
+    follows from where the step began, and from what its blocks held."""
+    is_dead: bool = False
+    """Whether other splits in attention change nothing, as with dummy weights."""
     steps: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._cache = torch.zeros(self.num_blocks, 8)
         self._known: set[str] = set()
+        self._splits = 1
+
+    def agree(self, finding: str) -> str:
+        return finding
+
+    @contextmanager
+    def other_splits(self) -> Iterator[None]:
+        self._splits = 2
+        yield
+        self._splits = 1
+
+    def layer_that_differs(self, a: Sequence[int], b: Sequence[int]) -> str:
+        left, right = (self._cache[list(blocks)].view(torch.uint8) for blocks in (a, b))
+        return "" if torch.equal(left, right) else "the KV of layer 0 of 1"
 
     def scramble(self, blocks: Sequence[int], seed: int) -> None:
         self._cache[list(blocks)] = torch.randn(len(blocks), 8, generator=torch.Generator().manual_seed(seed))
@@ -72,14 +92,25 @@ class FakeStepper:
         start = sequence.computed
         sequence.computed += count
         sequence.drawn += 1
-        own = (sequence.prompt, start, [self._cache[block].tolist() for block in sequence.blocks])
-        written = sequence.blocks[start // self.block_size : -(-sequence.computed // self.block_size)]
-        self._cache[list(written)] = _bits("kv", own, leak if self.stage == "kv" else None)
+        splits = 1 if self.is_dead else self._splits
+        own = (sequence.prompt, splits) if self.by_position else self._contents(sequence, start, splits)
+        first = start // self.block_size
+        written = sequence.blocks[first : -(-sequence.computed // self.block_size)]
+        shown = leak if self.stage == "kv" else None
+        if self.by_position:
+            for number, block in enumerate(written, start=first):
+                end = min(sequence.computed, (number + 1) * self.block_size)
+                self._cache[block] = _bits("kv", sequence.prompt[:end], splits, shown)
+        else:
+            self._cache[list(written)] = _bits("kv", own, shown)
         trace = Trace(
             kv=self.read(written), hidden=_bits(own), logits=_bits("logits", own), logprob=b"0", token=len(own[0])
         )
         leaked = {"kv": trace.kv, "hidden": _bits(leak), "logits": _bits(leak), "logprob": repr(leak).encode()}
         return trace if leak is None else replace(trace, **{self.stage: leaked[self.stage]})
+
+    def _contents(self, sequence: TestSequence, start: int, splits: int) -> tuple[Any, ...]:
+        return (sequence.prompt, start, [self._cache[block].tolist() for block in sequence.blocks], splits)
 
     def whole(self, sequence: TestSequence, last: Trace) -> Trace:
         return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))

@@ -180,7 +180,18 @@ WHERE = {
     "opentelemetry": {"corun/observe/tracing.py"},
     "prometheus_client": {"metrics"},
     "vllm": {"engine", "start", "scheduler", "worker", "attention", "connector", "selftest"},
-    "torch": {"engine", "start", "worker", "attention", "selftest", "certify", "sampling", "switches", "digest"},
+    "torch": {
+        "engine",
+        "start",
+        "worker",
+        "attention",
+        "selftest",
+        "blas",
+        "certify",
+        "sampling",
+        "switches",
+        "digest",
+    },
     **{package: set() for package in ("pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml")},
 }
 """The files, or the names of files, that may import each package. The workarounds for vLLM's bugs aside: each is a file

@@ -17,7 +17,7 @@ from rich.text import Text
 from corun.cli.options import OptionalFloat, RouterOptions
 from corun.errors import InvalidArgumentError
 from corun.records.rows import to_line
-from corun.types import GONE_AS_PLANNED, ClusterStatus, NodeRole, NodeState, NodeStatus, state_in_words
+from corun.types import GONE_AS_PLANNED, ClusterStatus, Freedom, NodeRole, NodeState, NodeStatus, state_in_words
 
 SLOTS_PER_LINE = 64
 _STYLES = {
@@ -94,6 +94,7 @@ def picture(status: ClusterStatus, address: str) -> RenderableType:
         audits,
         "",
         _node_table(status.nodes),
+        *((refusals,) if (refusals := _refusals(status.nodes)) else ()),
         *(part for squares in slots for part in ("", squares)),
     )
 
@@ -141,6 +142,26 @@ class _Squares:
         yield Text.assemble("  ", *((full, "green") if used else (empty, "dim") for used in self._used))
 
 
+FREEDOMS = {
+    Freedom.ROWS.value: "smaller steps",
+    Freedom.PACKED.value: "several prompts in a step",
+    Freedom.CHUNKS.value: "prompts cut anywhere",
+}
+"""What a freedom is, for people. One of a later version is shown by its name."""
+
+
+def _refusals(nodes: tuple[NodeStatus, ...]) -> Text:
+    """Return a line for every reason why nodes compute in the contract's own form, which is slower and gives the same
+    bits. Nodes with the same reason share a line."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for status in nodes:
+        for one in status.node.freedoms:
+            if one.refused and status.state is not NodeState.LOST:
+                found.setdefault((one.name, one.refused), []).append(status.node.ref.node_id)
+    lines = [f"no {FREEDOMS.get(name, name)} on {', '.join(ids)}: {why}" for (name, why), ids in found.items()]
+    return Text("\n" + "\n".join(lines) if lines else "", "dim")
+
+
 def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("node", "role", "state", "load", "done", "heard"):
@@ -161,5 +182,6 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
                 done += f"\n{load.kv_reads.shared_tokens / tokens:.0%} of KV shared"
         busy += f"\n{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
-        table.add_row(f"{node.ref.node_id}\n@{node.ref.generation}", node.role.value, state, busy, done, heard)
+        role = "\n".join([node.role.value, *(f"+{one.name}" for one in node.freedoms if not one.refused)])
+        table.add_row(f"{node.ref.node_id}\n@{node.ref.generation}", role, state, busy, done, heard)
     return table

@@ -101,6 +101,8 @@ def node_info(
         nixl=nixl,
         model=config.model,
         finding=facts.finding,
+        freedoms=engine.certificate.freedoms,
+        certificate=engine.certificate.digest,
     )
 
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from corun.contract import Contract
 from corun.errors import UnavailableError
+from corun.node.certificate import Certificate
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
-from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
+from corun.types import FinishReason, Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from decode_node.service import DecodeRequest, StepRow
 
 VOCAB_SIZE = 256
@@ -69,6 +70,15 @@ def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> Fin
     return FinishReason.LENGTH if num_tokens >= params.max_tokens else None
 
 
+FREEDOMS = {NodeRole.PREFILL: (Freedom.PACKED, Freedom.CHUNKS), NodeRole.DECODE: (Freedom.ROWS,)}
+NOT_TESTED = "a fake engine tests nothing"
+
+
+def certificate(role: NodeRole) -> Certificate:
+    """Return the certificate of a fake engine: it tests nothing and holds nothing."""
+    return Certificate.of_ranks(dict.fromkeys(FREEDOMS[role], NOT_TESTED))
+
+
 @dataclass(kw_only=True)
 class Facts:
     """The facts that a node tells about its engine; see `corun.node.vllm.start.EngineFacts`."""
@@ -101,6 +111,7 @@ class FakeEngine:
     def __init__(self, contract: Contract, kv: FakeKv, facts: Facts) -> None:
         self.contract = contract
         self.facts = facts
+        self.certificate = certificate(contract.role)
         self.kv = kv
         self.on_death: Callable[[], None] = lambda: None
         self.on_finding: Callable[[str], None] = lambda finding: None

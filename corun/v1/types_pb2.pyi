@@ -68,7 +68,7 @@ class NodeRef(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("fingerprint", "request_id", "sample_index", "seed", "prompt_digest", "params_digest", "output_digest", "num_prompt_tokens", "num_output_tokens", "finish_reason", "prefill_node", "decode_node", "tokens_digest")
+    __slots__ = ("fingerprint", "request_id", "sample_index", "seed", "prompt_digest", "params_digest", "output_digest", "num_prompt_tokens", "num_output_tokens", "finish_reason", "prefill_node", "decode_node", "tokens_digest", "cached_tokens", "certificates")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,8 @@ class Receipt(_message.Message):
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     request_id: str
     sample_index: int
@@ -95,4 +97,6 @@ class Receipt(_message.Message):
     prefill_node: NodeRef
     decode_node: NodeRef
     tokens_digest: str
-    def __init__(self, fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., params_digest: _Optional[str] = ..., output_digest: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_node: _Optional[_Union[NodeRef, _Mapping]] = ..., decode_node: _Optional[_Union[NodeRef, _Mapping]] = ..., tokens_digest: _Optional[str] = ...) -> None: ...
+    cached_tokens: int
+    certificates: str
+    def __init__(self, fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., prompt_digest: _Optional[str] = ..., params_digest: _Optional[str] = ..., output_digest: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_node: _Optional[_Union[NodeRef, _Mapping]] = ..., decode_node: _Optional[_Union[NodeRef, _Mapping]] = ..., tokens_digest: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., certificates: _Optional[str] = ...) -> None: ...

@@ -97,7 +97,9 @@ def check_info(info: NodeInfo) -> None:
             raise InvalidArgumentError(field, value, "must be set")
     for field in ("node.ref.node_id", "node.ref.generation", "node.address"):
         check_name(field, str(required[field]))
-    for field, text in (("contract_json", info.contract_json), ("model", info.model), ("finding", info.finding)):
+    texts = [("contract_json", info.contract_json), ("model", info.model), ("finding", info.finding)]
+    texts += [("freedoms", "".join(one.name + one.refused for one in info.freedoms)), ("certificate", info.certificate)]
+    for field, text in texts:
         if len(text) > MAX_TEXT_LENGTH:
             limit = f"must be at most {MAX_TEXT_LENGTH} characters"
             raise InvalidArgumentError(f"node.{field}", Shown(f"{len(text)} characters"), limit)

@@ -167,6 +167,8 @@ class Placement:
         self.holds_room = True
         self.is_prefilling = True
         """Whether the sample still counts in the prefill node's backlog."""
+        self.cached_tokens = 0
+        """The number of prompt tokens that the prefill node had in its prefix cache, once it has answered."""
         self._need = need
         self._changed = changed
         self._raised = decode.room.take(need.total)

@@ -18,6 +18,7 @@ from corun.errors import DataLossError, InvalidArgumentError
 from corun.receipt import (
     OutputDigest,
     Receipt,
+    certificates_digest,
     output_digest,
     prompt_digest,
     records_digest,
@@ -44,6 +45,8 @@ RECEIPT = Receipt(
     prefill_node=NodeRef(node_id="p", generation="0" * 16),
     decode_node=NodeRef(node_id="d", generation="1" * 16),
     tokens_digest="d" * 64,
+    cached_tokens=32,
+    certificates="e" * 64,
 )
 
 
@@ -82,7 +85,14 @@ def test_the_smallest_change_shows(token_id: int, logprob: float) -> None:
 
 
 def test_domains_differ() -> None:
-    assert len({prompt_digest([]), output_digest([], []), tokens_digest([]), text_digest("")}) == 4
+    empty = {prompt_digest([]), output_digest([], []), tokens_digest([]), text_digest("")}
+    assert len(empty | {certificates_digest("a", "")}) == 5
+
+
+def test_the_certificates_digest_is_of_both_nodes_in_their_order() -> None:
+    assert certificates_digest("a", "b") == hashlib.sha256(b"corun.v1.certificates\0a b").hexdigest()
+    assert len({certificates_digest(*pair) for pair in (("a", "b"), ("b", "a"), ("a", ""), ("", "a"))}) == 4
+    assert certificates_digest("", "") == ""
 
 
 def test_columns_must_be_equally_long() -> None:
@@ -118,8 +128,9 @@ def test_bad_receipts(change: dict[str, Any], field: str) -> None:
 
 def test_receipts_of_earlier_versions_have_no_digest_of_the_tokens() -> None:
     values = RECEIPT.to_dict()
-    del values["tokens_digest"]
-    assert Receipt.from_dict(values) == replace(RECEIPT, tokens_digest="")
+    for name in ("tokens_digest", "cached_tokens", "certificates"):
+        del values[name]
+    assert Receipt.from_dict(values) == replace(RECEIPT, tokens_digest="", cached_tokens=0, certificates="")
     del values["seed"]
     with pytest.raises(InvalidArgumentError, match=r"^receipt\.seed = None: must be set$"):
         Receipt.from_dict(values)

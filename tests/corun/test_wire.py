@@ -22,6 +22,7 @@ from corun.types import (
     AuditStatus,
     ClusterStatus,
     FinishReason,
+    FreedomStatus,
     KvHandle,
     KvOwner,
     KvReads,
@@ -77,6 +78,8 @@ VALUES: dict[str, Any] = {
                     nixl=NixlEndpoint(engine_id="e1", host="h2", port=3, tp_size=4, stamp_addresses=(2**63, 5)),
                     model="m11",
                     finding="f12",
+                    freedoms=(FreedomStatus(name="n13", refused="r13"), FreedomStatus(name="rows")),
+                    certificate="c14",
                 ),
                 load=NodeLoad(
                     used_slots=1,
@@ -159,6 +162,8 @@ VALUES: dict[str, Any] = {
             prefill_node=NodeRef(node_id="p1", generation="g1"),
             decode_node=REF,
             tokens_digest="t13",
+            cached_tokens=14,
+            certificates="c15",
         ),
         error="e6",
         text_digest="t7",
@@ -182,8 +187,8 @@ BYTES = {
         "ffffffffffffff7f22026f342a027435"
     ),
     "verify_result": (
-        "080110041801220265342a370a02663112027232180320042a027035320270363a026f374008480950025a080a02703112026731"
-        "62080a026431120267326a03743133320265363a027437"
+        "080110041801220265342a3e0a02663112027232180320042a027035320270363a026f374008480950025a080a02703112026731"
+        "62080a026431120267326a03743133700e7a03633135320265363a027437"
     ),
     "resume_point": "08011002180322026f3428053001",
 }

@@ -101,3 +101,74 @@ def test_a_filter_that_is_compiled_for_the_neighbours_is_found(own: tuple[bool, 
     style = load("decode_node.worker")._sampling_style
     assert "probe-" in certify(FakeStepper(flaw=flaw, stage="logprob"), rows, style)
     assert certify(FakeStepper(), rows, style) == ""
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 6, 7])
+def test_steps_of_fewer_rows_than_probes_take_them_in_groups(rows: int) -> None:
+    stepper = FakeStepper()
+    test = load("decode_node.certify").Certification(stepper, ROWS, number_of)
+    stepper.steps.clear()
+    assert test.check(rows) == ""
+    assert max(map(len, stepper.steps)) == rows
+    assert {name for step in stepper.steps for name in step if name.startswith("probe")} == {
+        f"probe-{number}" for number in range(6)
+    }
+
+
+def test_the_control_sees_other_splits_and_a_dead_one_does_not() -> None:
+    def control(stepper: FakeStepper) -> str:
+        return str(load("decode_node.certify").Certification(stepper, ROWS, number_of).control())
+
+    assert "attention with other splits: probe-0 differs in step 0" in control(FakeStepper())
+    assert control(FakeStepper(is_dead=True)) == ""
+
+
+class Worker:
+    """A decode worker around a fake stepper: what the test of smaller steps needs of it."""
+
+    def __init__(self, stepper: FakeStepper) -> None:
+        self.slots = 48
+        self.rows = self.slots
+        self.stepper = stepper
+
+    def use(self, *sizes: int) -> None:
+        self.rows = sizes[-1]
+
+    def versions(self) -> list[str]:
+        return ["vllm 0.26.0"]
+
+
+def certified(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Any]:
+    """What the worker's own test of smaller steps finds. Its sizes are 16 and 32."""
+    module = load("decode_node.worker")
+    worker = Worker(FakeStepper(num_blocks=700, **model))
+    if (flaw := model.get("flaw")) is not None:
+        worker.stepper.flaw = lambda row, batch, sequence: flaw(worker.rows)
+    monkeypatch.setattr(module, "Stepper", lambda worker: worker.stepper)
+    monkeypatch.setattr(module, "_sampling_style", number_of)
+    monkeypatch.setattr(module, "smaller_than", lambda slots: (16, 32))
+    for name in ("_finding", "_control"):
+        monkeypatch.setattr(Worker, name, getattr(module.FixedShapeWorker, name), raising=False)
+    found: dict[str, Any] = module.FixedShapeWorker.certify_freedoms(worker, ["rows"])
+    assert worker.rows == worker.slots
+    return found
+
+
+def test_smaller_steps_need_a_control_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = certified(monkeypatch)
+    assert (found["sizes"], found["refused"]) == ([16, 32], {"rows": ""})
+    assert found["evidence"]["steps"] > 100
+    assert found["evidence"]["comparisons"] == 6 * (
+        2 * 4 + 1
+    )  # probes, in four scenes of each size, and in the control
+    void = certified(monkeypatch, is_dead=True)
+    assert (void["sizes"], void["refused"]) == ([], {"rows": load("corun.node.certificate").VOID})
+
+
+def test_a_size_that_differs_is_left_out_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake's bits differ at 16 rows. This is a difference that was seen, so a dead control does not matter."""
+    found = certified(monkeypatch, flaw=lambda rows: rows == 16 or None, is_dead=True)
+    assert (found["sizes"], found["refused"]) == ([32], {"rows": ""})
+    found = certified(monkeypatch, flaw=lambda rows: rows < 48 or None)
+    assert found["sizes"] == []
+    assert found["refused"]["rows"].startswith("steps of 16 rows: alone, in other KV blocks: probe-0 differs in step 0")

@@ -16,8 +16,9 @@ from corun.node.kv.stamps import DIGEST
 from corun.node.vllm import pin, selftest
 from decode_node import sampling
 from decode_node.worker import FixedShapeWorker
-from prefill_node import worker as prefill
+from prefill_node import certify as prefill
 from prefill_node.scheduler import PrefillScheduler
+from prefill_node.worker import PrefillWorker
 from tests.e2e.breaking import ALLOW_SPLIT_K, BLIND
 
 Break = Callable[[Any], Any]
@@ -186,7 +187,7 @@ class BreakableDecodeWorker(_Breakable, FixedShapeWorker):
     )
 
 
-class BreakablePrefillWorker(_Breakable, prefill.PrefillWorker):
+class BreakablePrefillWorker(_Breakable, PrefillWorker):
     breaks: ClassVar[dict[str, Break]] = {"batched prefill": batched_prefill, "moving chunks": moving_chunks}
 
     def digests(self, blocks: Sequence[int]) -> list[int]:

@@ -17,11 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from corun.config.fields import PrefillConfig
 from corun.errors import CorunError, DataLossError, UnavailableError
 from corun.node import life as life_module
+from corun.node.certificate import Certificate
 from corun.node.life import Role, live, live_and_leave, node_info, node_ref, start_tracing
 from corun.observe.endpoints import observed
 from corun.observe.metrics import Metrics
 from corun.rpc.channel import channel
-from corun.types import NodeLoad, NodeRole
+from corun.types import Freedom, NodeLoad, NodeRole
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 from tests.probing import probe
 
@@ -303,7 +304,8 @@ def test_an_engine_does_not_inherit_what_asks_for_traces(monkeypatch: pytest.Mon
 
 def test_a_node_is_reached_where_it_listens_or_where_it_says() -> None:
     facts = SimpleNamespace(kv_blocks=1, block_size=16, max_model_len=64, vocab_size=8, finding="")
-    engine = SimpleNamespace(facts=facts, contract=SimpleNamespace(canonical_json=lambda: "{}"))
+    contract = SimpleNamespace(canonical_json=lambda: "{}")
+    engine = SimpleNamespace(facts=facts, contract=contract, certificate=Certificate.of_ranks({Freedom.CHUNKS: "why"}))
     for advertise, reached in (("", "10.0.0.7:4000"), ("proxy:1", "proxy:1")):
         config = PrefillConfig(model="/models/tiny", advertise=advertise)
         info = node_info(config, node_ref(config, NodeRole.PREFILL), NodeRole.PREFILL, engine)

@@ -6,15 +6,18 @@ import asyncio
 from typing import Any
 
 from corun.params import SamplingParams
-from corun.receipt import output_digest, prompt_digest, tokens_digest
+from corun.receipt import certificates_digest, output_digest, prompt_digest, tokens_digest
 from corun.seeds import sample_seed
-from corun.testing.engines import expected
+from corun.testing.engines import certificate, expected
+from corun.types import NodeRole
 from router.text import Tokenizer
 from tests.clusters import FakeCluster, Output, generate
 
 PARAMS = SamplingParams(max_tokens=12, logprobs=True)
 LONG = SamplingParams(max_tokens=60, logprobs=True)
 PROMPT = (5, 6, 7)
+CERTIFICATES = certificates_digest(*(certificate(role).digest for role in NodeRole))
+"""What receipts say of the certificates of a pair of fake nodes."""
 
 
 def right(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> bool:
@@ -33,6 +36,7 @@ def check(output: Output, prompt: tuple[int, ...], params: SamplingParams, seed:
     assert (receipt.prompt_digest, receipt.params_digest) == (prompt_digest(prompt), params.digest())
     assert (receipt.seed, receipt.finish_reason) == (seed, reason)
     assert (receipt.num_prompt_tokens, receipt.num_output_tokens) == (len(prompt), len(ids))
+    assert receipt.certificates == CERTIFICATES
 
 
 def check_all(outputs: list[Output], prompt: tuple[int, ...] = PROMPT, seed: int = 9) -> None:

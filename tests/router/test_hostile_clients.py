@@ -13,7 +13,7 @@ from corun.params import SamplingParams
 from corun.rpc import codec
 from corun.testing.cluster import router_config
 from corun.testing.model import contract
-from corun.types import NodeInfo, NodeRef, NodeRole, NodeState
+from corun.types import FreedomStatus, NodeInfo, NodeRef, NodeRole, NodeState
 from router.attempt import Attempt, NodeFaultError
 from router.nodes import admission
 from router.nodes.registry import Registry
@@ -85,12 +85,14 @@ def node(model: str, node_id: str) -> NodeInfo:
         ({"contract_json": "[" * 100_000}, "node.contract_json"),
         ({"contract_json": "[" * 60_000}, "contract"),  # Too deep to read.
         ({"finding": "x" * 100_000}, "node.finding"),
+        ({"freedoms": (FreedomStatus(name="rows", refused="x" * 100_000),)}, "node.freedoms"),
+        ({"certificate": "x" * 100_000}, "node.certificate"),
     ],
 )
-async def test_a_node_that_says_too_much_is_refused(model: str, changes: dict[str, str], field: str) -> None:
+async def test_a_node_that_says_too_much_is_refused(model: str, changes: dict[str, Any], field: str) -> None:
     members = Registry(router_config(), "r")
     with pytest.raises(InvalidArgumentError) as caught:
-        members.register(dataclasses.replace(node(model, "d1"), **changes))  # type: ignore[arg-type]
+        members.register(dataclasses.replace(node(model, "d1"), **changes))
     assert caught.value.field == field
     assert [status.detail for status in members.statuses()] == [str(caught.value)] * (field == "contract")
 

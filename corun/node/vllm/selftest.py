@@ -6,14 +6,18 @@ and access to the contents of KV blocks. Must not know: what is tested with it, 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from vllm import _custom_ops as ops
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 NULL_BLOCK = 0
@@ -116,6 +120,48 @@ class Stepper:
         """Return a sequence's last trace with the KV of all its steps."""
         return replace(last, kv=self.read(sequence.blocks[: -(-sequence.computed // self.block_size)]))
 
+    def layer_that_differs(self, a: Sequence[int], b: Sequence[int]) -> str:
+        """Compare the KV in two lists of blocks, in place and bit by bit, and return the first layer that differs in
+        words; empty if none does."""
+        for layer, cache in enumerate(self._caches):
+            left, right = (cache[self._rows(cache, blocks)].view(torch.uint8) for blocks in (a, b))
+            if not torch.equal(left, right):
+                return f"the KV of layer {layer} of {len(self._caches)}"
+        return ""
+
+    def agree(self, finding: str) -> str:
+        """Return this rank's finding, or that another rank found something; empty if no rank did.
+
+        Ranks compare different parts of the KV. If one stopped at a difference that another does not see, the other
+        would wait for it in its next step for ever.
+        """
+        group = get_tp_group()
+        if group.world_size == 1:
+            return finding
+        found = torch.tensor([int(bool(finding))])
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        return finding or ("another rank found a difference" if found.item() else "")
+
+    @contextmanager
+    def other_splits(self) -> Iterator[None]:
+        """Let attention cut KV in another way than the contract's: sums in another order, and nothing else.
+
+        On a GPU FlashAttention then cuts KV by its own heuristic, which looks at the whole batch. This reaches only
+        steps that run without a captured graph of attention. On a CPU split-KV is what it is not in the contract.
+        """
+        if current_platform.is_cpu():
+            with _replaced(ops, "cpu_attn_get_scheduler_metadata", _flipped):
+                yield
+            return
+        groups = (group for groups in self._runner.attn_groups for group in groups)
+        with ExitStack() as stack:
+            for builder in (builder for group in groups for builder in group.metadata_builders):
+                stack.enter_context(_replaced(builder, "build", _with_heuristic))
+                if (prompts := getattr(builder, "_prefill_backend", None)) is not None:
+                    # MLA's prompts have a call of their own (v1/attention/backends/mla/prefill/flash_attn.py).
+                    stack.enter_context(_replaced(prompts, "flash_attn_varlen_func", partial(partial, num_splits=0)))
+            yield
+
     def close(self) -> None:
         """Make the worker forget all sequences."""
         self._worker.execute_model(self._schedule((), set(self._known)))
@@ -191,6 +237,43 @@ class Stepper:
             logprob=np.float32(result.logprobs.logprobs[row][0]).tobytes(),
             token=result.sampled_token_ids[row][0],
         )
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, by: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute by what `by` makes of it, for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, by(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _flipped(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the planner of vLLM's CPU attention (v1/attention/backends/cpu_attn.py) with split-KV flipped."""
+
+    def flipped(*args: Any, enable_kv_split: bool, **kwargs: Any) -> Any:
+        return schedule(*args, enable_kv_split=not enable_kv_split, **kwargs)
+
+    return flipped
+
+
+def _with_heuristic(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a metadata builder's `build` whose results leave splits and schedule to FlashAttention.
+
+    With 0 splits and no schedule FlashAttention 3 makes both itself (v1/attention/backends/flash_attn.py). MLA has a
+    part of its own for decode rows (v1/attention/backends/mla/flashattn_mla.py).
+    """
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        metadata = build(*args, **kwargs)
+        for part in (metadata, getattr(metadata, "decode", None)):
+            if part is not None and hasattr(part, "max_num_splits"):
+                part.max_num_splits, part.scheduler_metadata = 0, None
+        return metadata
+
+    return built
 
 
 @contextmanager

@@ -22,10 +22,11 @@ from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get
 from corun.config.fields import NodeConfig, is_loopback
 from corun.contract import Contract
 from corun.errors import UnavailableError
+from corun.node.certificate import Certificate
 from corun.node.vllm import pin
 from corun.observe import stages
 from corun.processes import cpu_seconds
-from corun.types import NixlEndpoint, NodeRole
+from corun.types import Freedom, NixlEndpoint, NodeRole
 
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 120.0
@@ -307,6 +308,20 @@ async def certify(llm: Any) -> str:
     finding = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(differences) if found)
     log.info("self-test took %.2f s: %s", time.monotonic() - began, finding or "certified")
     return finding
+
+
+async def certify_freedoms(llm: Any, untested: Mapping[Freedom, str]) -> tuple[Certificate, list[dict[str, Any]]]:
+    """Let every worker test a role's freedoms, and return the certificate with what each worker found.
+
+    untested: all freedoms of the role, each with the reason why it is not tested; empty: it is.
+    """
+    ranks: list[dict[str, Any]] = []
+    if wanted := [freedom.value for freedom, reason in untested.items() if not reason]:
+        stages.enter(f"testing other ways to the same bits: {', '.join(wanted)}")
+        ranks = await call_workers(llm, "certify_freedoms", wanted, timeout_s=CERTIFY_TIMEOUT_S)
+    certificate = Certificate.of_ranks(untested, ranks)
+    log.info("certificate: %s", certificate)
+    return certificate, ranks
 
 
 def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:

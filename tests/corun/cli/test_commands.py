@@ -27,7 +27,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.receipt import Receipt, output_digest
-from corun.types import GONE_AS_PLANNED, AuditStatus, NodeRole, NodeState
+from corun.types import GONE_AS_PLANNED, AuditStatus, FreedomStatus, NodeRole, NodeState
 from tests.corun.cli.conftest import PROMPT, read_rows, write_rows
 from tests.corun.fake_router import FINGERPRINT, WAIT_S, FakeRouter, contract
 
@@ -237,6 +237,27 @@ def test_status_says_why_a_node_is_not_used(
     fake.status = replace(fake.status, nodes=(prefill, replace(decode, state=state, detail=detail)))
     done = corun("status")
     assert (done.code, shown in re.sub(r"(?<=decode) +", "    ", done.out)) == (4, True), done.out
+
+
+def test_status_says_what_nodes_may_do_and_why_not_the_rest(corun: Any, fake: FakeRouter) -> None:
+    """Nodes with the same reason share a line; what they use stands beside their role."""
+    prefill, decode = fake.status.nodes
+    cut = FreedomStatus(name="chunks", refused="a prompt of 129 tokens, cut into pieces of 1, differs")
+    one = replace(prefill.node, freedoms=(FreedomStatus(name="packed"), cut))
+    two = replace(one, ref=replace(one.ref, node_id="prefill-9"))
+    later = replace(decode.node, freedoms=(FreedomStatus(name="rows"), FreedomStatus(name="mixed", refused="why")))
+    nodes = [replace(prefill, node=one), replace(prefill, node=two), replace(decode, node=later)]
+    fake.status = replace(fake.status, nodes=tuple(nodes))
+    lines = [line.rstrip() for line in corun("status").out.splitlines()]
+    assert f"no prompts cut anywhere on {one.ref.node_id}, prefill-9: {cut.refused}" in " ".join(lines)
+    assert f"no mixed on {later.ref.node_id}: why" in lines
+    assert [sum(f"+{name}" in line for line in lines) for name in ("packed", "rows", "chunks")] == [2, 1, 0]
+    known = json.loads(corun("status", "--json").out)["nodes"][0]["node"]["freedoms"]
+    assert known == [{"name": "packed", "refused": ""}, {"name": "chunks", "refused": cut.refused}]
+
+
+def test_status_of_nodes_that_know_no_freedoms_has_no_line_more(corun: Any) -> None:
+    assert "\nno " not in corun("status").out
 
 
 def test_status_json(corun: Any) -> None:

@@ -1,0 +1,212 @@
+"""A prefill node's tests: a prompt's bits must not depend on what ran before it and where its KV lies, and the node
+may pack prompts and cut them anywhere only if that moves no bit either.
+
+Owns: how prompts are run and compared. It runs in the engine's worker, with the loaded model's own steps, before the
+node serves. Must not know: vLLM's internals, gRPC, which steps show what (prefill_node/scenes.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from corun.node.certificate import VOID
+from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare, first_difference
+from corun.types import Freedom
+from prefill_node import scenes
+from prefill_node.scenes import Limits, Scene
+
+SEED = 20_26
+PROMPTS = 6
+
+
+def lengths(chunk_size: int, buckets: Sequence[int], longest: int) -> list[int]:
+    """Return at most `PROMPTS` prompt lengths, on both sides of the edges where shapes change, none above `longest`."""
+    middle = buckets[len(buckets) // 2] if buckets else chunk_size // 2
+    edges = [1, middle, middle + 1, chunk_size - 1, chunk_size, chunk_size + 1]
+    return sorted({length for length in edges if 1 <= length <= longest})[:PROMPTS]
+
+
+class Bench:
+    """Runs prompts one at a time, each in other KV blocks than the one before."""
+
+    def __init__(self, stepper: Stepper, chunk_size: int, longest: int, sampling: Any) -> None:
+        self._stepper = stepper
+        self._chunk = chunk_size
+        self._sampling = sampling
+        self._draw = random.Random(SEED)
+        blocks = list(range(NULL_BLOCK + 1, 1 + min(4 * self._blocks_of(longest), stepper.num_blocks - 1)))
+        stepper.scramble(blocks, SEED)
+        self._draw.shuffle(blocks)
+        self._pool = BlockPool(free=blocks)
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
+
+    def contents(self, length: int) -> tuple[torch.Tensor, ...]:
+        """Return the contents of a prompt's blocks before it runs; they matter because its last block is not filled."""
+        taken = self._pool.take(self._blocks_of(length))
+        found = self._stepper.read(taken)
+        self._pool.give_back(taken)
+        return found
+
+    def run(self, name: str, prompt: tuple[int, ...], contents: Sequence[torch.Tensor] | None = None) -> Trace:
+        """Prefill one prompt in chunks and return a trace with all of its KV."""
+        blocks = self._pool.take(self._blocks_of(len(prompt)))
+        if contents is not None:
+            self._stepper.write(blocks, contents)
+        sequence = TestSequence(name=name, prompt=prompt, blocks=blocks, computed=0, sampling=self._sampling)
+        traces: dict[str, Trace] = {}
+        while not traces:
+            count = min(self._chunk, len(prompt) - sequence.computed)
+            traces = self._stepper.step([(sequence, count)])
+        trace = self._stepper.whole(sequence, traces[name])
+        self._stepper.close()
+        self._pool.give_back(blocks)
+        return trace
+
+    def _blocks_of(self, length: int) -> int:
+        return -(-(length + 1) // self._stepper.block_size)
+
+
+def certify(stepper: Stepper, chunk_size: int, buckets: Sequence[int], sampling: Any) -> str:
+    """Run each prompt twice; the second run comes after another prompt and uses other KV blocks.
+
+    Returns:
+        The first difference in words; empty if every bit is the same.
+    """
+    room = (stepper.num_blocks - 1) // 4 * stepper.block_size - 1
+    tested = lengths(chunk_size, buckets, min(stepper.max_model_len - 1, room))
+    bench = Bench(stepper, chunk_size, tested[-1], sampling)
+    for length in tested:
+        name, prompt, contents = f"a prompt of {length} tokens", bench.prompt(length), bench.contents(length)
+        first = bench.run(name, prompt, contents)
+        bench.run("another prompt", bench.prompt(tested[-1]))
+        second = bench.run(name, prompt, contents)
+        difference = compare({name: [first]}, {name: [second]}, "after another prompt, in other KV blocks")
+        if difference := stepper.agree(difference):
+            return difference
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """A prompt that has run alone, in the contract's chunks."""
+
+    prompt: tuple[int, ...]
+    blocks: tuple[int, ...]
+    """The KV blocks that hold its KV until the test ends."""
+    tail: tuple[torch.Tensor, ...]
+    """The contents that its last block had before, per layer: the prompt does not fill it."""
+    trace: Trace
+    """What it gave, without KV."""
+
+
+class Freedoms:
+    """Compares prompts in company, and cut elsewhere, with the same prompts alone in the contract's chunks."""
+
+    def __init__(self, stepper: Stepper, limits: Limits, sampling: Any) -> None:
+        self.steps = 0
+        self.comparisons = 0
+        self._stepper = stepper
+        self._limits = limits
+        self._sampling = sampling
+        self._draw = random.Random(SEED)
+        self._names = 0
+        self._known: dict[int, Reference] = {}
+        first = NULL_BLOCK + 1
+        blocks = list(range(first, first + scenes.blocks_wanted(limits, stepper.block_size)))
+        stepper.scramble(blocks, SEED)
+        self._draw.shuffle(blocks)
+        self._pool = BlockPool(free=blocks)
+
+    def refused(self, wanted: Sequence[str]) -> dict[str, str]:
+        """Return why each wanted freedom is refused; empty: it is held.
+
+        A freedom ends with its first difference. If there was none at all, sums in another order must give one, or
+        nothing was shown: dummy weights, for example, make every way to compute look the same.
+        """
+        found = dict.fromkeys(wanted, "")
+        if Freedom.PACKED.value in found:
+            found[Freedom.PACKED.value] = self._first(scenes.packed)
+        if Freedom.CHUNKS.value in found:
+            packs = not found.get(Freedom.PACKED.value, "not tested")
+            found[Freedom.CHUNKS.value] = self._first(scenes.cut) or (
+                self._first(scenes.cut_and_packed) if packs else ""
+            )
+        if found and not any(found.values()) and not self._stepper.agree(self._control()):
+            return dict.fromkeys(wanted, VOID)
+        return found
+
+    def _first(self, kind: Callable[[Limits], Iterator[Scene]]) -> str:
+        """Return the first difference in the scenes of one kind in words; empty if there is none."""
+        found = (self._stepper.agree(self._play(scene)) for scene in scenes.planned(kind, self._limits))
+        return next((difference for difference in found if difference), "")
+
+    def _control(self) -> str:
+        """Return what differs if attention cuts KV in another way; empty if nothing does."""
+        length = self._limits.longest
+        expected = self._reference(length)
+        with self._stepper.other_splits():
+            steps = tuple((scenes.Piece(0, count),) for count in scenes.chunks(length, self._limits.chunk))
+            return self._play(Scene("attention with other splits", (length,), (), steps), {0: expected})
+
+    def _play(self, scene: Scene, expected: dict[int, Reference] | None = None) -> str:
+        """Run a scene and return its first difference in words; empty if there is none."""
+        expected = expected or {number: self._reference(length) for number, length in enumerate(scene.probes)}
+        sequences = [self._sequence(one.prompt, one.tail) for one in expected.values()]
+        sequences += [self._sequence(self._prompt(length)) for length in scene.others]
+        probes = {sequence.name: number for number, sequence in enumerate(sequences[: len(scene.probes)])}
+        traces: dict[str, Trace] = {}
+        for step in scene.steps:
+            traces |= self._step([(sequences[piece.prompt], piece.count) for piece in step], probes)
+        found = (self._difference(expected[at], sequences[at].blocks, traces[name]) for name, at in probes.items())
+        names = (f"a prompt of {length} tokens, {scene.name}, differs first in" for length in scene.probes)
+        difference = next((f"{name} {stage}" for name, stage in zip(names, found, strict=True) if stage), "")
+        self._stepper.close()
+        for sequence in sequences:
+            self._pool.give_back(sequence.blocks)
+        return difference
+
+    def _difference(self, expected: Reference, blocks: tuple[int, ...], trace: Trace) -> str:
+        self.comparisons += 1
+        layer = self._stepper.layer_that_differs(expected.blocks, blocks)
+        return layer or first_difference(expected.trace, trace)
+
+    def _step(self, tokens: Sequence[tuple[TestSequence, int]], traced: Iterable[str]) -> dict[str, Trace]:
+        self.steps += 1
+        found = self._stepper.step(tokens, traced=frozenset(traced))
+        return {name: replace(trace, kv=()) for name, trace in found.items()}
+
+    def _reference(self, length: int) -> Reference:
+        """Return the prompt of this length alone, in the contract's chunks; it runs once."""
+        if length not in self._known:
+            sequence = self._sequence(self._prompt(length))
+            tail = self._stepper.read(sequence.blocks[-1:])
+            for count in scenes.chunks(length, self._limits.chunk):
+                traces = self._step([(sequence, count)], [sequence.name])
+            self._stepper.close()
+            self._known[length] = Reference(
+                prompt=sequence.prompt, blocks=sequence.blocks, tail=tail, trace=traces[sequence.name]
+            )
+        return self._known[length]
+
+    def _sequence(self, prompt: tuple[int, ...], tail: tuple[torch.Tensor, ...] = ()) -> TestSequence:
+        """Return a sequence in blocks of its own. Only the contents of its last block are set: it writes the others."""
+        self._names += 1
+        blocks = self._pool.take(self._blocks_of(len(prompt)))
+        if tail:
+            self._stepper.write(blocks[-1:], tail)
+        return TestSequence(
+            name=f"prompt-{self._names}", prompt=prompt, blocks=blocks, computed=0, sampling=self._sampling
+        )
+
+    def _prompt(self, length: int) -> tuple[int, ...]:
+        return tuple(self._draw.choices(range(self._stepper.vocab_size), k=length))
+
+    def _blocks_of(self, length: int) -> int:
+        return -(-length // self._stepper.block_size)

@@ -1,0 +1,235 @@
+"""Which steps show that a prefill node may pack prompts and cut them anywhere: the plan, without any engine.
+
+Owns: the lengths of the prompts under test, the company that they get, and where they are cut. Lengths are in tokens.
+Must not know: how steps are run and compared (prefill_node/certify.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+BLOCK_EDGES = (1, 15, 16, 17)
+TILE_EDGES = (127, 128, 129)
+"""The lengths around attention's tiles of 128 keys. The shortest prompts come first in every list: if rows matter at
+all, as on a CPU, the first comparison finds it."""
+CUTS = (1, 16, 333, 1000)
+ACCOMPANIED = 2
+"""The most steps of a prompt, its last ones, that hold others, too."""
+MAX_PIECES = 16
+"""The most pieces of one size that a prompt is cut into, at its end; what comes before them is cut as the contract
+says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes of an engine's steps."""
+
+    chunk: int
+    """The most tokens of a prompt in one step, by the contract."""
+    budget: int
+    """The most tokens of a step."""
+    sequences: int
+    """The most sequences of a step."""
+    longest: int
+    """The longest prompt that the test has room for."""
+    buckets: tuple[int, ...] = ()
+    """The numbers of tokens that have a graph, ascending."""
+    scenes: int = 1_000_000
+    """The most scenes of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next tokens of one prompt in a step."""
+
+    prompt: int
+    """The place of the prompt's length in `Scene.probes`, or after all of these in `Scene.others`."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Some steps. Probes are compared with the same prompts in the contract's own form, the others keep them company.
+
+    Each probe's pieces add up to its length. Those of the others may end before: company needs no end.
+    """
+
+    name: str
+    probes: tuple[int, ...]
+    others: tuple[int, ...]
+    steps: tuple[tuple[Piece, ...], ...]
+
+
+def probe_lengths(limits: Limits) -> tuple[int, ...]:
+    """Return the lengths of the prompts under test: around the edges of blocks, tiles and chunks, ascending."""
+    chunk = limits.chunk
+    lengths = {*BLOCK_EDGES, *TILE_EDGES, chunk - 1, chunk, chunk + 1, 2 * chunk + 3, limits.longest}
+    return tuple(sorted(length for length in lengths if 1 <= length <= limits.longest))
+
+
+def chunks(length: int, chunk: int) -> tuple[int, ...]:
+    """Return a prompt's chunks as the contract cuts them."""
+    return tuple(min(chunk, length - start) for start in range(0, length, chunk))
+
+
+def packed(limits: Limits) -> Iterator[Scene]:
+    """Yield the scenes with several prompts in a step; every prompt is cut as the contract says.
+
+    First come all short prompts together, and the longest one beside as many tokens as fit: mostly one of the two shows
+    at once if other rows matter. Then come steps at both sides of the edges of graphs, and every prompt first, in the
+    middle and last in its steps, beside whole prompts and beside prompts with context in turn.
+    """
+    lengths = probe_lengths(limits)
+    yield from _together(lengths, limits)
+    yield from (scene for scene in [_beside(limits.longest, "last", limits.budget, 0, limits)] if scene.others)
+    yield from _edges(lengths, limits)
+    totals = itertools.cycle((limits.budget, limits.chunk // 4, limits.budget - 1, limits.chunk // 4 - 1, limits.chunk))
+    contexts = itertools.cycle((0, 1, 2))
+    for length in lengths:
+        for place in ("first", "middle", "last"):
+            scene = _beside(length, place, next(totals), next(contexts), limits)
+            if scene.others:
+                yield scene
+
+
+def _together(lengths: Sequence[int], limits: Limits) -> Iterator[Scene]:
+    short = tuple(_fitting(lengths, min(limits.chunk, limits.budget), limits))
+    if len(short) > 1:
+        steps = (tuple(Piece(number, length) for number, length in enumerate(short)),)
+        yield Scene(f"{len(short)} prompts in a step of {sum(short)}", short, (), steps)
+
+
+def _edges(lengths: Sequence[int], limits: Limits) -> Iterator[Scene]:
+    """Yield a step with each number of tokens at both sides of the buckets' edges."""
+    edges = {total for edge in limits.buckets for total in (edge, edge + 1)}
+    for total in sorted(edge for edge in edges if edge <= limits.budget):
+        short = tuple(_fitting(lengths, total - 1, limits))
+        others = _parts(total - sum(short), limits.longest, limits.sequences - len(short))
+        if short and others:
+            pieces = tuple(Piece(number, length) for number, length in enumerate((*short, *others)))
+            name = f"{len(short)} prompts beside {len(others)} others in a step of {sum(short) + sum(others)}"
+            yield Scene(name, short, others, (pieces,))
+
+
+def _fitting(lengths: Sequence[int], room: int, limits: Limits) -> Iterator[int]:
+    """Yield the shortest lengths that fit into one step together with one more sequence."""
+    for length in lengths[: max(limits.sequences - 1, 1)]:
+        room -= length
+        if room < 0 or length > limits.chunk:
+            return
+        yield length
+
+
+def _beside(length: int, place: str, total: int, contexts: int, limits: Limits) -> Scene:
+    """Return a scene in which one prompt has company in its last steps, at most `ACCOMPANIED`.
+
+    A runner may order a step by the number of tokens (vllm/v1/worker/gpu/model_runner.py: `sort_batch_req_ids`), so a
+    prompt comes first beside longer ones and last beside shorter ones, here and there.
+    contexts: how many of the others have computed a part of themselves in an earlier step.
+    """
+    others: list[int] = []
+    before: list[tuple[Piece, ...]] = []
+    steps: list[tuple[Piece, ...]] = []
+    cuts = chunks(length, limits.chunk)
+    for left, count in zip(range(len(cuts), 0, -1), cuts, strict=True):
+        room = min(max(total, 2 * count), limits.budget) - count if left <= ACCOMPANIED else 0
+        smaller, larger = _company(count, place, room, limits)
+        pieces: list[Piece] = []
+        for size in (*smaller, *larger):
+            head = min(max(limits.chunk // 4, 1), limits.longest - size) if len(others) < contexts else 0
+            others.append(head + size)
+            pieces.append(Piece(len(others), size))
+            if head:
+                before.append((Piece(len(others), head),))
+        pieces.insert(len(smaller), Piece(0, count))
+        steps.append(tuple(pieces))
+    sums = ", ".join(str(sum(piece.count for piece in step)) for step in steps)
+    name = f"{place} of {len(others) + 1} prompts in steps of {sums}, {len(before)} of them with context"
+    return Scene(name, (length,), tuple(others), (*before, *steps))
+
+
+def _company(count: int, place: str, room: int, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lengths of the others in a step with `room` for them: those that come before a piece and after it."""
+    seats = limits.sequences - 1
+    shortest = min(count, limits.longest)
+    if place == "last":
+        return _parts(room, shortest, seats), ()
+    smaller = _parts(room // 2, shortest, seats // 2) if place == "middle" else ()
+    rest = room - sum(smaller)
+    return smaller, _parts(rest, limits.longest, min(seats - len(smaller), rest // count, 3))
+
+
+def _parts(total: int, longest: int, most: int) -> tuple[int, ...]:
+    """Cut `total` into at most `most` nearly equal parts, none above `longest`; what does not fit is left out."""
+    if total <= 0 or most <= 0:
+        return ()
+    number = min(max(-(-total // longest), min(most, 3)), most, total)
+    return tuple(min(longest, total // number + (index < total % number)) for index in range(number))
+
+
+def cut(limits: Limits) -> Iterator[Scene]:
+    """Yield the scenes in which prompts run alone, but are cut elsewhere than the contract says."""
+    lengths = probe_lengths(limits)
+    wanted = (TILE_EDGES[-1], BLOCK_EDGES[-1], limits.chunk + 1, 2 * limits.chunk + 3)
+    for length in dict.fromkeys(_closest(lengths, close) for close in wanted):
+        for size in sorted({*CUTS, limits.chunk - 16, limits.budget}):
+            pieces = _pieces(length, size, limits)
+            if pieces != chunks(length, limits.chunk):
+                yield Scene(f"cut into pieces of {size}", (length,), (), tuple((Piece(0, count),) for count in pieces))
+
+
+def _closest(lengths: Sequence[int], wanted: int) -> int:
+    return min(lengths, key=lambda length: abs(length - wanted))
+
+
+def _pieces(length: int, size: int, limits: Limits) -> tuple[int, ...]:
+    """Cut the end of a prompt into pieces of `size`, and what is before them as the contract says."""
+    if not 1 <= size <= limits.budget:
+        return chunks(length, limits.chunk)
+    tail = min(MAX_PIECES, -(-length // size))
+    head = max(0, length - tail * size)
+    return (*chunks(head, limits.chunk), *chunks(length - head, size))
+
+
+def cut_and_packed(limits: Limits) -> Iterator[Scene]:
+    """Yield the scenes in which several prompts that are cut elsewhere share their steps."""
+    lengths = [length for length in probe_lengths(limits) if length > BLOCK_EDGES[-1]][-limits.sequences :]
+    for size in CUTS[1:]:
+        count = min(size, limits.budget // max(len(lengths), 1))
+        if count < 1 or len(lengths) < 2:
+            return
+        cuts = [_pieces(length, count, limits) for length in lengths]
+        # All end together, so that the last steps hold prompts with context only.
+        steps: list[tuple[Piece, ...]] = []
+        for back in range(max(map(len, cuts)), 0, -1):
+            step = [Piece(number, pieces[-back]) for number, pieces in enumerate(cuts) if len(pieces) >= back]
+            if sum(piece.count for piece in step) > limits.budget:
+                steps += [(piece,) for piece in step]
+            else:
+                steps.append(tuple(step))
+        yield Scene(f"{len(lengths)} prompts in pieces of {count} in the same steps", tuple(lengths), (), tuple(steps))
+
+
+def planned(kind: Callable[[Limits], Iterator[Scene]], limits: Limits) -> Iterator[Scene]:
+    """Return the scenes of one kind, at most `Limits.scenes`."""
+    return itertools.islice(kind(limits), limits.scenes)
+
+
+def blocks_wanted(limits: Limits, block_size: int) -> int:
+    """Return how many KV blocks the whole test needs: all references, and the largest scene beside them."""
+
+    def blocks(lengths: Iterable[int]) -> int:
+        return sum(-(-length // block_size) for length in lengths)
+
+    all_scenes = itertools.chain(*(planned(kind, limits) for kind in (packed, cut, cut_and_packed)))
+    sizes = [blocks([*scene.probes, *scene.others]) for scene in all_scenes]
+    return blocks(probe_lengths(limits)) + max([blocks([limits.longest]), *sizes])
+
+
+def within(limits: Limits, blocks: int, block_size: int) -> Limits:
+    """Return the limits with a longest prompt so short that the whole test fits into `blocks` KV blocks."""
+    while limits.longest > 1 and blocks_wanted(limits, block_size) > blocks:
+        limits = replace(limits, longest=limits.longest // 2)
+    return limits

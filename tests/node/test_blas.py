@@ -1,0 +1,286 @@
+"""What cuBLASLt is asked, and what follows from its answers. The library itself answers only beside a GPU."""
+
+# ruff: noqa: N802, N815  # The names are those of a C library.
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.loading import load
+
+GOOD = (66, 20, 1, 0, 0, 3, 35, 0, 4)
+"""An algorithm: id, tile, K splits, reduction scheme, swizzle, custom option, stages, inner shape, cluster shape."""
+
+
+@pytest.fixture(scope="module")
+def blas() -> ModuleType:
+    return load("corun.node.vllm.blas")
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return load("torch")
+
+
+class Library:
+    """libcublasLt as `Heuristic` calls it: it keeps what it is told, and answers by the number of rows."""
+
+    def __init__(self, answer: Callable[[int], tuple[int, ...] | None] = lambda rows: GOOD) -> None:
+        self.answer = answer
+        self.set: dict[int, dict[int, int]] = {}
+        self.layouts: dict[int, tuple[int, ...]] = {}
+        self.alive: set[int] = set()
+        self.asked: list[tuple[int, ...]] = []
+
+    def _make(self, made: Any) -> int:
+        handle = len(self.set) + 1
+        self.set[handle] = {}
+        self.alive.add(handle)
+        made._obj.value = handle
+        return handle
+
+    def cublasLtCreate(self, made: Any) -> int:
+        self._make(made)
+        return 0
+
+    cublasLtMatmulPreferenceCreate = cublasLtCreate
+
+    def cublasLtMatmulDescCreate(self, made: Any, compute: Any, scale: Any) -> int:
+        self.set[self._make(made)] = {-1: compute.value, -2: scale.value}
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, made: Any, kind: Any, rows: Any, columns: Any, leading: Any) -> int:
+        self.layouts[self._make(made)] = (kind.value, rows.value, columns.value, leading.value)
+        return 0
+
+    def _attribute(self, target: Any, attribute: int, value: Any, size: Any) -> int:
+        assert size.value == ctypes.sizeof(value._obj)
+        self.set[target.value][attribute] = value._obj.value
+        return 0
+
+    cublasLtMatmulPreferenceSetAttribute = cublasLtMatmulDescSetAttribute = _attribute
+    cublasLtMatrixLayoutSetAttribute = _attribute
+
+    def _destroy(self, target: Any) -> int:
+        self.alive.remove(target.value)
+        return 0
+
+    cublasLtMatmulDescDestroy = cublasLtMatrixLayoutDestroy = _destroy
+
+    def cublasLtMatmulAlgoGetHeuristic(
+        self,
+        handle: Any,
+        operation: Any,
+        a: Any,
+        b: Any,
+        c: Any,
+        d: Any,
+        preference: Any,
+        count: int,
+        result: Any,
+        n: Any,
+    ) -> int:
+        assert c is d
+        rows = {self.set[layout.value][3] for layout in (b, c)}
+        assert len(rows) == 1
+        self.asked.append((operation.value, a.value, b.value, c.value, preference.value))
+        found = self.answer(rows.pop())
+        n._obj.value = 0 if found is None else count
+        for index, value in enumerate(found or ()):
+            result[index] = value
+        return 0
+
+    def cublasLtMatmulAlgoConfigGetAttribute(
+        self, result: Any, number: int, value: Any, size: Any, written: Any
+    ) -> int:
+        assert size.value == (2 if number in (7, 8) else 4)
+        value._obj.value = result[number]
+        return 0
+
+
+def product(blas: ModuleType, torch: Any, most: int = 40, n: int = 24, k: int = 16, bias: bool = False) -> Any:
+    layer = torch.nn.Linear(k, n, bias=bias, dtype=torch.bfloat16)
+    return blas.Product(n, k, torch.bfloat16, bias, (layer,), most)
+
+
+def test_it_asks_as_torch_does(blas: ModuleType, torch: Any) -> None:
+    library = Library()
+    heuristic = blas.Heuristic(library)
+    assert blas.algorithms(heuristic, product(blas, torch)) == {blas.Algorithm(*GOOD): list(range(1, 41))}
+    operation, a, b, c, preference = library.asked[-1]
+    # 32-bit sums; the weight is transposed, x is not; no bias.
+    assert library.set[operation] == {-1: 68, -2: 0, 3: 1, 4: 0}
+    # bf16, columns first: W.T is [16, 24], x.T is [16, rows], the product's [24, rows].
+    assert (library.layouts[a], library.layouts[b][:2], library.layouts[c][:2]) == (
+        (14, 16, 24, 16),
+        (14, 16),
+        (14, 24),
+    )
+    assert library.set[b][3] == library.set[c][3] == 40
+    # 1 KiB of workspace, no reduction scheme, all matrices aligned to 256 bytes.
+    assert library.set[preference] == {1: 1024, 3: 0, 5: 256, 6: 256, 7: 256, 8: 256}
+    assert len(library.asked) == 40
+    assert len(library.alive) == 2  # the handle and the preferences
+
+
+def test_a_bias_is_part_of_the_question(blas: ModuleType, torch: Any) -> None:
+    library, wanted = Library(), product(blas, torch, bias=True)
+    blas.algorithms(blas.Heuristic(library), wanted)
+    asked = library.set[library.asked[0][0]]
+    assert (asked[7], asked[8]) == (4, wanted.layers[0].bias.data_ptr())
+
+
+def changed(at: int, value: int) -> tuple[int, ...]:
+    return (*GOOD[:at], value, *GOOD[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (changed(2, 2), "splits K for 17 rows"),
+        (changed(3, 2), "splits K for 17 rows"),
+        (None, "has no algorithm in cuBLASLt for 17 rows"),
+    ],
+    ids=["two splits", "a reduction scheme", "no answer"],
+)
+def test_a_split_at_any_number_of_rows_is_refused(
+    blas: ModuleType, torch: Any, bad: tuple[int, ...] | None, words: str
+) -> None:
+    library = Library(lambda rows: bad if rows == 17 else GOOD)
+    with pytest.raises(blas.RefusedError, match=f"the product with 1 weights of 24 x 16 {words}"):
+        blas.algorithms(blas.Heuristic(library), product(blas, torch))
+
+
+def test_algorithms_have_the_rows_that_they_are_picked_for(blas: ModuleType, torch: Any) -> None:
+    other = changed(1, 31)
+    heuristic = blas.Heuristic(Library(lambda rows: other if 8 <= rows < 20 else GOOD))
+    (found,) = blas.surveyed(heuristic, [product(blas, torch, most=30)])
+    assert found == {
+        blas.Algorithm(*GOOD): [*range(1, 8), *range(20, 31)],
+        blas.Algorithm(*other): list(range(8, 20)),
+    }
+
+
+def test_every_algorithm_is_compared_at_the_ends_of_its_range(
+    blas: ModuleType, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`linear` is replaced by one whose rows do not depend on each other, then by one with another order at 20 rows."""
+    seen: list[int] = []
+    other: set[int] = set()
+
+    def linear(x: Any, weight: Any, bias: Any) -> Any:
+        seen.append(len(x))
+        y = (x.float().unsqueeze(1) * weight.float()).sum(-1).to(x.dtype)
+        return y + 1 if len(x) in other else y
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    wanted = product(blas, torch, most=300)
+    found = {blas.Algorithm(*GOOD): [1, 2, 3, 20], blas.Algorithm(*changed(1, 3)): list(range(4, 20))}
+    with torch.inference_mode():
+        blas.check(wanted, found)
+        assert {1, 20, 4, 19, 256} <= set(seen)
+        other.add(20)
+        with pytest.raises(blas.RefusedError, match="have other bits among 20 rows than among 256"):
+            blas.check(wanted, found)
+
+
+class UnquantizedLinearMethod:
+    pass
+
+
+class Fp8LinearMethod:
+    pass
+
+
+def model(torch: Any, *, method: Any = UnquantizedLinearMethod) -> Any:
+    """Two layers of two products each, and an lm_head that is also the table of embeddings."""
+
+    class LinearBase(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self, n: int, k: int, bias: bool = False) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(n, k, dtype=torch.bfloat16), requires_grad=False)
+            self.bias = torch.nn.Parameter(torch.empty(n, dtype=torch.bfloat16)) if bias else None
+            self.quant_method = method()
+
+    made = torch.nn.Module()
+    made.layers = torch.nn.ModuleList(
+        torch.nn.ModuleDict({"a": LinearBase(8, 4), "b": LinearBase(4, 8, True)}) for _ in "12"
+    )
+    made.embed = torch.nn.Embedding(32, 4, dtype=torch.bfloat16)
+    made.embed.quant_method = UnquantizedLinearMethod()
+    made.lm_head = made.embed
+    return made
+
+
+def test_the_products_of_a_model_are_its_linear_layers_by_shape(blas: ModuleType, torch: Any) -> None:
+    found = blas.products(model(torch), budget=4096, sequences=64)
+    shapes = [(one.n, one.k, one.has_bias, len(one.layers), one.most_rows) for one in found]
+    assert sorted(shapes) == [(4, 8, True, 2, 4096), (8, 4, False, 2, 4096), (32, 4, False, 1, 64)]
+
+
+def test_layers_whose_kernels_are_not_known_are_refused(blas: ModuleType, torch: Any) -> None:
+    with pytest.raises(blas.RefusedError, match=r"layers\.0\.a is computed by Fp8LinearMethod"):
+        blas.products(model(torch, method=Fp8LinearMethod), 64, 8)
+
+
+def headers() -> str:
+    found = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
+    paths = [path for root in roots for path in root.glob("*/include/cublasLt.h")]
+    if not paths:
+        pytest.skip("cuBLAS's headers are not installed")
+    folder = paths[0].parent
+    return "".join((folder / name).read_text() for name in ("cublasLt.h", "cublas_api.h", "library_types.h"))
+
+
+def test_the_numbers_are_those_of_the_headers(blas: ModuleType, torch: Any) -> None:
+    text = headers()
+
+    def number(name: str) -> int:
+        found = re.search(rf"\b{name}\s*=\s*(\d+)", text)
+        assert found, name
+        return int(found[1])
+
+    names = {
+        "CUBLASLT_MATMUL_DESC_TRANSA": blas.DESC_TRANSA,
+        "CUBLASLT_MATMUL_DESC_TRANSB": blas.DESC_TRANSB,
+        "CUBLASLT_MATMUL_DESC_EPILOGUE": blas.DESC_EPILOGUE,
+        "CUBLASLT_MATMUL_DESC_BIAS_POINTER": blas.DESC_BIAS_POINTER,
+        "CUBLASLT_EPILOGUE_BIAS": blas.EPILOGUE_BIAS,
+        "CUBLASLT_MATRIX_LAYOUT_COLS": blas.LAYOUT_COLS,
+        "CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES": blas.PREF_MAX_WORKSPACE_BYTES,
+        "CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK": blas.PREF_REDUCTION_SCHEME_MASK,
+        "CUBLAS_COMPUTE_32F": blas.COMPUTE_32F,
+        "CUDA_R_32F": blas.DATA_TYPES[torch.float32],
+        "CUDA_R_16F": blas.DATA_TYPES[torch.float16],
+        "CUDA_R_16BF": blas.DATA_TYPES[torch.bfloat16],
+        "CUBLASLT_REDUCTION_SCHEME_NONE": 0,
+        "CUBLAS_OP_T": 1,
+    }
+    assert {name: number(name) for name in names} == names
+    alignments = tuple(number(f"CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_{matrix}_BYTES") for matrix in "ABCD")
+    assert alignments == blas.PREF_MIN_ALIGNMENT_BYTES
+    kinds = ("ID", "TILE_ID", "SPLITK_NUM", "REDUCTION_SCHEME", "CTA_SWIZZLING", "CUSTOM_OPTION", "STAGES_ID")
+    attributes = [number(f"CUBLASLT_ALGO_CONFIG_{kind}") for kind in (*kinds, "INNER_SHAPE_ID", "CLUSTER_SHAPE_ID")]
+    assert attributes == [attribute for attribute, _ in blas.ALGO_ATTRIBUTES]
+
+
+def test_the_library_that_is_installed_knows_all_calls_and_refuses_without_a_gpu(blas: ModuleType, torch: Any) -> None:
+    found = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
+    paths = [path for root in roots for path in root.glob("*/lib/libcublasLt.so.*")]
+    if not paths or torch.cuda.is_available():
+        pytest.skip("cuBLASLt is not installed, or there is a GPU")
+    library = ctypes.CDLL(str(paths[0]))
+    for name in dir(Library):
+        if name.startswith("cublasLt"):
+            assert hasattr(library, name)
+    with pytest.raises(blas.RefusedError, match="cuBLASLt answers cublasLtCreate with status 1"):
+        blas.Heuristic(library)

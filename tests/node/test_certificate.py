@@ -1,0 +1,159 @@
+"""A certificate: what it holds, what it says, and what changes its digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.contract import DecodeContract, ModelContract, PrefillContract
+from corun.errors import InvalidArgumentError
+from corun.node.certificate import SELF_TEST_FAILED, Certificate
+from corun.types import Freedom, FreedomStatus
+from decode_node import engine as decode
+from prefill_node import engine as prefill
+
+EVIDENCE: dict[str, Any] = {
+    "steps": 350,
+    "comparisons": 440,
+    "products": 5,
+    "algorithms": 300,
+    "versions": ["vllm 0.26.0", "driver 580"],
+    "seconds": [["heuristic", 2.5], ["steps", 8.0]],
+}
+BOTH = {Freedom.PACKED: "", Freedom.CHUNKS: ""}
+
+
+def rank(packed: str = "", chunks: str = "", **evidence: Any) -> dict[str, Any]:
+    """What a worker sends, after its way through msgpack."""
+    sent = {"refused": {"packed": packed, "chunks": chunks}, "evidence": {**EVIDENCE, **evidence}}
+    return dict(json.loads(json.dumps(sent)))
+
+
+def test_a_freedom_is_held_if_no_rank_refuses_it() -> None:
+    assert Certificate.of_ranks(BOTH, [rank(), rank()]).held == {"packed", "chunks"}
+    found = Certificate.of_ranks(BOTH, [rank(), rank(chunks="the KV of layer 0 differs")])
+    assert found.held == {"packed"}
+    assert found.freedoms[1].refused == "rank 1: the KV of layer 0 differs"
+    assert Certificate.of_ranks(BOTH, [rank(packed="rows")]).freedoms[0].refused == "rows"
+
+
+def test_what_was_not_tested_says_why() -> None:
+    why = {Freedom.PACKED: "switched off by --no-packed-prefill", Freedom.CHUNKS: ""}
+    sent = rank()
+    del sent["refused"]["packed"]
+    found = Certificate.of_ranks(why, [sent])
+    assert found.freedoms == (FreedomStatus(name="packed", refused=why[Freedom.PACKED]), FreedomStatus(name="chunks"))
+    nothing = Certificate.of_ranks(dict.fromkeys(Freedom, "no"))
+    assert nothing.held == frozenset()
+    assert (nothing.evidence.steps, len(nothing.digest)) == (0, 64)
+
+
+def test_the_digest_is_of_all_but_the_durations() -> None:
+    one = Certificate.of_ranks(BOTH, [rank()])
+    assert Certificate.of_ranks(BOTH, [rank(seconds=[["steps", 9.0]])]).digest == one.digest
+    changes: tuple[dict[str, Any], ...] = ({"steps": 1}, {"comparisons": 1}, {"algorithms": 1}, {"versions": ["other"]})
+    others = {Certificate.of_ranks(BOTH, [rank(**change)]).digest for change in changes}
+    others |= {Certificate.of_ranks(BOTH, [rank(packed=reason)]).digest for reason in ("a", "b")}
+    assert len(others - {one.digest}) == 6
+
+
+def test_a_freedom_is_taken_away_for_a_reason() -> None:
+    one = Certificate.of_ranks(BOTH, [rank(chunks="first")])
+    after = one.without(Freedom.PACKED, "a prompt gave other bits in service").without(Freedom.CHUNKS, "later")
+    assert after.held == frozenset()
+    assert [freedom.refused for freedom in after.freedoms] == ["a prompt gave other bits in service", "first"]
+    assert after.digest != one.digest
+    with pytest.raises(InvalidArgumentError, match="reason"):
+        one.without(Freedom.PACKED, "")
+
+
+def test_a_log_line_says_all_of_it() -> None:
+    text = str(Certificate.of_ranks(BOTH, [rank(chunks="the KV of layer 0")]))
+    for words in ("packed;", "chunks is refused (the KV of layer 0)", "350 steps", "heuristic 2.50 s", "driver 580"):
+        assert words in text
+
+
+def test_settings_switch_freedoms_off_and_say_so() -> None:
+    assert prefill.untested(PrefillConfig(model="m"), "") == BOTH
+    off = PrefillConfig(model="m", packed_prefill=False, free_chunks=False)
+    assert prefill.untested(off, "") == {
+        Freedom.PACKED: "switched off by --no-packed-prefill",
+        Freedom.CHUNKS: "switched off by --no-free-chunks",
+    }
+    assert decode.untested(DecodeConfig(model="m", smaller_steps=False), "") == "switched off by --no-smaller-steps"
+    assert decode.untested(DecodeConfig(model="m"), "") == ""
+
+
+def test_a_node_that_failed_its_self_test_tests_no_freedoms() -> None:
+    assert set(prefill.untested(PrefillConfig(model="m"), "a difference").values()) == {SELF_TEST_FAILED}
+    assert decode.untested(DecodeConfig(model="m"), "a difference") == SELF_TEST_FAILED
+
+
+class Llm:
+    """The workers of an engine, which answer calls by name."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.calls: list[tuple[Any, ...]] = []
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, *args))
+        return list(self.answers.get(method, [None, None]))
+
+
+def rows(sizes: list[int], reason: str = "") -> dict[str, Any]:
+    return {"sizes": sizes, "refused": {"rows": reason}, "evidence": EVIDENCE}
+
+
+async def test_ranks_that_disagree_on_rows_use_what_all_have_found() -> None:
+    llm = Llm(certify_freedoms=[rows([1, 4, 16]), rows([4, 16, 32])])
+    sizes, certificate = await decode.certify_rows(llm)
+    assert (sizes, certificate.held) == ([4, 16], {"rows"})
+    assert llm.calls == [("certify_freedoms", ["rows"]), ("use_rows", [4, 16])]
+    sizes, certificate = await decode.certify_rows(Llm(certify_freedoms=[rows([1]), rows([2])]))
+    assert (sizes, certificate.freedoms[0].refused) == ([], "the ranks agree on no number of rows")
+    sizes, certificate = await decode.certify_rows(Llm(certify_freedoms=[rows([1]), rows([], "the logits")]))
+    assert (sizes, certificate.freedoms[0].refused) == ([], "rank 1: the logits")
+
+
+async def test_smaller_steps_that_are_switched_off_are_not_tested() -> None:
+    llm = Llm()
+    sizes, certificate = await decode.certify_rows(llm, "switched off by --no-smaller-steps")
+    assert (sizes, certificate.held, llm.calls) == ([], frozenset(), [])
+
+
+async def test_a_decode_engine_gives_smaller_steps_up() -> None:
+    llm: Any = Llm()
+    certificate = Certificate.of_ranks({Freedom.ROWS: ""}, [rows([4])])
+    engine = decode.VllmDecodeEngine(llm, None, None, certificate)  # type: ignore[arg-type]
+    engine.step_sizes = shared = [4, 16]
+    await engine.refuse(Freedom.ROWS, "other bits in service")
+    assert (engine.freedoms, shared, llm.calls) == (frozenset(), [16], [("use_rows", [])])
+    assert engine.certificate.freedoms == (FreedomStatus(name="rows", refused="other bits in service"),)
+
+
+async def test_a_prefill_engine_gives_a_freedom_up() -> None:
+    certificate = Certificate.of_ranks(BOTH, [rank()])
+    none: Any = None
+    engine = prefill.VllmPrefillEngine(none, none, none, none, none, 0.0, certificate)
+    assert engine.freedoms == {"packed", "chunks"}
+    await engine.refuse(Freedom.PACKED, "other bits in service")
+    assert engine.freedoms == {"chunks"}
+    assert engine.certificate.freedoms[0].refused == "other bits in service"
+
+
+def test_freedoms_are_no_part_of_the_contract() -> None:
+    """Nodes with other freedoms have the same fingerprint: they give the same bits."""
+    names = {f.name for part in (ModelContract, PrefillContract, DecodeContract) for f in dataclasses.fields(part)}
+    assert not names & {"freedoms", "certificate", "packed_prefill", "free_chunks", "smaller_steps"}
+    contract_settings = {
+        f.name
+        for config in (PrefillConfig, DecodeConfig)
+        for f in dataclasses.fields(config)
+        if f.metadata.get("contract")
+    }
+    assert not contract_settings & {"packed_prefill", "free_chunks", "smaller_steps"}

@@ -1,0 +1,98 @@
+"""What an engine is refused every freedom for, by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corun.node.vllm.structure import refused
+from corun.types import Freedom
+from tests.loading import load
+
+BOTH = {Freedom.PACKED, Freedom.CHUNKS}
+
+
+class Linear:
+    pass
+
+
+class GateLinear(Linear):
+    pass
+
+
+class Router(GateLinear):
+    """A subclass of vLLM's."""
+
+
+def engine(*, modules: tuple[Any, ...] = (Linear(),), **changes: Any) -> tuple[Any, Any]:
+    """The parts of a `VllmConfig` that are read, and a model."""
+    values: dict[str, Any] = {
+        "mode": "VLLM_COMPILE",
+        "backend": "inductor",
+        "rms_norm": ["native"],
+        "fused_add_rms_norm": ["native"],
+        "compile_sizes": [],
+        "ranges": 1,
+        "use_mla": False,
+        "head_size": 128,
+        **changes,
+    }
+    compilation = SimpleNamespace(
+        mode=SimpleNamespace(name=values["mode"]),
+        backend=values["backend"],
+        compile_sizes=values["compile_sizes"],
+        get_compile_ranges=lambda: [None] * values["ranges"],
+    )
+    priority = SimpleNamespace(rms_norm=values["rms_norm"], fused_add_rms_norm=values["fused_add_rms_norm"])
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        kernel_config=SimpleNamespace(ir_op_priority=priority),
+        model_config=SimpleNamespace(use_mla=values["use_mla"], get_head_size=lambda: values["head_size"]),
+    )
+    return config, SimpleNamespace(modules=lambda: modules)
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_size": 256}, {"rms_norm": []}])
+def test_nothing_is_known_against_a_compiled_engine(changes: dict[str, Any]) -> None:
+    assert refused(*engine(**changes)) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mode": "NONE"}, "norms run eagerly"),
+        ({"backend": "eager"}, "norms run eagerly"),
+        ({"rms_norm": ["vllm_c", "native"]}, "rms_norm is computed by 'vllm_c'"),
+        ({"fused_add_rms_norm": ["oink"]}, "fused_add_rms_norm is computed by 'oink'"),
+        ({"compile_sizes": [1]}, "compile_sizes"),
+        ({"ranges": 2}, "compile_ranges_endpoints"),
+        ({"modules": (Linear(), Router())}, "its router (GateLinear)"),
+        ({"head_size": 64}, "its heads have 64 numbers"),
+        ({"use_mla": True, "mode": "NONE"}, "norms run eagerly"),
+    ],
+)
+def test_what_is_known_refuses_both(changes: dict[str, Any], reason: str) -> None:
+    found = refused(*engine(**changes))
+    assert found.keys() == BOTH
+    assert all(reason in words for words in found.values())
+
+
+def test_mla_may_not_pack_since_its_contexts_meet_in_a_step() -> None:
+    """Its heads are none of FlashAttention's plain ones; whether it may cut, steps show."""
+    found = refused(*engine(use_mla=True, head_size=576))
+    assert found.keys() == {Freedom.PACKED}
+    assert "how many contexts share the step" in found[Freedom.PACKED]
+
+
+def test_vllm_has_what_is_read() -> None:
+    """The names, in the vLLM that is installed."""
+    compilation = load("vllm.config.compilation")
+    assert compilation.CompilationMode.VLLM_COMPILE.name == "VLLM_COMPILE"
+    made = compilation.CompilationConfig(compile_ranges_endpoints=[2048])
+    assert len(made.get_compile_ranges()) == 1
+    priority = load("vllm.config.kernel").IrOpPriorityConfig()
+    assert hasattr(priority, "rms_norm")
+    assert hasattr(priority, "fused_add_rms_norm")
+    assert load("vllm.model_executor.layers.fused_moe.router.gate_linear").GateLinear.__name__ == "GateLinear"
