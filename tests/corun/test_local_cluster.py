@@ -42,7 +42,7 @@ async def test_a_killed_decode_node_changes_no_bit() -> None:
             if not tokens:
                 name = await drawing(cluster)
                 held = ", ".join(cluster.held())
-                assert all(f"{what} of {name}@" in held for what in ("1 slots", "claim on a slot", "claim on KV"))
+                assert all(f"{what} of {name}@" in held for what in ("1 leases", "claim on a place", "claim on KV"))
                 await cluster.kill(name)
             tokens += chunk.token_ids
         done = await client.generate("Once upon a time", PARAMS, seed=3)
