@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from corun.types import NodeRole
 from tests.loading import load
-from tests.traces import CPU, Trace
+from tests.traces import CPU, GPU, Platform, Trace, decode_traces
 
 SCHEDULERS = {
     NodeRole.PREFILL: "prefill_node.scheduler.PrefillScheduler",
@@ -25,3 +28,56 @@ def test_blocks_are_zeroed_where_a_cpu_computes(monkeypatch: pytest.MonkeyPatch,
     trace = Trace(slots=2, chunk=16, blocks=9, ops=())
     scheduler = load("tests.stepping").engine(SCHEDULERS[role], trace, CPU, role=role).scheduler
     assert scheduler.needs_kv_cache_zeroing is on_cpu
+
+
+def free_by_ids(scheduler: Any, admitted: Iterable[Any]) -> int:
+    """The definition of `free_blocks`, over lists of block ids."""
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    for request in admitted:
+        held = [block for group in scheduler.kv_cache_manager.get_block_ids(request.request_id) for block in group]
+        free -= max(0, scheduler.blocks_of(request) - len(held))
+    return free
+
+
+@pytest.mark.parametrize("platform", [CPU, GPU], ids=["cpu", "gpu"])
+def test_free_blocks_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPatch, platform: Platform) -> None:
+    """In every step of random traces. A count that forgets what requests hold already is seen to differ."""
+    base, play = load("corun.node.vllm.scheduler").ReservingScheduler, load("tests.stepping").play
+    count, found, forgetful = base.free_blocks, set(), set()
+
+    def watched(scheduler: Any, admitted: Iterable[Any]) -> int:
+        requests, free = list(admitted), scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        counted, expected = count(scheduler, requests), free_by_ids(scheduler, requests)
+        found.add(counted == expected)
+        forgetful.add(free - sum(map(scheduler.blocks_of, requests)) == expected)
+        return int(counted)
+
+    monkeypatch.setattr(base, "free_blocks", watched)
+
+    @settings(
+        max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    @given(decode_traces())
+    def check(trace: Trace) -> None:
+        play(SCHEDULERS[NodeRole.DECODE], trace, platform, role=NodeRole.DECODE)
+
+    check()
+    assert (found, forgetful) == ({True}, {True, False})
+
+
+def test_nothing_is_counted_while_nobody_can_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that admits nobody must not cost the more the more requests run."""
+    stepping = load("tests.stepping")
+    scheduler = stepping.engine(SCHEDULERS[NodeRole.DECODE], Trace(2, 2, 9, ()), CPU, role=NodeRole.DECODE).scheduler
+    counted: list[int] = []
+
+    def count(admitted: list[Any]) -> int:
+        counted.append(len(admitted))
+        return 9
+
+    monkeypatch.setattr(scheduler, "free_blocks", count)
+    request = SimpleNamespace(num_prompt_tokens=1, max_tokens=1)
+    for running, waiting, chosen in ((1, 0, 0), (2, 1, 0), (1, 2, 1)):
+        scheduler.running, scheduler.waiting = [request] * running, [request] * waiting
+        assert scheduler.admissible() == [request] * chosen
+    assert counted == [1], "only where somebody waits and there is a slot"

@@ -59,7 +59,7 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
         """Return the number of free KV blocks that are not reserved for the `admitted` requests' remaining tokens."""
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
         for request in admitted:
-            held = sum(map(len, self.kv_cache_manager.get_block_ids(request.request_id)))
+            held = sum(map(len, self.kv_cache_manager.get_blocks(request.request_id).blocks))
             free -= max(0, self.blocks_of(request) - held)
         return free
 
