@@ -7,9 +7,9 @@ leases, routers.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -250,7 +250,7 @@ class VllmDecodeEngine:
     def _take(self, outputs: list[Any]) -> None:
         """Turn one engine step into rows."""
         self.steps += 1
-        self.on_step([row for output in outputs for row in _rows(output)])
+        self.on_step(_rows(outputs))
 
 
 def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, extra_args: dict[str, Any]) -> Any:
@@ -273,7 +273,7 @@ def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, ex
             stop_token_ids=_stops(params, facts.eos_token_ids),
             ignore_eos=True,
             logit_bias=dict(params.logit_bias) or None,
-            logprobs=0,  # Only the sampled token's log probability, which receipts always need.
+            logprobs=None,  # The worker computes the drawn token's for every request, since receipts always need it.
             detokenize=False,
             extra_args=extra_args,
         )
@@ -327,25 +327,30 @@ async def use_rows(llm: Any, sizes: Sequence[int]) -> None:
     log.info("steps may have %s rows beside all slots", sizes or "no other number of")
 
 
-def _rows(output: Any) -> list[StepRow]:
-    """Return the rows of one request in one step.
+def _rows(outputs: Sequence[Any]) -> list[StepRow]:
+    """Return the rows of one step. A drawn token comes with the bits of its log probability (decode_node/scheduler.py).
 
-    At its first invalid token the request ends. Both samplers give such a token a log probability that is not finite
-    (decode_node/sampling.py). It has gone into the engine's next step already, but only this request reads it there.
+    At its first invalid token a request ends. Both samplers give such a token a log probability that is not finite. It
+    has gone into the engine's next step already, but only this request reads it there.
     """
-    name, tokens, reason = output.request_id, output.new_token_ids, output.finish_reason
-    finish, detail = None, ""
-    if reason is not None:
-        is_end = str(reason) in ("stop", "length")
-        finish = FinishReason(str(reason)) if is_end else FinishReason.ERROR
-        detail = "" if is_end else f"the engine ended the request: {reason}"
-    if not tokens:
-        return [StepRow(name, None, 0.0, finish, detail)] if finish else []
-    logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-    rows = [StepRow(name, token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
-    if finish is not None:
-        rows[-1] = StepRow(name, tokens[-1], logprobs[-1], finish, detail)
-    if all(map(math.isfinite, logprobs)):
-        return rows
-    good = list(itertools.takewhile(lambda row: math.isfinite(row.logprob), rows))
-    return [*good, StepRow(name, None, 0.0, FinishReason.ERROR, NOT_FINITE, not_finite=True)]
+    bits = [output.new_token_ids[1] for output in outputs if output.new_token_ids]
+    logprobs = iter(struct.unpack(f"<{len(bits)}f", struct.pack(f"<{len(bits)}I", *bits)))
+    rows = []
+    for output in outputs:
+        reason = output.finish_reason
+        finish, detail = (None, "") if reason is None else _end(str(reason))
+        if not output.new_token_ids:
+            rows += [StepRow(output.request_id, None, 0.0, finish, detail)] if finish else []
+        elif math.isfinite(logprob := next(logprobs)):
+            rows.append(StepRow(output.request_id, output.new_token_ids[0], logprob, finish, detail))
+        else:
+            ended = FinishReason.ERROR, NOT_FINITE
+            rows.append(StepRow(output.request_id, None, 0.0, *ended, not_finite=True))
+    return rows
+
+
+def _end(reason: str) -> tuple[FinishReason, str]:
+    """Return how a request ended by vLLM's reason, and the words for an end that is no output's own."""
+    if reason in ("stop", "length"):
+        return FinishReason(reason), ""
+    return FinishReason.ERROR, f"the engine ended the request: {reason}"

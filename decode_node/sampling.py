@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-# The version is part of the contract: any change that can change a token gets a new version.
-SAMPLER_VERSION = "corun-inverse-cdf-1"
+# The versions are part of the contract: any change that can change a token or a log probability gets a new version.
+SAMPLER_VERSION = "corun-inverse-cdf-2"
+"""The sampler of this module, which CPU nodes use."""
+GPU_SAMPLER_VERSION = "vllm-v2-gumbel-2"
+"""vLLM's draw with the log probabilities of decode_node/logprob_kernels.py, which GPU nodes use."""
+PART = 4096
+"""The number of logits that are summed up at a time (`log_probabilities`). It must be a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +77,28 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, t
     return torch.where(is_greedy, greedy, drawn), largest.isfinite() & (is_greedy | (chance > 0))
 
 
-def total(draw: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Make vLLM's draw of the GPU runner total, too (vllm/v1/worker/gpu/sample/sampler.py: `Sampler.sample`).
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return each row's log probability of its token.
 
-    For a row of NaN its argmax may give a number beyond the vocabulary. Used as a token, that number would crash the
-    engine or change another request's counts. If the drawn logit is not finite, this function sets the row's raw logit
-    of the token to NaN, so its log probability, which is computed later, is NaN, too. No other bit changes: all other
-    rows get 0 added to one raw logit. The CPU reads no value, so the GPU does not wait for it.
+    The sum of exponentials is taken over parts of `PART` logits, and then over the parts, each time relative to the
+    largest logit, in fp32. Where a part ends depends on nothing but the vocabulary.
+
+    Args:
+        logits: [rows, vocab], before penalties, biases and temperature.
+        tokens: [rows] int64.
+
+    Returns:
+        [rows] fp32; NaN for a row that holds a NaN, whose largest logit is infinite, or in which no token is left.
     """
-
-    def drawn(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map [rows, vocab] raw logits to [rows] int64 token ids and the [rows, vocab] logits they were drawn from."""
-        tokens, processed = draw(logits, *args, **kwargs)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)
-        at = tokens.unsqueeze(-1)
-        found = processed.gather(-1, at)
-        logits.scatter_add_(-1, at, (found - found).to(logits.dtype))
-        return tokens, processed
-
-    return drawn
+    padded = torch.nn.functional.pad(logits.float(), (0, -logits.shape[-1] % PART), value=float("-inf"))
+    parts = padded.unflatten(-1, (-1, PART))
+    largest = parts.amax(dim=-1)
+    shift = largest.masked_fill(largest == float("-inf"), 0)  # A part in which no token is left has the sum 0.
+    sums = (parts - shift.unsqueeze(-1)).exp().sum(dim=-1)
+    most = largest.amax(dim=-1, keepdim=True)
+    total = (sums * (largest - most).exp()).sum(dim=-1)
+    picked = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
+    return picked - most.squeeze(-1) - total.log()
 
 
 def _filtered(scaled: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

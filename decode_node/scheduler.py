@@ -1,7 +1,8 @@
 """Fixed slots: at most `max_num_seqs` requests run, one token each, each with KV room for its whole sequence.
 
-Owns: admission into the engine, and the guarantee that a step holds no prompt token and that no request is preempted.
-A request that is admitted has its KV read at once, also while all slots run, and takes a slot when the KV has arrived.
+Owns: admission into the engine, the guarantee that a step holds no prompt token and that no request is preempted, and
+the form in which a step's tokens and log probabilities leave the engine. A request that is admitted has its KV read at
+once, also while all slots run, and takes a slot when the KV has arrived.
 
 Samples of one prompt share its blocks, by vLLM's prefix cache. A block can be found only after it was *read* and passed
 the check, and only if it is a whole block that ends before the prompt's last position: decode computes that position
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -111,6 +113,21 @@ class FixedSlotScheduler(ReservingScheduler):
         """Let a request run whose KV has arrived, if a slot is free. vLLM asks in the order of arrival, and otherwise
         keeps the request in its place."""
         return len(self.running) < self.slots and bool(super()._try_promote_blocked_waiting_request(request))
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
+        """Add to each drawn token the bits of its log probability, as a second integer of `new_token_ids`.
+
+        The worker computes one for every row (decode_node/worker.py: `as_tensors`), and vLLM carries them in the same
+        output as the tokens of the step. Requests ask vLLM for none, since it would send three arrays for each.
+        """
+        made: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        drawn = [output for outputs in made.values() for output in outputs.outputs if output.new_token_ids]
+        if drawn:
+            bits = model_runner_output.logprobs.logprobs[:, 0].view(np.uint32).tolist()
+            row_of = model_runner_output.req_id_to_index
+            for output in drawn:
+                output.new_token_ids = [*output.new_token_ids, bits[row_of[output.request_id]]]
+        return made
 
     def _check_shape(self, output: SchedulerOutput) -> None:
         tokens = output.num_scheduled_tokens

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from corun.errors import InvalidArgumentError, NotFoundError, OverloadedError, StaleGenerationError, UnavailableError
 from corun.node.kv.handle import binding
@@ -43,9 +43,11 @@ class DecodeRequest:
     """The key of the samples of this prompt that may share its blocks; empty if this one shares none."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """The result of one step for one request. A row that only ends a request has `token_id` None."""
+class StepRow(NamedTuple):
+    """The result of one step for one request. A row that only ends a request has `token_id` None.
+
+    It is a tuple, since several hundred are made in each step, and a frozen dataclass takes three times as long.
+    """
 
     request_id: str
     token_id: int | None
@@ -75,23 +77,13 @@ class StepStream:
 
     def __init__(self, session: int) -> None:
         self.session = session
-        self._pending = pb.StreamStepsResponse()
+        self._pending: list[tuple[int, StepRow]] = []
         self._ready = asyncio.Event()
         self._sent = 0
         self.replaced = False
 
     def add(self, lease_id: int, row: StepRow) -> None:
-        if row.token_id is not None:
-            self._pending.lease_ids.append(lease_id)
-            self._pending.token_ids.append(row.token_id)
-            self._pending.logprobs.append(row.logprob)
-        if row.finish is not None:
-            self._pending.ended.add(
-                lease_id=lease_id,
-                finish_reason=codec.finish_reason_to_proto(row.finish),
-                detail=row.detail,
-                not_finite=row.not_finite,
-            )
+        self._pending.append((lease_id, row))
 
     def flush(self) -> None:
         self._ready.set()
@@ -109,11 +101,26 @@ class StepStream:
             if self.replaced:
                 return
             self._ready.clear()
-            message, self._pending = self._pending, pb.StreamStepsResponse()
-            if message.lease_ids or message.ended:
+            pending, self._pending = self._pending, []
+            if pending:
                 self._sent += 1
-                message.step = self._sent
-                yield message
+                yield _message(self._sent, pending)
+
+
+def _message(step: int, rows: Sequence[tuple[int, StepRow]]) -> pb.StreamStepsResponse:
+    """Return the message with the rows of these leases. Its lists are filled at once, not by one call a number."""
+    drawn = [(lease_id, row.token_id, row.logprob) for lease_id, row in rows if row.token_id is not None]
+    lease_ids, token_ids, logprobs = zip(*drawn, strict=True) if drawn else ((), (), ())
+    message = pb.StreamStepsResponse(step=step, lease_ids=lease_ids, token_ids=token_ids, logprobs=logprobs)
+    for lease_id, row in rows:
+        if row.finish is not None:
+            message.ended.add(
+                lease_id=lease_id,
+                finish_reason=codec.finish_reason_to_proto(row.finish),
+                detail=row.detail,
+                not_finite=row.not_finite,
+            )
+    return message
 
 
 class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):

@@ -1,7 +1,8 @@
-"""The vLLM worker of a decode node: body, lm_head and sampler of a step run on the same number of rows, used or idle.
+"""The vLLM worker of a decode node: body, lm_head and sampler of a step run on fixed numbers of rows, used or idle.
 
-Owns: how a step of n requests is padded, on vLLM's V1 runner (CPU) and V2 runner (GPU), and which numbers of rows may
-run. No other module decides this. Must not know: gRPC, leases, NIXL.
+Owns: how a step of n requests is padded, on vLLM's V1 runner (CPU) and V2 runner (GPU), which numbers of rows may run,
+and whose log probabilities a step returns: ours, for every request, so that requests ask vLLM for none. No other module
+decides this. Must not know: gRPC, leases, NIXL.
 
 The hooks are instance attributes. They are set after vLLM's own warm-up, which runs other shapes on purpose.
 """
@@ -22,12 +23,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
 
 from corun.node.certificate import VOID, Evidence
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
-from decode_node.sampling import IDLE, SAMPLER_VERSION, Draw, sample, total
+from decode_node.sampling import GPU_SAMPLER_VERSION, IDLE, SAMPLER_VERSION, Draw, log_probabilities, sample
 from decode_node.slots import rows_of_step, smaller_than
 
 RowsOf = Callable[[int], int]
@@ -120,7 +123,7 @@ class FixedShapeWorker(NodeWorker):
         self.use(*certified, self.slots)
 
     def observe(self) -> dict[str, Any]:
-        sampler = SAMPLER_VERSION if current_platform.is_cpu() else "vllm-v2-gumbel"
+        sampler = SAMPLER_VERSION if current_platform.is_cpu() else GPU_SAMPLER_VERSION
         return {**super().observe(), "sampler": sampler, "slots": self.slots}
 
 
@@ -140,7 +143,7 @@ def _sampling_style(number: int) -> SamplingParams:
         {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.5},
     ]
     style = styles[number % len(styles)]
-    return SamplingParams(seed=number, max_tokens=64, logprobs=0, ignore_eos=True, detokenize=False, **style)
+    return SamplingParams(seed=number, max_tokens=64, ignore_eos=True, detokenize=False, **style)
 
 
 def fix_shapes_v1(runner: Any, rows_of: RowsOf) -> None:
@@ -185,15 +188,13 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         (decode_node/engine.py), and affects neither this engine nor another request.
         """
         live = self._runner.input_batch.num_reqs
-        logprobs = self.compute_logprobs(logits)
-        logits = logits.to(torch.float32, copy=True)
+        processed = logits.to(torch.float32, copy=True)
         # Biases and penalties work on one element at a time, so the number of rows cannot change a bit there.
-        logits[:live] = self.apply_logits_processors(logits[:live], sampling_metadata, False)
-        tokens, sound = sample(logits, self._draws(logits.shape[0]))
-        picked = logprobs.gather(-1, tokens.unsqueeze(-1))[:live].masked_fill(~sound[:live, None], torch.nan)
+        processed[:live] = self.apply_logits_processors(processed[:live], sampling_metadata, False)
+        tokens, sound = sample(processed, self._draws(logits.shape[0]))
+        picked = log_probabilities(logits, tokens).masked_fill(~sound, torch.nan)[:live]
         tokens = tokens[:live].to(torch.int32).unsqueeze(-1)
-        ranks = torch.zeros(live, dtype=torch.int64)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(tokens, picked, ranks))
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=as_tensors(picked))
 
     def _draws(self, rows: int) -> list[Draw]:
         draws = []
@@ -205,23 +206,80 @@ class FixedRowSampler(Sampler):  # type: ignore[misc]
         return draws + [IDLE] * (rows - len(draws))
 
 
+def as_tensors(logprobs: torch.Tensor) -> LogprobsTensors:
+    """Put [rows] log probabilities where vLLM's runners take them from. Nobody reads the tokens and ranks beside them,
+    so these are empty."""
+    nothing = logprobs.new_empty(0)
+    return LogprobsTensors(nothing, logprobs.unsqueeze(-1), nothing)
+
+
 def fix_shapes_v2(runner: Any, rows_of: RowsOf) -> None:
     """Pad the V2 runner's lm_head and sampler; its captured graph pads the body (vllm/v1/worker/gpu/model_runner.py).
 
-    Rows beyond the live requests repeat the first request. Sampling only reads its state, and the results of these rows
-    are cut off.
+    Log probabilities are computed here for every row, whatever the request asks for.
     """
+    from decode_node.logprob_kernels import draw_and_score  # noqa: PLC0415  # Triton need not be there without a GPU.
+
+    sampler = runner.sampler
+    changes = np.zeros(runner.max_num_reqs, dtype=bool)  # by the request's place in the runner's state
+    add_request = sampler.add_request
+
+    def noted_request(place: int, prompt_length: int, params: Any) -> None:
+        changes[place] = changes_logits(params)
+        add_request(place, prompt_length, params)
 
     def sample_fixed_rows(hidden: torch.Tensor, batch: Any, grammar_output: Any) -> tuple[Any, Any, Any]:
         if grammar_output is not None:
             raise RuntimeError("structured output is not part of the contract")
-        padded = pad_batch(batch, rows_of(batch.num_reqs))
-        logits = runner.model.compute_logits(hidden[padded.logits_indices])
-        output = cut(runner.sampler(logits, padded), batch.num_reqs)
-        return output, output.num_sampled, output.num_rejected
+        live, places = batch.num_reqs, batch.idx_mapping_np
+        at, mapping, local = columns(batch, sampled_rows(rows_of(live)))
+        positions, inputs = batch.positions[at], batch.input_ids[at]
 
-    runner.sampler.sample = total(runner.sampler.sample)
+        def draw(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            drawn: tuple[torch.Tensor, torch.Tensor] = sampler.sample(logits, mapping, places, positions, inputs, local)
+            return drawn
+
+        logits = runner.model.compute_logits(hidden[at])
+        tokens, logprobs = draw_and_score(draw, logits, changes=bool(changes[places].any()))
+        ones, prompts = batch.seq_lens.new_ones(live), sampler.req_states.prefill_len.gpu
+        counts = get_num_sampled_and_rejected(ones, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prompts)
+        return (SamplerOutputV2(tokens[:live].unsqueeze(-1), as_tensors(logprobs[:live]), None, *counts), *counts)
+
+    sampler.add_request = noted_request
+    sampler.returns_logprobs = lambda places: False  # Otherwise vLLM would clone all logits.
     runner.sample = sample_fixed_rows
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Return whether vLLM's V2 sampler may change the logits of such a request (vllm/v1/worker/gpu/sample/sampler.py:
+    `apply_sampling_params`). It applies a temperature of 1 to none, and 0 stands for greedy."""
+    filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    lists = params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_tokens
+    return bool(params.temperature not in (0, 1) or filters or penalties or lists)
+
+
+def sampled_rows(rows: int) -> int:
+    """Return the number of rows of lm_head and sampler in a GPU's step of `rows` rows: the next multiple of 16.
+
+    vLLM filters by top-k and top-p with another algorithm below 8 rows (vllm/v1/sample/ops/topk_topp_sampler.py:
+    `apply_top_k_top_p`), and Triton compiles another kernel where the number of rows is no multiple of 16.
+    """
+    return -(-rows // 16) * 16
+
+
+def columns(batch: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `logits_indices`, `expanded_idx_mapping` and `expanded_local_pos` of a V2 `InputBatch` for `rows` rows.
+
+    Rows beyond the live requests repeat these in turn. Sampling only reads their state, and the results of these rows
+    are cut off.
+    """
+    found = batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos
+    if rows == batch.num_reqs:
+        return found
+    repeated = torch.arange(rows, device=batch.logits_indices.device) % batch.num_reqs
+    at, mapping, local = (column[repeated] for column in found)
+    return at, mapping, local
 
 
 def choose_graphs_v2(manager: Any, sizes: Sequence[int]) -> None:
@@ -245,41 +303,3 @@ def without_graphs_v2(manager: Any) -> Iterator[None]:
         yield
     finally:
         manager._candidates = candidates
-
-
-def pad_batch(batch: Any, rows: int) -> Any:
-    """Return a V2 `InputBatch` whose sampling fields have `rows` rows, with one row of logits each."""
-    live = batch.num_reqs
-
-    def pad(column: Any) -> Any:
-        """Pad [>= live] to [rows] by repeating the first value."""
-        parts = [column[:live], column[:1].repeat(rows - live)]
-        return np.concatenate(parts) if isinstance(column, np.ndarray) else torch.cat(parts)
-
-    starts = np.arange(rows + 1, dtype=batch.cu_num_logits_np.dtype)
-    columns = ("idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens")
-    return replace(
-        batch,
-        num_reqs=rows,
-        **{name: pad(getattr(batch, name)) for name in (*columns, "logits_indices")},
-        cu_num_logits=torch.arange(rows + 1, dtype=batch.cu_num_logits.dtype, device=batch.cu_num_logits.device),
-        cu_num_logits_np=starts,
-    )
-
-
-def cut(output: Any, live: int) -> Any:
-    """Return the first `live` rows of a V2 `SamplerOutput`."""
-    logprobs = output.logprobs_tensors
-    if logprobs is not None:
-        logprobs = logprobs._replace(
-            logprob_token_ids=logprobs.logprob_token_ids[:live],
-            logprobs=logprobs.logprobs[:live],
-            selected_token_ranks=logprobs.selected_token_ranks[:live],
-        )
-    return replace(
-        output,
-        sampled_token_ids=output.sampled_token_ids[:live],
-        logprobs_tensors=logprobs,
-        num_sampled=output.num_sampled[:live],
-        num_rejected=output.num_rejected[:live],
-    )

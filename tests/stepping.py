@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -95,6 +96,8 @@ class _Engine:
         self._hasher = (
             get_request_block_hasher(BLOCK_SIZE, sha256) if config.cache_config.enable_prefix_caching else None
         )
+        self.ships_bits = scheduler.startswith("decode_node.")
+        """Whether a log probability's bits come with each token (decode_node/scheduler.py)."""
         self.record = Record()
         self.table: SlotTable | None = None
         """The leases of the node. With them, requests that get none never arrive."""
@@ -242,7 +245,14 @@ class _Engine:
 
     def _take(self, output: Any) -> None:
         number = int(output.request_id)
-        self.record.outputs.setdefault(number, []).extend(output.new_token_ids)
+        outputs = self.record.outputs.setdefault(number, [])
+        if self.ships_bits and output.new_token_ids:
+            token, bits = output.new_token_ids
+            expected = np.float32(-(number + (len(outputs) + 1) / 1024))
+            assert bits == int(expected.view(np.uint32)), "the log probability is of another token"
+            outputs.append(token)
+        else:
+            outputs += output.new_token_ids
         if output.finish_reason is not None:
             self.record.finished[number] = str(output.finish_reason)
             self._release(number)
@@ -271,12 +281,20 @@ class _Worker:
 
     def execute(self, output: SchedulerOutput, requests: dict[str, Request]) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)
+        drawn = [[] if requests[name].is_prefill_chunk else [self._draw(name)] for name in names]
+        logprobs = np.array([[self.logprob(name)] for name in names], dtype=np.float32)
+        nothing = np.empty(0, dtype=np.int64)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[] if requests[name].is_prefill_chunk else [self._draw(name)] for name in names],
+            sampled_token_ids=drawn,
+            logprobs=LogprobsLists(nothing, logprobs.reshape(len(names), 1), nothing),
             kv_connector_output=self._transfer(output),
         )
+
+    def logprob(self, name: str) -> float:
+        """The log probability of a request's last token: it tells the request and the token's number."""
+        return -(int(name) + self._drawn.get(name, 0) / 1024)
 
     def _draw(self, name: str) -> int:
         drawn = self._drawn[name] = self._drawn.get(name, 0) + 1

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from corun.config.fields import DecodeConfig
@@ -62,10 +61,10 @@ def engine() -> VllmDecodeEngine:
     return VllmDecodeEngine(llm, FACTS, contract)  # type: ignore[arg-type]
 
 
-def output(name: str, tokens: list[int], logprobs: list[float], reason: Any = None) -> Any:
+def output(name: str, token: int | None = None, logprob: float = 0.0, reason: Any = None) -> Any:
     """What one step gives one request (vllm/v1/engine/__init__.py: EngineCoreOutput)."""
-    table = SimpleNamespace(logprobs=np.array([[value] for value in logprobs], dtype=np.float32))
-    return SimpleNamespace(request_id=name, new_token_ids=tokens, new_logprobs=table, finish_reason=reason)
+    pair = [] if token is None else [token, *struct.unpack("<I", struct.pack("<f", logprob))]
+    return SimpleNamespace(request_id=name, new_token_ids=pair, finish_reason=reason)
 
 
 def rows_of(engine: VllmDecodeEngine, *outputs: Any) -> list[StepRow]:
@@ -78,7 +77,7 @@ def rows_of(engine: VllmDecodeEngine, *outputs: Any) -> list[StepRow]:
 
 def test_a_step_is_handed_on_whole_with_the_bits_of_log_probabilities(engine: VllmDecodeEngine) -> None:
     value = struct.unpack("<f", struct.pack("<I", 0xBDCCCCCD))[0]
-    rows = rows_of(engine, output("a", [7], [-0.5]), output("b", [8], [value]))
+    rows = rows_of(engine, output("a", 7, -0.5), output("c"), output("b", 8, value))
     assert rows == [StepRow("a", 7, -0.5), StepRow("b", 8, value)]
     assert struct.pack("<f", rows[1].logprob) == struct.pack("<I", 0xBDCCCCCD)
 
@@ -86,12 +85,12 @@ def test_a_step_is_handed_on_whole_with_the_bits_of_log_probabilities(engine: Vl
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_log_probability_that_is_not_finite_ends_its_request_alone(engine: VllmDecodeEngine, value: float) -> None:
     """Whatever made it so, on either runner: the token means nothing, and nothing after it does."""
-    rows = rows_of(engine, output("a", [7, 8, 9], [-1.0, value, -1.0]), output("b", [8], [-0.25]))
+    rows = rows_of(engine, output("a", 7, -1.0), output("b", 8, value), output("c", 9, -0.25))
     detail = "the logits of the next token are not finite"
     assert rows == [
         StepRow("a", 7, -1.0),
-        StepRow("a", None, 0.0, FinishReason.ERROR, detail, not_finite=True),
-        StepRow("b", 8, -0.25),
+        StepRow("b", None, 0.0, FinishReason.ERROR, detail, not_finite=True),
+        StepRow("c", 9, -0.25),
     ]
 
 
@@ -101,12 +100,11 @@ def test_an_end_comes_with_the_last_token_or_alone(engine: VllmDecodeEngine) -> 
     for reason in load("vllm.v1.engine").FinishReason:
         finish = ours.get(reason.name, FinishReason.ERROR)
         detail = "" if reason.name in ours else f"the engine ended the request: {reason}"
-        assert rows_of(engine, output("a", [7, 8], [-1.0, -2.0], reason), output("b", [], [], reason)) == [
-            StepRow("a", 7, -1.0),
+        assert rows_of(engine, output("a", 8, -2.0, reason), output("b", reason=reason)) == [
             StepRow("a", 8, -2.0, finish, detail),
             StepRow("b", None, 0.0, finish, detail),
         ]
-    assert rows_of(engine, output("b", [], [])) == []
+    assert rows_of(engine, output("b")) == []
 
 
 PEER = NixlEndpoint(engine_id="p0-engine", host="10.0.0.9", port=7000, tp_size=1, stamp_addresses=(1,))

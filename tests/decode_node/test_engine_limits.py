@@ -48,8 +48,8 @@ class Limits:
     accepted: Sequence[Any]
     refused: Mapping[Any, str]
     why: str = ""
-    fixed: Any = None
-    """What the engine is always given; None: what the client gave."""
+    fixed: tuple[Any, ...] = ()
+    """What the engine is always given; empty: what the client gave."""
 
 
 LIMITS: dict[str, Limits] = {
@@ -83,14 +83,14 @@ LIMITS: dict[str, Limits] = {
     ),
     "min_tokens": Limits(accepted=[0, 16], refused={-1: REFUSES, 17: REFUSES}),  # At most max_tokens.
     "stop": Limits(
-        accepted=[(), ("x" * 256,) * 16], refused={("",): REFUSES, ("x" * 257,): TAKES}, why="the router's", fixed=[]
+        accepted=[(), ("x" * 256,) * 16], refused={("",): REFUSES, ("x" * 257,): TAKES}, why="the router's", fixed=([],)
     ),
     "stop_token_ids": Limits(
         accepted=[(), (0,), (VOCAB - 1,), tuple(range(64))],
         refused={("1",): REFUSES, tuple(range(65)): TAKES, (-1,): TAKES},
         why="those and the model's own end tokens are at most 128, of which each is a token",
     ),
-    "ignore_eos": Limits(accepted=[False, True], refused={1: TAKES}, why="must be a boolean", fixed=True),
+    "ignore_eos": Limits(accepted=[False, True], refused={1: TAKES}, why="must be a boolean", fixed=(True,)),
     "presence_penalty": Limits(accepted=[-2, 2], refused={below(-2): REFUSES, above(2): REFUSES, NAN: REFUSES}),
     "frequency_penalty": Limits(accepted=[-2, 2], refused={below(-2): REFUSES, above(2): REFUSES, NAN: REFUSES}),
     "repetition_penalty": Limits(
@@ -111,8 +111,10 @@ LIMITS: dict[str, Limits] = {
         refused={((0, above(100)),): TAKES, ((0, NAN),): TAKES, ((-1, 0.0),): REFUSES, ((VOCAB, 0.0),): REFUSES},
         why="beyond 100 a bias only forces or forbids, and sums must be finite",
     ),
-    "logprobs": Limits(accepted=[False, True], refused={5: TAKES}, why="receipts need it of every token", fixed=0),
-    "n": Limits(accepted=[1, 256], refused={0: REFUSES, 257: TAKES}, why="a sample is a request of its own", fixed=1),
+    "logprobs": Limits(accepted=[False, True], refused={5: TAKES}, why="the worker gives it of all", fixed=(None,)),
+    "n": Limits(
+        accepted=[1, 256], refused={0: REFUSES, 257: TAKES}, why="a sample is a request of its own", fixed=(1,)
+    ),
 }
 
 
@@ -124,7 +126,7 @@ def _vllm() -> None:
 def assert_unchanged(params: SamplingParams) -> None:
     """The engine holds what the client asked for; with temperature 0 it drops the filters, which then do nothing."""
     made = engine_params(params, 1, FACTS, {})
-    given = {name: limits.fixed for name, limits in LIMITS.items() if limits.fixed is not None}
+    given = {name: limits.fixed[0] for name, limits in LIMITS.items() if limits.fixed}
     given |= {field.name: getattr(params, field.name) for field in fields(params) if field.name not in given}
     if params.greedy:
         given |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -165,7 +167,7 @@ def test_what_the_engine_refuses_or_changes_we_refuse(name: str) -> None:
             check_vocabulary(SamplingParams(**{name: value}), VOCAB)
         assert caught.value.field.startswith(f"sampling_params.{name}")
         assert verdict(name, value) == expected, value
-    assert bool(limits.why) is (TAKES in limits.refused.values() or limits.fixed is not None)
+    assert bool(limits.why) is (TAKES in limits.refused.values() or bool(limits.fixed))
 
 
 def test_the_gpu_runner_has_room_for_all_that_we_accept() -> None:

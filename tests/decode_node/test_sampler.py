@@ -70,7 +70,7 @@ def metadata(batch: Sequence[Any], outputs: list[list[int]]) -> Any:
         top_p=None,
         top_k=None,
         generators={},
-        max_num_logprobs=0,
+        max_num_logprobs=None,
         no_penalties=False,
         prompt_token_ids=torch.tensor([PROMPT] * len(batch)),
         frequency_penalties=column(batch, "frequency_penalty"),
@@ -95,7 +95,6 @@ def drawn(logits: torch.Tensor, *fields: dict[str, Any]) -> list[tuple[int, floa
     runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=len(batch), req_ids=names), requests=states)
     output = load("decode_node.worker").FixedRowSampler(runner)(logits, metadata(batch, outputs))
     tokens = output.sampled_token_ids[:, 0].tolist()
-    assert tokens == output.logprobs_tensors.logprob_token_ids[:, 0].tolist()
     return list(zip(tokens, output.logprobs_tensors.logprobs[:, 0].tolist(), strict=True))
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node import sampling
-from decode_node.sampling import IDLE, Draw, total, variate
+from decode_node.sampling import IDLE, PART, Draw, log_probabilities, variate
 
 STEPS = 2**53
 """The number of values that R can take."""
@@ -68,7 +68,7 @@ def test_variates_are_pinned() -> None:
         (2**63 - 1, 2**32 - 1): "0x1.c22d6a8dcc202p-2",
     }
     assert {key: variate(*key).hex() for key in vectors} == vectors
-    assert sampling.SAMPLER_VERSION == "corun-inverse-cdf-1"
+    assert sampling.SAMPLER_VERSION == "corun-inverse-cdf-2"
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**32))
@@ -290,15 +290,30 @@ def test_a_token_is_in_the_vocabulary_whatever_the_row_and_its_draw_are(
     assert sound[1]
 
 
-def test_the_gpu_runners_draw_is_made_total() -> None:
-    """Test it on a draw like vLLM's on GPUs, which gives a token beyond the vocabulary for a row of NaN, and keeps the
-    raw logits apart from those that it draws from."""
-    raw = torch.tensor([[0.5, -0.0, 2.0], [NAN] * 3, [1.0, 2.0, 3.0], [-INF] * 3, [1.0, 2.0, 3.0]])
-    processed = raw.clone()
-    processed[2, 1], processed[4] = INF, torch.tensor([-INF] * 3)
-    given_logits = raw.clone()
-    tokens, used = total(lambda logits, **_: (torch.tensor([1, 4, 1, 0, 0]), processed))(given_logits, pos=None)
-    assert (tokens.tolist(), used is processed) == ([1, 2, 1, 0, 0], True)
-    picked = given_logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
-    assert picked.isfinite().tolist() == [True, False, False, False, False]
-    assert torch.equal(given_logits[0], raw[0])
+def test_exact_sums_have_exact_logarithms() -> None:
+    """Of n equal logits in any places, each has the probability 1/n; all other tokens are masked."""
+    for count in (1, 2, 64, 100):
+        logits = torch.full((2, 2 * PART + 17), -INF)
+        logits[:, :: 2 * PART // count][:, :count] = 3.0
+        found = log_probabilities(logits, torch.tensor([0, 1]))
+        assert found[0] == -torch.tensor(float(count)).log()
+        assert found[1] == -INF
+
+
+@pytest.mark.parametrize("vocab", [1, PART - 1, PART, PART + 1, 2 * PART + 17])
+def test_log_probabilities_are_those_of_the_whole_row(vocab: int) -> None:
+    """Compare with double precision, and with the same rows in other places, bit for bit."""
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab)) * 5
+    tokens = logits.argmax(dim=-1)
+    found = log_probabilities(logits, tokens)
+    expected = logits.double().log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert torch.equal(log_probabilities(logits.flip(0), tokens.flip(0)), found.flip(0))
+
+
+@pytest.mark.parametrize("bad", [[NAN, 1.0], [1.0, INF], [-INF, -INF]])
+def test_a_row_that_is_not_finite_has_no_log_probability(bad: list[float]) -> None:
+    logits = torch.tensor([[0.5, 2.0], bad, [0.5, 2.0]])
+    found = log_probabilities(logits, torch.tensor([1, 1, 1]))
+    assert found.isnan().tolist() == [False, True, False]
+    assert found[0] == found[2]

@@ -85,9 +85,13 @@ async def drawn(llm: Any, role: str) -> list[tuple[int, str]]:
     from vllm.sampling_params import SamplingParams
 
     length, count = REQUESTS[role]
-    sampling = SamplingParams(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True, detokenize=False)
+    decodes = role == "decode"
+    asked = None if decodes else 0
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, logprobs=asked, ignore_eos=True, detokenize=False)
     async for output in llm.generate(TokensPrompt(prompt_token_ids=[5] * length), sampling, secrets.token_hex(8)):
         found = output.outputs[0]
+    if decodes:  # Each token with the bits of its log probability, as they leave the engine.
+        return list(zip(found.token_ids[::2], map(hex, found.token_ids[1::2]), strict=True))
     rows = zip(found.token_ids, found.logprobs, strict=True)
     return [(token, float(logprobs[token].logprob).hex()) for token, logprobs in rows]
 

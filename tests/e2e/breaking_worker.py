@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -15,7 +16,7 @@ from vllm.v1.sample.sampler import Sampler
 from corun.node.kv.stamps import DIGEST
 from corun.node.vllm import pin, selftest
 from decode_node import sampling
-from decode_node.worker import FixedShapeWorker
+from decode_node import worker as decode
 from prefill_node import certify as prefill
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.worker import PrefillWorker
@@ -61,8 +62,8 @@ def eager_body(worker: Any) -> Any:
 def unpadded_lm_head(worker: Any) -> Any:
     """lm_head sees as many rows as there are requests; only its result is padded."""
     if not current_platform.is_cpu():
-        runner = worker.model_runner
-        return mock.patch.object(runner, "sample", type(runner).sample.__get__(runner))
+        columns = decode.columns
+        return mock.patch.object(decode, "columns", lambda batch, rows: columns(batch, batch.num_reqs))
     model = worker.model_runner.model
     rows = worker.vllm_config.scheduler_config.max_num_seqs
 
@@ -79,7 +80,8 @@ def sampler_of_one_generator(worker: Any) -> Any:
     class StockSampler(Sampler):  # type: ignore[misc]
         def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
             live = worker.model_runner.input_batch.num_reqs
-            return super().forward(logits[:live], sampling_metadata, *args, **kwargs)
+            metadata = replace(sampling_metadata, max_num_logprobs=0)  # The trace needs the drawn token's.
+            return super().forward(logits[:live], metadata, *args, **kwargs)
 
     return mock.patch.object(worker.model_runner, "sampler", StockSampler())
 
@@ -173,7 +175,7 @@ class _Breakable:
             runner._zero_block_ids = lambda blocks: None
 
 
-class BreakableDecodeWorker(_Breakable, FixedShapeWorker):
+class BreakableDecodeWorker(_Breakable, decode.FixedShapeWorker):
     breaks: ClassVar[dict[str, Break]] = (
         {
             "split-KV on": split_kv,

@@ -109,7 +109,7 @@ def test_nodes_on_one_gpu_start_side_by_side(on_gpu: None, tmp_path: Path, monke
     started: list[str] = []
     cluster = nodes.Nodes(Topology(model="tiny", prefill_gpus=(0, 1), decode_gpus=(0, 2)), nodes.Processes(tmp_path))
     monkeypatch.setattr(cluster.processes, "start", lambda name, *flags: started.append(name))
-    monkeypatch.setattr(cluster, "status", lambda: cluster._stopped.set())
+    monkeypatch.setattr(cluster, "status", cluster._stopped.set)
     with pytest.raises(nodes.StartError, match="stopped while it started"):
         cluster.start()
     assert started == ["router", "p0", "p1", "d0", "d1"]

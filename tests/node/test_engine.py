@@ -156,7 +156,7 @@ async def test_a_step_is_handed_on_whole_and_counted_where_vllm_counts() -> None
     """What vLLM's own output loop would have told its metrics of a step, and nothing when nobody asked for metrics."""
     stats: list[tuple[Any, Any, int]] = []
     taken: list[list[Any]] = []
-    output = SimpleNamespace(new_token_ids=[7])
+    output = SimpleNamespace(new_token_ids=[7, 0xBDCCCCCD])
     steps = [SimpleNamespace(outputs=[output, output], scheduler_stats="s1", engine_index=0)]
     steps.append(SimpleNamespace(outputs=[], scheduler_stats="s2", engine_index=0))
 

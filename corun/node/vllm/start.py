@@ -242,7 +242,8 @@ def step_llm() -> Any:
                     # Update vLLM's metrics of steps, as its own loop does. Those of requests need its output processor.
                     step = IterationStats() if outputs.outputs else None
                     if step is not None:
-                        step.num_generation_tokens = sum(len(output.new_token_ids) for output in outputs.outputs)
+                        # A step draws one token a request; bits may stand beside it (decode_node/scheduler.py).
+                        step.num_generation_tokens = sum(bool(output.new_token_ids) for output in outputs.outputs)
                     self.logger_manager.record(outputs.scheduler_stats, step, engine_idx=outputs.engine_index)
             except Exception:
                 log.exception("the engine's output loop ended")
