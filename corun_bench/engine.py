@@ -28,8 +28,6 @@ from corun_bench.systems import LADDER, EngineSettings
 
 ISOLATED = "prefill_node.scheduler.PrefillScheduler"
 """It isolates all prompts here: no request of a benchmark's engine says that its prompt may share a step."""
-PADDING = (1, 2, 4, 8)
-"""Step sizes, in rows, that a padding sweep can run in addition to those of a decode node."""
 
 
 def prepare(settings: EngineSettings) -> bool:
@@ -99,9 +97,7 @@ def arguments(settings: EngineSettings, on_cpu: bool) -> Any:
         from prefill_node.engine import prefill_buckets
 
         made.max_num_batched_tokens = settings.chunk_size
-        padding = [size for size in PADDING if size < settings.slots]
-        steps = {*padding, *smaller_than(settings.slots), settings.slots}
-        sizes = sorted({*prefill_buckets(settings.chunk_size), *steps})
+        sizes = sorted({*prefill_buckets(settings.chunk_size), *smaller_than(settings.slots), settings.slots})
         made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
     # The steps of the paper's ablation (Section V-E); each step contains the one before.
     if settings.kind == "std+isolated":

@@ -64,9 +64,9 @@ class Certification:
         """
         scenes: dict[str, Callable[[], dict[str, list[Trace]]]] = {
             "alone, in other KV blocks": self._one_by_one,
-            "half of the rows busy": lambda: self._in_groups(rows, 0.5, moving=False),
-            "all rows busy": lambda: self._in_groups(rows, 1.0, moving=False),
-            "rows move": lambda: self._in_groups(rows, 0.5, moving=True),
+            "half of the rows busy": lambda: self._in_groups(rows, part=2, moving=False),
+            "all rows busy": lambda: self._in_groups(rows, part=1, moving=False),
+            "rows move": lambda: self._in_groups(rows, part=2, moving=True),
         }
         findings = (self._stepper.agree(self._compared(scene(), name)) for name, scene in scenes.items())
         return next((finding for finding in findings if finding), "")
@@ -86,13 +86,11 @@ class Certification:
         alone = (self._play([probe], crowd=0, moving=False) for probe in self._probes)
         return {name: traces for found in alone for name, traces in found.items()}
 
-    def _in_groups(self, rows: int, busy: float, *, moving: bool) -> dict[str, list[Trace]]:
-        """Run the probes together, in groups of at most `rows`. busy: the part of the other rows that are busy, too."""
-        traces: dict[str, list[Trace]] = {}
-        for start in range(0, len(self._probes), rows):
-            group = self._probes[start : start + rows]
-            traces |= self._play(group, crowd=int((rows - len(group)) * busy), moving=moving)
-        return traces
+    def _in_groups(self, rows: int, *, part: int, moving: bool) -> dict[str, list[Trace]]:
+        """Run the probes in groups that fit into `rows` rows, each beside neighbours in 1/`part` of the rows left."""
+        groups = (self._probes[start : start + rows] for start in range(0, len(self._probes), rows))
+        played = (self._play(group, crowd=(rows - len(group)) // part, moving=moving) for group in groups)
+        return {name: traces for found in played for name, traces in found.items()}
 
     def _probe(self, number: int) -> Probe:
         length = self._draw.randint(1, self._longest)

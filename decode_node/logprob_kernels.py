@@ -9,7 +9,6 @@ it. Must not know: requests, parameters of sampling.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -50,7 +49,14 @@ def draw_and_score(draw: Draw, logits: torch.Tensor, *, changes: bool) -> tuple[
 
 @triton.jit(do_not_specialize=["copies"])  # type: ignore[untyped-decorator]
 def _sum_parts(
-    logits: Any, copy: Any, copies: Any, stride: Any, vocab: Any, largest: Any, sums: Any, size: tl.constexpr
+    logits: tl.tensor,
+    copy: tl.tensor,
+    copies: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    largest: tl.tensor,
+    sums: tl.tensor,
+    size: tl.constexpr,
 ) -> None:
     """Find the largest logit of one part of one row, and the sum of exp(logit - largest); copy the part if asked.
 
@@ -72,16 +78,16 @@ def _sum_parts(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _combine(
-    logits: Any,
-    drawn_from: Any,
-    stride: Any,
-    drawn_stride: Any,
-    vocab: Any,
-    tokens: Any,
-    largest: Any,
-    sums: Any,
-    parts: Any,
-    found: Any,
+    logits: tl.tensor,
+    drawn_from: tl.tensor,
+    stride: tl.tensor,
+    drawn_stride: tl.tensor,
+    vocab: tl.tensor,
+    tokens: tl.tensor,
+    largest: tl.tensor,
+    sums: tl.tensor,
+    parts: tl.tensor,
+    found: tl.tensor,
     width: tl.constexpr,
 ) -> None:
     """Combine the parts of one row, and give its token's log probability."""

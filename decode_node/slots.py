@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from corun.types import places
 
-SMALLER = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
+SMALLER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """The numbers of rows that are tried, as far as they are below the number of slots."""
 
 

@@ -58,8 +58,10 @@ def test_few_rows_and_little_room_suffice(rows: int, num_blocks: int) -> None:
     assert certify(FakeStepper(num_blocks=num_blocks), rows) == ""
 
 
+@pytest.mark.parametrize("fewer", [1, 2, 4, ROWS // 2])
 @pytest.mark.parametrize("bits_depend_on_rows", [False, True])
-def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool) -> None:
+def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool, fewer: int) -> None:
+    """There are more probes than the smallest steps have rows; no step may have more rows than it is certified for."""
     rows_of_a_step = ROWS
 
     def flaw(row: int, batch: list[Any], sequence: Any) -> Any:
@@ -69,10 +71,10 @@ def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool) -> No
     test = load("decode_node.certify").Certification(stepper, ROWS, number_of)
     assert test.check(ROWS) == ""
     stepper.steps.clear()
-    rows_of_a_step = ROWS // 2
-    finding = test.check(ROWS // 2)
+    rows_of_a_step = fewer
+    finding = test.check(fewer)
     assert ("probe-0 differs in step 0" in finding) == bits_depend_on_rows
-    assert max(map(len, stepper.steps)) == (1 if bits_depend_on_rows else ROWS // 2)
+    assert max(map(len, stepper.steps)) == (1 if bits_depend_on_rows else fewer)
 
 
 def test_every_style_of_sampling_is_probed() -> None:

@@ -12,13 +12,15 @@ import pytest
 from corun.config.fields import PrefillConfig
 from corun.errors import InvalidArgumentError
 from corun.models import tiny
+from corun.node.certificate import SELF_TEST_FAILED
 from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, binding, owner
 from corun.node.kv.stamps import stamps
 from corun.node.vllm.start import EngineFacts
 from corun.receipt import prompt_digest
-from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef
+from corun.testing.engines import certificate
+from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from prefill_node import engine as engine_module
-from prefill_node.engine import STEP_TOKENS, VllmPrefillEngine, allowed, arguments, prefill_buckets
+from prefill_node.engine import STEP_TOKENS, VllmPrefillEngine, arguments, prefill_buckets, untested
 from tests.loading import load
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -87,7 +89,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
 @pytest.fixture
 def engine(llm: Llm) -> Engine:
     contract: Any = None
-    made = Engine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
+    made = Engine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
     made.given, made.cached = [], []
     return made
 
@@ -112,7 +114,7 @@ async def test_a_handle_says_what_came_from_the_cache(engine: Engine) -> None:
 async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> None:
     load("vllm.v1.engine.exceptions")
     contract: Any = None
-    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
+    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
     uses: list[tuple[frozenset[str], str]] = [
         (frozenset(), "a"),
         (frozenset({CACHED}), ""),
@@ -146,9 +148,10 @@ async def test_a_prompt_may_do_what_its_node_may_unless_it_is_isolated(engine: E
 
 def test_settings_take_freedoms_away() -> None:
     base = PrefillConfig(model="m")
-    assert allowed(base) == {Freedom.PACKED, Freedom.CHUNKS}
-    assert allowed(replace(base, packed_prefill=False)) == {Freedom.CHUNKS}
-    assert allowed(replace(base, free_chunks=False)) == {Freedom.PACKED}
+    assert untested(base, "") == {Freedom.PACKED: "", Freedom.CHUNKS: ""}
+    assert untested(replace(base, packed_prefill=False), "")[Freedom.PACKED] == "switched off by --no-packed-prefill"
+    assert untested(replace(base, free_chunks=False), "")[Freedom.CHUNKS] == "switched off by --no-free-chunks"
+    assert set(untested(base, "it moved").values()) == {SELF_TEST_FAILED}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
 async def test_what_vllm_refuses_of_a_prompt_is_no_fault_of_the_node(llm: Llm) -> None:
     load("vllm.v1.engine.exceptions")
     contract: Any = None
-    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5)
+    engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
     with pytest.raises(InvalidArgumentError, match=r"^prompt\.token_ids = 2 tokens: not today$"):
         await engine.prefill("r", [1, 2], READER)
 
