@@ -22,7 +22,8 @@ from corun.node.vllm import start as base
 from corun.node.vllm.start import EngineFacts
 from corun.params import SamplingParams
 from corun.receipt import prompt_digest
-from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef
+from corun.testing.engines import certificate
+from corun.types import FinishReason, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from decode_node.engine import VllmDecodeEngine, arguments
 from decode_node.service import DecodeRequest, StepRow
 from tests.loading import load
@@ -58,7 +59,7 @@ def engine() -> VllmDecodeEngine:
         llm.engine_core.asked.append(request)
 
     llm.engine_core.add_request_async = add_request_async
-    return VllmDecodeEngine(llm, FACTS, contract)  # type: ignore[arg-type]
+    return VllmDecodeEngine(llm, FACTS, contract, certificate(NodeRole.DECODE))  # type: ignore[arg-type]
 
 
 def output(name: str, token: int | None = None, logprob: float = 0.0, reason: Any = None) -> Any:

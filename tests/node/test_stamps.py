@@ -78,12 +78,6 @@ def test_prompts_have_the_same_digests_as_far_as_they_begin_alike(left: list[int
         assert (x == y) == (left[: ends[0][i]] == right[: ends[1][i]])
 
 
-def test_a_claim_of_the_last_blocks_needs_their_own_stamps() -> None:
-    last = replace(CLAIM, first=2)
-    assert compare(last, rows(B + 2, B + 3, B + 4), lambda blocks: rows()).refusal == ""
-    assert "is not this prompt's" in compare(last, rows(B, B + 1, B + 2), lambda blocks: rows()).refusal
-
-
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20))
 def test_runs_cover_the_blocks_in_order(blocks: list[int]) -> None:
     found = list(runs(blocks))
