@@ -83,9 +83,7 @@ class VllmDecodeEngine:
         self.facts = facts
         self.contract = contract
         self.certificate = certificate
-        """What the node may do, by its own test, and why it may not do the rest. Only `refuse` changes it."""
-        self.freedoms: frozenset[str] = certificate.held
-        """What steps make use of now."""
+        """What the node may do, by its own test, and why it may not do the rest."""
         self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
         self.on_death: Callable[[], None] = lambda: None
         self.on_finding: Callable[[str], None] = lambda finding: None
@@ -114,17 +112,6 @@ class VllmDecodeEngine:
         engine.step_sizes = [*sizes, config.slots]
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
-
-    async def refuse(self, freedom: Freedom, reason: str) -> None:
-        """Use a freedom no longer: from the next step on, every step has a row for each slot.
-
-        Raises UnavailableError if the engine does not answer in time.
-        """
-        self.certificate = self.certificate.without(freedom, reason)
-        self.freedoms -= {freedom.value}
-        if freedom is Freedom.ROWS:
-            await use_rows(self._llm, [])
-            del self.step_sizes[:-1]
 
     async def start(self, request: DecodeRequest) -> None:
         """See `DecodeEngine.start`.
@@ -317,14 +304,9 @@ async def certify_rows(llm: Any, untested: str = "") -> tuple[list[int], Certifi
     if certificate.held and not common:
         certificate = certificate.without(Freedom.ROWS, "the ranks agree on no number of rows")
     if ranks:
-        await use_rows(llm, common)
+        await base.call_workers(llm, "use_rows", common, timeout_s=base.OBSERVE_TIMEOUT_S)
+        log.info("steps may have %s rows beside all slots", common or "no other number of")
     return common, certificate
-
-
-async def use_rows(llm: Any, sizes: Sequence[int]) -> None:
-    """Let the engine run steps of these numbers of rows beside those of all slots."""
-    await base.call_workers(llm, "use_rows", sizes, timeout_s=base.OBSERVE_TIMEOUT_S)
-    log.info("steps may have %s rows beside all slots", sizes or "no other number of")
 
 
 def _rows(outputs: Sequence[Any]) -> list[StepRow]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from corun.node.kv.handle import (
     FREEDOMS_PARAM,
     OWNERS_PARAM,
     STAMPS_PARAM,
+    STEPS_PARAM,
     bound,
     is_checked,
     owner,
@@ -34,6 +36,7 @@ from corun.node.vllm.facts import model_contract, prefill_contract
 from corun.params import check_lengths
 from corun.receipt import prompt_digest
 from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
+from prefill_node.recheck import Computation, Digests
 
 STEP_TOKENS = 4096
 """The most tokens of a step that holds several prompts, unless a chunk is longer.
@@ -86,6 +89,12 @@ def salt(scope: str, freedoms: Collection[str]) -> str:
     return json.dumps([scope, *sorted(freedoms)])
 
 
+def in_words(freedoms: Collection[str], cached_tokens: int, steps: Sequence[Sequence[int]]) -> str:
+    """Return how a prompt was computed. steps: as under `STEPS_PARAM`."""
+    ran = "; ".join(f"{own} of the {total} tokens of {prompts} prompts" for own, prompts, total in steps)
+    return f"it may use {', '.join(sorted(freedoms))}, took {cached_tokens} tokens from the cache, and ran as {ran}"
+
+
 def untested(config: PrefillConfig, finding: str) -> dict[Freedom, str]:
     """Return the freedoms of a prefill node, each with the reason why it is not tested; empty: it is.
 
@@ -115,7 +124,7 @@ class VllmPrefillEngine:
         self.facts = facts
         self.contract = contract
         self.certificate = certificate
-        """What the node may do, by its own test, and why it may not do the rest. Only `refuse` changes it."""
+        """What the node may do, by its own test, and why it may not do the rest. Only `withdraw` changes it."""
         self.freedoms: frozenset[str] = certificate.held
         """What prompts may make use of now, unless they are to be isolated: `corun.types.Freedom` and `CACHED`, by
         name. Nothing needs to be forgotten when one is taken away: what was computed with it is found only with it
@@ -126,6 +135,8 @@ class VllmPrefillEngine:
         self.on_finding: Callable[[str], None] = lambda finding: None
         self.steps = 0
         """Always 0. The steps of a prompt are not visible from outside, but the core answers between them."""
+        self.on_checked: Callable[[Computation], None] = lambda computation: None
+        """Called with each prompt that is checked and was not computed as the contract says."""
         self.expired_claims = 0
         """The number of prompts whose KV was not read before its lease ended, by the worker's last report."""
         self._llm = llm
@@ -155,10 +166,12 @@ class VllmPrefillEngine:
             engine.freedoms |= {CACHED}
         return engine
 
-    async def refuse(self, freedom: Freedom, reason: str) -> None:
-        """Use a freedom no longer. Prompts that begin after this call make no use of it; running ones may go on."""
-        self.certificate = self.certificate.without(freedom, reason)
-        self.freedoms -= {freedom.value}
+    def withdraw(self, finding: str) -> None:
+        """See `PrefillEngine.withdraw`."""
+        for name in self.certificate.held:
+            self.certificate = self.certificate.without(Freedom(name), finding)
+        self.freedoms = frozenset()
+        self.on_finding(finding)
 
     async def prefill(
         self,
@@ -213,7 +226,28 @@ class VllmPrefillEngine:
             owners=owners,
             cached_tokens=cached_blocks * block_size,
         )
+        if given[CHECK_PARAM] and (freedoms - {CACHED} or cached_blocks):
+            digests, how = (
+                await self._digests(handle),
+                in_words(freedoms, cached_blocks * block_size, params[STEPS_PARAM]),
+            )
+            self.on_checked(Computation(prompt_token_ids=tuple(prompt_token_ids), digests=digests, how=how))
         return bound(handle), params[BEGAN_PARAM]
+
+    async def recompute(self, prompt_token_ids: Sequence[int]) -> Digests:
+        """See `PrefillEngine.recompute`."""
+        name = f"recheck-{secrets.token_hex(12)}"
+        try:
+            handle, _ = await self.prefill(name, prompt_token_ids, self._ref, isolated=True)
+            return await self._digests(handle)
+        finally:
+            await asyncio.shield(self.release(name, name))
+
+    async def _digests(self, handle: KvHandle) -> Digests:
+        """Return the digests of a held prompt's whole blocks. The rest of its last block is not the prompt's."""
+        (blocks,) = handle.block_ids
+        whole = blocks[: handle.num_tokens // self.facts.block_size]
+        return await base.call_workers(self._llm, "kv_contents", whole, timeout_s=RELEASE_TIMEOUT_S)
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         """See `PrefillEngine.share`. All ranks must still hold the KV, because a read from a rank without it fails."""

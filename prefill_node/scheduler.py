@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from corun.node.kv.handle import BEGAN_PARAM, FREEDOMS_PARAM
+from corun.node.kv.handle import BEGAN_PARAM, CHECK_PARAM, FREEDOMS_PARAM, STEPS_PARAM
 from corun.node.vllm.gpu_lock import PrefillTurn
 from corun.node.vllm.scheduler import ReservingScheduler
 from corun.types import Freedom
@@ -52,6 +52,7 @@ class PrefillScheduler(ReservingScheduler):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         if chosen:
             self._check(output, {request.request_id: request for request in chosen})
+            self._note_company(output, chosen)
         return output
 
     def choose(self) -> list[Request]:
@@ -121,11 +122,21 @@ class PrefillScheduler(ReservingScheduler):
             if not as_alone and Freedom.CHUNKS not in freedoms(chosen[name]):
                 raise RuntimeError(f"prompt {name} got tokens {start} to {start + count}: no chunk of the contract")
 
+    def _note_company(self, output: SchedulerOutput, chosen: Sequence[Request]) -> None:
+        """Note for each checked prompt of the step how large the step is. A difference that is found later names it."""
+        counts = output.num_scheduled_tokens
+        for request in chosen:
+            params = request.kv_transfer_params or {}
+            if params.get(CHECK_PARAM) and request.request_id in counts:
+                step = [counts[request.request_id], len(counts), output.total_num_scheduled_tokens]
+                params.setdefault(STEPS_PARAM, []).append(step)
+
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Add to the request's output when its computation began."""
+        """Add to the request's output when its computation began, and in which steps it ran if it is checked."""
         delays, params = super()._connector_finished(request)
         if params is not None:
-            params[BEGAN_PARAM] = request.kv_transfer_params[BEGAN_PARAM]
+            kept = (BEGAN_PARAM, STEPS_PARAM)
+            params.update({name: request.kv_transfer_params.get(name) for name in kept})
         return delays, params
 
     def _hold_gpu(self, *, busy: bool) -> None:

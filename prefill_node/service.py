@@ -16,6 +16,7 @@ from corun.types import KvHandle, NodeLoad, NodeRef
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc
 from prefill_node.metrics import PrefillMetrics
+from prefill_node.recheck import Recheck
 from prefill_node.sharing import PrefillEngine, Sharing
 
 SERVICE_NAME = "corun.v1.PrefillService"
@@ -33,6 +34,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._engine = engine
         self.metrics = metrics = PrefillMetrics()
         self.sharing = Sharing(engine, kv_tokens, metrics)
+        self.recheck = Recheck(engine.recompute, metrics, engine.withdraw)
+        engine.on_checked = self.recheck.add
         self._running: dict[str, asyncio.Task[KvHandle]] = {}
         self._given_up: dict[str, str] = {}  # request id -> why
         metrics.queued_prompts.set_function(lambda: self.queued_prompts)
@@ -65,12 +68,14 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def give_up(self, reason: str) -> None:
         """End all running prefills with an error, so routers run them elsewhere. KV that waits for a reader stays."""
+        self.recheck.pause()
         for request_id, task in self._running.items():
             self._given_up[request_id] = reason
             task.cancel()
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         self._admit(request)
+        self.recheck.pause()
         name, prompt = request.request_id, list(request.prompt_token_ids)
         reader, scope = codec.node_ref_from_proto(request.reader), request.share_scope
         laps = self.sharing.laps[name] = []
@@ -93,6 +98,8 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         finally:
             del self._running[name], self.sharing.laps[name]
             self._given_up.pop(name, None)
+            if not self._running and not self.draining:
+                self.recheck.resume()
         facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
         caller_of(context).laps(laps, facts)
         return pb.PrefillResponse(handle=codec.kv_handle_to_proto(handle))

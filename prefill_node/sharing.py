@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from corun.observe.tracing import Lap
 from corun.receipt import prompt_digest
 from corun.types import KvHandle, NodeRef
 from prefill_node.metrics import PrefillMetrics
+from prefill_node.recheck import Computation, Digests
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str]
@@ -55,6 +56,15 @@ class PrefillEngine(Protocol):
         Returns:
             the handle, for `reader`, and when the computation began, on the loop's clock.
         """
+
+    on_checked: Callable[[Computation], None]
+    """Called with each prompt that is checked and was not computed as the contract says."""
+
+    async def recompute(self, prompt_token_ids: Sequence[int]) -> Digests:
+        """Compute a prompt as the contract says, keep nothing, and return the digests of its whole KV blocks."""
+
+    def withdraw(self, finding: str) -> None:
+        """Compute all prompts as the contract says from now on, and take the node out: it computed other bits."""
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         """Keep the KV of a finished prefill for these readers, too. Return False if the KV no longer exists.

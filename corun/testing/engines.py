@@ -13,6 +13,7 @@ import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from corun.contract import Contract
 from corun.errors import UnavailableError
@@ -161,6 +162,7 @@ class FakePrefillEngine(FakeEngine):
             engine_id=f"engine-{ref.generation}", host="127.0.0.1", port=1, tp_size=1, stamp_addresses=(4096,)
         )
         self.delay_s = 0.0
+        self.on_checked: Callable[[Any], None] = lambda computation: None
         self.kv_ttl_s = 30.0
         """How long KV is kept for its reader."""
         self.errors: list[Exception] = []
@@ -199,6 +201,14 @@ class FakePrefillEngine(FakeEngine):
         asyncio.get_running_loop().call_later(self.kv_ttl_s, lambda: self.kv.held.pop(key, None))
         await self.answer()
         return self._handle(request_id, prompt, reader), began
+
+    async def recompute(self, prompt_token_ids: Sequence[int]) -> list[list[int]]:
+        """See `PrefillEngine.recompute`."""
+        return [list(prompt_token_ids)]
+
+    def withdraw(self, finding: str) -> None:
+        """See `PrefillEngine.withdraw`."""
+        self.on_finding(finding)
 
     def _handle(self, request_id: str, prompt: tuple[int, ...], reader: NodeRef) -> KvHandle:
         handle = KvHandle(

@@ -126,26 +126,6 @@ async def test_smaller_steps_that_are_switched_off_are_not_tested() -> None:
     assert (sizes, certificate.held, llm.calls) == ([], frozenset(), [])
 
 
-async def test_a_decode_engine_gives_smaller_steps_up() -> None:
-    llm: Any = Llm()
-    certificate = Certificate.of_ranks({Freedom.ROWS: ""}, [rows([4])])
-    engine = decode.VllmDecodeEngine(llm, None, None, certificate)  # type: ignore[arg-type]
-    engine.step_sizes = shared = [4, 16]
-    await engine.refuse(Freedom.ROWS, "other bits in service")
-    assert (engine.freedoms, shared, llm.calls) == (frozenset(), [16], [("use_rows", [])])
-    assert engine.certificate.freedoms == (FreedomStatus(name="rows", refused="other bits in service"),)
-
-
-async def test_a_prefill_engine_gives_a_freedom_up() -> None:
-    certificate = Certificate.of_ranks(BOTH, [rank()])
-    none: Any = None
-    engine = prefill.VllmPrefillEngine(none, none, none, none, none, 0.0, certificate)
-    assert engine.freedoms == {"packed", "chunks"}
-    await engine.refuse(Freedom.PACKED, "other bits in service")
-    assert engine.freedoms == {"chunks"}
-    assert engine.certificate.freedoms[0].refused == "other bits in service"
-
-
 def test_freedoms_are_no_part_of_the_contract() -> None:
     """Nodes with other freedoms have the same fingerprint: they give the same bits."""
     names = {f.name for part in (ModelContract, PrefillContract, DecodeContract) for f in dataclasses.fields(part)}

@@ -12,8 +12,8 @@ import pytest
 from corun.config.fields import PrefillConfig
 from corun.errors import InvalidArgumentError
 from corun.models import tiny
-from corun.node.certificate import SELF_TEST_FAILED
-from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, binding, owner
+from corun.node.certificate import SELF_TEST_FAILED, Certificate
+from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, STEPS_PARAM, binding, owner
 from corun.node.kv.stamps import stamps
 from corun.node.vllm.start import EngineFacts
 from corun.receipt import prompt_digest
@@ -21,6 +21,7 @@ from corun.testing.engines import certificate
 from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from prefill_node import engine as engine_module
 from prefill_node.engine import STEP_TOKENS, VllmPrefillEngine, arguments, prefill_buckets, untested
+from prefill_node.recheck import Computation
 from tests.loading import load
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -49,6 +50,8 @@ class Llm:
         self.calls.append((method, *args))
         if self.held is None:
             await asyncio.sleep(60)
+        if method == "kv_contents":
+            return [[1000 * rank + block for block in args[0]] for rank in (1, 2)]
         assert self.held is not None
         return [{"names": names, "expired": self.expired} for names in self.held]
 
@@ -69,6 +72,7 @@ class Engine(VllmPrefillEngine):
         owners = [("earlier", len(self.cached))] if self.cached else []
         return {
             BEGAN_PARAM: 7.5,
+            STEPS_PARAM: [[16, 3, 90], [len(prompt_token_ids) - 16, 1, 4]],
             "remote_engine_id": "p0-engine",
             "remote_request_id": request_id,
             "remote_block_ids": ([*self.cached, *range(first, first + own)],),
@@ -144,6 +148,50 @@ async def test_a_prompt_may_do_what_its_node_may_unless_it_is_isolated(engine: E
     await engine.prefill("b", [1], READER)
     await engine.prefill("c", [1], READER, isolated=True)
     assert [given[FREEDOMS_PARAM] for given in engine.given] == [[], ["chunks", "packed"], []]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "freedoms", "cached", "is_told"),
+    [
+        (1.0, {CACHED, Freedom.PACKED}, [], True),
+        (1.0, {CACHED}, [7], True),
+        (1.0, {CACHED}, [], False),
+        (0.0, {CACHED, Freedom.PACKED}, [], False),
+    ],
+)
+async def test_a_checked_prompt_is_told_with_its_bits_and_its_company(
+    llm: Llm, fraction: float, freedoms: set[str], cached: list[int], is_told: bool
+) -> None:
+    """If it was not computed as the contract says: then there is something to compare. Only whole blocks are its own."""
+    contract: Any = None
+    engine = Engine(llm, FACTS, contract, REF, ENDPOINT, fraction, certificate(NodeRole.PREFILL))
+    engine.given, engine.cached, engine.freedoms = [], cached, frozenset(freedoms)
+    found: list[Computation] = []
+    engine.on_checked = found.append
+    await engine.prefill("r", [5] * 40, READER, "scope")
+    first = [*cached, 100, 101][:2]
+    digests = [[1000 * rank + block for block in first] for rank in (1, 2)]
+    assert [(one.prompt_token_ids, one.digests) for one in found] == [((5,) * 40, digests)] * is_told
+    assert all("16 of the 90 tokens of 3 prompts; 24 of the 4 tokens" in one.how for one in found)
+
+
+async def test_a_prompt_is_computed_again_isolated_and_nothing_is_kept(engine: Engine, llm: Llm) -> None:
+    engine.freedoms = frozenset({CACHED, Freedom.PACKED})
+    assert await engine.recompute([5] * 20) == [[1100], [2100]]
+    (given,) = engine.given
+    assert given[FREEDOMS_PARAM] == []
+    (release,) = [call for call in llm.calls if call[0] == "release_kv"]
+    assert release[1].startswith("recheck-")
+
+
+async def test_a_finding_takes_all_freedoms_away(engine: Engine) -> None:
+    findings: list[str] = []
+    engine.on_finding = findings.append
+    engine.certificate = Certificate.of_ranks({Freedom.PACKED: "", Freedom.CHUNKS: "no"})
+    engine.freedoms = frozenset({Freedom.PACKED, CACHED})
+    engine.withdraw("other KV")
+    assert (engine.freedoms, findings) == (frozenset(), ["other KV"])
+    assert engine.certificate.held == frozenset()
 
 
 def test_settings_take_freedoms_away() -> None:

@@ -26,6 +26,7 @@ from corun.rpc.server import GrpcServer
 from corun.types import KvHandle, NodeRef
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc as pb_grpc
+from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
 
 REF = NodeRef(node_id="p0", generation="a" * 16)
@@ -45,6 +46,10 @@ class Engine:
         self.cancelled: list[str] = []
         self.released: list[str] = []
         self.isolated: list[str] = []
+        self.on_checked: Callable[[Computation], None] = lambda computation: None
+        self.recomputed: list[list[int]] = []
+        self.moved = 0
+        self.findings: list[str] = []
 
     async def prefill(
         self,
@@ -68,6 +73,14 @@ class Engine:
         if self.error:
             raise self.error
         return replace(handle(request_id, prompt_token_ids, reader), cached_tokens=self.cached_tokens), began
+
+    async def recompute(self, prompt_token_ids: Sequence[int]) -> list[list[int]]:
+        self.recomputed.append(list(prompt_token_ids))
+        await self.go.wait()
+        return [[1, 2 + self.moved]]
+
+    def withdraw(self, finding: str) -> None:
+        self.findings.append(finding)
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         return True
@@ -263,3 +276,35 @@ async def test_releases_reach_the_engine_of_their_own_generation(node: Node) -> 
     assert node.engine.released == []
     await node.release("r")
     assert node.engine.released == ["r"]
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+async def test_checked_prompts_are_computed_again_while_the_node_is_idle(node: Node, moved: int) -> None:
+    """A prompt that comes meanwhile goes first. One differing bit takes the node out."""
+    engine = node.engine
+    engine.moved = moved
+    engine.on_checked(Computation(prompt_token_ids=(7, 8), digests=[[1, 2]], how="with company"))
+    await node.prefill("first")
+    await until(lambda: engine.recomputed == [[7, 8]])
+    equal, different = (node.service.metrics.rechecked_prompts.labels(result) for result in ("equal", "different"))
+    await until(lambda: (equal.value, different.value) == (1 - moved, moved))
+    assert (
+        engine.findings
+        == ["a prompt of 2 tokens has other KV when it runs alone: first in KV block 1 of 2 (rank 0); with company"]
+        * moved
+    )
+
+
+async def test_a_prompt_ends_the_computation_of_an_earlier_one(node: Node) -> None:
+    engine = node.engine
+    engine.on_checked(Computation(prompt_token_ids=(7, 8), digests=[[1, 2]], how="with company"))
+    node.service.recheck.resume()
+    engine.go.clear()
+    await until(lambda: len(engine.recomputed) == 1)
+    call = asyncio.ensure_future(node.prefill("first"))
+    await until(lambda: engine.computing == ["first"])
+    assert len(engine.recomputed) == 1
+    engine.go.set()
+    await call
+    await until(lambda: len(engine.recomputed) == 2)
+    await until(lambda: node.service.metrics.rechecked_prompts.labels("equal").value == 1)

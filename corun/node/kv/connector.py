@@ -302,6 +302,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         start, because their KV was neither read nor released before its lease ended."""
         return {"names": list(self.connector_worker._reqs_to_send), "expired": self.expired}
 
+    def contents(self, blocks: Sequence[int]) -> list[int]:
+        """Return digests of what KV blocks hold now. Nothing may write to them meanwhile."""
+        found: list[int] = self._digests(blocks).tolist()
+        return found
+
     def stamp_address(self) -> int:
         """Return the address where readers of this worker's KV find the stamps of its blocks."""
         return self.table.address

@@ -181,6 +181,7 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     release_kv = _of_connector("release")
     held_kv = _of_connector("held")
     handoffs = _of_connector("figures")
+    kv_contents = _of_connector("contents")
     stamp_address = _of_connector("stamp_address")
     connect = _of_connector("connect")
     warm = _of_connector("warm")
