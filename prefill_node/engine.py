@@ -227,10 +227,8 @@ class VllmPrefillEngine:
             cached_tokens=cached_blocks * block_size,
         )
         if given[CHECK_PARAM] and (freedoms - {CACHED} or cached_blocks):
-            digests, how = (
-                await self._digests(handle),
-                in_words(freedoms, cached_blocks * block_size, params[STEPS_PARAM]),
-            )
+            digests = await self._digests(handle)
+            how = in_words(freedoms, handle.cached_tokens, params[STEPS_PARAM])
             self.on_checked(Computation(prompt_token_ids=tuple(prompt_token_ids), digests=digests, how=how))
         return bound(handle), params[BEGAN_PARAM]
 

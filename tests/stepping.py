@@ -193,7 +193,7 @@ class _Engine:
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             owed=sum(self._owed(request) for request in self._admitted()),
             stale=len(given - zeroed - read - found),
-            wiped=len(zeroed & (kept | read | found)),
+            wiped=len(zeroed & (kept | read)),
             wrong=wrong,
             read_blocks=len(read),
         )

@@ -162,7 +162,7 @@ async def test_a_prompt_may_do_what_its_node_may_unless_it_is_isolated(engine: E
 async def test_a_checked_prompt_is_told_with_its_bits_and_its_company(
     llm: Llm, fraction: float, freedoms: set[str], cached: list[int], is_told: bool
 ) -> None:
-    """If it was not computed as the contract says: then there is something to compare. Only whole blocks are its own."""
+    """If it was not computed as the contract says, since then there is something to compare: its whole blocks."""
     contract: Any = None
     engine = Engine(llm, FACTS, contract, REF, ENDPOINT, fraction, certificate(NodeRole.PREFILL))
     engine.given, engine.cached, engine.freedoms = [], cached, frozenset(freedoms)
