@@ -15,16 +15,18 @@ import pytest
 
 from corun import Client, ClusterStatus, DeadlineError, UnavailableError
 from corun.models import tiny
-from corun.types import NodeRole, NodeState
+from corun.types import KvReads, NodeRole, NodeState
 from corun_bench.children import Processes
 from tests.machine import free_port
 from tests.otlp import Collector, collecting, variables
 from tests.probing import probe
+from tests.scraping import families, values
 
 PROBES = ("/livez", "/startedz", "/readyz")
 SLOTS = 8
 CHUNK = 128
 START_TIMEOUT_S = 240.0
+VLLM_LABELS = '{engine="0",model_name='
 ALL_CHECKED = ("--kv-check-fraction", "1.0")
 """Every prompt's KV is compared by digest after its transfer."""
 
@@ -54,6 +56,23 @@ class Cluster:
     def status(self) -> ClusterStatus:
         with self.client() as client:
             return client.get_cluster()
+
+    def shown(self, name: str) -> dict[str, float]:
+        """Return the metrics of a watched process; vLLM's labels are left out of their names."""
+        assert self.watch is not None
+        found = values(families(self.watch.metrics[name]))
+        return {key.partition(VLLM_LABELS)[0]: value for key, value in found.items()}
+
+    def kv_reads(self) -> KvReads:
+        """Wait until the decode node tells of all KV reads that its engine has counted, and return what it tells."""
+
+        def told() -> KvReads:
+            (decode,) = (node for node in self.status().nodes if node.node.role is NodeRole.DECODE)
+            return decode.load.kv_reads
+
+        counted = self.shown("decode").get("vllm:nixl_xfer_time_seconds_count", 0)
+        wait_until(lambda: told().count >= counted, "the reads are told")
+        return told()
 
 
 def wait_until(check: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

@@ -14,10 +14,9 @@ import pytest
 from corun import Client, Condition, Generation, SamplingParams
 from corun.models import tiny
 from corun.records.verification import VerifyCase
-from corun.types import KvReads, NodeRole, NodeState
+from corun.types import NodeRole, NodeState
 from tests.e2e.conftest import CHUNK, SLOTS, START_TIMEOUT_S, Cluster, ready, wait_until
 from tests.e2e.stock import result_of
-from tests.scraping import families, values
 
 pytestmark = pytest.mark.e2e
 
@@ -85,16 +84,12 @@ def test_eight_samples_read_their_prompt_once_and_have_the_bits_of_samples_that_
     prompt = [draw.randrange(3, 500) for _ in range(513)]
     params = SamplingParams(max_tokens=20, temperature=1.0, logprobs=True)
 
-    def kv_reads() -> KvReads:
-        (decode,) = (node for node in cluster.status().nodes if node.node.role is NodeRole.DECODE)
-        return decode.load.kv_reads
-
-    before = kv_reads()
+    before = cluster.kv_reads()
     with cluster.client() as client:
         together = client.generate(prompt, replace(params, n=8), seed=7)
         assert len({sample.receipt.output_digest for sample in together.samples}) == 8
-        wait_until(lambda: kv_reads().count >= before.count + 8, "the reads are counted")
-        after = kv_reads()
+        after = cluster.kv_reads()
+        assert after.count == before.count + 8
         assert after.shared_tokens - before.shared_tokens == 7 * 4 * 128
         assert after.failed == before.failed
         cases = [
@@ -107,8 +102,8 @@ def test_eight_samples_read_their_prompt_once_and_have_the_bits_of_samples_that_
             for sample in together.samples
         ]
         assert [result.match for result in client.verify(cases, [Condition.ALONE])] == [True] * 8
-    wait_until(lambda: kv_reads().count >= after.count + 8, "the reads are counted")
-    assert kv_reads().shared_tokens == after.shared_tokens
+    alone = cluster.kv_reads()
+    assert (alone.count, alone.shared_tokens) == (after.count + 8, after.shared_tokens)
 
 
 def test_verify_under_every_condition(cluster: Cluster) -> None:
@@ -154,11 +149,10 @@ def test_a_node_without_a_prefix_cache_gives_the_same_bits(cluster: Cluster) -> 
     cases = [(text[:length], params, length) for length in (CHUNK + 1, 2 * CHUNK, 300, 4 * CHUNK, 5 * CHUNK)]
 
     def rerun() -> tuple[list[Generation], float]:
-        assert cluster.watch is not None
-        before = values(families(cluster.watch.metrics["prefill"]))["corun_prefill_cached_tokens_total"]
+        before = cluster.shown("prefill")["corun_prefill_cached_tokens_total"]
         with cluster.client() as client:
             done = run(client, cases, concurrency=1)
-        after = values(families(cluster.watch.metrics["prefill"]))["corun_prefill_cached_tokens_total"]
+        after = cluster.shown("prefill")["corun_prefill_cached_tokens_total"]
         return done, after - before
 
     first, again = rerun(), rerun()
