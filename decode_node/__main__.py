@@ -29,7 +29,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
         engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
         facts = engine.facts
         table = SlotTable(
-            slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size, shares=config.prefix_caching
+            slots=config.slots, kv_blocks=facts.kv_blocks, block_size=facts.block_size, shares=engine.shares
         )
         service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms, kv_reads=lambda: engine.kv_reads)
         service.step_sizes = engine.step_sizes

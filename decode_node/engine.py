@@ -113,6 +113,11 @@ class VllmDecodeEngine:
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
 
+    @property
+    def shares(self) -> bool:
+        """Whether samples of a prompt share its blocks. vLLM may switch its prefix cache off by itself."""
+        return bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
+
     async def start(self, request: DecodeRequest) -> None:
         """See `DecodeEngine.start`.
 

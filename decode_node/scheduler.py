@@ -74,7 +74,9 @@ class FixedSlotScheduler(ReservingScheduler):
         chosen: list[Request] = []
         for request in self.waiting:
             found = self._found(request)
-            if len(found) * self.block_size < self.shared_tokens(request):
+            is_whole = len(found) * self.block_size == self.shared_tokens(request)
+            # Blocks that nobody uses may be gone before this request gets them.
+            if not is_whole or any(block.ref_cnt == 0 for block in found):
                 if request.cache_salt in reading:
                     continue
                 reading.add(request.cache_salt)

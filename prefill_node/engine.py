@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from corun.node.kv.handle import (
     CACHED,
     CHECK_PARAM,
     FREEDOMS_PARAM,
+    IDLE_PARAM,
     OWNERS_PARAM,
     STAMPS_PARAM,
     STEPS_PARAM,
@@ -50,6 +53,7 @@ MAX_SEQUENCES = 64
 been read back yet."""
 RELEASE_TIMEOUT_S = 30.0
 HELD_TIMEOUT_S = 1.0
+log = logging.getLogger(__name__)
 
 
 def prefill_buckets(chunk_size: int) -> tuple[int, ...]:
@@ -124,7 +128,7 @@ class VllmPrefillEngine:
         self.facts = facts
         self.contract = contract
         self.certificate = certificate
-        """What the node may do, by its own test, and why it may not do the rest. Only `withdraw` changes it."""
+        """What the node may do, by its own test, and why it may not do the rest."""
         self.freedoms: frozenset[str] = certificate.held
         """What prompts may make use of now, unless they are to be isolated: `corun.types.Freedom` and `CACHED`, by
         name. Nothing needs to be forgotten when one is taken away: what was computed with it is found only with it
@@ -168,8 +172,6 @@ class VllmPrefillEngine:
 
     def withdraw(self, finding: str) -> None:
         """See `PrefillEngine.withdraw`."""
-        for name in self.certificate.held:
-            self.certificate = self.certificate.without(Freedom(name), finding)
         self.freedoms = frozenset()
         self.on_finding(finding)
 
@@ -206,6 +208,7 @@ class VllmPrefillEngine:
             STAMPS_PARAM: stamps([own], prompt_token_ids, block_size),
             CHECK_PARAM: is_checked(request_id, self._check_fraction),
             FREEDOMS_PARAM: sorted(freedoms),
+            IDLE_PARAM: reader == self._ref,  # Only `recompute` reads its own prompts.
         }
         params = await self._run(request_id, prompt_token_ids, given, salt(scope, freedoms))
         self._kept[request_id] = [*itertools.chain(*params["remote_block_ids"])]
@@ -227,25 +230,35 @@ class VllmPrefillEngine:
             cached_tokens=cached_blocks * block_size,
         )
         if given[CHECK_PARAM] and (freedoms - {CACHED} or cached_blocks):
-            digests = await self._digests(handle)
             how = in_words(freedoms, handle.cached_tokens, params[STEPS_PARAM])
-            self.on_checked(Computation(prompt_token_ids=tuple(prompt_token_ids), digests=digests, how=how))
+            await self._tell_checked(prompt_token_ids, handle, how)
         return bound(handle), params[BEGAN_PARAM]
+
+    async def _tell_checked(self, prompt_token_ids: Sequence[int], handle: KvHandle, how: str) -> None:
+        """Pass a computation on to be repeated, if the worker tells its digests soon: a client waits for the handle."""
+        try:
+            digests = await self._digests(handle, HELD_TIMEOUT_S)
+        except UnavailableError as error:
+            log.warning("prefill %s is not checked: %s", handle.request_id, error)
+            return
+        self.on_checked(Computation(prompt_token_ids=tuple(prompt_token_ids), digests=digests, how=how))
 
     async def recompute(self, prompt_token_ids: Sequence[int]) -> Digests:
         """See `PrefillEngine.recompute`."""
         name = f"recheck-{secrets.token_hex(12)}"
         try:
             handle, _ = await self.prefill(name, prompt_token_ids, self._ref, isolated=True)
-            return await self._digests(handle)
+            del self._kept[name]  # No reader waits for it.
+            return await self._digests(handle, RELEASE_TIMEOUT_S)
         finally:
-            await asyncio.shield(self.release(name, name))
+            with suppress(UnavailableError):  # Then its lease ends it.
+                await asyncio.shield(self.release(name, name))
 
-    async def _digests(self, handle: KvHandle) -> Digests:
+    async def _digests(self, handle: KvHandle, timeout_s: float) -> Digests:
         """Return the digests of a held prompt's whole blocks. The rest of its last block is not the prompt's."""
         (blocks,) = handle.block_ids
         whole = blocks[: handle.num_tokens // self.facts.block_size]
-        return await base.call_workers(self._llm, "kv_contents", whole, timeout_s=RELEASE_TIMEOUT_S)
+        return await base.call_workers(self._llm, "kv_contents", whole, timeout_s=timeout_s)
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         """See `PrefillEngine.share`. All ranks must still hold the KV, because a read from a rank without it fails."""

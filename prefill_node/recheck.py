@@ -2,7 +2,7 @@
 
 A certificate is evidence from the node's start. This is the evidence of its service: prompts that were computed in any
 other way than the contract's, with the step's company and the cached blocks that they really had. They are computed
-again while the node has nothing else to do, and give way at once to a client's prompt.
+again when the node has had nothing else to do for a while, and are given up at once for a client's prompt.
 
 Owns: which computations wait, when one runs, and the finding if two differ. Must not know: vLLM, gRPC.
 """
@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from corun.errors import CorunError
 from prefill_node.metrics import PrefillMetrics
 
 MAX_WAITING = 8
 """The number of computations that wait. A node that is never idle forgets the oldest."""
+IDLE_S = 1.0
+"""How long a node must have been idle. Else each pause between two prompts would begin what the next one ends."""
 Digests = Sequence[Sequence[int]]
 """The digests of a prompt's whole KV blocks, in order, one sequence for each tensor-parallel rank."""
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Recheck:
         self._metrics = metrics
         self._on_difference = on_difference
         self._waiting: deque[Computation] = deque(maxlen=MAX_WAITING)
+        self._begins: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_differed = False
 
@@ -60,29 +62,30 @@ class Recheck:
         self._waiting.append(computation)
 
     def pause(self) -> None:
-        """Stop the running computation, because a client's prompt came; it starts anew later."""
+        """Give up the running computation, because a client's prompt came or the node takes no work any more."""
+        if self._begins is not None:
+            self._begins.cancel()
         if self._task is not None:
             self._task.cancel()
-            self._task = None
+        self._begins = self._task = None
 
     def resume(self) -> None:
-        """Compute what waits, one after the other: the node has nothing else to do."""
-        if self._task is None and self._waiting and not self._has_differed:
-            self._task = asyncio.ensure_future(self._run())
+        """Compute what waits, one after the other, if the node stays idle for `IDLE_S`."""
+        if self._begins is None and self._task is None and self._waiting and not self._has_differed:
+            self._begins = asyncio.get_running_loop().call_later(IDLE_S, self._begin)
+
+    def _begin(self) -> None:
+        self._begins, self._task = None, asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        while self._waiting and not self._has_differed:
-            first = self._waiting.popleft()
-            try:
-                again = await self._recompute(first.prompt_token_ids)
-            except asyncio.CancelledError:
-                self._waiting.appendleft(first)
-                raise
-            except CorunError as error:  # The watch over the engine decides whether the node can go on.
-                log.warning("a prompt could not be computed again: %s", error)
-                break
-            self._judge(first, again)
-        self._task = None
+        try:
+            while self._waiting and not self._has_differed:
+                first = self._waiting.popleft()
+                self._judge(first, await self._recompute(first.prompt_token_ids))
+        except Exception:  # vLLM's errors share no base. The watch over the engine decides whether the node can go on.
+            log.exception("a prompt could not be computed again")
+        if self._task is asyncio.current_task():  # Else it was given up, and another one may run.
+            self._task = None
 
     def _judge(self, first: Computation, again: Digests) -> None:
         place = difference(first.digests, again)

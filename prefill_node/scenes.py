@@ -135,7 +135,7 @@ def _beside(length: int, place: str, total: int, contexts: int, limits: Limits) 
     cuts = chunks(length, limits.chunk)
     for left, count in zip(range(len(cuts), 0, -1), cuts, strict=True):
         room = min(max(total, 2 * count), limits.budget) - count if left <= ACCOMPANIED else 0
-        smaller, larger = _company(count, place, room, limits)
+        smaller, larger = _company(count, place, room, len(others), limits)
         pieces: list[Piece] = []
         for size in (*smaller, *larger):
             head = min(max(limits.chunk // 4, 1), limits.longest - size) if len(others) < contexts else 0
@@ -150,9 +150,12 @@ def _beside(length: int, place: str, total: int, contexts: int, limits: Limits) 
     return Scene(name, (length,), tuple(others), (*before, *steps))
 
 
-def _company(count: int, place: str, room: int, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the lengths of the others in a step with `room` for them: those that come before a piece and after it."""
-    seats = limits.sequences - 1
+def _company(count: int, place: str, room: int, others: int, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lengths of the others in a step with `room` for them: those that come before a piece and after it.
+
+    others: the number of the scene's others so far. They keep their places in the engine to the end of the scene.
+    """
+    seats = limits.sequences - 1 - others
     shortest = min(count, limits.longest)
     if place == "last":
         return _parts(room, shortest, seats), ()

@@ -8,7 +8,7 @@ be switched. Must not know: connectors, sampling, slots, why a freedom holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from corun.node.kv.handle import BEGAN_PARAM, CHECK_PARAM, FREEDOMS_PARAM, STEPS_PARAM
+from corun.node.kv.handle import BEGAN_PARAM, CHECK_PARAM, FREEDOMS_PARAM, IDLE_PARAM, STEPS_PARAM
 from corun.node.vllm.gpu_lock import PrefillTurn
 from corun.node.vllm.scheduler import ReservingScheduler
 from corun.types import Freedom
@@ -44,7 +44,7 @@ class PrefillScheduler(ReservingScheduler):
         Raises RuntimeError if the stock scheduler made another step.
         """
         chosen = self.choose()
-        self._hold_gpu(busy=bool(chosen or self.running))
+        self._hold_gpu([*chosen, *self.running])
         for request in chosen:
             if request.kv_transfer_params is not None:
                 request.kv_transfer_params.setdefault(BEGAN_PARAM, time.monotonic())
@@ -82,12 +82,12 @@ class PrefillScheduler(ReservingScheduler):
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
-        self._hold_gpu(busy=bool(self.running or self.waiting))
+        self._hold_gpu([*self.running, *self.waiting])
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)
-        self._hold_gpu(busy=bool(self.running or self.waiting))
+        self._hold_gpu([*self.running, *self.waiting])
         return finished
 
     def _line(self) -> Iterator[Request]:
@@ -139,11 +139,14 @@ class PrefillScheduler(ReservingScheduler):
             params.update({name: request.kv_transfer_params.get(name) for name in kept})
         return delays, params
 
-    def _hold_gpu(self, *, busy: bool) -> None:
-        """Hold the GPU while a request runs or waits. Only `schedule` finds out whether a waiting prompt has room; if
-        none has and no request runs, it gives the turn back."""
+    def _hold_gpu(self, requests: Iterable[Request]) -> None:
+        """Hold the GPU while a request runs or waits that somebody waits for.
+
+        Only `schedule` finds out whether a waiting prompt has room; if none has and no request runs, it gives the turn
+        back.
+        """
         if self.turn is not None:
-            self.turn.hold(busy)
+            self.turn.hold(any(not (one.kv_transfer_params or {}).get(IDLE_PARAM) for one in requests))
 
     @contextmanager
     def _showing(self, chosen: Sequence[Request]) -> Iterator[None]:

@@ -59,6 +59,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         """
         if self.draining:
             self.sharing.let_go()
+            self.recheck.pause()
         return NodeLoad(
             used_kv_blocks=await self._engine.held_kv_blocks(),
             queued_prompt_tokens=self.queued_tokens,
@@ -98,7 +99,7 @@ class PrefillService(prefill_service_pb2_grpc.PrefillServiceServicer):
         finally:
             del self._running[name], self.sharing.laps[name]
             self._given_up.pop(name, None)
-            if not self._running and not self.draining:
+            if not self._running and not self.draining and not self.closed:
                 self.recheck.resume()
         facts: dict[str, Value] = {"corun.prefill_node": str(self.ref), "gen_ai.usage.input_tokens": len(prompt)}
         caller_of(context).laps(laps, facts)

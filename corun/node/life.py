@@ -224,10 +224,13 @@ class Life:
     async def _refuse_work(self, reason: str) -> None:
         """Refuse all work and give up what runs, so that other nodes do it. An empty reason allows work again."""
         self._say(reason)
-        await self._tell_health()
-        if reason:
-            await self.agent.heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
-            self._role.service.give_up(reason)
+        try:
+            await self._tell_health()
+            if reason:
+                await self.agent.heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
+        finally:
+            if reason:
+                self._role.service.give_up(reason)
 
     def _say(self, reason: str) -> None:
         """Refuse work for a reason and tell all routers. An empty reason allows work again."""

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from corun.config.fields import DecodeConfig, PrefillConfig
+from corun.node.certificate import Certificate
 from corun.node.kv.handle import CACHED
 from corun.node.vllm import pin
 from corun.node.vllm import start as base
-from corun.types import NixlEndpoint, NodeRef, NodeRole
+from corun.types import Freedom, NixlEndpoint, NodeRef, NodeRole
 from decode_node import engine as decode
 from prefill_node import engine as prefill
 
@@ -104,11 +105,12 @@ async def cache(llm: Any, chunk_size: int, scope: str) -> None:
     ref = NodeRef(node_id="breaking", generation=secrets.token_hex(8))
     endpoint = NixlEndpoint(engine_id="breaking", host="127.0.0.1", port=1, tp_size=1)
     contract: Any = None
-    engine = prefill.VllmPrefillEngine(llm, base.facts(llm, finding=""), contract, ref, endpoint, check_fraction=1.0)
+    none = Certificate.of_ranks(dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS), "it is not tried here"))
+    engine = prefill.VllmPrefillEngine(llm, base.facts(llm, finding=""), contract, ref, endpoint, 1.0, none)
     engine.freedoms |= {CACHED}
 
     async def digests(tokens: list[int], scope: str) -> tuple[int, list[int]]:
-        handle = await engine.prefill(secrets.token_hex(8), tokens, ref, scope)
+        handle, _ = await engine.prefill(secrets.token_hex(8), tokens, ref, scope)
         found = (await base.call_workers(llm, "digests", handle.block_ids[0], timeout_s=TIMEOUT_S))[0]
         await engine.release(handle.request_id, handle.request_id)
         return handle.cached_tokens, found

@@ -12,7 +12,7 @@ import pytest
 from corun.config.fields import PrefillConfig
 from corun.errors import InvalidArgumentError
 from corun.models import tiny
-from corun.node.certificate import SELF_TEST_FAILED, Certificate
+from corun.node.certificate import SELF_TEST_FAILED
 from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, STEPS_PARAM, binding, owner
 from corun.node.kv.stamps import stamps
 from corun.node.vllm.start import EngineFacts
@@ -37,6 +37,7 @@ class Llm:
         self.errored = False
         self.held: list[list[str]] | None = [[]]
         self.expired = 0
+        self.silent = False
         self.calls: list[tuple[Any, ...]] = []
         self.asked: list[tuple[Any, dict[str, Any]]] = []
         """The prompts, and their parameters for the connector."""
@@ -51,6 +52,8 @@ class Llm:
         if self.held is None:
             await asyncio.sleep(60)
         if method == "kv_contents":
+            if self.silent:
+                await asyncio.sleep(60)
             return [[1000 * rank + block for block in args[0]] for rank in (1, 2)]
         assert self.held is not None
         return [{"names": names, "expired": self.expired} for names in self.held]
@@ -187,11 +190,18 @@ async def test_a_prompt_is_computed_again_isolated_and_nothing_is_kept(engine: E
 async def test_a_finding_takes_all_freedoms_away(engine: Engine) -> None:
     findings: list[str] = []
     engine.on_finding = findings.append
-    engine.certificate = Certificate.of_ranks({Freedom.PACKED: "", Freedom.CHUNKS: "no"})
     engine.freedoms = frozenset({Freedom.PACKED, CACHED})
     engine.withdraw("other KV")
     assert (engine.freedoms, findings) == (frozenset(), ["other KV"])
-    assert engine.certificate.held == frozenset()
+
+
+async def test_a_worker_that_tells_no_digests_in_time_costs_the_prompt_nothing(engine: Engine, llm: Llm) -> None:
+    engine._check_fraction, engine.freedoms = 1.0, frozenset({Freedom.PACKED})
+    llm.silent = True
+    found: list[Computation] = []
+    engine.on_checked = found.append
+    handle, _ = await engine.prefill("r", [5] * 40, READER, "scope")
+    assert (handle.num_tokens, found) == (40, [])
 
 
 def test_settings_take_freedoms_away() -> None:

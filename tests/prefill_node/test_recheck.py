@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from corun.errors import UnavailableError
+from prefill_node import recheck
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.recheck import MAX_WAITING, Computation, Digests, Recheck, difference
 
@@ -44,13 +45,14 @@ def digests(first: int, wrong: int = 0) -> Digests:
 
 
 @pytest.fixture
-async def engine() -> Engine:
+async def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(recheck, "IDLE_S", 0.0)
     return Engine()
 
 
 async def idle() -> None:
     """Let all that can run without waiting run."""
-    for _ in range(10):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 
@@ -82,17 +84,50 @@ async def test_one_differing_bit_is_a_finding_with_the_company_that_it_had(engin
 
 
 async def test_a_clients_prompt_goes_first(engine: Engine) -> None:
+    """What it interrupts is given up, and the next one runs later. A start that is due does not come, either."""
     engine.go.clear()
-    engine.recheck.add(engine.computed(1))
+    for first in (1, 2):
+        engine.recheck.add(engine.computed(first))
     engine.recheck.resume()
     await idle()
+    engine.recheck.pause()
+    engine.recheck.resume()
     engine.recheck.pause()
     await idle()
     assert (engine.asked, engine.count("equal")) == ([1], 0)
     engine.go.set()
     engine.recheck.resume()
     await idle()
-    assert (engine.asked, engine.count("equal")) == ([1, 1], 1)
+    assert (engine.asked, engine.count("equal")) == ([1, 2], 1)
+
+
+async def test_one_that_is_given_up_late_does_not_disturb_the_next(engine: Engine) -> None:
+    """The end of its computation fails instead of being cancelled."""
+    ends = asyncio.Event()
+
+    async def stubborn(prompt: Sequence[int]) -> Digests:
+        try:
+            return await engine.recompute(prompt)
+        except asyncio.CancelledError:
+            await ends.wait()
+            raise UnavailableError("no answer") from None
+
+    engine.recheck._recompute = stubborn
+    engine.go.clear()
+    for first in (1, 2, 3):
+        engine.recheck.add(engine.computed(first))
+    engine.recheck.resume()
+    await idle()
+    engine.recheck.pause()
+    engine.recheck.resume()
+    await idle()
+    ends.set()
+    await idle()
+    assert engine.asked == [1, 2]
+    engine.recheck.pause()
+    engine.go.set()
+    await idle()
+    assert engine.count("equal") == 0, "the second one was given up, too"
 
 
 async def test_a_node_that_is_never_idle_forgets_the_oldest(engine: Engine) -> None:

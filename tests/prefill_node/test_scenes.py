@@ -28,6 +28,7 @@ def test_every_step_is_one_that_the_engine_can_run(kind: Callable[[Limits], Iter
     for scene in kind(limits):
         lengths = (*scene.probes, *scene.others)
         done = [0] * len(lengths)
+        assert len(lengths) <= limits.sequences, "the GPU runner keeps a place for each until the scene ends"
         for step in scene.steps:
             assert 1 <= len(step) <= limits.sequences
             assert len({piece.prompt for piece in step}) == len(step)

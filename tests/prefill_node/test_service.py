@@ -26,6 +26,7 @@ from corun.rpc.server import GrpcServer
 from corun.types import KvHandle, NodeRef
 from corun.v1 import prefill_service_pb2 as pb
 from corun.v1 import prefill_service_pb2_grpc as pb_grpc
+from prefill_node import recheck
 from prefill_node.recheck import Computation
 from prefill_node.service import PrefillService
 
@@ -136,7 +137,8 @@ class Node:
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[Node]:
+async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
+    monkeypatch.setattr(recheck, "IDLE_S", 0.0)
     engine = Engine()
     service = PrefillService(REF, engine, kv_tokens=4000)
     server = GrpcServer()
@@ -297,14 +299,29 @@ async def test_checked_prompts_are_computed_again_while_the_node_is_idle(node: N
 
 async def test_a_prompt_ends_the_computation_of_an_earlier_one(node: Node) -> None:
     engine = node.engine
-    engine.on_checked(Computation(prompt_token_ids=(7, 8), digests=[[1, 2]], how="with company"))
-    node.service.recheck.resume()
+    for first in (7, 8):
+        engine.on_checked(Computation(prompt_token_ids=(first,), digests=[[1, 2]], how="with company"))
     engine.go.clear()
-    await until(lambda: len(engine.recomputed) == 1)
+    node.service.recheck.resume()
+    await until(lambda: engine.recomputed == [[7]])
     call = asyncio.ensure_future(node.prefill("first"))
     await until(lambda: engine.computing == ["first"])
-    assert len(engine.recomputed) == 1
     engine.go.set()
     await call
-    await until(lambda: len(engine.recomputed) == 2)
     await until(lambda: node.service.metrics.rechecked_prompts.labels("equal").value == 1)
+    assert engine.recomputed == [[7], [8]]
+
+
+@pytest.mark.parametrize("state", ["draining", "closed"])
+async def test_a_node_that_takes_no_work_computes_nothing_again(node: Node, state: str) -> None:
+    engine = node.engine
+    engine.go.clear()
+    call = asyncio.ensure_future(node.prefill("first"))
+    await until(lambda: engine.computing == ["first"])
+    engine.on_checked(Computation(prompt_token_ids=(7,), digests=[[1, 2]], how="with company"))
+    setattr(node.service, state, True if state == "draining" else "its engine is stuck")
+    engine.go.set()
+    await call
+    await node.service.load()
+    await asyncio.sleep(0)
+    assert engine.recomputed == []

@@ -30,6 +30,9 @@ CACHED = "cached"
 BEGAN_PARAM = "corun_began"
 """The key in a prefill's `kv_transfer_params`, and in those that it ends with, for when its first step was scheduled,
 on the machine's monotonic clock."""
+IDLE_PARAM = "corun_idle"
+"""The key in a prefill's `kv_transfer_params` for whether nobody waits for it: on a shared GPU it does not go before
+decode steps."""
 STEPS_PARAM = "corun_steps"
 """The key in the `kv_transfer_params` that a checked prefill ends with, for its steps: its own tokens, the prompts, and
 the tokens of all of them, in each."""
