@@ -249,6 +249,7 @@ class VllmPrefillEngine:
         try:
             handle, _ = await self.prefill(name, prompt_token_ids, self._ref, isolated=True)
             del self._kept[name]  # No reader waits for it.
+            self._fresh.discard(name)
             return await self._digests(handle, RELEASE_TIMEOUT_S)
         finally:
             with suppress(UnavailableError):  # Then its lease ends it.

@@ -171,7 +171,7 @@ def test_a_row_that_is_not_finite_gets_nan_and_touches_no_other() -> None:
 
 
 def test_exact_sums_have_exact_logarithms() -> None:
-    """Of n equal logits in any places, each has the probability 1/n; all other tokens are masked."""
+    """Each of n equal logits, in any places, has the probability 1/n; all other tokens are masked."""
     for count in (1, 2, 64, 100):
         logits = torch.full((1, 2 * PART), -INF)
         logits[0, :: 2 * PART // count][:count] = 3.0

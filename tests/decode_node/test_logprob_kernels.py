@@ -57,7 +57,7 @@ SIGNATURES: dict[str, tuple[dict[str, str], dict[str, int], int]] = {
         1,
     ),
 }
-"""Of each kernel: the types of its arguments for a vocabulary of 151,936, its constants, its warps."""
+"""The types of each kernel's arguments for a vocabulary of 151,936, its constants, its warps."""
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -291,7 +291,7 @@ def test_a_token_is_in_the_vocabulary_whatever_the_row_and_its_draw_are(
 
 
 def test_exact_sums_have_exact_logarithms() -> None:
-    """Of n equal logits in any places, each has the probability 1/n; all other tokens are masked."""
+    """Each of n equal logits, in any places, has the probability 1/n; all other tokens are masked."""
     for count in (1, 2, 64, 100):
         logits = torch.full((2, 2 * PART + 17), -INF)
         logits[:, :: 2 * PART // count][:, :count] = 3.0

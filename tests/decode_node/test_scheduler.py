@@ -88,7 +88,7 @@ def test_the_stock_scheduler_breaks_the_rules(stepping: ModuleType, platform: Pl
 
 @PLATFORMS
 def test_kv_is_read_while_all_slots_run_and_slots_are_taken_in_order(stepping: ModuleType, platform: Platform) -> None:
-    """Of two whose KV has arrived, the first that came gets the slot, though its KV arrived last."""
+    """The slot goes to the first that came of two whose KV has arrived, though its KV arrived last."""
     ops = (
         Arrive(prompt=16, max_tokens=12),
         Arrive(prompt=16, max_tokens=2, transfer_steps=6),
