@@ -100,9 +100,13 @@ class Connection:
             self._room[each] -= len(data)
 
     async def read(self, seconds: float) -> bool:
-        """Takes what has come, for at most so long; False if nothing did, or the connection is over."""
+        """Takes what has come, for at most so long; False if nothing did, or the connection is over.
+
+        Up to Python 3.11, `asyncio.wait_for` drops a cancellation that comes together with the bytes.
+        """
         try:
-            data = await asyncio.wait_for(self.reader.read(1 << 16), seconds)
+            async with asyncio.timeout(seconds):
+                data = await self.reader.read(1 << 16)
         except asyncio.TimeoutError:
             return False
         except OSError:
