@@ -89,6 +89,8 @@ class PrefillContract(_Part):
     """How attention cuts KV into pieces that it sums apart."""
     multiprocessors: int
     """The number of the GPU's multiprocessors that the process sees; MPS and MIG reduce it. 0 on a CPU."""
+    traced_tokens: int
+    """The most tokens of a step as the compiler was told, which chooses kernels by it. 0: nothing is compiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,8 @@ class DecodeContract(_Part):
     graph: str
     multiprocessors: int
     """The same as in `PrefillContract`. Nodes of the two roles may have different shares of a GPU."""
+    traced_tokens: int
+    """The same as in `PrefillContract`."""
     eos_token_ids: tuple[int, ...]
     """The tokens that end an output, ascending. generation_config.json says which they are."""
 

@@ -134,6 +134,8 @@ class Freedom(str, enum.Enum):
     """A prefill step may hold chunks of several prompts."""
     CHUNKS = "chunks"
     """A prompt may be cut into chunks anywhere."""
+    MIXED = "mixed"
+    """Decode rows may be in a prefill step, on a colocated node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,17 +177,9 @@ class NodeInfo:
     """The freedoms of the node's role. Empty: the node's version knows none."""
     certificate: str = ""
     """The digest of the certificate that the freedoms rest on; 64 hex digits. Empty: the node has none."""
-
-
-def places(slots: int) -> int:
-    """Return the most leases of a decode node with `slots` slots: one for each slot, and a line of a quarter as many.
-
-    A sample takes a slot when its KV has arrived. The line holds the samples whose prompts are computed and read while
-    the slots work. With a quarter, 64 and more slots hardly ever stand idle in the simulation of
-    `tests/decode_node/test_line.py`; with an eighth they do. The line is also the most samples of lower priority that
-    one of high priority finds ahead of it on its node, so it is short.
-    """
-    return slots + slots // 4
+    engine_id: str = ""
+    """The id of the node's engine. A prefill and a decode node with the same one are the two sides of one colocated
+    node: a sample's KV stays in place between them, and they end together. Empty: the node's version does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +238,7 @@ class NodeStatus:
     load: NodeLoad
     state: NodeState
     detail: str = ""
-    """Why the node is not in use. Empty if it is in use."""
+    """Why the node is not in use, or what a target of latency keeps from it. Empty if it takes all work."""
     last_heartbeat_ms: int = 0
     """The number of milliseconds since the node was last heard, less those in which the router stood still."""
 

@@ -25,7 +25,7 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
     async with observed(config) as observation:
         config = replace(config, model=downloaded(config.model), slots=config.slots or default_slots())
         ref = node_ref(config, NodeRole.DECODE)
-        start_tracing(ref, NodeRole.DECODE)
+        start_tracing(ref, "decode")
         engine = await VllmDecodeEngine.launch(config, nixl_endpoint(config, f"{ref.node_id}-{ref.generation}"))
         facts = engine.facts
         table = SlotTable(
@@ -33,18 +33,20 @@ async def run(config: DecodeConfig, stop: asyncio.Event) -> None:
         )
         service = DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms, kv_reads=lambda: engine.kv_reads)
         service.step_sizes = engine.step_sizes
-        engine.on_step = service.on_step
+        engine.on_step, engine.on_read = service.on_step, service.on_read
 
         await live_and_leave(
             config,
-            Role(
-                engine=engine,
-                service=service,
-                service_name=SERVICE_NAME,
-                register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
-                info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
-                metrics=service.metrics,
-            ),
+            [
+                Role(
+                    engine=engine,
+                    service=service,
+                    service_name=SERVICE_NAME,
+                    register=decode_service_pb2_grpc.add_DecodeServiceServicer_to_server,
+                    info=node_info(config, ref, NodeRole.DECODE, engine, slots=config.slots),
+                    metrics=service.metrics,
+                ),
+            ],
             stop,
             observation,
         )

@@ -1,5 +1,8 @@
 """A decode node's self-test: a sample's bits must not depend on its neighbours, its row, its KV blocks or row moves.
 
+Where attention cuts the KV of long sequences into pieces, some probes are long enough to be cut, and grow over the edge
+of a piece while they are compared. The others stay short: the time of the test is that of its many steps.
+
 Owns: which scenes are compared. It runs in the engine's worker, with the loaded model's own step, before the node
 serves. Must not know: vLLM's internals, gRPC.
 """
@@ -7,18 +10,18 @@ serves. Must not know: vLLM's internals, gRPC.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from corun.node.vllm.selftest import NULL_BLOCK, BlockPool, Stepper, TestSequence, Trace, compare
 
 PROBES = 6
 """The number of probes: one for each style of sampling (decode_node/worker.py)."""
 STEPS = 4
-LONGEST = 1024  # tokens of a sequence under test
+LONGEST = 1024  # tokens of a sequence under test that is not to be cut
+CUTS = (1, 2)
+"""The edges, in pieces, that a probe grows over. Beyond the second one the pieces are more than two."""
 SEED = 20_25
 
 Sampling = Callable[[int], Any]
@@ -32,28 +35,38 @@ class Probe:
     name: str
     prompt: tuple[int, ...]
     sampling: Any
-    contents: tuple[torch.Tensor, ...]
-    """The contents of its KV blocks, per layer."""
+    seed: int
+    """The seed of the random contents of its KV blocks. A copy of these might not fit beside the KV cache."""
 
 
 class Certification:
     """The probes, and the bits that each one has alone in a step of all slots."""
 
-    def __init__(self, stepper: Stepper, slots: int, sampling: Sampling) -> None:
-        """Compute the expected bits. The worker must use steps of all slots at this time."""
+    def __init__(
+        self, stepper: Stepper, slots: int, sampling: Sampling, piece: int = 0, company_blocks: int = 0
+    ) -> None:
+        """Compute the expected bits. The worker must use steps of all slots at this time.
+
+        piece: the tokens of the pieces that attention cuts a sequence into; 0: it cuts none. company_blocks: the KV
+        blocks that are left to other sequences in the steps (`_company`).
+        """
         self.steps = 0
         self.comparisons = 0
         self._stepper = stepper
         self._sampling = sampling
         self._draw = random.Random(SEED)
         self._names = 0
-        room = (stepper.num_blocks - 1) // slots * stepper.block_size
-        self._longest = min(LONGEST, stepper.max_model_len - STEPS, room - STEPS)
-        blocks = list(range(NULL_BLOCK + 1, 1 + slots * self._blocks_of(self._longest)))
+        room = stepper.num_blocks - 1 - company_blocks
+        cut = self._cut(piece, min(room // 2, room - slots))
+        taken = sum(map(self._blocks_of, cut))
+        share = (room - taken) // slots * stepper.block_size
+        self._longest = min(LONGEST, stepper.max_model_len - STEPS, share - STEPS)
+        blocks = list(range(NULL_BLOCK + 1, 1 + taken + slots * self._blocks_of(self._longest)))
         stepper.scramble(blocks, SEED)
         self._draw.shuffle(blocks)
         self._pool = BlockPool(free=blocks)
-        self._probes = [self._probe(number) for number in range(min(PROBES, slots))]
+        lengths = [*(self._draw.randint(1, self._longest) for _ in range(min(PROBES, slots))), *cut]
+        self._probes = [self._probe(number, length) for number, length in enumerate(lengths)]
         self._expected = self._one_by_one()
 
     def check(self, rows: int) -> str:
@@ -92,13 +105,19 @@ class Certification:
         played = (self._play(group, crowd=(rows - len(group)) // part, moving=moving) for group in groups)
         return {name: traces for found in played for name, traces in found.items()}
 
-    def _probe(self, number: int) -> Probe:
-        length = self._draw.randint(1, self._longest)
-        taken = self._pool.take(self._blocks_of(length))
-        contents = self._stepper.read(taken)
-        self._pool.give_back(taken)
-        prompt = self._prompt(length)
-        return Probe(name=f"probe-{number}", prompt=prompt, sampling=self._sampling(number), contents=contents)
+    def _cut(self, piece: int, room: int) -> list[int]:
+        """Return the lengths of the probes that attention cuts, ascending: those that the model allows and that fit
+        into `room` KV blocks together. In its first step a probe reads one token less than whole pieces."""
+        lengths: list[int] = []
+        for length in (edge * piece - 1 for edge in CUTS if piece):
+            room -= self._blocks_of(length)
+            if room >= 0 and length <= self._stepper.max_model_len - STEPS:
+                lengths.append(length)
+        return lengths
+
+    def _probe(self, number: int, length: int) -> Probe:
+        prompt, sampling = self._prompt(length), self._sampling(number)
+        return Probe(name=f"probe-{number}", prompt=prompt, sampling=sampling, seed=SEED + 1 + number)
 
     def _play(self, probes: list[Probe], *, crowd: int, moving: bool) -> dict[str, list[Trace]]:
         """Run `STEPS` steps of every probe among `crowd` neighbours, in a random order of rows.
@@ -106,7 +125,7 @@ class Certification:
         With `moving`, one probe starts in each step, and half of the neighbours end after each step and are replaced by
         others, so that sequences change their rows.
         """
-        waiting = [self._sequence(probe.name, probe.prompt, probe.sampling, probe.contents) for probe in probes]
+        waiting = [self._sequence(probe.name, probe.prompt, probe.sampling, probe.seed) for probe in probes]
         neighbours = [self._neighbour() for _ in range(crowd)]
         traces: dict[str, list[Trace]] = {probe.name: [] for probe in probes}
         running: list[TestSequence] = []
@@ -118,8 +137,11 @@ class Certification:
             rows = [*running, *neighbours]
             if started:
                 self._draw.shuffle(rows)
-            found = self._stepper.step([(sequence, 1) for sequence in rows], ended, traces)
+            company = self._company()
+            traced = {*traces, *(sequence.name for sequence, _ in company)}
+            found = self._stepper.step([*((sequence, 1) for sequence in rows), *company], ended, traced)
             self.steps += 1
+            self._note_company(company, found)
             for sequence in running:
                 traces[sequence.name].append(found[sequence.name])
             ended = [sequence for sequence in running if sequence.drawn == STEPS]
@@ -130,9 +152,17 @@ class Certification:
                 self._free(gone)
                 neighbours += [self._neighbour() for _ in gone]
             self._free(sequence for sequence in ended if sequence.name in traces)
+            ended += (sequence for sequence, _ in company)
         self._free(neighbours)
         self._stepper.close()
         return traces
+
+    def _company(self) -> list[tuple[TestSequence, int]]:
+        """Return what else is in the next step, each sequence with its number of tokens: nothing on a decode node."""
+        return []
+
+    def _note_company(self, company: Sequence[tuple[TestSequence, int]], found: Mapping[str, Trace]) -> None:
+        """Take the traces of the company."""
 
     def _free(self, sequences: Iterable[TestSequence]) -> None:
         for sequence in sequences:
@@ -143,13 +173,11 @@ class Certification:
         prompt = self._prompt(self._draw.randint(1, self._longest))
         return self._sequence(f"neighbour-{self._names}", prompt, self._sampling(self._names))
 
-    def _sequence(
-        self, name: str, prompt: tuple[int, ...], sampling: Any, contents: tuple[torch.Tensor, ...] | None = None
-    ) -> TestSequence:
+    def _sequence(self, name: str, prompt: tuple[int, ...], sampling: Any, seed: int | None = None) -> TestSequence:
         """Return a sequence whose KV has arrived from a prefill node: only the last prompt token has not run yet."""
         blocks = self._pool.take(self._blocks_of(len(prompt)))
-        if contents is not None:
-            self._stepper.write(blocks, contents)
+        if seed is not None:
+            self._stepper.scramble(blocks, seed)
         return TestSequence(name=name, prompt=prompt, blocks=blocks, computed=len(prompt) - 1, sampling=sampling)
 
     def _prompt(self, length: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 from corun.config.fields import DecodeConfig
 from corun.contract import Contract
 from corun.errors import CorunError, InvalidArgumentError, Shown, UnavailableError
-from corun.node.certificate import SELF_TEST_FAILED, Certificate
+from corun.node.certificate import Certificate, untested
 from corun.node.kv.handle import STAMPS_PARAM, owner, read_id
 from corun.node.kv.handshake import UNDER_WAY
 from corun.node.kv.stamps import stamps
@@ -57,11 +57,11 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
     if config.decode_split != "none" and not base.on_gpu():
         raise InvalidArgumentError("decode_split", config.decode_split, "must be none on a CPU")
     made = AsyncEngineArgs(
-        **base.shared_arguments(config, NodeRole.DECODE, endpoint, longest_wait_s=config.prefill_first_ms / 1000),
+        **base.shared_arguments(config, [NodeRole.DECODE], endpoint, longest_wait_s=config.prefill_first_ms / 1000),
         scheduler_cls="decode_node.scheduler.FixedSlotScheduler",
         worker_cls="decode_node.worker.FixedShapeWorker",
         max_num_seqs=config.slots,
-        max_num_batched_tokens=config.slots,
+        max_num_batched_tokens=max(config.slots, base.STEP_TOKENS) if base.on_gpu() else config.slots,
     )
     if base.on_gpu():
         made.compilation_config = base.gpu_graphs("FULL_DECODE_ONLY", [*smaller_than(config.slots), config.slots])
@@ -69,22 +69,19 @@ def arguments(config: DecodeConfig, endpoint: NixlEndpoint) -> Any:
     return made
 
 
-def untested(config: DecodeConfig, finding: str) -> str:
-    """Return why smaller steps are not tested; empty: they are. finding: what the self-test found; empty: nothing."""
-    if not config.smaller_steps:
-        return "switched off by --no-smaller-steps"
-    return SELF_TEST_FAILED if finding else ""
-
-
 class VllmDecodeEngine:
     """Implements `decode_node.service.DecodeEngine` on `AsyncLLM`. Build it with `launch`."""
 
-    def __init__(self, llm: Any, facts: base.EngineFacts, contract: Contract, certificate: Certificate) -> None:
+    def __init__(
+        self, llm: Any, facts: base.EngineFacts, contract: Contract, certificate: Certificate, engine_id: str
+    ) -> None:
         self.facts = facts
+        self.engine_id = engine_id
         self.contract = contract
         self.certificate = certificate
         """What the node may do, by its own test, and why it may not do the rest."""
-        self.on_step: Callable[[list[StepRow]], None] = lambda rows: None
+        self.on_step: Callable[[list[StepRow], int], None] = lambda rows, live: None
+        self.on_read: Callable[[list[str]], None] = lambda request_ids: None
         self.on_death: Callable[[], None] = lambda: None
         self.on_finding: Callable[[str], None] = lambda finding: None
         self.steps = 0
@@ -97,7 +94,7 @@ class VllmDecodeEngine:
         self._logged: dict[int, dict[str, float]] = {}  # rank -> the figures of KV reads that were last logged
         self._mapped: dict[int, str] = {}  # process id -> start time, for processes whose GPU memory is mapped here
         self._tasks: list[asyncio.Task[None]] = []
-        llm.on_outputs = self._take
+        llm.on_outputs = self.take
         llm.on_dead = lambda: self.on_death()  # noqa: PLW0108  # It is set later.
 
     @classmethod
@@ -107,9 +104,24 @@ class VllmDecodeEngine:
         llm = base.step_llm().from_engine_args(made)
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
-        sizes, certificate = await certify_rows(llm, untested(config, facts.finding))
-        engine = cls(llm, facts, decode_contract(model_contract(llm, config, seen), seen, facts), certificate)
-        engine.step_sizes = [*sizes, config.slots]
+        reasons = untested(config, NodeRole.DECODE, facts.finding)
+        sizes, certificate = await certify_rows(llm, reasons[Freedom.ROWS])
+        contract = decode_contract(model_contract(llm, config, seen), seen, facts)
+        return cls.of(llm, facts, contract, certificate, endpoint.engine_id, [*sizes, config.slots])
+
+    @classmethod
+    def of(
+        cls,
+        llm: Any,
+        facts: base.EngineFacts,
+        contract: Contract,
+        certificate: Certificate,
+        engine_id: str,
+        step_sizes: list[int],
+    ) -> VllmDecodeEngine:
+        """Return the decode side of a started engine."""
+        engine = cls(llm, facts, contract, certificate, engine_id)
+        engine.step_sizes = step_sizes
         engine._tasks = [asyncio.create_task(engine._report()), asyncio.create_task(engine._let_go())]
         return engine
 
@@ -124,7 +136,6 @@ class VllmDecodeEngine:
         Raises:
             InvalidArgumentError: the engine would refuse a parameter, change it or crash on it; names the field.
         """
-        from vllm.v1.engine import EngineCoreRequest
 
         handle = request.handle
         owners = [(owner(one.request_id, handle.prefill_node), one.num_blocks) for one in handle.owners]
@@ -141,17 +152,7 @@ class VllmDecodeEngine:
         }
         sampling = engine_params(request.params, request.seed, self.facts, {"kv_transfer_params": transfer})
         await self._llm.engine_core.add_request_async(
-            EngineCoreRequest(
-                request_id=request.request_id,
-                prompt_token_ids=list(request.prompt_token_ids),
-                mm_features=None,
-                sampling_params=sampling,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=request.share_key or None,
-                data_parallel_rank=None,
-            )
+            base.core_request(request.request_id, request.prompt_token_ids, sampling, request.share_key or None)
         )
 
     async def abort(self, request_id: str) -> None:
@@ -163,6 +164,8 @@ class VllmDecodeEngine:
         Raises:
             UnavailableError: the handshake or a first read failed, or took longer than 20 s; says why.
         """
+        if peer.engine_id == self.engine_id:  # Its KV is here.
+            return
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         where = (peer.engine_id, peer.host, peer.port, peer.tp_size, peer.stamp_addresses)
         for call in (("connect", *where), ("warm", peer.engine_id)):
@@ -239,10 +242,15 @@ class VllmDecodeEngine:
             await self._log_handoffs(LAST_REPORT_S)
         self._llm.shutdown()
 
-    def _take(self, outputs: list[Any]) -> None:
-        """Turn one engine step into rows."""
+    def take(self, outputs: list[Any]) -> None:
+        """Turn one engine step into rows, after the news of reads (decode_node/scheduler.py: `update_from_output`)."""
         self.steps += 1
-        self.on_step(_rows(outputs))
+        read = [one.request_id for one in outputs if not one.new_token_ids and one.finish_reason is None]
+        if read:
+            self.on_read(read)
+        if len(read) < len(outputs):
+            live = next((output.new_token_ids[2] for output in outputs if output.new_token_ids), 0)
+            self.on_step(_rows(outputs), live)
 
 
 def engine_params(params: SamplingParams, seed: int, facts: base.EngineFacts, extra_args: dict[str, Any]) -> Any:
@@ -296,15 +304,15 @@ def _stops(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
     return stops
 
 
-async def certify_rows(llm: Any, untested: str = "") -> tuple[list[int], Certificate]:
+async def certify_rows(llm: Any, reason: str = "") -> tuple[list[int], Certificate]:
     """Let the engine run steps with fewer rows than slots if every rank finds that they give the same bits.
 
-    untested: why this is not tested; empty: it is.
+    reason: why this is not tested; empty: it is.
 
     Returns:
         These numbers of rows, ascending, and the certificate that says why there are none.
     """
-    certificate, ranks = await base.certify_freedoms(llm, {Freedom.ROWS: untested})
+    certificate, ranks = await base.certify_freedoms(llm, {Freedom.ROWS: reason})
     common = sorted(set.intersection(*(set(rank["sizes"]) for rank in ranks))) if certificate.held else []
     if certificate.held and not common:
         certificate = certificate.without(Freedom.ROWS, "the ranks agree on no number of rows")
@@ -315,7 +323,7 @@ async def certify_rows(llm: Any, untested: str = "") -> tuple[list[int], Certifi
 
 
 def _rows(outputs: Sequence[Any]) -> list[StepRow]:
-    """Return the rows of one step. A drawn token comes with the bits of its log probability (decode_node/scheduler.py).
+    """Return the rows of one step. A drawn token comes with the bits of its log probability.
 
     At its first invalid token a request ends. Both samplers give such a token a log probability that is not finite. It
     has gone into the engine's next step already, but only this request reads it there.

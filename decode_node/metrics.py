@@ -19,7 +19,8 @@ class DecodeMetrics(Metrics):
         self.steps = self.counter("steps", "Steps, by the number of rows that they computed", ("rows",))
         self.rows = self.counter("rows", "Rows that steps computed, padding included")
         self.used_rows = self.counter("used_rows", "Rows of steps that drew a token")
-        """On a GPU, a sample's row runs once more after a stop has ended it."""
+        """On a GPU, a sample's row runs once more after a stop has ended it. A step of such rows alone, which draws
+        nothing, is not counted: the engine tells nothing of it."""
         self.tokens = self.counter("tokens", "Tokens drawn for samples that held their lease")
         text = "From one step's tokens to the next one's, while samples run"
         self.step_seconds = self.histogram("step_seconds", text, STEPS_S)

@@ -15,16 +15,18 @@ engine knows when. Must not know: leases, gRPC, sampling.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from corun.node.vllm.gpu_lock import DecodeTurn
 from corun.node.vllm.scheduler import ReservingScheduler
-from decode_node.slots import shared_blocks
+from corun.room import shared_blocks
 
 LONGEST_WAIT = "longest_wait_s"
 """The key of the longest wait of a step, in seconds, in the connector's extra configuration; our schedulers read their
@@ -43,7 +45,9 @@ class FixedSlotScheduler(ReservingScheduler):
         self.max_num_scheduled_tokens += 1
         coordinator = self.kv_cache_manager.coordinator
         self._let_find = coordinator.cache_blocks
-        coordinator.cache_blocks = _let_nothing_be_found  # Else vLLM lets outputs be found, too.
+        coordinator.cache_blocks = self.keep_computed
+        self._read: list[Request] = []
+        """The requests whose KV has been read since the last output."""
         self.turn: DecodeTurn | None = None
         if (path := self.gpu_lock()) is not None:
             self.turn = DecodeTurn(path, self.vllm_config.kv_transfer_config.kv_connector_extra_config[LONGEST_WAIT])
@@ -72,7 +76,7 @@ class FixedSlotScheduler(ReservingScheduler):
         free = self.free_blocks([*self.running, *self.skipped_waiting])
         reading = {request.cache_salt for request in self.skipped_waiting if self._is_read(request)}
         chosen: list[Request] = []
-        for request in self.waiting:
+        for request in self.unread():
             found = self._found(request)
             is_whole = len(found) * self.block_size == self.shared_tokens(request)
             # Blocks that nobody uses may be gone before this request gets them.
@@ -85,6 +89,19 @@ class FixedSlotScheduler(ReservingScheduler):
                 break
             chosen.append(request)
         return chosen
+
+    def unread(self) -> Iterable[Request]:
+        """Return the samples whose KV has not begun to be read, in the order of their arrival."""
+        waiting: Iterable[Request] = self.waiting
+        return waiting
+
+    def decoding(self) -> int:
+        """Return the number of samples that have a slot."""
+        return len(self.running)
+
+    def keep_computed(self, request: Request, num_computed_tokens: int) -> None:
+        """Let nothing be found that this engine computed, in place of vLLM's `KVCacheCoordinator.cache_blocks`: vLLM
+        would let outputs be found, too."""
 
     def shared_tokens(self, request: Request) -> int:
         """Return the number of prompt tokens whose blocks other samples of the prompt may find."""
@@ -110,26 +127,40 @@ class FixedSlotScheduler(ReservingScheduler):
             request = self.requests.get(name)
             if request is not None and not request.is_finished():
                 self._let_find(request, self.shared_tokens(request))
+                self._read.append(request)
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
         """Let a request run whose KV has arrived, if a slot is free. vLLM asks in the order of arrival, and otherwise
         keeps the request in its place."""
-        return len(self.running) < self.slots and bool(super()._try_promote_blocked_waiting_request(request))
+        return self.decoding() < self.slots and bool(super()._try_promote_blocked_waiting_request(request))
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
-        """Add to each drawn token the bits of its log probability, as a second integer of `new_token_ids`.
+        """Add to each drawn token the bits of its log probability, and the number of requests that the step computed,
+        as two more integers of `new_token_ids`.
 
-        The worker computes one for every row (decode_node/worker.py: `as_tensors`), and vLLM carries them in the same
-        output as the tokens of the step. Requests ask vLLM for none, since it would send three arrays for each.
+        That number is not the one of drawn tokens: a request that a stop has ended may be in the next step, too. The
+        worker computes a log probability for every row (decode_node/worker.py: `as_tensors`), and vLLM carries them in
+        the same output as the tokens of the step. Requests ask vLLM for none, since it would send three arrays for
+        each.
+
+        An output without a token and without an end says that the KV of its request has been read.
         """
         made: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         drawn = [output for outputs in made.values() for output in outputs.outputs if output.new_token_ids]
         if drawn:
             bits = model_runner_output.logprobs.logprobs[:, 0].view(np.uint32).tolist()
-            row_of = model_runner_output.req_id_to_index
+            row_of, live = model_runner_output.req_id_to_index, self.rows_of(scheduler_output)
             for output in drawn:
-                output.new_token_ids = [*output.new_token_ids, bits[row_of[output.request_id]]]
+                output.new_token_ids = [*output.new_token_ids, bits[row_of[output.request_id]], live]
+        for request in self._read:
+            told = made.setdefault(request.client_index, EngineCoreOutputs())
+            told.outputs.append(EngineCoreOutput(request_id=request.request_id, new_token_ids=[]))
+        self._read.clear()
         return made
+
+    def rows_of(self, output: SchedulerOutput) -> int:
+        """Return the number of samples in a step."""
+        return len(output.num_scheduled_tokens)
 
     def _check_shape(self, output: SchedulerOutput) -> None:
         tokens = output.num_scheduled_tokens
@@ -138,7 +169,3 @@ class FixedSlotScheduler(ReservingScheduler):
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         raise RuntimeError(f"request {request.request_id} would be preempted, but its KV room was reserved")
-
-
-def _let_nothing_be_found(request: Request, num_computed_tokens: int) -> None:
-    """Do nothing, in place of vLLM's `KVCacheCoordinator.cache_blocks`."""

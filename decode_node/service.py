@@ -17,13 +17,14 @@ from corun.node.kv.handle import binding
 from corun.observe.tracing import Span, caller_of
 from corun.params import SamplingParams, check_name
 from corun.receipt import prompt_digest
+from corun.room import blocks_needed
 from corun.rpc import codec
 from corun.rpc.interceptor import Context
 from corun.types import FinishReason, KvHandle, KvReads, NixlEndpoint, NodeLoad, NodeRef
 from corun.v1 import decode_service_pb2 as pb
 from corun.v1 import decode_service_pb2_grpc
 from decode_node.metrics import DecodeMetrics
-from decode_node.slots import Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step
+from decode_node.slots import Lease, NoRoomError, SlotTable, rows_of_step
 
 SERVICE_NAME = "corun.v1.DecodeService"
 MAX_SHARE_KEY = 512
@@ -59,7 +60,8 @@ class StepRow(NamedTuple):
 
 
 class DecodeEngine(Protocol):
-    """The methods that a decode node needs from its engine, which calls `DecodeService.on_step` once per step."""
+    """The methods that a decode node needs from its engine, which calls `DecodeService.on_step` once per step, and
+    `DecodeService.on_read` when KV has been read, at the latest before the step with the request's first token."""
 
     async def start(self, request: DecodeRequest) -> None:
         """Read the KV and decode. Every outcome, failures included, arrives as rows."""
@@ -78,12 +80,17 @@ class StepStream:
     def __init__(self, session: int) -> None:
         self.session = session
         self._pending: list[tuple[int, StepRow]] = []
+        self._read: list[int] = []
         self._ready = asyncio.Event()
         self._sent = 0
         self.replaced = False
 
     def add(self, lease_id: int, row: StepRow) -> None:
         self._pending.append((lease_id, row))
+
+    def add_read(self, lease_id: int) -> None:
+        """Tell that the KV of a lease has been read."""
+        self._read.append(lease_id)
 
     def flush(self) -> None:
         self._ready.set()
@@ -102,16 +109,17 @@ class StepStream:
                 return
             self._ready.clear()
             pending, self._pending = self._pending, []
-            if pending:
+            read, self._read = self._read, []
+            if pending or read:
                 self._sent += 1
-                yield _message(self._sent, pending)
+                yield _message(self._sent, pending, read)
 
 
-def _message(step: int, rows: Sequence[tuple[int, StepRow]]) -> pb.StreamStepsResponse:
+def _message(step: int, rows: Sequence[tuple[int, StepRow]], read: Sequence[int]) -> pb.StreamStepsResponse:
     """Return the message with the rows of these leases. Its lists are filled at once, not by one call a number."""
     drawn = [(lease_id, row.token_id, row.logprob) for lease_id, row in rows if row.token_id is not None]
     lease_ids, token_ids, logprobs = zip(*drawn, strict=True) if drawn else ((), (), ())
-    message = pb.StreamStepsResponse(step=step, lease_ids=lease_ids, token_ids=token_ids, logprobs=logprobs)
+    message = pb.StreamStepsResponse(step=step, lease_ids=lease_ids, token_ids=token_ids, logprobs=logprobs, read=read)
     for lease_id, row in rows:
         if row.finish is not None:
             message.ended.add(
@@ -164,9 +172,12 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
             leases=len(self._table),
         )
 
-    def on_step(self, rows: Sequence[StepRow]) -> None:
+    def on_step(self, rows: Sequence[StepRow], live: int = 0) -> None:
         """Process one engine step: add each row to its router's stream, and end the leases of samples that ended. The
-        first token of a sample shows that it has a slot."""
+        first token of a sample shows that it has a slot.
+
+        live: the number of samples that the step computed, if these were more than drew a token.
+        """
         for row in rows if self._handoffs else ():
             self._note_first(row)
         touched: dict[int, StepStream] = {}
@@ -188,9 +199,22 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
                 stream.add(lease.lease_id, row)
                 touched[id(stream)] = stream
         now = asyncio.get_running_loop().time()
-        self.metrics.note_step(rows_of_step(used, self.step_sizes), used, tokens, now, goes_on=goes_on)
+        computed = rows_of_step(max(live, used), self.step_sizes)
+        self.metrics.note_step(computed, used, tokens, now, goes_on=goes_on)
         for stream in touched.values():
             stream.flush()
+
+    def on_read(self, request_ids: Sequence[str]) -> None:
+        """Tell routers that the KV of these requests has been read, though they may still wait for a slot."""
+        now = asyncio.get_running_loop().time()
+        for request_id in request_ids:
+            lease = self._running.get(request_id)
+            if lease is None:  # released a moment ago
+                continue
+            self._handoffs[request_id].event("kv_read", now)
+            if (stream := self._stream_of(lease)) is not None:
+                stream.add_read(lease.lease_id)
+                stream.flush()
 
     def _note_first(self, row: StepRow) -> None:
         """Note the first row of a request, which tells whether its KV could be read. With a token, it has a slot."""
@@ -318,10 +342,11 @@ class DecodeService(decode_service_pb2_grpc.DecodeServiceServicer):
         if sum(counts) != blocks or min(counts) < 1 or handle.owners[-1].request_id != handle.request_id:
             limit = f"must be those of {blocks} blocks, and {handle.request_id} the last one"
             raise InvalidArgumentError("handle.owners", handle.owners, limit)
-        if lease.share_key and not lease.share_key.startswith(handle.prompt_digest):
+        share_key = lease.blocks.share_key
+        if share_key and not share_key.startswith(handle.prompt_digest):
             # Samples of other prompts would not find each other's blocks, and the lease counts on it.
             raise InvalidArgumentError("handle.prompt_digest", handle.prompt_digest, "must begin the lease's share_key")
-        return DecodeRequest(lease.request_id, handle, prompt, params, request.seed, lease.share_key)
+        return DecodeRequest(lease.request_id, handle, prompt, params, request.seed, share_key)
 
     def _keep_or_expire(self, lease: Lease) -> None:
         """Stop a lease's expiry timer if the stream of its session is open: then the router ends the lease, within its

@@ -2,11 +2,11 @@
 
 Owns: admission. A lease is granted only when the KV blocks for prompt + max_tokens are free, so that no running request
 is ever preempted (paper, Section IV-B; `can_fit_full_sequence` in Alg. 1), and a place: there is one for each slot, and
-a line of a quarter as many (`corun.types.places`). A sample takes a slot when its KV has arrived and one is free, so no
+a line of a quarter as many (`corun.room.places`). A sample takes a slot when its KV has arrived and one is free, so no
 slot stands idle while a prompt is computed and read. Slots are counted, they have no numbers.
 
 Leases with one share key are of samples of one prompt, which share the blocks of the prompt that nothing writes to
-(`shared_blocks`). These blocks count once while any of the leases lives. The engine keeps to it: it never holds a
+(`corun.room`). These blocks count once while any of the leases lives. The engine keeps to it: it never holds a
 second copy of them for a sample that may run (decode_node/scheduler.py), so what is granted here always gets room.
 
 A router learns at once when one of its own samples ends, but of other free room only with the next heartbeat. So a
@@ -22,11 +22,10 @@ their rows. Must not know: gRPC, engines, clocks; callers pass the time, in seco
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corun.types import places
+from corun.room import SampleBlocks, UsedBlocks, places
 
 SMALLER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """The numbers of rows that are tried, as far as they are below the number of slots."""
@@ -70,26 +69,12 @@ class Lease:
     session: int
     num_prompt_tokens: int
     max_tokens: int
-    kv_blocks: int
-    """The blocks of this sample alone."""
-    share_key: str = ""
-    """The key of the samples with which it shares blocks; empty if it shares none."""
+    blocks: SampleBlocks
 
     @property
     def request_id(self) -> str:
         """The id of the engine's request for the sample."""
         return f"lease-{self.lease_id}"
-
-
-def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Return the number of KV blocks, of `block_size` tokens each, that hold `num_tokens` tokens."""
-    return -(-num_tokens // block_size)
-
-
-def shared_blocks(num_prompt_tokens: int, block_size: int) -> int:
-    """Return the number of a prompt's blocks that its samples can share: the whole blocks before the last position,
-    whose KV decode computes again."""
-    return (num_prompt_tokens - 1) // block_size
 
 
 class SlotTable:
@@ -107,7 +92,7 @@ class SlotTable:
         self._ids = itertools.count(1)
         self._waiting: dict[str, Waiting] = {}
         self._shares = shares
-        self._groups: Counter[tuple[str, int]] = Counter()  # The number of leases by share key and shared blocks.
+        self._used = UsedBlocks()
 
     def reserve(
         self,
@@ -125,10 +110,8 @@ class SlotTable:
         already holds its part while another one comes first (`_check_part`).
         """
         share_key = share_key if self._shares else ""
-        shared = shared_blocks(num_prompt_tokens, self.block_size) if share_key else 0
-        own = blocks_needed(num_prompt_tokens + max_tokens, self.block_size) - shared
-        group = share_key, shared
-        need = own + (0 if group in self._groups else shared)
+        blocks = SampleBlocks.of(num_prompt_tokens, max_tokens, self.block_size, share_key)
+        need = self._used.needed(blocks)
         free = self.kv_blocks - self.used_kv_blocks
         try:
             if len(self._leases) >= self.places:
@@ -141,10 +124,9 @@ class SlotTable:
             self._waiting[router_id] = Waiting(since, now, need)
             raise
         self._waiting.pop(router_id, None)
-        lease = Lease(next(self._ids), router_id, session, num_prompt_tokens, max_tokens, own, share_key)
-        self._groups[group] += 1
+        lease = Lease(next(self._ids), router_id, session, num_prompt_tokens, max_tokens, blocks)
         self._leases[lease.lease_id] = lease
-        self.used_kv_blocks += need
+        self.used_kv_blocks += self._used.add(blocks)
         return lease
 
     def _check_part(self, router_id: str, need: int, now: float) -> None:
@@ -158,11 +140,9 @@ class SlotTable:
         if not self._waiting.keys() - {router_id}:
             return
         held: dict[str, list[int]] = {name: [] for name in (*self._waiting, router_id)}
-        counted = set()  # A group's shared blocks count for the router of its oldest lease.
+        counted = UsedBlocks()  # A group's shared blocks count for the router of its oldest lease.
         for lease in self._leases.values():
-            group = self._group(lease)
-            held.setdefault(lease.router_id, []).append(lease.kv_blocks + (0 if group in counted else group[1]))
-            counted.add(group)
+            held.setdefault(lease.router_id, []).append(counted.add(lease.blocks))
         part, kv_blocks = self.places // len(held), self.kv_blocks // len(held)
 
         def order(name: str) -> tuple[bool, float, str]:
@@ -189,18 +169,8 @@ class SlotTable:
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
             self._in_slots.discard(lease_id)
-            group = self._group(lease)
-            self._groups[group] -= 1
-            if not self._groups[group]:
-                del self._groups[group]
-                self.used_kv_blocks -= group[1]
-            self.used_kv_blocks -= lease.kv_blocks
+            self.used_kv_blocks -= self._used.remove(lease.blocks)
         return lease
-
-    def _group(self, lease: Lease) -> tuple[str, int]:
-        """Return the key under which a lease's shared blocks are counted, and their number."""
-        shared = shared_blocks(lease.num_prompt_tokens, self.block_size) if lease.share_key else 0
-        return lease.share_key, shared
 
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)

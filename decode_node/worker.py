@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
 
 from corun.node.certificate import VOID, Evidence
+from corun.node.vllm import pin
 from corun.node.vllm.selftest import Stepper
 from corun.node.vllm.worker import NodeWorker
 from decode_node.certify import Certification
@@ -51,13 +52,23 @@ class FixedShapeWorker(NodeWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         fix_shapes = fix_shapes_v1 if current_platform.is_cpu() else fix_shapes_v2
-        fix_shapes(self.model_runner, lambda live: rows_of_step(live, self.sizes))
+        fix_shapes(self.model_runner, self.rows_of)
         self.use(self.slots)
         return times
+
+    def rows_of(self, live: int) -> int:
+        """Return the number of rows of a step with `live` requests."""
+        return rows_of_step(live, self.sizes)
 
     @property
     def slots(self) -> int:
         return int(self.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def piece(self) -> int:
+        """The tokens of the pieces that attention cuts a sequence into (`decode_split`); 0: it cuts none."""
+        most = self.vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+        return pin.PIECE_TOKENS if most == pin.SPLITS["own-length"] and not current_platform.is_cpu() else 0
 
     def use(self, *sizes: int) -> None:
         """Use these numbers of rows, ascending, from now on; on a GPU, each needs a captured graph.
@@ -72,7 +83,7 @@ class FixedShapeWorker(NodeWorker):
         """Return the first difference that the self-test finds (decode_node/certify.py); empty if there is none."""
         self.use(self.slots)
         with torch.inference_mode():
-            finding = Certification(Stepper(self), self.slots, _sampling_style).check(self.slots)
+            finding = Certification(Stepper(self), self.slots, sampling_style, self.piece).check(self.slots)
         torch.accelerator.empty_cache()
         return finding
 
@@ -86,7 +97,7 @@ class FixedShapeWorker(NodeWorker):
         began = time.monotonic()
         self.use(self.slots)
         with torch.inference_mode():
-            test = Certification(Stepper(self), self.slots, _sampling_style)
+            test = Certification(Stepper(self), self.slots, sampling_style, self.piece)
             findings = {rows: self._finding(test, rows) for rows in smaller_than(self.slots)}
             sizes = [rows for rows, finding in findings.items() if not finding]
             reason = "" if sizes else next(iter(findings.values()), f"no step is smaller than {self.slots} rows")
@@ -127,7 +138,7 @@ class FixedShapeWorker(NodeWorker):
         return {**super().observe(), "sampler": sampler, "slots": self.slots}
 
 
-def _sampling_style(number: int) -> SamplingParams:
+def sampling_style(number: int) -> SamplingParams:
     """Return one of the sampling styles of a test batch: greedy or drawn, filtered or penalised.
 
     vLLM compiles its filter by whether any row has top-k and whether any row has top-p

@@ -23,7 +23,7 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
     async with observed(config) as observation:
         config = replace(config, model=downloaded(config.model))
         ref = node_ref(config, NodeRole.PREFILL)
-        start_tracing(ref, NodeRole.PREFILL)
+        start_tracing(ref, "prefill")
         endpoint = nixl_endpoint(config, f"{ref.node_id}-{ref.generation}")
         engine = await VllmPrefillEngine.launch(config, ref, endpoint)
         kv_tokens = engine.facts.kv_blocks * engine.facts.block_size
@@ -32,14 +32,16 @@ async def run(config: PrefillConfig, stop: asyncio.Event) -> None:
 
         await live_and_leave(
             config,
-            Role(
-                engine=engine,
-                service=service,
-                service_name=SERVICE_NAME,
-                register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-                info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
-                metrics=service.metrics,
-            ),
+            [
+                Role(
+                    engine=engine,
+                    service=service,
+                    service_name=SERVICE_NAME,
+                    register=prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
+                    info=node_info(config, ref, NodeRole.PREFILL, engine, nixl=engine.endpoint),
+                    metrics=service.metrics,
+                ),
+            ],
             stop,
             observation,
         )

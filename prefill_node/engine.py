@@ -18,8 +18,8 @@ from typing import Any
 
 from corun.config.fields import PrefillConfig
 from corun.contract import Contract
-from corun.errors import InternalError, InvalidArgumentError, Shown, UnavailableError
-from corun.node.certificate import SELF_TEST_FAILED, Certificate
+from corun.errors import InternalError, InvalidArgumentError, UnavailableError
+from corun.node.certificate import Certificate, untested
 from corun.node.kv.handle import (
     BEGAN_PARAM,
     CACHED,
@@ -41,13 +41,6 @@ from corun.receipt import prompt_digest
 from corun.types import Freedom, KvHandle, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from prefill_node.recheck import Computation, Digests
 
-STEP_TOKENS = 4096
-"""The most tokens of a step that holds several prompts, unless a chunk is longer.
-
-One chunk of 2048 tokens already keeps a GPU as busy as 8192 tokens do. With twice as many there is nearly always room
-for another whole chunk, and the next prompt waits for a tenth of a second at most. All nodes have the same number, used
-or not: the compiler sees it, so it must not follow from what a node is allowed to do.
-"""
 MAX_SEQUENCES = 64
 """The most prompts of a step. With asynchronous scheduling it includes those of the step before, whose output has not
 been read back yet."""
@@ -73,11 +66,11 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
     from vllm import AsyncEngineArgs
 
     made = AsyncEngineArgs(
-        **base.shared_arguments(config, NodeRole.PREFILL, endpoint),
+        **base.shared_arguments(config, [NodeRole.PREFILL], endpoint),
         scheduler_cls="prefill_node.scheduler.PrefillScheduler",
         worker_cls="prefill_node.worker.PrefillWorker",
         max_num_seqs=MAX_SEQUENCES,
-        max_num_batched_tokens=max(STEP_TOKENS, config.chunk_size),
+        max_num_batched_tokens=max(base.STEP_TOKENS, config.chunk_size),
         long_prefill_token_threshold=config.chunk_size,
     )
     if base.on_gpu():
@@ -91,25 +84,6 @@ def arguments(config: PrefillConfig, endpoint: NixlEndpoint) -> Any:
 def salt(scope: str, freedoms: Collection[str]) -> str:
     """Return what vLLM adds to the hash of a prompt's first block: only prompts with the same salt share cached KV."""
     return json.dumps([scope, *sorted(freedoms)])
-
-
-def in_words(freedoms: Collection[str], cached_tokens: int, steps: Sequence[Sequence[int]]) -> str:
-    """Return how a prompt was computed. steps: as under `STEPS_PARAM`."""
-    ran = "; ".join(f"{own} of the {total} tokens of {prompts} prompts" for own, prompts, total in steps)
-    return f"it may use {', '.join(sorted(freedoms))}, took {cached_tokens} tokens from the cache, and ran as {ran}"
-
-
-def untested(config: PrefillConfig, finding: str) -> dict[Freedom, str]:
-    """Return the freedoms of a prefill node, each with the reason why it is not tested; empty: it is.
-
-    finding: what the self-test found; empty: the node passed.
-    """
-    switches = {Freedom.PACKED: "packed_prefill", Freedom.CHUNKS: "free_chunks"}
-    failed = SELF_TEST_FAILED if finding else ""
-    return {
-        freedom: failed if getattr(config, name) else f"switched off by --no-{name.replace('_', '-')}"
-        for freedom, name in switches.items()
-    }
 
 
 class VllmPrefillEngine:
@@ -128,7 +102,7 @@ class VllmPrefillEngine:
         self.facts = facts
         self.contract = contract
         self.certificate = certificate
-        """What the node may do, by its own test, and why it may not do the rest."""
+        """What the node may do, by its own test and by what was found in service, and why it may not do the rest."""
         self.freedoms: frozenset[str] = certificate.held
         """What prompts may make use of now, unless they are to be isolated: `corun.types.Freedom` and `CACHED`, by
         name. Nothing needs to be forgotten when one is taken away: what was computed with it is found only with it
@@ -149,20 +123,35 @@ class VllmPrefillEngine:
         self._kept: dict[str, list[int]] = {}  # request id -> ids of KV blocks, until the worker no longer holds them
         self._fresh: set[str] = set()  # Prefills kept since the worker was last asked; it may not know them yet.
         self._asking = asyncio.Lock()
+        self._computing: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
+        llm.on_outputs = self.take
+        llm.on_dead = self.note_dead
 
     @classmethod
     async def launch(cls, config: PrefillConfig, ref: NodeRef, endpoint: NixlEndpoint) -> VllmPrefillEngine:
         """Load the model and start the engine; this blocks the event loop for 25-90 s."""
-        made = arguments(config, endpoint)
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
         buckets = tuple(made.compilation_config.cudagraph_capture_sizes or ())
-        llm = AsyncLLM.from_engine_args(made)
+        llm = base.step_llm().from_engine_args(made)
         seen = await base.observe(llm)
         facts = base.facts(llm, finding=await base.certify(llm))
-        certificate, _ = await base.certify_freedoms(llm, untested(config, facts.finding))
+        certificate, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
         model = model_contract(llm, config, seen)
         contract = prefill_contract(model, seen, config.chunk_size, buckets)
+        return await cls.of(llm, facts, contract, ref, endpoint, config, certificate)
+
+    @classmethod
+    async def of(
+        cls,
+        llm: Any,
+        facts: base.EngineFacts,
+        contract: Contract,
+        ref: NodeRef,
+        endpoint: NixlEndpoint,
+        config: PrefillConfig,
+        certificate: Certificate,
+    ) -> VllmPrefillEngine:
+        """Return the prefill side of a started engine."""
         addresses = await base.call_workers(llm, "stamp_address", timeout_s=base.OBSERVE_TIMEOUT_S)
         endpoint = replace(endpoint, stamp_addresses=tuple(addresses))
         engine = cls(llm, facts, contract, ref, endpoint, config.kv_check_fraction, certificate)
@@ -170,9 +159,15 @@ class VllmPrefillEngine:
             engine.freedoms |= {CACHED}
         return engine
 
+    @property
+    def engine_id(self) -> str:
+        return self.endpoint.engine_id
+
     def withdraw(self, finding: str) -> None:
         """See `PrefillEngine.withdraw`."""
         self.freedoms = frozenset()
+        for freedom in Freedom:
+            self.certificate = self.certificate.without(freedom, finding)
         self.on_finding(finding)
 
     async def prefill(
@@ -230,18 +225,31 @@ class VllmPrefillEngine:
             cached_tokens=cached_blocks * block_size,
         )
         if given[CHECK_PARAM] and (freedoms - {CACHED} or cached_blocks):
-            how = in_words(freedoms, handle.cached_tokens, params[STEPS_PARAM])
-            await self._tell_checked(prompt_token_ids, handle, how)
+            await self._tell_checked(prompt_token_ids, handle, freedoms, params[STEPS_PARAM])
         return bound(handle), params[BEGAN_PARAM]
 
-    async def _tell_checked(self, prompt_token_ids: Sequence[int], handle: KvHandle, how: str) -> None:
+    async def _tell_checked(
+        self,
+        prompt_token_ids: Sequence[int],
+        handle: KvHandle,
+        freedoms: Collection[str],
+        steps: Sequence[Sequence[int]],
+    ) -> None:
         """Pass a computation on to be repeated, if the worker tells its digests soon: a client waits for the handle."""
         try:
             digests = await self._digests(handle, HELD_TIMEOUT_S)
         except UnavailableError as error:
             log.warning("prefill %s is not checked: %s", handle.request_id, error)
             return
-        self.on_checked(Computation(prompt_token_ids=tuple(prompt_token_ids), digests=digests, how=how))
+        self.on_checked(
+            Computation(
+                prompt_token_ids=tuple(prompt_token_ids),
+                digests=digests,
+                freedoms=freedoms,
+                cached_tokens=handle.cached_tokens,
+                steps=steps,
+            )
+        )
 
     async def recompute(self, prompt_token_ids: Sequence[int]) -> Digests:
         """See `PrefillEngine.recompute`."""
@@ -317,7 +325,6 @@ class VllmPrefillEngine:
         self, request_id: str, prompt_token_ids: Sequence[int], given: dict[str, Any], cache_salt: str
     ) -> dict[str, Any]:
         """Compute a prompt with `given` as its own part of vLLM's `kv_transfer_params`; return those it ends with."""
-        from vllm.inputs import TokensPrompt
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -330,18 +337,36 @@ class VllmPrefillEngine:
             detokenize=False,
             extra_args={"kv_transfer_params": transfer},
         )
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids), cache_salt=cache_salt)
-        params: dict[str, Any] | None = None
+        done = self._computing[request_id] = asyncio.get_running_loop().create_future()
         try:
-            async for output in self._llm.generate(prompt, sampling, request_id):
-                params = output.kv_transfer_params or params
+            await self._llm.engine_core.add_request_async(
+                base.core_request(request_id, prompt_token_ids, sampling, cache_salt)
+            )
+            params: dict[str, Any] | None = await done
         except EngineDeadError:
             self.on_death()
+            raise UnavailableError("the engine died") from None
+        except asyncio.CancelledError:
+            await asyncio.shield(self._llm.engine_core.abort_requests_async([request_id]))
             raise
-        except ValueError as error:  # vLLM's validation errors are ValueErrors.
-            raise InvalidArgumentError(
-                "prompt.token_ids", Shown(f"{len(prompt_token_ids)} tokens"), str(error)
-            ) from None
+        finally:
+            del self._computing[request_id]
         if params is None:
             raise InternalError(f"the engine kept no KV for prefill {request_id}")
         return params
+
+    def take(self, outputs: Sequence[Any]) -> list[Any]:
+        """Take what one engine step says about prompts; return what is left, which is about others."""
+        others = []
+        for output in outputs:
+            if (done := self._computing.get(output.request_id)) is None:
+                others.append(output)
+            elif output.finish_reason is not None and not done.done():
+                done.set_result(output.kv_transfer_params)
+        return others
+
+    def note_dead(self) -> None:
+        for done in self._computing.values():
+            if not done.done():
+                done.set_exception(UnavailableError("the engine died"))
+        self.on_death()

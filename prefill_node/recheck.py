@@ -4,7 +4,7 @@ A certificate is evidence from the node's start. This is the evidence of its ser
 other way than the contract's, with the step's company and the cached blocks that they really had. They are computed
 again when the node has had nothing else to do for a while, and are given up at once for a client's prompt.
 
-Owns: which computations wait, when one runs, and the finding if two differ. Must not know: vLLM, gRPC.
+Owns: which computations wait, when one runs, and the finding if two differ, in words. Must not know: vLLM, gRPC.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from prefill_node.metrics import PrefillMetrics
@@ -32,8 +32,19 @@ class Computation:
 
     prompt_token_ids: tuple[int, ...]
     digests: Digests
-    how: str
-    """How it was computed, in words: the freedoms, the company in its steps, and the tokens from the cache."""
+    freedoms: Collection[str]
+    """The names of the freedoms that it might use."""
+    cached_tokens: int
+    """Its tokens from the prefix cache."""
+    steps: Sequence[Sequence[int]]
+    """Its own tokens, the prompts, and the tokens of all of them, in each of its steps."""
+
+    @property
+    def how(self) -> str:
+        """How it was computed, in words."""
+        ran = "; ".join(f"{own} of the {total} tokens of {prompts} prompts" for own, prompts, total in self.steps)
+        freedoms = ", ".join(sorted(self.freedoms))
+        return f"it may use {freedoms}, took {self.cached_tokens} tokens from the cache, and ran as {ran}"
 
 
 class Recheck:

@@ -8,7 +8,7 @@ be switched. Must not know: connectors, sampling, slots, why a freedom holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -32,8 +32,10 @@ class PrefillScheduler(ReservingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.chunk: int = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
-        assert self.chunk <= self.max_num_scheduled_tokens, "the first prompt's chunk must fit the step"
+        self.budget: int = self.max_num_scheduled_tokens
+        """The most prompt tokens of a step."""
+        self.chunk: int = self.scheduler_config.long_prefill_token_threshold or self.budget
+        assert self.chunk <= self.budget, "the first prompt's chunk must fit the step"
         self.prefix_cache = PrefixCache(self.kv_cache_manager, chunk_size=self.chunk, block_size=self.block_size)
         path = self.gpu_lock()
         self.turn = None if path is None else PrefillTurn(path)
@@ -45,14 +47,10 @@ class PrefillScheduler(ReservingScheduler):
         """
         chosen = self.choose()
         self._hold_gpu([*chosen, *self.running])
-        for request in chosen:
-            if request.kv_transfer_params is not None:
-                request.kv_transfer_params.setdefault(BEGAN_PARAM, time.monotonic())
         with self._showing(chosen):
             output: SchedulerOutput = super().schedule(throttle_prefills)
         if chosen:
-            self._check(output, {request.request_id: request for request in chosen})
-            self._note_company(output, chosen)
+            self.check_prompts(output.num_scheduled_tokens, chosen)
         return output
 
     def choose(self) -> list[Request]:
@@ -66,7 +64,7 @@ class PrefillScheduler(ReservingScheduler):
         and only the last prompt, which may be cut anywhere, gets more.
         """
         chosen: list[Request] = []
-        left = self.max_num_scheduled_tokens
+        left = self.budget
         for request in self._line():
             chunk = self._next_chunk(request, request.num_computed_tokens)
             may = freedoms(request)
@@ -93,43 +91,58 @@ class PrefillScheduler(ReservingScheduler):
     def _line(self) -> Iterator[Request]:
         """Yield the prompts with tokens to compute, in the order of their arrival: the unfinished ones, then those that
         wait, while there is KV room for whole sequences (Algorithm 1)."""
-        for request in self.running:
+        started = self.started()
+        for request in started:
             if request.num_computed_tokens < request.num_prompt_tokens:
                 yield request
-        places = self.max_num_running_reqs - len(self.running)
+        places = self.places - len(started)
         if not self.waiting or places <= 0:
             return
-        room = self.free_blocks(self.running)
-        for request in islice(self.waiting, places):
+        room = self.room(started)
+        for request in islice(self.unstarted(), places):
             room -= self.blocks_of(request)
             if room < 0:
                 return
             yield request
+
+    @property
+    def places(self) -> int:
+        """The most prompts that have started and are not finished."""
+        return int(self.max_num_running_reqs)
+
+    def started(self) -> list[Request]:
+        return self.running
+
+    def unstarted(self) -> Iterable[Request]:
+        waiting: Iterable[Request] = self.waiting
+        return waiting
+
+    def room(self, started: Sequence[Request]) -> int:
+        """Return the number of KV blocks that are there for prompts that have not started."""
+        return self.free_blocks(started)
 
     def _next_chunk(self, request: Request, start: int) -> int:
         """Return the tokens of the prompt's chunk that begins at `start`, if no other prompt limits it."""
         tokens: int = min(self.chunk, request.num_prompt_tokens - start)
         return tokens
 
-    def _check(self, output: SchedulerOutput, chosen: dict[str, Request]) -> None:
-        """Refuse a step with a request that was not chosen, or with a chunk that its request may not have."""
-        counts = output.num_scheduled_tokens
-        if counts.keys() - chosen.keys():
-            raise RuntimeError(f"the prefill step of {sorted(chosen)} holds {sorted(counts)}")
-        for name, count in counts.items():
-            start = chosen[name].num_computed_tokens - count  # `schedule` has counted the chunk already.
-            as_alone = start % self.chunk == 0 and count == self._next_chunk(chosen[name], start)
-            if not as_alone and Freedom.CHUNKS not in freedoms(chosen[name]):
-                raise RuntimeError(f"prompt {name} got tokens {start} to {start + count}: no chunk of the contract")
+    def check_prompts(self, counts: Mapping[str, int], chosen: Sequence[Request]) -> None:
+        """Refuse a step with a request that was not chosen, or with a chunk that its request may not have.
 
-    def _note_company(self, output: SchedulerOutput, chosen: Sequence[Request]) -> None:
-        """Note for each checked prompt of the step how large the step is. A difference that is found later names it."""
-        counts = output.num_scheduled_tokens
-        for request in chosen:
-            params = request.kv_transfer_params or {}
-            if params.get(CHECK_PARAM) and request.request_id in counts:
-                step = [counts[request.request_id], len(counts), output.total_num_scheduled_tokens]
-                params.setdefault(STEPS_PARAM, []).append(step)
+        Note for each checked prompt how large the step is: a difference that is found later names it.
+        counts: the tokens of each request of the step.
+        """
+        requests = {request.request_id: request for request in chosen}
+        if counts.keys() - requests.keys():
+            raise RuntimeError(f"the prefill step of {sorted(requests)} holds {sorted(counts)}")
+        for name, count in counts.items():
+            request = requests[name]
+            start = request.num_computed_tokens - count  # `schedule` has counted the chunk already.
+            as_alone = start % self.chunk == 0 and count == self._next_chunk(request, start)
+            if not as_alone and Freedom.CHUNKS not in freedoms(request):
+                raise RuntimeError(f"prompt {name} got tokens {start} to {start + count}: no chunk of the contract")
+            if (params := request.kv_transfer_params or {}).get(CHECK_PARAM):
+                params.setdefault(STEPS_PARAM, []).append([count, len(counts), sum(counts.values())])
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Add to the request's output when its computation began, and in which steps it ran if it is checked."""
@@ -151,6 +164,7 @@ class PrefillScheduler(ReservingScheduler):
     @contextmanager
     def _showing(self, chosen: Sequence[Request]) -> Iterator[None]:
         """Show the stock scheduler only `chosen`; if there are none, show only the requests that have started."""
+        note_began(chosen)
         running = self.running
         unfinished = [request for request in chosen if request in running]
         if chosen:
@@ -162,6 +176,13 @@ class PrefillScheduler(ReservingScheduler):
             if chosen:
                 # The chosen prompts go first, because the line begins with the unfinished ones in this order.
                 self.running.extend(request for request in running if request not in unfinished)
+
+
+def note_began(prompts: Iterable[Request]) -> None:
+    """Note when the first step of each prompt is made."""
+    for request in prompts:
+        if request.kv_transfer_params is not None:
+            request.kv_transfer_params.setdefault(BEGAN_PARAM, time.monotonic())
 
 
 def freedoms(request: Request) -> Collection[str]:

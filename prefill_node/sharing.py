@@ -64,7 +64,8 @@ class PrefillEngine(Protocol):
         """Compute a prompt as the contract says, keep nothing, and return the digests of its whole KV blocks."""
 
     def withdraw(self, finding: str) -> None:
-        """Compute all prompts as the contract says from now on, and take the node out: it computed other bits."""
+        """Compute all prompts as the contract says from now on, refuse all freedoms in the certificate, and take the
+        node out: it computed other bits."""
 
     async def share(self, request_id: str, readers: Sequence[str]) -> bool:
         """Keep the KV of a finished prefill for these readers, too. Return False if the KV no longer exists.

@@ -43,7 +43,7 @@ class PrefillWorker(NodeWorker):
     def certify(self) -> str:
         """Return the first difference that the self-test finds; empty if there is none."""
         with torch.inference_mode():
-            finding = certify(Stepper(self), self.chunk_size, self._buckets, _sampling())
+            finding = certify(Stepper(self), self.chunk_size, self.buckets, _sampling())
         torch.accelerator.empty_cache()
         return finding
 
@@ -54,7 +54,7 @@ class PrefillWorker(NodeWorker):
         algorithms of its matrix products give a row the same bits, and whole steps found no difference.
         by_name: whether to look at what is known; tests switch it off, to see the other parts find the same.
         """
-        test = _Test(self, wanted)
+        test = FreedomTest(self, wanted)
         with torch.inference_mode():
             if current_platform.is_cpu():
                 test.run("steps", test.by_steps)
@@ -64,36 +64,49 @@ class PrefillWorker(NodeWorker):
                     test.refuse(structure.refused(self.vllm_config, self.model_runner.get_model()))
                 test.run("products", test.by_products)
                 test.run("steps", test.by_steps)
+                self.test_mixed(test)
         torch.accelerator.empty_cache()
         return {"refused": test.refused, "evidence": asdict(test.evidence())}
+
+    def test_mixed(self, test: FreedomTest) -> None:
+        """Test `mixed` if it is wanted. No step of a prefill node has rows, so it is not."""
 
     @property
     def chunk_size(self) -> int:
         """The most tokens of one prompt in a step, by the contract."""
-        scheduler = self.vllm_config.scheduler_config
-        return int(scheduler.long_prefill_token_threshold or scheduler.max_num_batched_tokens)
+        return int(self.vllm_config.scheduler_config.long_prefill_token_threshold or self.budget)
 
     @property
-    def _buckets(self) -> list[int]:
+    def buckets(self) -> list[int]:
+        """The lengths of steps that have a graph, ascending."""
         return sorted(self.vllm_config.compilation_config.cudagraph_capture_sizes or [])
+
+    @property
+    def budget(self) -> int:
+        """The most prompt tokens of a step."""
+        return int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    @property
+    def places(self) -> int:
+        """The most prompts of a step."""
+        return int(self.vllm_config.scheduler_config.max_num_seqs)
 
     def limits(self, stepper: Stepper) -> Limits:
         """Return the sizes of this engine's steps, and the longest prompt that the test of freedoms has room for."""
-        scheduler = self.vllm_config.scheduler_config
         on_cpu = current_platform.is_cpu()
         longest = CPU_LONGEST if on_cpu else max(LONGEST, 2 * self.chunk_size + 100)
         limits = Limits(
             chunk=self.chunk_size,
-            budget=min(int(scheduler.max_num_batched_tokens), max(CPU_BUDGET, self.chunk_size) if on_cpu else 2**31),
-            sequences=int(scheduler.max_num_seqs),
+            budget=min(self.budget, max(CPU_BUDGET, self.chunk_size) if on_cpu else 2**31),
+            sequences=self.places,
             longest=min(longest, stepper.max_model_len - 1),
-            buckets=tuple(self._buckets),
+            buckets=tuple(self.buckets),
             scenes=CPU_SCENES if on_cpu else 2**20,
         )
         return within(limits, stepper.num_blocks - 1, stepper.block_size)
 
 
-class _Test:
+class FreedomTest:
     """The parts of the test of freedoms, what they refused, and what they did."""
 
     def __init__(self, worker: PrefillWorker, wanted: Sequence[str]) -> None:
@@ -124,9 +137,8 @@ class _Test:
         try:
             heuristic = blas.Heuristic(ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"))
             self._versions.append(f"cuBLASLt {heuristic.version}")
-            products = blas.products(
-                worker.model_runner.get_model(), scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-            )
+            rows = -(-scheduler.max_num_seqs // 16) * 16  # A decode node's `lm_head` has multiples of 16.
+            products = blas.products(worker.model_runner.get_model(), scheduler.max_num_batched_tokens, rows)
             with self._timed("heuristic"):
                 found = blas.surveyed(heuristic, products)
             self._counts |= {"products": len(products), "algorithms": sum(map(len, found))}
@@ -138,10 +150,16 @@ class _Test:
         self.refused |= dict.fromkeys(left, self._stepper.agree(reason))
 
     def by_steps(self, left: list[str]) -> None:
-        """Refuse the freedoms for which a whole step gives other bits than the contract's own form."""
+        """Refuse the freedoms for which a whole step gives other bits than the contract's own form, but for `mixed`."""
         test = Freedoms(self._stepper, self._worker.limits(self._stepper), _sampling())
-        self.refused |= test.refused(left)
+        self.refused |= test.refused([name for name in left if name != Freedom.MIXED.value])
         self._counts |= {"steps": test.steps, "comparisons": test.comparisons}
+
+    def add(self, name: str, steps: int, comparisons: int, seconds: float) -> None:
+        """Count what another part of the test has done."""
+        self._counts["steps"] = self._counts.get("steps", 0) + steps
+        self._counts["comparisons"] = self._counts.get("comparisons", 0) + comparisons
+        self._seconds.append((name, round(seconds, 3)))
 
     def evidence(self) -> Evidence:
         return Evidence(**self._counts, versions=tuple(self._versions), seconds=tuple(self._seconds))

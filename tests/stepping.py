@@ -28,7 +28,8 @@ from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from corun.config.fields import DecodeConfig, PrefillConfig
+from colocated_node.room import BUDGET, PLACES, SLOTS
+from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig
 from corun.models import tiny
 from corun.node.kv.handle import CHECK_PARAM, FREEDOMS_PARAM, STAMPS_PARAM, owner
 from corun.node.kv.stamps import stamps
@@ -57,15 +58,15 @@ def engine(
     trace: Trace,
     platform: Platform,
     *,
-    role: NodeRole,
+    role: NodeRole | None,
     connector: bool = True,
     caching: bool = True,
     **changes: Any,
 ) -> _Engine:
     """What `play` runs, before it runs.
 
-    caching: whether the node has its prefix cache. changes: to the settings of the KV transfer, if there is a
-    `connector`.
+    role: None: both, a colocated node; it has as many places for prompts as slots. caching: whether the node has its
+    prefix cache. changes: to the settings of the KV transfer, if there is a `connector`.
     """
     with environment():
         config = _config(role, platform, connector, **changes)
@@ -80,7 +81,14 @@ class _Engine:
     def __init__(self, scheduler: str, trace: Trace, config: Any) -> None:
         config.cache_config.num_gpu_blocks = trace.blocks + 1  # Block 0 is vLLM's null block.
         config.scheduler_config.max_num_seqs = trace.slots
-        config.scheduler_config.max_num_batched_tokens = trace.budget or trace.chunk
+        config.scheduler_config.max_num_batched_tokens = budget = trace.budget or trace.chunk
+        transfer = config.kv_transfer_config
+        self._is_colocated = transfer is not None and transfer.kv_role == "kv_both"
+        if self._is_colocated:  # As colocated_node/engine.py does.
+            shares = {SLOTS: trace.slots, BUDGET: budget, PLACES: trace.slots}
+            transfer.kv_connector_extra_config = {**transfer.kv_connector_extra_config, **shares}
+            config.scheduler_config.max_num_seqs = 2 * trace.slots
+            config.scheduler_config.max_num_batched_tokens = trace.slots + budget
         config.scheduler_config.long_prefill_token_threshold = trace.chunk
         config.scheduler_config.scheduler_cls = scheduler
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -96,8 +104,10 @@ class _Engine:
         self._hasher = (
             get_request_block_hasher(BLOCK_SIZE, sha256) if config.cache_config.enable_prefix_caching else None
         )
-        self.ships_bits = scheduler.startswith("decode_node.")
+        self.ships_bits = scheduler.startswith(("decode_node.", "colocated_node."))
         """Whether a log probability's bits come with each token (decode_node/scheduler.py)."""
+        self.live = 0
+        """The number of samples of the step whose outputs are taken."""
         self.record = Record()
         self.table: SlotTable | None = None
         """The leases of the node. With them, requests that get none never arrive."""
@@ -135,20 +145,22 @@ class _Engine:
             ):
                 return
         if self._in_flight:
-            for outputs in self.scheduler.update_from_output(*self._in_flight.popleft()).values():
+            step = self._in_flight.popleft()
+            self.live = sum(not self._is_prompt(int(name)) for name in step[0].num_scheduled_tokens)
+            for outputs in self.scheduler.update_from_output(*step).values():
                 for output in outputs.outputs:
                     self._take(output)
 
     def _arrive(self, arrival: Arrive) -> None:
         number = len(self.record.requests)
-        if self.table is not None:
+        if self.table is not None and (arrival.reads or not self._is_colocated):
             try:
                 lease = self.table.reserve("r", arrival.prompt, arrival.max_tokens, share_key=_salt(arrival) or "")
             except NoRoomError:
                 return
             self._lease_of[number] = lease.lease_id
         self.record.requests.append(arrival)
-        request = _request(str(number), arrival, self._transfer, self._hasher)
+        request = _request(str(number), arrival, self._transfer, self._hasher, is_sample=self._is_sample(number))
         self.scheduler.add_request(request)
 
     def _abort(self, op: Abort) -> None:
@@ -161,8 +173,18 @@ class _Engine:
         self.scheduler.finish_requests([str(number)], RequestStatus.FINISHED_ABORTED)
 
     def _release(self, number: int) -> None:
-        if self.table is not None:
+        if self.table is not None and number in self._lease_of:
             self.table.release(self._lease_of[number])
+
+    def _is_sample(self, number: int) -> bool:
+        """Whether a request reads its prompt's KV."""
+        if self._is_colocated:
+            return self.record.requests[number].reads
+        return self._transfer is not None and not self._transfer.is_kv_producer
+
+    def _is_prompt(self, number: int) -> bool:
+        """Whether a request is only computed for a reader on a colocated node."""
+        return self._is_colocated and not self._is_sample(number)
 
     def _drain(self) -> None:
         """Runs until all is done. `stuck`: far more steps than all of this work can take."""
@@ -182,13 +204,14 @@ class _Engine:
         loads = getattr(output.kv_connector_metadata, "reqs_to_recv", {})
         read = {block for meta in loads.values() for block in itertools.chain(*meta.local_block_ids)}
         zeroed = set(output.new_block_ids_to_zero or ())
-        given, kept = self._given()
-        found = self._found(output, given)
+        given_to, kept = self._given()
+        given = set[int]().union(*given_to.values())
+        found = self._found(output, given_to)
         wrong = self._compute(rows, read, zeroed)
         return Step(
             rows=rows,
             loads=tuple(int(name) for name, meta in loads.items() if meta.local_block_ids),
-            running=len(self.scheduler.running),
+            running=sum(not self._is_prompt(int(request.request_id)) for request in self.scheduler.running),
             preempted=len(output.preempted_req_ids or ()),
             free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             owed=sum(self._owed(request) for request in self._admitted()),
@@ -196,19 +219,25 @@ class _Engine:
             wiped=len(zeroed & (kept | read)),
             wrong=wrong,
             read_blocks=len(read),
+            prompt_blocks=self._prompt_blocks() if self._is_colocated else 0,
         )
 
-    def _found(self, output: SchedulerOutput, given: set[int]) -> set[int]:
+    def _prompt_blocks(self) -> int:
+        held = [blocks for name, blocks in self._blocks.items() if self._is_prompt(int(name))]
+        running = (request for request in self.scheduler.running if self._is_prompt(int(request.request_id)))
+        return len(set().union(*held)) + sum(map(self._owed, running))
+
+    def _found(self, output: SchedulerOutput, given: dict[str, set[int]]) -> set[int]:
         """The blocks that are from the prefix cache."""
-        if self._transfer is None or self._transfer.is_kv_producer:
-            news = output.scheduled_new_reqs
-            return {block for new in news for block in new.block_ids[0][: new.num_computed_tokens // BLOCK_SIZE]}
+        news = [new for new in output.scheduled_new_reqs if not self._is_sample(int(new.req_id))]
+        found = {block for new in news for block in new.block_ids[0][: new.num_computed_tokens // BLOCK_SIZE]}
         pool = self.scheduler.kv_cache_manager.block_pool  # What has been read is found from the next step on.
-        return {block for block in given if pool.blocks[block].block_hash is not None}
+        of_samples = (blocks for name, blocks in given.items() if self._is_sample(int(name)))
+        return found | {block for block in itertools.chain(*of_samples) if pool.blocks[block].block_hash is not None}
 
     def _compute(self, rows: dict[int, Row], read: set[int], zeroed: set[int]) -> int:
         """Do to the blocks what a step does. Return how many blocks, from which its rows read, are not the prompt's."""
-        if self._transfer is None or self._transfer.is_kv_producer:
+        if not any(map(self._is_sample, range(len(self.record.requests)))):
             return 0
         self._content.update(dict.fromkeys(zeroed, ("zeros",)))
         self._content.update(dict.fromkeys(read, ("on its way",)))
@@ -223,18 +252,20 @@ class _Engine:
         for number, row in rows.items():
             arrival = self.record.requests[number]
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(str(number))
-            for i, block in enumerate(blocks[: (arrival.prompt - 1) // BLOCK_SIZE]):
-                wrong += self._content.get(block) != (arrival.prompt, arrival.group, i)
-            self._content[blocks[row.start // BLOCK_SIZE]] = ("written by", number)
+            if self._is_sample(number):
+                for i, block in enumerate(blocks[: (arrival.prompt - 1) // BLOCK_SIZE]):
+                    wrong += self._content.get(block) != (arrival.prompt, arrival.group, i)
+            written = blocks[row.start // BLOCK_SIZE : (row.start + row.tokens - 1) // BLOCK_SIZE + 1]
+            self._content.update(dict.fromkeys(written, ("written by", number)))
         return wrong
 
-    def _given(self) -> tuple[set[int], set[int]]:
-        """The blocks that requests have since this step, and those that they had before it."""
+    def _given(self) -> tuple[dict[str, set[int]], set[int]]:
+        """The blocks that each request has since this step, and those that any had before it."""
         before, blocks = self._blocks, self.scheduler.kv_cache_manager.get_block_ids
         self._blocks = {name: set(itertools.chain(*blocks(name))) for name in self.scheduler.requests}
-        given = [now - before.get(name, set()) for name, now in self._blocks.items()]
+        given = {name: now - before.get(name, set()) for name, now in self._blocks.items()}
         kept = [now & before.get(name, set()) for name, now in self._blocks.items()]
-        return set().union(*given), set().union(*kept)
+        return given, set().union(*kept)
 
     def _admitted(self) -> list[Request]:
         return [*self.scheduler.running, *self.scheduler.skipped_waiting]
@@ -245,9 +276,13 @@ class _Engine:
 
     def _take(self, output: Any) -> None:
         number = int(output.request_id)
+        if not output.new_token_ids and output.finish_reason is None:
+            self.record.read.append(number)
+            return
         outputs = self.record.outputs.setdefault(number, [])
         if self.ships_bits and output.new_token_ids:
-            token, bits = output.new_token_ids
+            token, bits, computed = output.new_token_ids
+            assert computed == self.live, "the step had other rows"
             expected = np.float32(-(number + (len(outputs) + 1) / 1024))
             assert bits == int(expected.view(np.uint32)), "the log probability is of another token"
             outputs.append(token)
@@ -360,15 +395,14 @@ def tokens_of(arrival: Arrive) -> list[int]:
     return [ORDINARY] * common + [OTHER] * (arrival.prompt - common)
 
 
-def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any) -> Request:
+def _request(name: str, arrival: Arrive, transfer: Any, hasher: Any, *, is_sample: bool) -> Request:
     params = SamplingParams(
         max_tokens=arrival.max_tokens,
         ignore_eos=True,
         stop_token_ids=[] if arrival.stops_after == ENDLESS else [STOP],
-        extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer)},
+        extra_args={"kv_transfer_params": _transfer_params(name, arrival, transfer, is_sample=is_sample)},
     )
-    reads = transfer is not None and not transfer.is_kv_producer
-    salted = _salt(arrival) if reads else salt(arrival.scope, arrival.freedoms)
+    salted = _salt(arrival) if is_sample else salt(arrival.scope, arrival.freedoms)
     return Request(name, tokens_of(arrival), params, None, cache_salt=salted, block_hasher=hasher)
 
 
@@ -377,11 +411,11 @@ def _salt(arrival: Arrive) -> str | None:
     return f"{arrival.prompt} {arrival.group}" if arrival.group else None
 
 
-def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any]:
+def _transfer_params(name: str, arrival: Arrive, transfer: Any, *, is_sample: bool) -> dict[str, Any]:
     """As our engines give them."""
     if transfer is None:  # Only our own scheduler looks at them.
         return {FREEDOMS_PARAM: [*arrival.freedoms]}
-    if transfer.is_kv_producer:
+    if not is_sample:
         own = (owner(name, REF), -(-arrival.prompt // BLOCK_SIZE))
         return {
             "do_remote_decode": True,
@@ -403,7 +437,7 @@ def _transfer_params(name: str, arrival: Arrive, transfer: Any) -> dict[str, Any
     }
 
 
-def _config(role: NodeRole, platform: Platform, connector: bool, **transfer: Any) -> Any:
+def _config(role: NodeRole | None, platform: Platform, connector: bool, **transfer: Any) -> Any:
     """A fresh configuration."""
     base = _engine_config(role)
     config = copy.copy(base)
@@ -417,10 +451,11 @@ def _config(role: NodeRole, platform: Platform, connector: bool, **transfer: Any
 
 
 @functools.lru_cache
-def _engine_config(role: NodeRole) -> Any:
+def _engine_config(role: NodeRole | None) -> Any:
     """What vLLM makes of our engines' arguments."""
-    cls = PrefillConfig if role is NodeRole.PREFILL else DecodeConfig
+    cls = {NodeRole.PREFILL: PrefillConfig, NodeRole.DECODE: DecodeConfig, None: ColocatedConfig}[role]
+    roles = [*NodeRole] if role is None else [role]
     endpoint = NixlEndpoint(engine_id="self", host="127.0.0.1", port=1, tp_size=1)
-    arguments = nodes.shared_arguments(cls(model=str(tiny.ensure())), role, endpoint)
+    arguments = nodes.shared_arguments(cls(model=str(tiny.ensure())), roles, endpoint)
     arguments |= {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
     return EngineArgs(**arguments, max_num_seqs=1, max_num_batched_tokens=BLOCK_SIZE).create_engine_config()

@@ -5,10 +5,13 @@ Must not know vLLM: `tests.stepping` plays a trace.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 BLOCK_SIZE = 16
@@ -35,6 +38,8 @@ class Arrive:
     """Whose cached KV it may use."""
     freedoms: tuple[str, ...] = ()
     """What it may make use of (`corun.node.kv.handle.FREEDOMS_PARAM`)."""
+    reads: bool = False
+    """Colocated: whether it is a sample, which reads its prompt's KV, and not a prompt."""
     group: int = 0
     """The number of the samples of one prompt that share its blocks; 0: it shares none. All have the same `prompt`."""
 
@@ -80,6 +85,13 @@ class Platform:
 
 CPU = Platform(async_scheduling=False, v2_runner=False)
 GPU = Platform(async_scheduling=True, v2_runner=True)
+PLATFORMS = pytest.mark.parametrize("platform", [CPU, GPU], ids=["cpu", "gpu"])
+ANY_PLATFORM = st.sampled_from([CPU, GPU])
+
+
+def examples(count: int) -> settings:
+    """Always the same traces: a failure is one for everybody."""
+    return settings(max_examples=count, derandomize=True, database=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,8 @@ class Step:
     """The number of prompt blocks of the step's rows that hold something else than that prompt's KV as it was read."""
     read_blocks: int = 0
     """The number of blocks whose read begins."""
+    prompt_blocks: int = 0
+    """Colocated: the number of blocks that prompts hold or may still need."""
 
 
 @dataclass
@@ -124,6 +138,8 @@ class Record:
     outputs: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
+    read: list[int] = field(default_factory=list)
+    """The requests whose KV was told to have been read, in that order."""
     left_over: list[str] = field(default_factory=list)
     """Everything that is still held after the last request has ended."""
     stuck: bool = False
@@ -169,6 +185,48 @@ def group_traces() -> st.SearchStrategy[Trace]:
     fails = st.sampled_from([False, False, False, True])
     arrivals = st.builds(member, st.sampled_from([0, 1, 2, 2, 3, 3]), st.integers(1, 24), st.integers(0, 6), fails)
     return _traces(arrivals, chunks=st.just(0))
+
+
+COLOCATED_BLOCKS = 2 * -(-(LONGEST_PROMPT + LONGEST_OUTPUT) // BLOCK_SIZE), 2 * MOST_BLOCKS
+"""The fewest and the most KV blocks of a colocated node: either half has room for the largest request."""
+
+
+def colocated_traces(freedoms: Sequence[tuple[str, ...]]) -> st.SearchStrategy[Trace]:
+    """Traces for a colocated node: those of a prefill node and of a decode node, one among the other. Some samples
+    share their prompt's blocks, and all prompts begin alike."""
+    prompts = st.builds(
+        Arrive,
+        prompt=st.integers(1, LONGEST_PROMPT),
+        transfer_steps=st.integers(0, 30),
+        freedoms=st.sampled_from(freedoms),
+        scope=st.sampled_from(["", "a"]),
+    )
+
+    def node(trace: Trace, crowd: int, chunk: int, rest: int, blocks: int) -> Trace:
+        """Return a trace in which `crowd` requests arrive where one did."""
+        ops = itertools.chain(*([op] * (crowd if isinstance(op, Arrive) else 1) for op in trace.ops))
+        return Trace(trace.slots, chunk, blocks, tuple(ops), chunk + rest)
+
+    traces, chunks = _traces(prompts | _samples(), chunks=st.just(0)), st.sampled_from((8, 16, 40, 64))
+    return st.builds(node, traces, st.integers(1, 4), chunks, st.integers(0, 100), st.integers(*COLOCATED_BLOCKS))
+
+
+def _samples() -> st.SearchStrategy[Arrive]:
+    """Samples for a colocated node."""
+    prompts = {1: 17, 2: 48, 3: 97}
+
+    def sample(prompt: int, group: int, **others: Any) -> Arrive:
+        return Arrive(prompts.get(group, prompt), reads=True, group=group, **others)
+
+    return st.builds(
+        sample,
+        st.integers(1, LONGEST_PROMPT),
+        st.sampled_from([0, 0, 0, 1, 2, 3]),
+        max_tokens=st.integers(1, LONGEST_OUTPUT),
+        stops_after=st.integers(ENDLESS, 6),
+        transfer_steps=st.integers(0, 6),
+        fails=st.sampled_from([False, False, False, True]),
+    )
 
 
 def _arrivals(longest_output: int, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[Arrive]:

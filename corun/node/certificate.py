@@ -14,11 +14,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from corun.config.fields import NodeConfig
 from corun.errors import InvalidArgumentError
-from corun.types import Freedom, FreedomStatus
+from corun.types import Freedom, FreedomStatus, NodeRole
 
 SELF_TEST_FAILED = "the self-test failed"
+SWITCHES = {
+    NodeRole.PREFILL: {
+        Freedom.PACKED: "packed_prefill",
+        Freedom.CHUNKS: "free_chunks",
+        Freedom.MIXED: "mixed_steps",
+    },
+    NodeRole.DECODE: {Freedom.ROWS: "smaller_steps"},
+}
+"""The freedoms of each role, each with the setting that switches it off. A node without the setting has not got it."""
 VOID = "the certificate is void: sums in another order gave the same bits, so this test would notice nothing"
+
+
+def untested(config: NodeConfig, role: NodeRole, finding: str) -> dict[Freedom, str]:
+    """Return the freedoms of a role, each with the reason why it is not tested; empty: it is.
+
+    finding: what the self-test found; empty: the node passed.
+    """
+    failed = SELF_TEST_FAILED if finding else ""
+    return {
+        freedom: failed if getattr(config, setting) else f"switched off by --no-{setting.replace('_', '-')}"
+        for freedom, setting in SWITCHES[role].items()
+        if hasattr(config, setting)
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

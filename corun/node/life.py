@@ -1,6 +1,7 @@
 """The life of a node process: load, register, serve, drain, stop.
 
-Owns: the order of these steps, which is the same for both roles. Must not know: what either role does.
+Owns: the order of these steps, which is the same for all nodes. A colocated node has both roles, with one engine, and
+registers for each. Must not know: what either role does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -69,10 +70,10 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def start_tracing(ref: NodeRef, role: NodeRole) -> None:
+def start_tracing(ref: NodeRef, kind: str) -> None:
     """Record spans if the environment asks for it. Then remove these variables: otherwise the engine's processes would
     inherit them and export spans of their own (vllm/tracing/otel.py)."""
-    tracing.start(f"corun-{role.value}", str(ref))
+    tracing.start(f"corun-{kind}", str(ref))
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         del os.environ[name]
 
@@ -81,6 +82,12 @@ def node_ref(config: NodeConfig, role: NodeRole) -> NodeRef:
     """Return this process's node reference: a configured or host-derived id, and a new generation."""
     name = config.node_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"
     return NodeRef(node_id=name, generation=new_generation())
+
+
+def side_refs(config: NodeConfig) -> dict[NodeRole, NodeRef]:
+    """Return the node references of a colocated node's two sides: one generation, since they are one process."""
+    name, generation = config.node_id or f"colocated-{socket.gethostname()}-{os.getpid()}", new_generation()
+    return {role: NodeRef(node_id=f"{name}-{role.value}", generation=generation) for role in NodeRole}
 
 
 def node_info(
@@ -103,22 +110,25 @@ def node_info(
         finding=facts.finding,
         freedoms=engine.certificate.freedoms,
         certificate=engine.certificate.digest,
+        engine_id=engine.engine_id,
     )
 
 
 class Life:
     """A node that listens, from its first registration to its last release."""
 
-    def __init__(self, config: NodeConfig, role: Role, observation: Observation) -> None:
+    def __init__(self, config: NodeConfig, roles: Sequence[Role], observation: Observation) -> None:
         access = Access.of_member(config)
-        self._role = role
+        self._roles = roles
         self._config = config
         self._observation = observation
         gate = Gate(cluster=access.token)
         self.server = GrpcServer(config.host, config.port, tls=access.tls, gate=gate, health=observation.health)
-        self.server.add(role.register, role.service)
+        for role in roles:
+            self.server.add(role.register, role.service)
         self._access = access
-        self.agent: NodeAgent
+        self.agents: list[NodeAgent] = []
+        """What keeps each role registered, in their order."""
         self._quarantined = ""
         self._finding = ""
         self._watches: list[asyncio.Task[None]] = []
@@ -127,32 +137,36 @@ class Life:
 
     async def start(self) -> None:
         """Listen and watch the engine. A node that failed its self-test stays NOT_SERVING."""
-        role, config = self._role, self._config
-        role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
-        role.engine.on_finding = self._note_finding
+        config = self._config
         await self.server.start()
-        info = role.info(self.server.address)
-        self.agent = NodeAgent(info, config.router, role.service.load, self._access)
-        self.agent.on_quarantine = self._note_quarantine
-        pulse = Pulse(
-            role.engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s
-        )
+        for role in self._roles:
+            role.engine.on_death = lambda: self._end(UnavailableError("the engine died"))
+            role.engine.on_finding = self._note_finding
+            agent = NodeAgent(role.info(self.server.address), config.router, role.service.load, self._access)
+            agent.on_quarantine = self._note_quarantine
+            self.agents.append(agent)
+            self._observation.metrics.show(role.metrics)
+        # One of them is enough: they have the same engine. The steps that show are those of the last one.
+        engine = self._roles[-1].engine
+        pulse = Pulse(engine, self._note_stuck, timeout_s=config.engine_timeout_s, restart_s=config.engine_restart_s)
         self._watch(pulse.run())
         await self._tell_health()
-        self._observation.metrics.show(NodeMetrics(info, lambda: self._is_serving))
-        self._observation.metrics.show(role.metrics)
-        self._observation.metrics.add(EngineCollector(info.role))
+        self._observation.metrics.show(NodeMetrics(self._infos, lambda: self._is_serving))
+        self._observation.metrics.add(EngineCollector(*(info.role for info in self._infos())))
         self._observation.note_started()
-        if finding := role.engine.facts.finding:
+        if finding := engine.facts.finding:
             # Routers learn the finding and refuse the node. The process stays up, so that the reason can be read.
             log.error("not serving on %s: the self-test failed: %s", self.server.address, finding)
         else:
             log.info("serving on %s", self.server.address)
 
-    def join(self) -> asyncio.Task[None]:
-        """Join the routers. Return the task that keeps the node registered."""
+    def _infos(self) -> list[NodeInfo]:
+        return [agent.info for agent in self.agents]
+
+    def join(self) -> list[asyncio.Task[None]]:
+        """Join the routers. Return the tasks that keep the node registered."""
         # Membership ends by itself only when the engine can no longer be asked for its load.
-        return self._watch(self.agent.run())
+        return [self._watch(agent.run()) for agent in self.agents]
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         watch = asyncio.create_task(work)
@@ -168,17 +182,17 @@ class Life:
         finally:
             stopped.cancel()
         error = None if stop.is_set() else self._ended.result()
-        self._role.service.draining = self.agent.draining = True
-        if error is None:
-            self.agent.tell()
-        else:
+        for role, agent in zip(self._roles, self.agents, strict=True):
+            role.service.draining = agent.draining = True
+            agent.tell()
+        if error is not None:
             self._say(str(error))
         await self._tell_health()
-        await self.agent.heard(NEWS_TIMEOUT_S)  # A node without running work ends right after this.
+        await self._heard(NEWS_TIMEOUT_S)  # A node without running work ends right after this.
         if error is None:
             await self._drain()
         elif isinstance(error, DataLossError):
-            await self.agent.heard(QUARANTINE_TIMEOUT_S)
+            await self._heard(QUARANTINE_TIMEOUT_S)
         await self.close()
         if error is not None:
             raise error
@@ -188,17 +202,18 @@ class Life:
             watch.cancel()
         await asyncio.wait(self._watches)
         await self.server.stop(grace_s)
-        await self._role.engine.close()
+        for role in reversed(self._roles):  # A decode side asks the engine for its last figures before it ends it.
+            await role.engine.close()
 
     async def _drain(self) -> None:
         """Wait for the running work. After `drain_grace_s` seconds, end what is left, so that other nodes do it."""
-        service, grace_s = self._role.service, self._config.drain_grace_s
+        grace_s = self._config.drain_grace_s
         deadline = asyncio.get_running_loop().time() + grace_s
         # Only the engine's worker knows when the last KV was read, and it must be polled.
         while await self._is_busy():
             if asyncio.get_running_loop().time() >= deadline:
                 log.warning("work still runs after %g s: other nodes have to do it", grace_s)
-                service.give_up(f"it was told to stop {grace_s:g} s ago")
+                self._give_up(f"it was told to stop {grace_s:g} s ago")
                 return
             await asyncio.sleep(0.05)
 
@@ -207,7 +222,7 @@ class Life:
         if not self._quarantined:
             self._quarantined = reason
             self._say(reason)
-            self._role.service.give_up(reason)
+            self._give_up(reason)
             self._end(DataLossError(reason))
 
     def _note_finding(self, finding: str) -> None:
@@ -215,6 +230,8 @@ class Life:
         up, so that the reason can be read; only a new process, which tests itself, may be used."""
         log.error("not serving any more: %s", finding)
         self._finding = finding
+        for role, agent in zip(self._roles, self.agents, strict=True):
+            agent.describe(role.info(self.server.address))
         self._watches.append(asyncio.create_task(self._refuse_work(finding)))
 
     async def _note_stuck(self, stuck: str) -> None:
@@ -227,34 +244,42 @@ class Life:
         try:
             await self._tell_health()
             if reason:
-                await self.agent.heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
+                await self._heard(NEWS_TIMEOUT_S)  # Otherwise routers may retry the ended work on this node.
         finally:
             if reason:
-                self._role.service.give_up(reason)
+                self._give_up(reason)
 
     def _say(self, reason: str) -> None:
         """Refuse work for a reason and tell all routers. An empty reason allows work again."""
-        self._role.service.closed = self.agent.stuck = reason
-        self.agent.tell()
+        for role, agent in zip(self._roles, self.agents, strict=True):
+            role.service.closed = agent.stuck = reason
+            agent.tell()
+
+    def _give_up(self, reason: str) -> None:
+        for role in self._roles:
+            role.service.give_up(reason)
+
+    async def _heard(self, timeout_s: float) -> None:
+        await asyncio.gather(*(agent.heard(timeout_s) for agent in self.agents))
 
     async def _tell_health(self) -> None:
-        for name in ("", self._role.service_name):
+        for name in ("", *(role.service_name for role in self._roles)):
             await self.server.set_serving(name, self._is_serving)
 
     @property
     def _is_serving(self) -> bool:
-        service = self._role.service
-        return not (service.draining or service.closed or self._role.engine.facts.finding)
+        role = self._roles[0]
+        return not (role.service.draining or role.service.closed or role.engine.facts.finding)
 
     async def _is_busy(self) -> bool:
-        if self._role.service.closed or self._ended.done():
+        if self._roles[0].service.closed or self._ended.done():
             return False  # The running work has been given up, or has ended with the engine.
         try:
-            load = await self._role.service.load()
+            loads = [await role.service.load() for role in self._roles]
         except Exception:
             log.exception("the engine cannot be asked what still runs")
             return False
-        return load.used_kv_blocks > 0 or load.queued_prompt_tokens > 0
+        return any(load.used_kv_blocks > 0 or load.queued_prompt_tokens > 0 for load in loads)
 
     def _end(self, error: CorunError) -> None:
         if not self._ended.done():
@@ -270,15 +295,17 @@ class Life:
         self._end(error)
 
 
-async def live(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> None:
+async def live(config: NodeConfig, roles: Sequence[Role], stop: asyncio.Event, observation: Observation) -> None:
     """Serve until `stop` is set, then drain. Raises the error if one ends the process before that."""
-    life = Life(config, role, observation)
+    life = Life(config, roles, observation)
     await life.start()
     life.join()
     await life.run(stop)
 
 
-async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, observation: Observation) -> NoReturn:
+async def live_and_leave(
+    config: NodeConfig, roles: Sequence[Role], stop: asyncio.Event, observation: Observation
+) -> NoReturn:
     """Run `live`, then end the process: with exit code 0 after a drain, else with one of the codes above.
 
     The process ends at once (`os._exit`), since all our resources are closed by then. vLLM's sockets and NIXL's threads
@@ -287,7 +314,7 @@ async def live_and_leave(config: NodeConfig, role: Role, stop: asyncio.Event, ob
     code = 0
     stages.enter("joining the routers")
     try:
-        await live(config, role, stop, observation)
+        await live(config, roles, stop, observation)
     except CorunError as error:
         log.error("%s", error)
         code = EXIT_QUARANTINED if isinstance(error, DataLossError) else EXIT_DIED

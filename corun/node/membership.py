@@ -1,9 +1,9 @@
 """A node's membership: it finds its routers, registers with every one, and keeps sending heartbeats to it.
 
-Owns: repeated lookups of the routers' names, one link for each address that they have now, and the retry and heartbeat
-loop of each link. Must not know: engines, slots. The start order does not matter: a node tries a router until it is
-there, and a restarted router asks for a new registration. A name tells where routers may be, but never that a router is
-gone: only the link can find out whether its router answers.
+Owns: repeated lookups of the routers' names, one link for each address that they have now, the retry and heartbeat
+loop of each link, and what the node says of itself. Must not know: engines, slots. The start order does not matter: a
+node tries a router until it is there, and a restarted router asks for a new registration. A name tells where routers
+may be, but never that a router is gone: only the link can find out whether its router answers.
 """
 
 from __future__ import annotations
@@ -165,8 +165,9 @@ class NodeAgent:
         self.draining = False
         self.stuck = ""
         """The reason why the node takes no work now. Code that changes this or `draining` must call `tell`."""
+        self.info = info
+        """What the node says of itself. Code changes it with `describe`."""
         self._access = access
-        self._info = info
         self._routers = Routers(routers, resolve)
         self._load = load
         self._said: dict[str, str] = {}  # router address -> the last complaint about it, so that it is logged once
@@ -186,6 +187,11 @@ class NodeAgent:
         self._news += 1
         told, self._told = self._told, asyncio.Event()
         told.set()
+
+    def describe(self, info: NodeInfo) -> None:
+        """Register anew with all routers, because the node has lost a freedom. All else must be as it was."""
+        self.info = info
+        self.tell()
 
     async def heard(self, timeout_s: float) -> bool:
         """Wait until every router that has this node knows the last news (`tell`); False if one did not in time.
@@ -220,17 +226,12 @@ class NodeAgent:
 
     async def _hold(self, stub: RegistryServiceStub, router: RouterAddress) -> bool:
         """Register and send heartbeats until a call fails or the router asks anew. Return whether to try again."""
-        registered = False
+        registered, info = False, self.info
         try:
-            request = pb.RegisterRequest(node=codec.node_info_to_proto(self._info))
-            answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
-            if not answer.quarantined:
-                log.info("registered with router %s at %s", answer.router_id, router)
-                self._said.pop(router.address, None)
-            self._note_quarantine(router, answer.quarantined)
+            answer = await self._register(stub, router, info)
             self._heard[router.address] = -1
             registered = True
-            await self._beat(stub, router, answer.heartbeat_interval_ms / 1000)
+            await self._beat(stub, router, info, answer.heartbeat_interval_ms / 1000)
         except grpc.RpcError as failure:
             self._complain(router, from_rpc_error(failure))
         finally:
@@ -238,9 +239,22 @@ class NodeAgent:
         # One failed heartbeat may be a network fault. A router is gone only if it also takes no new registration.
         return registered or self._routers.lists(router.address)
 
-    async def _beat(self, stub: RegistryServiceStub, router: RouterAddress, interval_s: float) -> None:
-        """Send heartbeats until the router asks for a new registration. Raises grpc.RpcError when it is gone."""
-        ref = codec.node_ref_to_proto(self._info.ref)
+    async def _register(self, stub: RegistryServiceStub, router: RouterAddress, info: NodeInfo) -> Any:
+        """Register with one router and return its answer."""
+        request = pb.RegisterRequest(node=codec.node_info_to_proto(info))
+        answer = await stub.Register(request, timeout=CALL_TIMEOUT_S)
+        if not answer.quarantined:
+            log.info("registered with router %s at %s", answer.router_id, router)
+            self._said.pop(router.address, None)
+        self._note_quarantine(router, answer.quarantined)
+        return answer
+
+    async def _beat(self, stub: RegistryServiceStub, router: RouterAddress, info: NodeInfo, interval_s: float) -> None:
+        """Send heartbeats until the router asks for a new registration. Raises grpc.RpcError when it is gone.
+
+        info: what the router knows of the node. If that changes, the router learns it after the news of the heartbeat.
+        """
+        ref = codec.node_ref_to_proto(info.ref)
         while True:
             load = codec.node_load_to_proto(await self._current_load())
             news, told = self._news, asyncio.ensure_future(self._told.wait())
@@ -249,6 +263,9 @@ class NodeAgent:
                 answer = await stub.Heartbeat(request, timeout=CALL_TIMEOUT_S)
                 self._heard[router.address] = news
                 self._note_quarantine(router, answer.quarantined)
+                if info is not self.info:
+                    info = self.info
+                    await self._register(stub, router, info)
                 await asyncio.wait((told,), timeout=interval_s)  # wait_for may lose a cancellation that comes with it.
             except grpc.RpcError as failure:
                 if isinstance(from_rpc_error(failure), NotFoundError):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.loading import load
-from tests.stepper import FakeStepper, Flaw
+from tests.stepper import FakeStepper, Flaw, no_flaw
 
 ROWS = 16
 
@@ -18,8 +18,8 @@ def number_of(number: int) -> int:
     return number
 
 
-def certify(stepper: FakeStepper, rows: int = ROWS, sampling: Any = number_of) -> str:
-    return str(load("decode_node.certify").Certification(stepper, rows, sampling).check(rows))
+def certify(stepper: FakeStepper, rows: int = ROWS, sampling: Any = number_of, piece: int = 0) -> str:
+    return str(load("decode_node.certify").Certification(stepper, rows, sampling, piece).check(rows))
 
 
 def test_every_row_is_busy_in_some_step_and_rows_move() -> None:
@@ -58,6 +58,51 @@ def test_few_rows_and_little_room_suffice(rows: int, num_blocks: int) -> None:
     assert certify(FakeStepper(num_blocks=num_blocks), rows) == ""
 
 
+PIECE = 64
+"""The tokens of a piece, where attention cuts long sequences. In 62 blocks, sequences that are not to be cut are
+shorter."""
+
+
+def lengths_of(flaw: Flaw, **sizes: int) -> tuple[str, set[int]]:
+    """What the test finds where attention cuts by `PIECE`, and the tokens that its probes have read in some step."""
+    read: set[int] = set()
+
+    def noted(row: int, batch: list[Any], sequence: Any) -> Any:
+        if sequence.name.startswith("probe-"):
+            read.add(sequence.computed + 1)
+        return flaw(row, batch, sequence)
+
+    return certify(FakeStepper(flaw=noted, **sizes), piece=PIECE), read
+
+
+def cut_by_the_batch(row: int, batch: list[Any], sequence: Any) -> Any:
+    """Attention cuts a long sequence into other pieces if the batch is large. Short ones are never cut."""
+    return len(batch) if sequence.computed >= 2 * PIECE else None
+
+
+def test_sequences_that_attention_cuts_are_tested_around_the_edges_of_their_pieces() -> None:
+    """Only those can show a cut that looks at the batch: all others are shorter than a piece."""
+    finding, read = lengths_of(no_flaw, num_blocks=63, max_model_len=999)
+    assert finding == ""
+    assert {PIECE - 1, PIECE, PIECE + 1, 2 * PIECE - 1, 2 * PIECE, 2 * PIECE + 1} <= read
+    assert "probe-7 differs in step 2" in lengths_of(cut_by_the_batch, num_blocks=63, max_model_len=999)[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "longest"),
+    [
+        ({"num_blocks": 63, "max_model_len": 2 * PIECE + 2}, PIECE + 2),  # The model has no longer sequences.
+        ({"num_blocks": 63, "max_model_len": PIECE}, PIECE - 1),
+        ({"num_blocks": 24, "max_model_len": 999}, PIECE + 2),  # More than half of the KV is left to the others.
+        ({"num_blocks": ROWS + 1, "max_model_len": 999}, 15),
+    ],
+)
+def test_sequences_are_cut_as_far_as_model_and_kv_allow(sizes: dict[str, int], longest: int) -> None:
+    finding, read = lengths_of(no_flaw, **sizes)
+    assert (finding, max(read) <= longest) == ("", True)
+    assert (PIECE + 1 in read) == (longest > PIECE)
+
+
 @pytest.mark.parametrize("fewer", [1, 2, 4, ROWS // 2])
 @pytest.mark.parametrize("bits_depend_on_rows", [False, True])
 def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool, fewer: int) -> None:
@@ -79,7 +124,7 @@ def test_fewer_rows_are_compared_with_all_slots(bits_depend_on_rows: bool, fewer
 
 def test_every_style_of_sampling_is_probed() -> None:
     """The style after the last probe's is the first one's again."""
-    style = load("decode_node.worker")._sampling_style
+    style = load("decode_node.worker").sampling_style
     probes = load("decode_node.certify").PROBES
     kinds = [str({**msgspec.structs.asdict(style(number)), "seed": 0}) for number in range(probes + 1)]
     assert len(set(kinds)) == probes
@@ -100,7 +145,7 @@ def test_a_filter_that_is_compiled_for_the_neighbours_is_found(own: tuple[bool, 
     def flaw(row: int, batch: list[Any], sequence: Any) -> Any:
         return filters(batch) if filters([sequence]) == own else None
 
-    style = load("decode_node.worker")._sampling_style
+    style = load("decode_node.worker").sampling_style
     assert "probe-" in certify(FakeStepper(flaw=flaw, stage="logprob"), rows, style)
     assert certify(FakeStepper(), rows, style) == ""
 
@@ -130,6 +175,7 @@ class Worker:
 
     def __init__(self, stepper: FakeStepper) -> None:
         self.slots = 48
+        self.piece = 0
         self.rows = self.slots
         self.stepper = stepper
 
@@ -147,7 +193,7 @@ def certified(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Any]:
     if (flaw := model.get("flaw")) is not None:
         worker.stepper.flaw = lambda row, batch, sequence: flaw(worker.rows)
     monkeypatch.setattr(module, "Stepper", lambda worker: worker.stepper)
-    monkeypatch.setattr(module, "_sampling_style", number_of)
+    monkeypatch.setattr(module, "sampling_style", number_of)
     monkeypatch.setattr(module, "smaller_than", lambda slots: (16, 32))
     for name in ("_finding", "_control"):
         monkeypatch.setattr(Worker, name, getattr(module.FixedShapeWorker, name), raising=False)

@@ -59,26 +59,31 @@ def engine() -> VllmDecodeEngine:
         llm.engine_core.asked.append(request)
 
     llm.engine_core.add_request_async = add_request_async
-    return VllmDecodeEngine(llm, FACTS, contract, certificate(NodeRole.DECODE))  # type: ignore[arg-type]
+    return VllmDecodeEngine(llm, FACTS, contract, certificate(NodeRole.DECODE), "own")  # type: ignore[arg-type]
+
+
+LIVE = 5
+"""The number of requests in the steps of these tests."""
 
 
 def output(name: str, token: int | None = None, logprob: float = 0.0, reason: Any = None) -> Any:
     """What one step gives one request (vllm/v1/engine/__init__.py: EngineCoreOutput)."""
-    pair = [] if token is None else [token, *struct.unpack("<I", struct.pack("<f", logprob))]
-    return SimpleNamespace(request_id=name, new_token_ids=pair, finish_reason=reason)
+    drawn = [] if token is None else [token, *struct.unpack("<I", struct.pack("<f", logprob)), LIVE]
+    return SimpleNamespace(request_id=name, new_token_ids=drawn, finish_reason=reason)
 
 
 def rows_of(engine: VllmDecodeEngine, *outputs: Any) -> list[StepRow]:
-    steps: list[list[StepRow]] = []
-    engine.on_step = steps.append
-    engine._take(list(outputs))
-    (rows,) = steps
+    steps: list[tuple[list[StepRow], int]] = []
+    engine.on_step = lambda *step: steps.append(step)
+    engine.take(list(outputs))
+    ((rows, live),) = steps
+    assert live == (LIVE if any(output.new_token_ids for output in outputs) else 0)
     return rows
 
 
 def test_a_step_is_handed_on_whole_with_the_bits_of_log_probabilities(engine: VllmDecodeEngine) -> None:
     value = struct.unpack("<f", struct.pack("<I", 0xBDCCCCCD))[0]
-    rows = rows_of(engine, output("a", 7, -0.5), output("c"), output("b", 8, value))
+    rows = rows_of(engine, output("a", 7, -0.5), output("b", 8, value))
     assert rows == [StepRow("a", 7, -0.5), StepRow("b", 8, value)]
     assert struct.pack("<f", rows[1].logprob) == struct.pack("<I", 0xBDCCCCCD)
 
@@ -105,7 +110,16 @@ def test_an_end_comes_with_the_last_token_or_alone(engine: VllmDecodeEngine) -> 
             StepRow("a", 8, -2.0, finish, detail),
             StepRow("b", None, 0.0, finish, detail),
         ]
-    assert rows_of(engine, output("b")) == []
+
+
+def test_what_has_neither_a_token_nor_an_end_has_been_read(engine: VllmDecodeEngine) -> None:
+    """It is told before the rows of the step, and is no step of its own."""
+    told: list[Any] = []
+    engine.on_read = told.append
+    engine.on_step = lambda rows, live: told.append(rows)
+    engine.take([output("b"), output("a", 7, -0.5), output("c")])
+    engine.take([output("d")])
+    assert told == [["b", "c"], [StepRow("a", 7, -0.5)], ["d"]]
 
 
 PEER = NixlEndpoint(engine_id="p0-engine", host="10.0.0.9", port=7000, tp_size=1, stamp_addresses=(1,))

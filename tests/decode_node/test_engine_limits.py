@@ -201,7 +201,7 @@ LEGAL = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(LEGAL)
 def test_so_do_all_together(given_fields: dict[str, Any]) -> None:
     params = SamplingParams(**given_fields)

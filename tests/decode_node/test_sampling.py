@@ -209,7 +209,7 @@ def random_logits(source: random.Random, vocab: int) -> list[float]:
     return logits
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(SOURCES, st.integers(2, 200), st.integers(1, 9))
 def test_a_row_reads_nothing_of_other_rows(source: random.Random, vocab: int, count: int) -> None:
     """The same logits and draw give the same token in any row, beside any neighbours, with or without their filters."""
@@ -225,7 +225,7 @@ def test_a_row_reads_nothing_of_other_rows(source: random.Random, vocab: int, co
     assert logits[tokens.pop()] > -INF
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(SOURCES, st.integers(2, 300))
 def test_filters_of_neighbours_do_not_move_a_bit(source: random.Random, vocab: int) -> None:
     """This is checked on the logits, not only on the token: a row without filters leaves the filtering as it came."""
@@ -236,7 +236,7 @@ def test_filters_of_neighbours_do_not_move_a_bit(source: random.Random, vocab: i
     assert torch.equal(filtered[::2][filtered[::2] > -INF], scaled[::2][filtered[::2] > -INF])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(SOURCES, st.integers(2, 50))
 def test_filters_keep_what_their_definition_says(source: random.Random, vocab: int) -> None:
     """Compare with the definition in double precision, with a small tolerance at the edges of top_p and min_p."""
@@ -273,7 +273,7 @@ ANY_DRAW = st.builds(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.lists(VALUES, min_size=9, max_size=9), ANY_DRAW, SOURCES)
 def test_a_token_is_in_the_vocabulary_whatever_the_row_and_its_draw_are(
     row: list[float], draw: Draw, source: random.Random

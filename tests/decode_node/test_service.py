@@ -449,6 +449,25 @@ async def test_a_reader_that_does_not_read_gets_all_of_it_later(node: Node) -> N
     assert number < 20_000
 
 
+async def test_a_router_is_told_which_kv_was_read_before_the_first_token(node: Node) -> None:
+    """It is no step, and takes no slot. It may come in one message with the token, if the router reads slowly."""
+    steps, others = await node.steps(), await node.steps("idle")
+    leases = await node.started(3)
+    first, second, gone = node.engine.ids()
+    await node.release(leases.pop())
+    node.service.on_read([first, gone])
+    message = await steps.read()
+    assert (list(message.read), list(message.lease_ids), list(message.ended)) == (leases[:1], [], [])
+    load = await node.service.load()
+    assert (load.used_slots, load.leases, load.steps) == (0, 2, 0)
+    node.service.on_read([second])
+    node.service.on_step([StepRow(second, 1, -1.0)])
+    message = await steps.read()
+    assert (list(message.read), list(message.lease_ids)) == (leases[1:], leases[1:])
+    assert (await node.service.load()).used_slots == 1
+    assert await others.nothing_follows()
+
+
 async def test_an_end_comes_with_its_last_token_and_frees_the_slot(node: Node) -> None:
     """A request with nothing to draw from is ended in the engine, too: otherwise the engine would go on with it."""
     steps = await node.steps()
@@ -589,18 +608,19 @@ async def test_no_lease_is_kept_by_the_stream_of_another_session(node: Node) -> 
 
 
 async def test_rows_are_counted_as_they_are_computed(node: Node) -> None:
-    """Rows of samples that were just released count, because they were computed. An end without a token does not."""
+    """Rows of samples that were just released count, because they were computed. An end without a token does not. A
+    sample that a stop has ended may still have a row in the next step, which draws nothing there."""
     node.service.step_sizes = (2, SLOTS)
     steps = await node.steps()
     await node.started(3)
     first, second, third = node.engine.ids()
     node.service.on_step([StepRow(name, 1, -1.0) for name in (first, second, third)])
     node.service.on_step([StepRow(first, 1, -1.0, FinishReason.LENGTH), StepRow(second, None, 0.0, FinishReason.ERROR)])
-    node.service.on_step([StepRow(first, 1, -1.0), StepRow(third, 1, -1.0, FinishReason.STOP)])
+    node.service.on_step([StepRow(first, 1, -1.0), StepRow(third, 1, -1.0, FinishReason.STOP)], 3)
     node.service.on_step([StepRow("gone", None, 0.0, FinishReason.ERROR)])
     found = node.service.metrics
-    assert (found.num_steps, found.steps.labels(SLOTS).value, found.steps.labels(2).value) == (4, 1, 2)
-    assert (found.rows.value, found.used_rows.value, found.tokens.value) == (SLOTS + 4, 6, 5)
+    assert (found.num_steps, found.steps.labels(SLOTS).value, found.steps.labels(2).value) == (4, 2, 1)
+    assert (found.rows.value, found.used_rows.value, found.tokens.value) == (2 * SLOTS + 2, 6, 5)
     # Nothing went on from the second step to the third.
     assert found.registry.get_sample_value("corun_decode_step_seconds_count") == 1
     steps.call.cancel()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.types import places
-from decode_node.slots import WAIT_S, Lease, NoRoomError, SlotTable, blocks_needed, rows_of_step, smaller_than
+from corun.room import blocks_needed, places
+from decode_node.slots import WAIT_S, Lease, NoRoomError, SlotTable, rows_of_step, smaller_than
 
 TRACES = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)) | st.integers(0, 60), max_size=80)
 """Reservations of (prompt, output) tokens, and releases of the n-th lease that was ever asked for."""
@@ -24,7 +24,7 @@ def test_the_whole_sequence_is_reserved() -> None:
     assert [blocks_needed(tokens, 16) for tokens in (1, 15, 16, 17, 32, 33)] == [1, 1, 1, 2, 2, 3]
     slots = table()
     lease = slots.reserve("r", 16, 17)
-    assert (lease.kv_blocks, lease.num_prompt_tokens, lease.max_tokens) == (3, 16, 17)
+    assert (lease.blocks.own, lease.num_prompt_tokens, lease.max_tokens) == (3, 16, 17)
     assert slots.get(lease.lease_id) == lease
     assert (slots.held_by("r"), slots.held_by("other")) == ([lease], [])
     assert [slots.release(lease.lease_id), slots.release(lease.lease_id), slots.release(99)] == [lease, None, None]
@@ -52,12 +52,12 @@ def test_no_place_and_no_room_are_said_and_take_nothing() -> None:
     with pytest.raises(NoRoomError, match="all 1 slots and 0 places in line are held"):
         slots.reserve("r", 1, 1)
     slots.release(lease.lease_id)
-    assert slots.reserve("r", 80, 80).kv_blocks == 10  # All there is.
+    assert slots.reserve("r", 80, 80).blocks.own == 10  # All there is.
     slots = table()
     slots.reserve("r", 16, 16)
     with pytest.raises(NoRoomError, match="9 KV blocks are needed and 8 of 10 are free"):
         slots.reserve("r", 128, 1)
-    assert (len(slots), slots.used_kv_blocks, slots.reserve("r", 127, 1).kv_blocks) == (1, 2, 8)
+    assert (len(slots), slots.used_kv_blocks, slots.reserve("r", 127, 1).blocks.own) == (1, 2, 8)
 
 
 def test_samples_of_a_prompt_count_its_blocks_once_while_one_of_them_lives() -> None:
@@ -79,7 +79,7 @@ def test_samples_of_a_prompt_count_its_blocks_once_while_one_of_them_lives() -> 
 
 def test_a_node_whose_engine_shares_nothing_counts_all_blocks() -> None:
     slots = SlotTable(slots=4, kv_blocks=10, block_size=16, shares=False)
-    assert [slots.reserve("r", 48, 16, share_key="k").kv_blocks for _ in range(2)] == [4, 4]
+    assert [slots.reserve("r", 48, 16, share_key="k").blocks.own for _ in range(2)] == [4, 4]
     assert slots.used_kv_blocks == 8
 
 
@@ -92,7 +92,7 @@ def test_any_trace(num_slots: int, kv_blocks: int, block_size: int, trace: list[
     for op in trace:
         if isinstance(op, tuple):
             free = len(held) < places(num_slots)
-            fits = sum(lease.kv_blocks for lease in held) + -(-sum(op) // block_size) <= kv_blocks
+            fits = sum(lease.blocks.own for lease in held) + -(-sum(op) // block_size) <= kv_blocks
             if free and fits:
                 given_out.append(slots.reserve("r", *op))
                 held.append(given_out[-1])
@@ -103,7 +103,7 @@ def test_any_trace(num_slots: int, kv_blocks: int, block_size: int, trace: list[
             lease = given_out[op]
             assert slots.release(lease.lease_id) == (lease if lease in held else None)
             held = [other for other in held if other != lease]
-        assert slots.used_kv_blocks == sum(lease.kv_blocks for lease in held) <= kv_blocks
+        assert slots.used_kv_blocks == sum(lease.blocks.own for lease in held) <= kv_blocks
         assert len(slots) == len(held) <= places(num_slots)
     for lease in held:
         slots.release(lease.lease_id)

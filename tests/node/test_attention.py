@@ -83,6 +83,7 @@ def config(mode: str, seqs: int, tokens: int, most: int, head_size: int) -> Any:
             flash_attn_max_num_splits_for_cuda_graph=most, use_prefill_query_quantization=False
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens),
+        kv_transfer_config=None,
         speculative_config=None,
     )
 

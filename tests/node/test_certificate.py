@@ -11,10 +11,9 @@ import pytest
 from corun.config.fields import DecodeConfig, PrefillConfig
 from corun.contract import DecodeContract, ModelContract, PrefillContract
 from corun.errors import InvalidArgumentError
-from corun.node.certificate import SELF_TEST_FAILED, Certificate
-from corun.types import Freedom, FreedomStatus
+from corun.node.certificate import SELF_TEST_FAILED, Certificate, untested
+from corun.types import Freedom, FreedomStatus, NodeRole
 from decode_node import engine as decode
-from prefill_node import engine as prefill
 
 EVIDENCE: dict[str, Any] = {
     "steps": 350,
@@ -78,19 +77,25 @@ def test_a_log_line_says_all_of_it() -> None:
 
 
 def test_settings_switch_freedoms_off_and_say_so() -> None:
-    assert prefill.untested(PrefillConfig(model="m"), "") == BOTH
+    assert untested(PrefillConfig(model="m"), NodeRole.PREFILL, "") == BOTH
     off = PrefillConfig(model="m", packed_prefill=False, free_chunks=False)
-    assert prefill.untested(off, "") == {
+    assert untested(off, NodeRole.PREFILL, "") == {
         Freedom.PACKED: "switched off by --no-packed-prefill",
         Freedom.CHUNKS: "switched off by --no-free-chunks",
     }
-    assert decode.untested(DecodeConfig(model="m", smaller_steps=False), "") == "switched off by --no-smaller-steps"
-    assert decode.untested(DecodeConfig(model="m"), "") == ""
+    assert untested(DecodeConfig(model="m"), NodeRole.DECODE, "") == {Freedom.ROWS: ""}
+    without = DecodeConfig(model="m", smaller_steps=False)
+    assert untested(without, NodeRole.DECODE, "") == {Freedom.ROWS: "switched off by --no-smaller-steps"}
 
 
 def test_a_node_that_failed_its_self_test_tests_no_freedoms() -> None:
-    assert set(prefill.untested(PrefillConfig(model="m"), "a difference").values()) == {SELF_TEST_FAILED}
-    assert decode.untested(DecodeConfig(model="m"), "a difference") == SELF_TEST_FAILED
+    for role, config in ((NodeRole.PREFILL, PrefillConfig(model="m")), (NodeRole.DECODE, DecodeConfig(model="m"))):
+        assert set(untested(config, role, "a difference").values()) == {SELF_TEST_FAILED}
+    off = PrefillConfig(model="m", packed_prefill=False)
+    assert untested(off, NodeRole.PREFILL, "a difference") == {
+        Freedom.PACKED: "switched off by --no-packed-prefill",
+        Freedom.CHUNKS: SELF_TEST_FAILED,
+    }
 
 
 class Llm:

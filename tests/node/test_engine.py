@@ -108,8 +108,8 @@ PREFILL_ON_CPU = {**ON_CPU, "role": "kv_producer"}
         ({"role": "kv_producer", "splits": 16}, GPU),
         ({"splits": 16}, OWN_LENGTH),
         (ON_CPU, CPU),
-        (PREFILL_ON_CPU, SPLITS),
-        ({**PREFILL_ON_CPU, "enable_prefix_caching": True}, SPLITS),
+        (PREFILL_ON_CPU, CPU),
+        ({**PREFILL_ON_CPU, "enable_prefix_caching": True}, CPU),
     ],
 )
 def test_what_keeps_the_contract_is_fit(settings: dict[str, Any], seen: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def test_what_keeps_the_contract_is_fit(settings: dict[str, Any], seen: dict[str
         ({"role": "kv_producer", "splits": 16}, OWN_LENGTH, "split-KV is 'own-length 2048 max 16'"),
         ({}, {**GPU, "split_policy": "unknown: a builder has no limit"}, "split-KV is 'unknown: a builder has no"),
         (ON_CPU, SPLITS, "split-KV is 'split-kv on' in the engine, but was set to 'split-kv off'"),
-        (PREFILL_ON_CPU, CPU, "split-KV is 'split-kv off'"),
+        (PREFILL_ON_CPU, SPLITS, "split-KV is 'split-kv on'"),
     ],
 )
 def test_what_cannot_keep_the_contract_is_refused(settings: dict[str, Any], seen: dict[str, Any], reason: str) -> None:

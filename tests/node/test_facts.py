@@ -32,6 +32,7 @@ SEEN: dict[str, Any] = {
     "cpu_caches": [32768, 1048576, 0],
     "kernel_packages": [],
     "multiprocessors": 0,
+    "traced_tokens": 0,
     "attention_backend": "CPU_ATTN",
     "split_policy": "split-kv off",
     "runner": "v1 CPUModelRunner",
@@ -86,6 +87,7 @@ def test_the_end_tokens_are_those_of_generation_config_and_else_of_config(direct
         ("cpu_features", ["amx_tile", "avx2", "fma"], "model.cpu_features", '["amx_tile", "avx2", "fma"]'),
         ("cpu_caches", [32768, 2097152, 0], "model.cpu_caches", "[32768, 2097152, 0]"),
         ("multiprocessors", 66, "decode.multiprocessors", "66"),
+        ("traced_tokens", 4096, "decode.traced_tokens", "4096"),
     ],
 )
 def test_what_kernels_are_chosen_by_is_in_the_contract(

@@ -22,44 +22,41 @@ from corun.node.life import Role, live, live_and_leave, node_info, node_ref, sta
 from corun.observe.endpoints import observed
 from corun.observe.metrics import Metrics
 from corun.rpc.channel import channel
-from corun.types import Freedom, NodeLoad, NodeRole
+from corun.types import Freedom, FreedomStatus, NodeInfo, NodeLoad, NodeRef, NodeRole
 from tests.node.scripted_router import DEADLINE_S, INFO, Router, serving, until
 from tests.probing import probe
 
-SERVICE = "corun.v1.PrefillService"
+SERVICE, OTHER_SERVICE = "corun.v1.PrefillService", "corun.v1.DecodeService"
 
 
-class Life:
-    """A running node and the router it registered with. It is engine and service in one: busy while `busy` is set, and
-    without an answer while it hangs. Its load cannot be read once `failure` is set."""
+class Side:
+    """Engine and service of a role in one: busy while `busy` is set, and without an answer while it hangs. Its load
+    cannot be read once `failure` is set."""
 
     steps = 0
 
-    def __init__(self, router: Router, address: str, finding: str = "", **settings: Any) -> None:
-        self.router = router
+    def __init__(self, finding: str = "", info: NodeInfo = INFO) -> None:
         self.facts = SimpleNamespace(finding=finding)
+        self.info = info
         self.on_death: Callable[[], None] = lambda: None
         self.on_finding: Callable[[str], None] = lambda finding: None
         self.stopped = self.hanging = self.draining = self.busy = False
         self.closed = ""
         self.given_up: list[str] = []
+        self.freedoms = (FreedomStatus(name="packed"), FreedomStatus(name="chunks"))
         self.failure: Exception | None = None
-        self.stop = asyncio.Event()
-        settings = {"drain_grace_s": DEADLINE_S, **settings}
-        config = PrefillConfig(model="/models/tiny", router=(address,), **settings)
-        role = Role(
+
+    def role(self, service_name: str) -> Role:
+        return Role(
             engine=self,
             service=self,
-            service_name=SERVICE,
+            service_name=service_name,
             register=lambda *_: None,
-            info=lambda address: replace(INFO, address=address, finding=finding),
-            metrics=Metrics("corun_test_"),
+            info=lambda address: replace(
+                self.info, address=address, finding=self.facts.finding, freedoms=self.freedoms
+            ),
+            metrics=Metrics(f"corun_test_{self.info.role.value}_"),
         )
-        self.task = asyncio.create_task(self._live(config, role))
-
-    async def _live(self, config: PrefillConfig, role: Role) -> None:
-        async with observed(config) as self.observation:
-            await live(config, role, self.stop, self.observation)
 
     async def answer(self) -> None:
         while self.hanging:  # noqa: ASYNC110  # It behaves as a stopped process, which does not know that it is stopped.
@@ -80,6 +77,23 @@ class Life:
         self.given_up.append(reason)
         self.busy = False
 
+
+class Life(Side):
+    """A running node and the router it registered with. It is the node's only role, or its first one."""
+
+    def __init__(self, router: Router, address: str, finding: str = "", *others: Side, **settings: Any) -> None:
+        super().__init__(finding)
+        self.router = router
+        self.stop = asyncio.Event()
+        settings = {"drain_grace_s": DEADLINE_S, **settings}
+        config = PrefillConfig(model="/models/tiny", router=(address,), **settings)
+        roles = [self.role(SERVICE), *(other.role(OTHER_SERVICE) for other in others)]
+        self.task = asyncio.create_task(self._live(config, roles))
+
+    async def _live(self, config: PrefillConfig, roles: list[Role]) -> None:
+        async with observed(config) as self.observation:
+            await live(config, roles, self.stop, self.observation)
+
     async def health(self, service: str = SERVICE) -> Any:
         async with channel(self.router.registered[0].address) as connection:
             stub = health_pb2_grpc.HealthStub(connection)
@@ -97,12 +111,15 @@ class Life:
 
 
 @asynccontextmanager
-async def living(monkeypatch: pytest.MonkeyPatch, finding: str = "", **settings: Any) -> AsyncIterator[Life]:
+async def living(
+    monkeypatch: pytest.MonkeyPatch, finding: str = "", *others: Side, **settings: Any
+) -> AsyncIterator[Life]:
     monkeypatch.setattr("corun.node.membership.RETRY_S", 0.01)
     router = Router()
     async with serving(router) as server:
-        life = Life(router, server.address, finding, **settings)
-        await until(lambda: life.task.done() or len(router.beats) > 0)
+        life = Life(router, server.address, finding, *others, **settings)
+        names = {side.info.ref.node_id for side in (life, *others)}
+        await until(lambda: life.task.done() or names <= {beat.ref.node_id for beat in router.beats})
         yield life
         life.busy = life.hanging = False
         life.stop.set()
@@ -230,8 +247,11 @@ async def test_a_finding_in_service_takes_the_node_out_for_good(
     """The process stays up to be read. An engine that was stuck and answers again changes nothing of it."""
     async with living(monkeypatch, engine_timeout_s=0.05, metrics_port=0) as life:
         life.busy = True
+        life.freedoms = (FreedomStatus(name="packed", refused="other KV"), FreedomStatus(name="chunks"))
         life.on_finding("other KV when it runs alone")
         await until(lambda: bool(life.given_up))
+        await until(lambda: len(life.router.registered) == 2)
+        assert life.router.registered[-1].freedoms == life.freedoms
         assert (stuck(life), life.given_up) == ("other KV when it runs alone", [life.closed])
         await until_health(life, "NOT_SERVING")
         assert await life.probes() == PROBES
@@ -305,8 +325,119 @@ def test_an_engine_does_not_inherit_what_asks_for_traces(monkeypatch: pytest.Mon
 def test_a_node_is_reached_where_it_listens_or_where_it_says() -> None:
     facts = SimpleNamespace(kv_blocks=1, block_size=16, max_model_len=64, vocab_size=8, finding="")
     contract = SimpleNamespace(canonical_json=lambda: "{}")
-    engine = SimpleNamespace(facts=facts, contract=contract, certificate=Certificate.of_ranks({Freedom.CHUNKS: "why"}))
+    certificate = Certificate.of_ranks({Freedom.CHUNKS: "why"})
+    engine = SimpleNamespace(facts=facts, contract=contract, certificate=certificate, engine_id="own")
     for advertise, reached in (("", "10.0.0.7:4000"), ("proxy:1", "proxy:1")):
         config = PrefillConfig(model="/models/tiny", advertise=advertise)
         info = node_info(config, node_ref(config, NodeRole.PREFILL), NodeRole.PREFILL, engine)
         assert info("10.0.0.7:4000").address == reached
+
+
+# A colocated node: two roles, one engine.
+
+DECODE = replace(INFO, ref=NodeRef(node_id="d0", generation=INFO.ref.generation), role=NodeRole.DECODE, nixl=None)
+
+
+@asynccontextmanager
+async def both_living(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[tuple[Life, Side]]:
+    other = Side(info=DECODE)
+    async with living(monkeypatch, "", other, **settings) as life:
+        yield life, other
+        other.busy = other.hanging = False
+
+
+def last(life: Life) -> dict[str, Any]:
+    """Return the last heartbeat of each role, by the node's id."""
+    return {beat.ref.node_id: beat for beat in life.router.beats}
+
+
+async def test_both_roles_register_and_drain_as_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node stops when neither has work left, and each engine side is closed once, the last role first: it asks the
+    engine for figures before it ends it."""
+    closed: list[Side] = []
+    async with both_living(monkeypatch) as (life, other):
+        for side in (life, other):
+            monkeypatch.setattr(side, "close", lambda side=side: asyncio.sleep(0, closed.append(side)))
+        assert sorted(info.ref.node_id for info in life.router.registered) == ["d0", "p0"]
+        assert len({(info.address, info.ref.generation) for info in life.router.registered}) == 1
+        assert [await life.health(name) for name in ("", SERVICE, OTHER_SERVICE)] == ["SERVING"] * 3
+        life.busy = other.busy = True
+        life.stop.set()
+        await until(lambda: all(beat.draining for beat in last(life).values()))
+        assert life.draining
+        assert other.draining
+        assert [await life.health(name) for name in ("", SERVICE, OTHER_SERVICE)] == ["NOT_SERVING"] * 3
+        life.busy = False
+        beats = len(life.router.beats)
+        await until(lambda: len(life.router.beats) > beats + 4)
+        assert not life.task.done(), "the other role has work"
+        other.busy = False
+        await life.end()
+        assert closed == [other, life]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+async def test_work_of_either_role_is_given_up_after_the_grace(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+    async with both_living(monkeypatch, drain_grace_s=0.1) as sides:
+        life, other = sides
+        sides[side].busy = True
+        life.stop.set()
+        await life.end()
+        assert life.given_up == other.given_up == ["it was told to stop 0.1 s ago"]
+
+
+async def test_both_roles_are_quarantined_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told by its own heartbeat, and the node gives up its work and ends once."""
+    async with both_living(monkeypatch) as (life, other):
+        life.busy = other.busy = True
+        life.router.quarantined = "node d0 gave other bits"
+        with pytest.raises(DataLossError, match="node d0 gave other bits"):
+            await life.end()
+        (reason,) = life.given_up
+        assert other.given_up == [reason]
+        assert {name: (beat.stuck, beat.draining) for name, beat in last(life).items()} == dict.fromkeys(
+            ("p0", "d0"), (reason, True)
+        )
+        assert life.stopped
+        assert other.stopped
+
+
+@pytest.mark.parametrize("side", [0, 1])
+async def test_the_engine_of_either_role_ends_both(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+    async with both_living(monkeypatch) as sides:
+        life, other = sides
+        life.busy = other.busy = True
+        sides[side].on_death()
+        sides[1 - side].on_death()
+        with pytest.raises(UnavailableError, match="the engine died"):
+            await life.end()
+        assert {beat.stuck for beat in last(life).values()} == {"the engine died"}
+        assert life.stopped
+        assert other.stopped
+
+
+@pytest.mark.parametrize("side", [0, 1])
+async def test_a_finding_of_either_role_takes_both_out(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+    async with both_living(monkeypatch) as sides:
+        life, other = sides
+        life.busy = other.busy = True
+        sides[side].freedoms = (FreedomStatus(name="packed", refused="other KV"),)
+        sides[side].on_finding("other KV when it runs alone")
+        await until(lambda: bool(life.given_up and other.given_up))
+        await until(lambda: len(life.router.registered) == 4)
+        told = {info.ref.node_id: info.freedoms for info in life.router.registered[2:]}
+        assert told == {"p0": life.freedoms, "d0": other.freedoms}
+        assert {beat.stuck for beat in last(life).values()} == {"other KV when it runs alone"}
+        assert life.closed == other.closed == "other KV when it runs alone"
+        assert life.given_up == other.given_up == [life.closed]
+        assert not life.task.done()
+
+
+async def test_an_engine_that_is_stuck_is_said_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with both_living(monkeypatch, engine_timeout_s=0.1) as (life, other):
+        other.hanging = True
+        await until(lambda: all(beat.stuck for beat in last(life).values()))
+        await until(lambda: bool(life.given_up and other.given_up))
+        other.hanging = False
+        await until(lambda: not any(beat.stuck for beat in last(life).values()))
+        assert life.closed == other.closed == ""

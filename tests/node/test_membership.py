@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from corun.node.membership import NodeAgent, RouterAddress, Routers, resolve
 from corun.rpc import codec
 from corun.rpc.auth import Gate
 from corun.rpc.channel import OPEN, Access
-from corun.types import NodeLoad
+from corun.types import FreedomStatus, NodeLoad
 from tests.node.scripted_router import DEADLINE_S, INFO, Names, Router, serving, until
 from tests.secrets import Secrets
 
@@ -278,6 +279,20 @@ async def test_news_travel_at_once_to_the_routers_that_have_the_node() -> None:
             agent.tell()
             assert not await agent.heard(0.1)
             await until(lambda: agent._heard[second.address] == agent._news)
+
+
+async def test_what_changed_of_the_node_is_told_by_another_registration() -> None:
+    """It comes with the news, and heartbeats go on."""
+    router = Router()
+    router.interval_ms = 60_000
+    changed = replace(INFO, freedoms=(FreedomStatus(name="packed", refused="other KV"),), certificate="c" * 64)
+    async with serving(router) as server, running(server.address) as agent:
+        await until(lambda: len(router.beats) == 1)
+        agent.describe(changed)
+        await until(lambda: len(router.registered) == 2)
+        agent.tell()
+        await until(lambda: len(router.beats) == 3)
+        assert (router.registered, agent.info) == ([INFO, changed], changed)
 
 
 @pytest.mark.parametrize("call", ["Register", "Heartbeat"])

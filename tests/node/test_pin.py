@@ -49,15 +49,11 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -
     assert os.environ["CORUN_TEST_A"] == value
 
 
-def test_split_kv_is_prefill_only_on_cpu() -> None:
-    """An isolated prompt is its own batch; a decode step must not depend on how many rows it has."""
-    prefill, decode = (pin.cpu_settings(role, [0, 2]) for role in (NodeRole.PREFILL, NodeRole.DECODE))
-    assert (prefill["VLLM_CPU_ATTN_SPLIT_KV"], decode["VLLM_CPU_ATTN_SPLIT_KV"]) == ("1", "0")
-    assert {**prefill, "VLLM_CPU_ATTN_SPLIT_KV": "0"} == decode
-    assert decode["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
-    assert (decode["VLLM_USE_V2_MODEL_RUNNER"], pin.gpu_settings(NodeRole.DECODE)["VLLM_USE_V2_MODEL_RUNNER"]) == tuple(
-        "01"
-    )
+def test_a_cpu_cuts_no_kv_by_the_batch() -> None:
+    settings = pin.cpu_settings([0, 2])
+    assert settings["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert settings["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
+    assert (settings["VLLM_USE_V2_MODEL_RUNNER"], pin.gpu_settings()["VLLM_USE_V2_MODEL_RUNNER"]) == ("0", "1")
 
 
 def test_cores_are_the_first_of_those_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +120,15 @@ def test_what_torch_sets_while_it_compiles_is_no_fact(monkeypatch: pytest.Monkey
 
 def test_every_pinned_variable_is_read_back() -> None:
     names = {
-        *pin.gpu_settings(NodeRole.DECODE),
-        *pin.cpu_settings(NodeRole.DECODE, [0]),
+        *pin.gpu_settings(),
+        *pin.cpu_settings([0]),
         *pin.PLUMBING,
         *pin.GPU_PLUMBING,
     }
     assert pin.watched(dict.fromkeys(names | set(pin.MUST_BE_UNSET), "x")).keys() == names | set(pin.MUST_BE_UNSET)
 
 
-PLATFORMS = {"cpu": pin.cpu_settings(NodeRole.DECODE, [0, 1]), "cuda": pin.gpu_settings(NodeRole.DECODE)}
+PLATFORMS = {"cpu": pin.cpu_settings([0, 1]), "cuda": pin.gpu_settings()}
 
 
 def seen(platform: str) -> dict[str, Any]:
@@ -202,13 +198,15 @@ import json, sys
 import torch
 from corun.node.vllm import pin
 
-platform, change = sys.argv[1:]
+found = {}
 torch.set_float32_matmul_precision("highest")  # as vLLM's worker does before
-before = pin.read_switches(torch.backends, platform)
-pin.set_switches(torch.backends, platform)
-found = [before, pin.read_switches(torch.backends, platform)]
-exec(change, {"torch": torch})
-print(json.dumps([*found, pin.read_switches(torch.backends, platform)]))
+for platform, change in zip(sys.argv[1::2], sys.argv[2::2]):
+    before = pin.read_switches(torch.backends, platform)
+    pin.set_switches(torch.backends, platform)
+    after = pin.read_switches(torch.backends, platform)
+    exec(change, {"torch": torch})
+    found[platform] = before, after, pin.read_switches(torch.backends, platform)
+print(json.dumps(found))
 """
 CHANGED = {
     "cpu": "torch.set_float32_matmul_precision('medium')",
@@ -226,18 +224,18 @@ torch.backends.cudnn.deterministic = False
 }
 
 
-@pytest.mark.parametrize("platform", CHANGED)
-def test_every_switch_is_set_and_read_where_torch_holds_it(platform: str) -> None:
-    """In a fresh process; no GPU is needed to hold them."""
-    command = [sys.executable, "-c", SCRIPT, platform, CHANGED[platform]]
+def test_every_switch_is_set_and_read_where_torch_holds_it() -> None:
+    """In a fresh process; no GPU is needed to hold them. A CPU's come last, because a change to them moves others."""
+    command = [sys.executable, "-c", SCRIPT, "cuda", CHANGED["cuda"], "cpu", CHANGED["cpu"]]
     child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    before, after, changed = json.loads(child.stdout)
-    assert before.keys() == after.keys()
-    assert after == {name: str(value) for name, value in pin.SWITCHES[platform].items()}
-    if platform == "cpu":
-        assert before["mkldnn.conv.fp32_precision"] == "none"
-        assert changed == {**after, "mkldnn.matmul.fp32_precision": "bf16"}
-    else:
-        assert before["cudnn.conv.fp32_precision"] == "tf32"
-        assert {name for name in after if after[name] != changed[name]} == pin.GPU_SWITCHES.keys()
-        assert changed["cuda.matmul.allow_bf16_reduced_precision_reduction"] == "(False, True)"
+    found = json.loads(child.stdout)
+    for platform, (before, after, _) in found.items():
+        assert before.keys() == after.keys()
+        assert after == {name: str(value) for name, value in pin.SWITCHES[platform].items()}
+    before, after, changed = found["cuda"]
+    assert before["cudnn.conv.fp32_precision"] == "tf32"
+    assert {name for name in after if after[name] != changed[name]} == pin.GPU_SWITCHES.keys()
+    assert changed["cuda.matmul.allow_bf16_reduced_precision_reduction"] == "(False, True)"
+    before, after, changed = found["cpu"]
+    assert before["mkldnn.conv.fp32_precision"] == "none"
+    assert changed == {**after, "mkldnn.matmul.fp32_precision": "bf16"}

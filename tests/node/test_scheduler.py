@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from corun.types import NodeRole
 from tests.loading import load
-from tests.traces import CPU, GPU, Platform, Trace, decode_traces
+from tests.traces import ANY_PLATFORM, CPU, Platform, Trace, decode_traces, examples
 
 SCHEDULERS = {
     NodeRole.PREFILL: "prefill_node.scheduler.PrefillScheduler",
@@ -21,12 +21,14 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("role", SCHEDULERS)
-def test_blocks_are_zeroed_where_a_cpu_computes(monkeypatch: pytest.MonkeyPatch, role: NodeRole, on_cpu: bool) -> None:
+def test_blocks_are_zeroed_where_a_cpu_computes(
+    stepping: ModuleType, monkeypatch: pytest.MonkeyPatch, role: NodeRole, on_cpu: bool
+) -> None:
     """A GPU's runner ends of blocks to be zeroed: vLLM makes it ready for them with such models only that need it."""
     platform = SimpleNamespace(is_cpu=lambda: on_cpu, is_cuda=lambda: False)
     monkeypatch.setattr(load("corun.node.vllm.scheduler"), "current_platform", platform)
     trace = Trace(slots=2, chunk=16, blocks=9, ops=())
-    scheduler = load("tests.stepping").engine(SCHEDULERS[role], trace, CPU, role=role).scheduler
+    scheduler = stepping.engine(SCHEDULERS[role], trace, CPU, role=role).scheduler
     assert scheduler.needs_kv_cache_zeroing is on_cpu
 
 
@@ -39,10 +41,9 @@ def free_by_ids(scheduler: Any, admitted: Iterable[Any]) -> int:
     return free
 
 
-@pytest.mark.parametrize("platform", [CPU, GPU], ids=["cpu", "gpu"])
-def test_free_blocks_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPatch, platform: Platform) -> None:
+def test_free_blocks_are_counted_without_a_list_of_them(stepping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every step of random traces. A count that forgets what requests hold already is seen to differ."""
-    base, play = load("corun.node.vllm.scheduler").ReservingScheduler, load("tests.stepping").play
+    base = load("corun.node.vllm.scheduler").ReservingScheduler
     count, found, forgetful = base.free_blocks, set(), set()
 
     def watched(scheduler: Any, admitted: Iterable[Any]) -> int:
@@ -54,20 +55,17 @@ def test_free_blocks_are_counted_without_a_list_of_them(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(base, "free_blocks", watched)
 
-    @settings(
-        max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-    @given(decode_traces())
-    def check(trace: Trace) -> None:
-        play(SCHEDULERS[NodeRole.DECODE], trace, platform, role=NodeRole.DECODE)
+    @examples(100)
+    @given(decode_traces(), ANY_PLATFORM)
+    def check(trace: Trace, platform: Platform) -> None:
+        stepping.play(SCHEDULERS[NodeRole.DECODE], trace, platform, role=NodeRole.DECODE)
 
     check()
     assert (found, forgetful) == ({True}, {True, False})
 
 
-def test_nothing_is_counted_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_counted_while_nobody_waits(stepping: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that admits nobody must not cost the more the more requests run."""
-    stepping = load("tests.stepping")
     scheduler = stepping.engine(SCHEDULERS[NodeRole.DECODE], Trace(2, 2, 9, ()), CPU, role=NodeRole.DECODE).scheduler
     counted: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import logging
@@ -198,9 +199,12 @@ class Pair:
         return judge(reads, self.reader, lambda blocks: np.array([9] * len(blocks)), agent or self.agents[1])
 
     def close(self) -> None:
+        """Also end the agents, each of which has a thread that polls."""
         self.agents[1].remove_remote_agent(self.peer.agent)
         for agent, memory in zip(self.agents, self.memory, strict=True):
             agent.deregister_memory(memory)
+        self.agents.clear()
+        gc.collect()  # Errors that were returned lead to them in circles.
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from corun.node.vllm.structure import refused
 from corun.types import Freedom
 from tests.loading import load
 
-BOTH = {Freedom.PACKED, Freedom.CHUNKS}
+ALL = {Freedom.PACKED, Freedom.CHUNKS, Freedom.MIXED}
 
 
 class Linear:
@@ -73,9 +73,9 @@ def test_nothing_is_known_against_a_compiled_engine(changes: dict[str, Any]) -> 
         ({"use_mla": True, "mode": "NONE"}, "norms run eagerly"),
     ],
 )
-def test_what_is_known_refuses_both(changes: dict[str, Any], reason: str) -> None:
+def test_what_is_known_refuses_all(changes: dict[str, Any], reason: str) -> None:
     found = refused(*engine(**changes))
-    assert found.keys() == BOTH
+    assert found.keys() == ALL
     assert all(reason in words for words in found.values())
 
 

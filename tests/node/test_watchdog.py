@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -149,18 +147,20 @@ def test_computing_is_seen() -> None:
         busy.wait()
 
 
-def child(watch: bool, pid_file: str) -> None:
-    if watch:
+PARENT = """
+import multiprocessing, os, sys, time
+from corun.node.watchdog import end_with_parent
+
+def child():
+    if sys.argv[1] == "True":
         end_with_parent()
-    Path(f"{pid_file}.new").write_text(str(os.getpid()))
-    Path(f"{pid_file}.new").rename(pid_file)
-    time.sleep(2 * DEADLINE_S)
+    print(os.getpid(), flush=True)
+    time.sleep(120)
 
-
-def parent(watch: bool, pid_file: str) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=child, args=(watch, pid_file))
-    process.start()
-    process.join()
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+process.join()
+"""
 
 
 def ends(pid: int, timeout_s: float) -> bool:
@@ -173,16 +173,11 @@ def ends(pid: int, timeout_s: float) -> bool:
 
 
 @pytest.mark.parametrize("watch", [True, False])
-def test_a_child_ends_with_its_killed_parent_only_if_it_watches(watch: bool, tmp_path: Path) -> None:
+def test_a_child_ends_with_its_killed_parent_only_if_it_watches(watch: bool) -> None:
     end_with_parent()  # This process has no such parent, and watches nobody.
-    pid_file = tmp_path / "pid"
-    code = f"from tests.node.test_watchdog import parent; parent({watch}, {str(pid_file)!r})"
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        deadline = time.monotonic() + DEADLINE_S
-        while not pid_file.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        pid = int(pid_file.read_text())
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(watch)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
         process.kill()
     try:
         assert ends(pid, DEADLINE_S if watch else 0.5) is watch

@@ -78,7 +78,8 @@ def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
     """CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and MIG give a process fewer than the GPU has."""
     graphs = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[4, 2])
     runner = SimpleNamespace(attn_groups=[])
-    config = SimpleNamespace(compilation_config=graphs)
+    scheduler = SimpleNamespace(max_num_batched_tokens=4096)
+    config = SimpleNamespace(compilation_config=graphs, scheduler_config=scheduler)
     node = SimpleNamespace(device="cuda:1", vllm_config=config, model_runner=runner, unfit_attention="")
     on_cpu = worker.NodeWorker._observe_device(node)
     assert (on_cpu["multiprocessors"], on_cpu["kernel_packages"]) == (0, [])
@@ -88,6 +89,7 @@ def test_a_gpu_worker_tells_how_many_multiprocessors_it_sees(
     assert worker.NodeWorker._observe_device(node) == {
         "split_policy": "unknown: there is no attention",
         "graph": "FULL [2, 4]",
+        "traced_tokens": 4096,
         "multiprocessors": 66,
         "kernel_packages": [],
     }

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from corun.config.fields import PrefillConfig
-from corun.errors import InvalidArgumentError
+from corun.errors import InternalError, InvalidArgumentError, UnavailableError
 from corun.models import tiny
-from corun.node.certificate import SELF_TEST_FAILED
+from corun.node.certificate import Certificate
 from corun.node.kv.handle import BEGAN_PARAM, CACHED, FREEDOMS_PARAM, STEPS_PARAM, binding, owner
 from corun.node.kv.stamps import stamps
-from corun.node.vllm.start import EngineFacts
+from corun.node.vllm.start import STEP_TOKENS, EngineFacts
 from corun.receipt import prompt_digest
 from corun.testing.engines import certificate
 from corun.types import Freedom, KvOwner, NixlEndpoint, NodeRef, NodeRole
 from prefill_node import engine as engine_module
-from prefill_node.engine import STEP_TOKENS, VllmPrefillEngine, arguments, prefill_buckets, untested
+from prefill_node.engine import VllmPrefillEngine, arguments, prefill_buckets
 from prefill_node.recheck import Computation
 from tests.loading import load
 
@@ -28,6 +28,11 @@ REF = NodeRef(node_id="p0", generation="a" * 16)
 READER = NodeRef(node_id="d0", generation="d" * 16)
 ENDPOINT = NixlEndpoint(engine_id="p0-engine", host="127.0.0.1", port=7000, tp_size=1, stamp_addresses=(4096,))
 FACTS = EngineFacts(kv_blocks=4, block_size=16, max_model_len=512, vocab_size=256, eos_token_ids=(0,), finding="")
+
+
+def output(request_id: str) -> SimpleNamespace:
+    """The end of a request that kept no KV."""
+    return SimpleNamespace(request_id=request_id, finish_reason="length", kv_transfer_params=None)
 
 
 class Llm:
@@ -39,13 +44,18 @@ class Llm:
         self.expired = 0
         self.silent = False
         self.calls: list[tuple[Any, ...]] = []
-        self.asked: list[tuple[Any, dict[str, Any]]] = []
-        """The prompts, and their parameters for the connector."""
+        self.engine_core = self
+        self.asked: list[Any] = []
+        """The requests that the core got."""
+        self.aborted: list[str] = []
+        self.on_outputs: Callable[[list[Any]], Any] = lambda outputs: None
+        self.on_dead: Callable[[], None] = lambda: None
 
-    async def generate(self, prompt: Any, sampling: Any, request_id: str) -> AsyncIterator[Any]:
-        self.asked.append((prompt, sampling.extra_args["kv_transfer_params"]))
-        raise ValueError("not today")
-        yield
+    async def add_request_async(self, request: Any) -> None:
+        self.asked.append(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
 
     async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         self.calls.append((method, *args))
@@ -131,18 +141,22 @@ async def test_a_prompt_may_use_the_cache_of_its_own_scope_only(llm: Llm) -> Non
     ]
     for freedoms, scope in uses:
         engine.freedoms = freedoms
-        with pytest.raises(InvalidArgumentError):
-            await engine.prefill("r", [5] * 20, READER, scope)
-    assert [params["corun_freedoms"] for _, params in llm.asked] == [
+        ended = asyncio.ensure_future(engine.prefill("r", [5] * 20, READER, scope))
+        await asyncio.sleep(0)
+        assert llm.on_outputs([output("r"), output("another's")]) == [output("another's")]
+        with pytest.raises(InternalError, match="the engine kept no KV for prefill r"):
+            await ended
+    given = [request.sampling_params.extra_args["kv_transfer_params"] for request in llm.asked]
+    assert [params["corun_freedoms"] for params in given] == [
         [],
         [],
         ["cached"],
         ["cached"],
         ["cached", "chunks"],
     ]
-    salts = [prompt["cache_salt"] for prompt, _ in llm.asked]
+    salts = [request.cache_salt for request in llm.asked]
     assert len({*salts[2:]}) == 3, "another scope, or other freedoms, never find these blocks"
-    assert {params["corun_stamps"] for _, params in llm.asked} == {stamps([(owner("r", REF), 2)], [5] * 20, 16)}
+    assert {params["corun_stamps"] for params in given} == {stamps([(owner("r", REF), 2)], [5] * 20, 16)}
 
 
 async def test_a_prompt_may_do_what_its_node_may_unless_it_is_isolated(engine: Engine) -> None:
@@ -191,8 +205,12 @@ async def test_a_finding_takes_all_freedoms_away(engine: Engine) -> None:
     findings: list[str] = []
     engine.on_finding = findings.append
     engine.freedoms = frozenset({Freedom.PACKED, CACHED})
+    engine.certificate = Certificate.of_ranks({Freedom.PACKED: "", Freedom.CHUNKS: "switched off"})
+    before = engine.certificate.digest
     engine.withdraw("other KV")
     assert (engine.freedoms, findings) == (frozenset(), ["other KV"])
+    assert [one.refused for one in engine.certificate.freedoms] == ["other KV", "switched off"]
+    assert engine.certificate.digest != before
 
 
 async def test_a_worker_that_tells_no_digests_in_time_costs_the_prompt_nothing(engine: Engine, llm: Llm) -> None:
@@ -202,14 +220,6 @@ async def test_a_worker_that_tells_no_digests_in_time_costs_the_prompt_nothing(e
     engine.on_checked = found.append
     handle, _ = await engine.prefill("r", [5] * 40, READER, "scope")
     assert (handle.num_tokens, found) == (40, [])
-
-
-def test_settings_take_freedoms_away() -> None:
-    base = PrefillConfig(model="m")
-    assert untested(base, "") == {Freedom.PACKED: "", Freedom.CHUNKS: ""}
-    assert untested(replace(base, packed_prefill=False), "")[Freedom.PACKED] == "switched off by --no-packed-prefill"
-    assert untested(replace(base, free_chunks=False), "")[Freedom.CHUNKS] == "switched off by --no-free-chunks"
-    assert set(untested(base, "it moved").values()) == {SELF_TEST_FAILED}
 
 
 @pytest.mark.parametrize(
@@ -229,12 +239,25 @@ async def test_a_prompt_that_cannot_be_computed_is_refused(engine: Engine, promp
     await engine.prefill("fits", [1] * 63, READER)
 
 
-async def test_what_vllm_refuses_of_a_prompt_is_no_fault_of_the_node(llm: Llm) -> None:
+@pytest.mark.parametrize("end", ["cancelled", "dead"])
+async def test_a_prompt_that_nobody_computes_ends(llm: Llm, end: str) -> None:
     load("vllm.v1.engine.exceptions")
     contract: Any = None
     engine = VllmPrefillEngine(llm, FACTS, contract, REF, ENDPOINT, 0.5, certificate(NodeRole.PREFILL))
-    with pytest.raises(InvalidArgumentError, match=r"^prompt\.token_ids = 2 tokens: not today$"):
-        await engine.prefill("r", [1, 2], READER)
+    died: list[str] = []
+    engine.on_death = lambda: died.append("r")
+    waiting = asyncio.ensure_future(engine.prefill("r", [1, 2], READER))
+    await asyncio.sleep(0)
+    if end == "dead":
+        llm.on_dead()
+        with pytest.raises(UnavailableError, match="the engine died"):
+            await waiting
+    else:
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert (llm.aborted, died) == (([], ["r"]) if end == "dead" else (["r"], []))
+    assert llm.on_outputs([output("r")]) == [output("r")], "its late output is nobody's"
 
 
 async def test_an_id_that_names_held_kv_is_refused(engine: Engine, llm: Llm) -> None:

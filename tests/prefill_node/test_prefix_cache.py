@@ -22,17 +22,25 @@ from corun.node.kv.handle import owner
 from corun.node.kv.stamps import Claim, StampTable, chained, compare, stamps
 from corun.types import NixlEndpoint, NodeRole
 from tests.loading import environment, load
-from tests.prefill_node.test_scheduler import OURS, PLATFORMS, examples
-from tests.traces import BLOCK_SIZE, CPU, ENDLESS, Abort, Arrive, Platform, Run, Trace, prefill_traces
+from tests.prefill_node.test_scheduler import OURS
+from tests.traces import (
+    ANY_PLATFORM,
+    BLOCK_SIZE,
+    CPU,
+    ENDLESS,
+    PLATFORMS,
+    Abort,
+    Arrive,
+    Platform,
+    Run,
+    Trace,
+    examples,
+    prefill_traces,
+)
 from tests.traces import violations as common_violations
 
 CACHED, ANYWHERE = ("cached",), ("cached", "chunks")
 Kv = list[Any]
-
-
-@pytest.fixture(scope="module")
-def stepping() -> ModuleType:
-    return load("tests.stepping")
 
 
 def text(before: Any, token: int, start: int, end: int, freedoms: Collection[str]) -> int:
@@ -160,21 +168,21 @@ SETTLE = Run(40)
 """Enough steps for all prompts so far to be computed and read."""
 
 
-@PLATFORMS
-def test_every_prompt_has_the_kv_that_it_computes_alone(stepping: ModuleType, platform: Platform) -> None:
+def test_every_prompt_has_the_kv_that_it_computes_alone(stepping: ModuleType) -> None:
     """Random traces in few blocks, so that cached ones are evicted all the time; with aborts, and KV that is held."""
     taken = set()
 
-    @examples(300)
+    @examples(220)
     @given(
         prefill_traces(
             chunks=(24, 32, 40),
             common=st.sampled_from([ENDLESS, ENDLESS, ENDLESS, 16, 48]),
             scope=st.sampled_from("aaaaab"),
             freedoms=[*[CACHED] * 5, ANYWHERE, ()],
-        )
+        ),
+        ANY_PLATFORM,
     )
-    def check(trace: Trace) -> None:
+    def check(trace: Trace, platform: Platform) -> None:
         node = make(stepping, platform, chunk=trace.chunk, blocks=trace.blocks, slots=trace.slots)
         node.play(*trace.ops)
         assert node.wrong == []
@@ -198,7 +206,7 @@ def test_a_broken_cache_is_noticed(
 ) -> None:
     """Negative control, without the scheduler's own check, which would refuse the step."""
     cache, scheduler = load("prefill_node.prefix_cache").PrefixCache, load("prefill_node.scheduler").PrefillScheduler
-    with mock.patch.object(cache, method, broken), mock.patch.object(scheduler, "_check"):
+    with mock.patch.object(cache, method, broken), mock.patch.object(scheduler, "check_prompts"):
         node = make(stepping, platform)
         node.play(*(op for freedoms in (CACHED, ()) for n in (50, 66) for op in (asks(n, freedoms=freedoms), SETTLE)))
     assert any(finding in one for one in node.wrong), node.wrong
@@ -406,7 +414,7 @@ def test_nodes_that_are_told_so_have_a_cache(stepping: ModuleType, is_on: bool) 
     endpoint = NixlEndpoint(engine_id="e", host="127.0.0.1", port=1, tp_size=1)
     with environment():
         prefill, decode = (
-            stepping.nodes.shared_arguments(cls(model="m", prefix_caching=is_on), role, endpoint)
+            stepping.nodes.shared_arguments(cls(model="m", prefix_caching=is_on), [role], endpoint)
             for cls, role in ((PrefillConfig, NodeRole.PREFILL), (DecodeConfig, NodeRole.DECODE))
         )
     assert (prefill["enable_prefix_caching"], decode["enable_prefix_caching"]) == (is_on, is_on)

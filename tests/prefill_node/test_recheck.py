@@ -27,7 +27,14 @@ class Engine:
         self.recheck = Recheck(self.recompute, self.metrics, self.findings.append)
 
     def computed(self, first: int) -> Computation:
-        return Computation(prompt_token_ids=(first,) * 33, digests=digests(first), how=f"with {first} others")
+        prompt = (first,) * 33
+        return Computation(
+            prompt_token_ids=prompt,
+            digests=digests(first),
+            freedoms={"packed", "cached"},
+            cached_tokens=16,
+            steps=[[16, first, 90], [1, 1, 1]],
+        )
 
     async def recompute(self, prompt: Sequence[int]) -> Digests:
         self.asked.append(prompt[0])  # type: ignore[arg-type]
@@ -79,7 +86,10 @@ async def test_one_differing_bit_is_a_finding_with_the_company_that_it_had(engin
     await idle()
     (finding,) = engine.findings
     assert "first in KV block 1 of 2 (rank 1)" in finding
-    assert finding.endswith("with 7 others")
+    assert finding.endswith(
+        "it may use cached, packed, took 16 tokens from the cache, and ran as 16 of the 90 tokens of 7 prompts; "
+        "1 of the 1 tokens of 1 prompts"
+    )
     assert (engine.asked, engine.count("different")) == ([7], 1)
 
 

@@ -280,27 +280,33 @@ async def test_releases_reach_the_engine_of_their_own_generation(node: Node) -> 
     assert node.engine.released == ["r"]
 
 
+def computed(*prompt: int) -> Computation:
+    """What an engine tells of a prompt that it computed beside two others."""
+    steps = [[len(prompt), 3, 9]]
+    return Computation(prompt_token_ids=prompt, digests=[[1, 2]], freedoms={"packed"}, cached_tokens=0, steps=steps)
+
+
 @pytest.mark.parametrize("moved", [0, 1])
 async def test_checked_prompts_are_computed_again_while_the_node_is_idle(node: Node, moved: int) -> None:
     """A prompt that comes meanwhile goes first. One differing bit takes the node out."""
     engine = node.engine
     engine.moved = moved
-    engine.on_checked(Computation(prompt_token_ids=(7, 8), digests=[[1, 2]], how="with company"))
+    engine.on_checked(computed(7, 8))
     await node.prefill("first")
     await until(lambda: engine.recomputed == [[7, 8]])
     equal, different = (node.service.metrics.rechecked_prompts.labels(result) for result in ("equal", "different"))
     await until(lambda: (equal.value, different.value) == (1 - moved, moved))
-    assert (
-        engine.findings
-        == ["a prompt of 2 tokens has other KV when it runs alone: first in KV block 1 of 2 (rank 0); with company"]
-        * moved
+    finding = (
+        "a prompt of 2 tokens has other KV when it runs alone: first in KV block 1 of 2 (rank 0); it may use packed, "
+        "took 0 tokens from the cache, and ran as 2 of the 9 tokens of 3 prompts"
     )
+    assert engine.findings == [finding] * moved
 
 
 async def test_a_prompt_ends_the_computation_of_an_earlier_one(node: Node) -> None:
     engine = node.engine
     for first in (7, 8):
-        engine.on_checked(Computation(prompt_token_ids=(first,), digests=[[1, 2]], how="with company"))
+        engine.on_checked(computed(first))
     engine.go.clear()
     node.service.recheck.resume()
     await until(lambda: engine.recomputed == [[7]])
@@ -318,7 +324,7 @@ async def test_a_node_that_takes_no_work_computes_nothing_again(node: Node, stat
     engine.go.clear()
     call = asyncio.ensure_future(node.prefill("first"))
     await until(lambda: engine.computing == ["first"])
-    engine.on_checked(Computation(prompt_token_ids=(7,), digests=[[1, 2]], how="with company"))
+    engine.on_checked(computed(7))
     setattr(node.service, state, True if state == "draining" else "its engine is stuck")
     engine.go.set()
     await call

@@ -27,11 +27,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
 
-from corun.node.kv.digest import KvDigest, region_words
+from corun.node.kv.digest import KvDigest, copy_blocks, region_words
 from corun.node.kv.handle import OWNERS_PARAM, READER, STAMPS_PARAM
 from corun.node.kv.handshake import UNDER_WAY, condition, in_words, sealed
 from corun.node.kv.paced_reads import PacedReads
-from corun.node.kv.stamps import STAMP_BYTES, Claim, Owned, PeerTable, Prefills, StampTable, Verdict, finish, judge
+from corun.node.kv.stamps import (
+    STAMP_BYTES,
+    Claim,
+    Owned,
+    PeerTable,
+    Prefills,
+    StampTable,
+    Verdict,
+    compare,
+    finish,
+    judge,
+)
 from corun.node.workarounds import ucx_mappings
 from corun.rpc.auth import read_token
 
@@ -76,6 +87,10 @@ class HandoffMetadata(NixlConnectorMetadata):  # type: ignore[misc]
         """Prefill: the blocks that get digests after the step."""
         self.stamps: dict[str, bytes] = {}
         """Decode: the stamps that the handle's blocks must have, by request id."""
+        self.rows: int | None = None
+        """Colocated: the number of decode rows in a step that also holds prompts; None: it holds none."""
+        self.is_served = True
+        """Whether the step is the scheduler's, and not a self-test's."""
 
 
 class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -95,7 +110,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         self._said: dict[str, str] = {}  # the peer's engine id -> why a handshake with it failed last
         self._prefills = Prefills(vllm_config.cache_config.block_size)
         self._block_size: int = vllm_config.cache_config.block_size
+        self._has_both = vllm_config.kv_transfer_config.kv_role == "kv_both"
+        """Whether this engine computes prompts and runs samples."""
         self._claims: dict[str, Claim] = {}  # request id -> the claim of the running read
+        self._copied: set[str] = set()
+        """The requests whose KV has been copied from this engine's own since the last step ended."""
         self._stamps: dict[str, int] = {}  # the peer's engine id -> where the rank that we read from keeps its stamps
 
     # The scheduler's half.
@@ -115,13 +134,19 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> HandoffMetadata:
         reads = self.connector_scheduler._reqs_need_recv
         params = {name: request.kv_transfer_params for name, (request, _) in reads.items()}
+        others = [block for _, groups in reads.values() for block in itertools.chain(*groups)]
         meta = HandoffMetadata(super().build_connector_meta(scheduler_output))  # This call empties `_reqs_need_recv`.
         meta.stamps = {name: given[STAMPS_PARAM] for name, given in params.items() if STAMPS_PARAM in given}
-        for name, groups, anew in yield_req_data(scheduler_output) if self._prefills else ():
+        for name, groups, anew in yield_req_data(scheduler_output) if self._prefills or self._has_both else ():
             if groups and (owned := self._prefills.give(name, itertools.chain(*groups), anew=anew)):
                 meta.owned.append(owned)
+            elif groups:
+                others.extend(itertools.chain(*groups))
             if blocks := self._prefills.completed(name, scheduler_output.num_scheduled_tokens[name]):
                 meta.signed.append(blocks)
+        if self._has_both and others:
+            # A sample's blocks may have been a prompt's whose lease has ended. Who reads that prompt late must see it.
+            meta.owned.append(Owned(tuple(others), bytes(STAMP_BYTES * len(others))))
         return meta
 
     # The worker's half.
@@ -135,10 +160,11 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         worker = self.connector_worker
         if len(worker.kv_cache_config.kv_cache_groups) != 1:
             raise RuntimeError("this model cannot keep the contract: it keeps its KV in several groups")
-        self.table = StampTable(worker._logical_num_blocks)
-        worker._registered_descs.append(self.table.register(worker.nixl_wrapper))
+        self.table, self._fetched = (StampTable(worker._logical_num_blocks) for _ in range(2))
+        worker._registered_descs.extend(table.register(worker.nixl_wrapper) for table in (self.table, self._fetched))
         super().register_kv_caches(kv_caches)
-        self.watch(KvDigest(_regions(worker, kv_caches.values())).of)
+        self._regions = _regions(worker, kv_caches.values())
+        self.watch(KvDigest(self._regions).of)
 
     def watch(self, digests: Callable[[Sequence[int]], Any]) -> None:
         """Insert the check between vLLM's reads and their use, and post reads in pieces that tell the peer nothing."""
@@ -183,7 +209,49 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
                     theirs=tuple(theirs[first:]),
                     ours=tuple(ours),
                 )
+        self._copy_own(meta)
         super().start_load_kv(forward_context, **kwargs)
+
+    def _copy_own(self, meta: HandoffMetadata) -> None:
+        """Copy the KV that samples read from prompts of this engine, and keep all of this from vLLM, which would
+        connect to itself.
+
+        The copy is queued behind the steps that computed the prompts and before the one that needs it. Owners change
+        only before a step's copies, so they are checked as of now.
+        """
+        worker = self.connector_worker
+        if own := meta.heartbeat_by_engine.get(worker.engine_id):
+            worker._handle_heartbeat(",".join(name.partition(READER)[0] for name in own.req_ids))
+            others = {name: beat for name, beat in meta.heartbeat_by_engine.items() if name != worker.engine_id}
+            meta.heartbeat_by_engine = others
+        for name, read in list(meta.reqs_to_recv.items()):
+            if read.remote.engine_id != worker.engine_id:
+                continue
+            del meta.reqs_to_recv[name]
+            if not read.local_block_ids:  # It was aborted before it began.
+                self._release_own(read.remote.request_id)
+                continue
+            worker._recving_metadata[name] = read
+            claim = self._claims.get(name)
+            if self._judged(name, claim, self._copy(claim) if claim else Verdict("nobody said whose KV it must be")):
+                self._release_own(read.remote.request_id)
+                del worker._recving_metadata[name]
+                self._copied.add(name)
+
+    def _copy(self, claim: Claim) -> Verdict:
+        """Copy a prompt's blocks to its sample's and check them."""
+        if len(claim.theirs) != len(claim.ours) or max(claim.theirs) >= len(self.table.rows):
+            return Verdict(f"blocks {claim.theirs} were offered for {claim.ours}")
+        copy_blocks(self._regions, claim.theirs, claim.ours)
+        began = time.monotonic()
+        verdict = compare(claim, self.table.rows[list(claim.theirs)], self._digests)
+        self.handoffs.check_seconds += time.monotonic() - began
+        return verdict
+
+    def _release_own(self, read_id: str) -> None:
+        """Say that a reader needs a prompt's KV no longer. read_id: see `corun.node.kv.handle.read_id`."""
+        request_id, _, reader = read_id.partition(READER)
+        self.release(request_id, reader or request_id)
 
     def wait_for_save(self) -> None:
         """Write the digests. vLLM calls this after the step's forward pass, before its result leaves this process."""
@@ -200,21 +268,27 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         claims = {name: self._claims[name] for name in read if name in self._claims}
         began = time.monotonic()
         reads = [(claim, self._table_of(claim.engine_id)) for claim in claims.values()]
-        verdicts = judge(reads, self.table, self._digests, self._agent) if reads else []
+        verdicts = judge(reads, self._fetched, self._digests, self._agent) if reads else []
         found = dict(zip(claims, verdicts, strict=True))
         self.handoffs.check_seconds += time.monotonic() - began
         for name in read:
             claim, verdict = claims.get(name), found.get(name, Verdict("nobody said whose KV it must be"))
-            self.handoffs.checked += verdict.checked
-            if verdict.refusal:
-                self.handoffs.refused += 1
-                log.error("KV of %s is refused: %s; it claims to be %s", name, verdict.refusal, claim)
-                worker._handle_failed_transfer(name, None)
-            elif claim:
-                self.handoffs.shared_tokens += claim.first * self._block_size
-                self.handoffs.prompt_tokens += (claim.first + len(claim.ours)) * self._block_size
+            if self._judged(name, claim, verdict) and claim:
                 self._thank(claim)
         return done
+
+    def _judged(self, name: str, claim: Claim | None, verdict: Verdict) -> bool:
+        """Count a read that is complete, and return whether its KV may be used; if not, its blocks are marked as not
+        loaded."""
+        self.handoffs.checked += verdict.checked
+        if verdict.refusal:
+            self.handoffs.refused += 1
+            log.error("KV of %s is refused: %s; it claims to be %s", name, verdict.refusal, claim)
+            self.connector_worker._handle_failed_transfer(name, None)
+        elif claim:
+            self.handoffs.shared_tokens += claim.first * self._block_size
+            self.handoffs.prompt_tokens += (claim.first + len(claim.ours)) * self._block_size
+        return not verdict.refusal
 
     def _table_of(self, engine_id: str) -> PeerTable | None:
         """Return a connected peer's stamp table; None if it is not known where that is."""
@@ -255,7 +329,9 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
     @staticmethod
     def nothing_to_do() -> HandoffMetadata:
         """Return the metadata of a step that moves no KV."""
-        return HandoffMetadata()
+        meta = HandoffMetadata()
+        meta.is_served = False
+        return meta
 
     def share(self, request_id: str, readers: Iterable[str]) -> bool:
         """Keep the KV of a prefill for these readers, too; the first reader has the prefill's own id. Return False if
@@ -270,9 +346,19 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
     def _last_notices(self) -> dict[str, list[bytes]]:
         """Return the peers' messages in vLLM's form, which has no readers. A prefill gets one notice, after the last
-        reader's."""
-        found = self._agent.get_new_notifs()
-        return {agent: [*filter(None, map(self._in_vllms_words, notices))] for agent, notices in found.items()}
+        reader's. What was released gets its notice from here, because a lease that is ended counts as expired in vLLM,
+        which warns of it."""
+        found = {
+            agent: [*filter(None, map(self._in_vllms_words, notices))]
+            for agent, notices in self._agent.get_new_notifs().items()
+        }
+        read = {notice.rpartition(b":")[0].decode() for notice in itertools.chain(*found.values())}
+        worker = self.connector_worker
+        # Before its lease begins, the prefill may still run.
+        ended = [name for name in self._released if name in worker._reqs_to_send]
+        for name in ended:
+            del self._released[name]
+        return found | {"": [f"{name}:{worker.world_size}".encode() for name in ended if name not in read]}
 
     def _in_vllms_words(self, notice: bytes) -> bytes:
         """Return a message in vLLM's form; empty if vLLM must not get it, because other readers have yet to read."""
@@ -293,7 +379,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         return was_one and not readers
 
     def release(self, request_id: str, reader: str) -> None:
-        """Remove a reader from `request_id`'s KV. After the last one, the lease ends and the next step frees the KV."""
+        """Remove a reader from `request_id`'s KV. After the last one, the next step frees the KV."""
         if self._was_last(request_id, reader):
             self._released[request_id] = time.monotonic() + RELEASE_TTL_S
 
@@ -321,26 +407,18 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
         vLLM calls this when the step's kernels are queued, so the GPU computes while reads are posted.
         """
         self._reads.post()
-        worker = self.connector_worker
-        leases = worker._reqs_to_send  # request id -> expiry, soonest first
-        ended = [name for name in self._released if name in leases]
-        if ended:
-            # The expiry check reads from the front and stops at the first live lease.
-            worker._reqs_to_send = dict.fromkeys(ended, 0.0) | {k: v for k, v in leases.items() if k not in ended}
-        known = worker.xfer_stats.data["num_kv_expired_reqs"]
-        before = len(known)
+        expired = self.connector_worker.xfer_stats.data["num_kv_expired_reqs"]
+        before = len(expired)
         finished: tuple[set[str], set[str]] = super().get_finished(finished_req_ids)
-        # vLLM counts released KV as expired, too.
-        self.expired += max(0, len(known) - before - sum(name in finished[0] for name in ended))
+        self.expired += len(expired) - before
+        copied, self._copied = self._copied, set()
+        finished[1].update(copied)
         for name in finished[0]:
             self._readers.pop(name, None)
         for name in finished[1]:
             self._claims.pop(name, None)
-        # A heartbeat that was read in this step has renewed the lease: then the next step handles the release.
         now = time.monotonic()
-        for name, until in list(self._released.items()):
-            if name not in worker._reqs_to_send and (name in ended or until <= now):
-                del self._released[name]
+        self._released = {name: until for name, until in self._released.items() if until > now}
         return finished
 
     def connect(self, engine_id: str, host: str, port: int, tp_size: int, stamp_addresses: Sequence[int]) -> str:
@@ -383,7 +461,7 @@ class CorunNixlConnector(NixlPullConnector):  # type: ignore[misc]
             (result,) = finish(agent, (self._null_block(engine_id),), WARM_TIMEOUT_S)
             if result is None:
                 wanted: Any = [(self._table_of(engine_id), (0,))]
-                (result,) = self.table.fetch(agent, wanted, WARM_TIMEOUT_S)
+                (result,) = self._fetched.fetch(agent, wanted, WARM_TIMEOUT_S)
         except Exception as error:  # NIXL's errors share no base class.
             result = error
         return in_words(result) if isinstance(result, Exception) else ""

@@ -64,3 +64,13 @@ def region_words(memory: torch.Tensor, address: int, block_bytes: int, num_block
     view = torch.empty(0, dtype=torch.int32, device=memory.device)
     words = block_bytes // 4
     return view.set_(storage, start // 4, (num_blocks, words), (words, 1))
+
+
+def copy_blocks(regions: Sequence[torch.Tensor], source: Sequence[int], target: Sequence[int]) -> None:
+    """Copy blocks inside each region, on the device's current stream. No block may be in both lists."""
+    device = regions[0].device
+    pairs = torch.tensor([list(source), list(target)], dtype=torch.int64, pin_memory=device.type == "cuda")
+    pairs = pairs.to(device, non_blocking=True)  # A copy from unpinned memory would wait for the steps in flight.
+    for region in regions:
+        for part in pairs.split(max(1, MAX_WORDS // region.shape[1]), dim=1):
+            region[part[1]] = region[part[0]]

@@ -53,8 +53,8 @@ class PeerTable:
 
 
 class StampTable:
-    """A table [num_blocks, 2] in host memory. It holds this worker's own stamps if peers read from the worker, or the
-    stamps that were fetched from peers if the worker reads."""
+    """A table [num_blocks, 2] in host memory. A worker has two: its own blocks' stamps, and room for those that it
+    fetches from peers."""
 
     def __init__(self, num_blocks: int) -> None:
         self.rows: Rows = np.zeros((num_blocks, 2), np.uint64)

@@ -177,8 +177,10 @@ def policy(builders: Sequence[Any]) -> str:
 
 def _probes(builder: Any) -> list[tuple[list[int], list[int]]]:
     """Return batches as (query tokens, tokens that are read) of each row."""
-    scheduler = builder.vllm_config.scheduler_config
+    scheduler, transfer = builder.vllm_config.scheduler_config, builder.vllm_config.kv_transfer_config
     largest, longest = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if transfer is not None and transfer.kv_role == "kv_consumer":
+        longest = 0  # A decode engine computes no prompts.
     mixed = [EDGES[index % len(EDGES)] for index in range(largest)]
     batches = [*(([1], [length]) for length in EDGES), ([1] * largest, mixed)]
     return batches + ([([longest], [longest])] if longest > largest else [])

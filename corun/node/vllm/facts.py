@@ -78,6 +78,7 @@ def prefill_contract(
         buckets=buckets,
         split_policy=seen["split_policy"],
         multiprocessors=seen["multiprocessors"],
+        traced_tokens=seen["traced_tokens"],
     )
     return Contract(role=NodeRole.PREFILL, model=model, prefill=part, decode=None)
 
@@ -92,6 +93,7 @@ def decode_contract(model: ModelContract, seen: Mapping[str, Any], facts: Engine
         split_policy=seen["split_policy"],
         graph=seen.get("graph", "none"),
         multiprocessors=seen["multiprocessors"],
+        traced_tokens=seen["traced_tokens"],
         eos_token_ids=facts.eos_token_ids,
     )
     return Contract(role=NodeRole.DECODE, model=model, prefill=None, decode=part)

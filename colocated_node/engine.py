@@ -1,0 +1,94 @@
+"""The engine of a colocated node: one vLLM engine that both sides use, each through its own class.
+
+Owns: the engine's arguments, and which side gets which of its KV and its outputs. Must not know: gRPC, routers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from colocated_node.room import BUCKETS, BUDGET, PLACES, SLOTS, prompt_blocks
+from corun.config.fields import ColocatedConfig
+from corun.node.certificate import untested
+from corun.node.vllm import start as base
+from corun.node.vllm.facts import decode_contract, model_contract, prefill_contract
+from corun.types import Freedom, NixlEndpoint, NodeRef, NodeRole
+from decode_node.engine import VllmDecodeEngine, certify_rows
+from decode_node.slots import smaller_than
+from prefill_node.engine import MAX_SEQUENCES, VllmPrefillEngine, prefill_buckets
+
+
+def arguments(config: ColocatedConfig, endpoint: NixlEndpoint) -> Any:
+    """Pin the environment, then return the engine's `AsyncEngineArgs`."""
+    base.prepare(config, NodeRole.DECODE, endpoint)
+    from vllm import AsyncEngineArgs
+
+    # As a prefill and a decode node (`base.STEP_TOKENS`); rows take a part of it.
+    tokens = max(base.STEP_TOKENS, config.chunk_size + config.slots)
+    buckets = prefill_buckets(config.chunk_size) if base.on_gpu() else ()
+    shares = {SLOTS: config.slots, BUDGET: tokens - config.slots, PLACES: MAX_SEQUENCES, BUCKETS: list(buckets)}
+    made = AsyncEngineArgs(
+        **base.shared_arguments(config, [NodeRole.PREFILL, NodeRole.DECODE], endpoint, **shares),
+        scheduler_cls="colocated_node.scheduler.ColocatedScheduler",
+        worker_cls="colocated_node.worker.ColocatedWorker",
+        max_num_seqs=config.slots + MAX_SEQUENCES,
+        max_num_batched_tokens=tokens,
+        long_prefill_token_threshold=config.chunk_size,
+    )
+    if base.on_gpu():
+        sizes = sorted({*buckets, *smaller_than(config.slots), config.slots})
+        made.compilation_config = base.gpu_graphs("FULL_AND_PIECEWISE", sizes)
+        made.attention_config = base.gpu_attention(made)
+    return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColocatedEngine:
+    """The two sides of one engine."""
+
+    prefill: VllmPrefillEngine
+    decode: VllmDecodeEngine
+
+    @classmethod
+    async def launch(cls, config: ColocatedConfig, prefill_ref: NodeRef, endpoint: NixlEndpoint) -> ColocatedEngine:
+        """Load the model and start the engine; this blocks the event loop for 25-90 s."""
+        made = arguments(config, endpoint)  # Before `step_llm`, which imports vLLM.
+        llm = base.step_llm().from_engine_args(made)
+        seen = await base.observe(llm)
+        facts = base.facts(llm, finding=await base.certify(llm))
+        of_prompts, _ = await base.certify_freedoms(llm, untested(config, NodeRole.PREFILL, facts.finding))
+        sizes, of_rows = await certify_rows(llm, untested(config, NodeRole.DECODE, facts.finding)[Freedom.ROWS])
+
+        model = model_contract(llm, config, seen)
+        buckets = tuple(made.kv_transfer_config.kv_connector_extra_config[BUCKETS])
+        prompts = prompt_blocks(facts.kv_blocks, facts.block_size, facts.max_model_len)
+        prefill = await VllmPrefillEngine.of(
+            llm,
+            replace(facts, kv_blocks=prompts),
+            prefill_contract(model, seen, config.chunk_size, buckets),
+            prefill_ref,
+            endpoint,
+            config,
+            of_prompts,
+        )
+        decode = VllmDecodeEngine.of(
+            llm,
+            replace(facts, kv_blocks=facts.kv_blocks - prompts),
+            decode_contract(model, seen, facts),
+            of_rows,
+            endpoint.engine_id,
+            [*sizes, config.slots],
+        )
+        engine = cls(prefill=prefill, decode=decode)
+        llm.on_outputs = engine._take
+        llm.on_dead = engine._note_dead
+        return engine
+
+    def _take(self, outputs: list[Any]) -> None:
+        if of_samples := self.prefill.take(outputs):
+            self.decode.take(of_samples)
+
+    def _note_dead(self) -> None:
+        self.prefill.note_dead()
+        self.decode.on_death()

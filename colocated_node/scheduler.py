@@ -1,0 +1,166 @@
+"""Steps of a colocated node: prompts and samples in one engine.
+
+Owns: which of the two are in the next step. Rows of samples ride in a step of prompts if each of the prompts allows
+that (`Freedom.MIXED`); otherwise steps of prompts and of rows take turns. What a prompt or a sample may do else is
+decided as on a node of one role (prefill_node/scheduler.py, decode_node/scheduler.py): a request's own parameters say
+which of the two it is. Must not know: connectors, sampling, why a freedom holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from colocated_node.room import BUDGET, PLACES, SLOTS, prompt_blocks
+from corun.types import Freedom
+from decode_node.scheduler import FixedSlotScheduler
+from prefill_node.scheduler import PrefillScheduler, freedoms, note_began
+
+
+class ColocatedScheduler(PrefillScheduler, FixedSlotScheduler):  # type: ignore[misc]  # `turn` is None in both.
+    """Runs prompts for any reader, and samples of any prefill node, its own included."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.slots: int = settings[SLOTS]
+        self.budget: int = settings[BUDGET]
+        self._places: int = settings[PLACES]
+        blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # Block 0 is vLLM's null block.
+        self._all_blocks = blocks
+        self._prompt_blocks = prompt_blocks(blocks, self.block_size, self.max_model_len)
+        self._had_prompts = False
+        """Whether the last step held prompts."""
+        self._takes_rows = True
+        """Whether samples may be in the step that is being made."""
+        self._tokens_left = 0
+        """The prompt tokens that the step that is being made may still get."""
+        self.need_mamba_block_aligned_split = True  # vLLM's hook to shorten a chunk, for models that nobody runs here.
+        self.kv_cache_manager.get_computed_blocks = self._computed_blocks
+
+    def gpu_lock(self) -> None:
+        """Take no turns with other engines: this one has the GPU for itself."""
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule prompts, rows, or both; the stock scheduler sees nothing else.
+
+        Raises RuntimeError if it made another step.
+        """
+        chosen = self.choose()
+        mixes = all(Freedom.MIXED in freedoms(request) for request in chosen)
+        if chosen and not mixes and self._had_prompts and self._has_samples():
+            chosen = []
+        self._had_prompts = bool(chosen)
+        self._takes_rows = mixes or not chosen
+        self._tokens_left = self.budget
+        with self._showing_only(chosen):
+            output: SchedulerOutput = super(FixedSlotScheduler, self).schedule(throttle_prefills)
+        self._check_step(output, chosen)
+        return output
+
+    # What is a prompt's, and what a sample's.
+
+    @property
+    def places(self) -> int:
+        return self._places
+
+    def started(self) -> list[Request]:
+        return [request for request in self.running if is_prompt(request)]
+
+    def unstarted(self) -> Iterator[Request]:
+        return (request for request in self.waiting if is_prompt(request))
+
+    def unread(self) -> Iterator[Request]:
+        return (request for request in self.waiting if not is_prompt(request))
+
+    def decoding(self) -> int:
+        """Return the number of samples that have a slot; in a step without rows no slot is given away."""
+        return sum(not is_prompt(request) for request in self.running) if self._takes_rows else self.slots
+
+    def rows_of(self, output: SchedulerOutput) -> int:
+        rows = output.kv_connector_metadata.rows
+        return len(output.num_scheduled_tokens) if rows is None else rows
+
+    def room(self, started: Sequence[Request]) -> int:
+        """Return the number of KV blocks that prompts have and do not use yet, for those that have not started.
+
+        All blocks in use that no sample holds are prompts'. Samples share the blocks of their prompt's start.
+        """
+        used: int = self._all_blocks - self.kv_cache_manager.block_pool.get_num_free_blocks()
+        samples, groups = 0, dict[str | None, int]()
+        for request in (*self.running, *self.skipped_waiting):
+            if not is_prompt(request):
+                held = sum(map(len, self.kv_cache_manager.get_blocks(request.request_id).blocks))
+                shared = min(held, self.shared_tokens(request) // self.block_size)
+                samples += held - shared
+                groups[request.cache_salt] = max(shared, groups.get(request.cache_salt, 0))
+        held_by_prompts = used - samples - sum(groups.values())
+        own = self._prompt_blocks - held_by_prompts - sum(map(self.reserved_for, started))
+        return min(own, self.free_blocks([*self.running, *self.skipped_waiting]))
+
+    def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *_: int) -> int:
+        """Give a prompt no more tokens than the step's prompts may have: vLLM's own limit counts rows, too, and the
+        last prompt, which may be cut anywhere, would get the tokens of rows that are not there."""
+        if not is_prompt(request):
+            return num_new_tokens
+        given = min(num_new_tokens, self._tokens_left)
+        self._tokens_left -= given
+        return given
+
+    def keep_computed(self, request: Request, num_computed_tokens: int) -> None:
+        """Let other prompts find what a prompt has computed (prefill_node/prefix_cache.py asks for no more than it may
+        leave there), and nobody what a sample has."""
+        if is_prompt(request):
+            self._let_find(request, num_computed_tokens)
+
+    def _computed_blocks(self, request: Request) -> Any:
+        """Return the blocks that a request finds, in place of `KVCacheManager.get_computed_blocks`."""
+        if is_prompt(request):
+            return self.prefix_cache.get_computed_blocks(request)
+        manager = self.kv_cache_manager
+        return type(manager).get_computed_blocks(manager, request)
+
+    def _has_samples(self) -> bool:
+        return not all(is_prompt(request) for request in (*self.running, *self.skipped_waiting, *self.waiting))
+
+    @contextmanager
+    def _showing_only(self, chosen: Sequence[Request]) -> Iterator[None]:
+        """Show the stock scheduler the chosen prompts, and the samples if they may be in the step."""
+        note_began(chosen)
+        before, started = self.running, self.started()
+        unfinished = [request for request in chosen if request in started]
+        rows = [request for request in before if not is_prompt(request)]
+        hidden = [request for request in started if request not in unfinished]
+        # What hidden prompts may still take is not free for samples, so this is asked before they are hidden.
+        new = [*(self.admissible() if self._takes_rows else ()), *chosen[len(unfinished) :]]
+        self.running = [*(rows if self._takes_rows else ()), *unfinished]
+        hidden += () if self._takes_rows else rows
+        try:
+            with self.showing_waiting(new):
+                yield
+        finally:
+            # Unfinished prompts go first among prompts, because the line begins with them in this order.
+            self.running.extend(hidden)
+
+    def _check_step(self, output: SchedulerOutput, chosen: Sequence[Request]) -> None:
+        """Refuse a step with a row that must not be in it, or with prompts other than these or in other chunks."""
+        prompts: dict[str, int] = {}
+        rows: dict[str, int] = {}
+        for name, count in output.num_scheduled_tokens.items():
+            (prompts if is_prompt(self.requests[name]) else rows)[name] = count
+        if rows and not self._takes_rows:
+            raise RuntimeError(f"the prefill step of {sorted(prompts)} holds rows of {sorted(rows)}")
+        if len(rows) > self.slots or any(count != 1 for count in rows.values()):
+            raise RuntimeError(f"a decode step holds one token for up to {self.slots} requests: {rows}")
+        self.check_prompts(prompts, chosen)
+        if prompts:
+            output.kv_connector_metadata.rows = len(rows)
+
+
+def is_prompt(request: Request) -> bool:
+    """Return whether a request is a prompt, whose KV is kept for a reader; else it is a sample that reads KV."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))

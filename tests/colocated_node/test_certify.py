@@ -1,0 +1,267 @@
+"""The test of `mixed` against models with one flaw each, and what a worker grants by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.loading import load
+from tests.stepper import FakeStepper, Flaw, no_flaw
+
+SLOTS = 8
+KV = "the KV of layer 0 of 1"
+
+
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    return load("colocated_node.certify")
+
+
+class Model:
+    """A fake model, and whether its worker was told that its steps hold prompts, step by step."""
+
+    def __init__(self, flaw: Flaw = no_flaw, *, block_size: int = 16, max_model_len: int = 9999, **model: Any) -> None:
+        self.holds_prompts = False
+        self.told: list[tuple[bool, bool]] = []
+        """For each sequence of each step: what the worker was told, and whether the step holds a prompt."""
+
+        def noted(row: int, batch: list[Any], sequence: Any) -> Any:
+            self.told.append((self.holds_prompts, any(map(is_prompt, batch))))
+            return flaw(row, batch, sequence)
+
+        self.stepper = FakeStepper(
+            flaw=noted, by_position=True, num_blocks=900, block_size=block_size, max_model_len=max_model_len, **model
+        )
+
+    @contextmanager
+    def prompts(self) -> Iterator[None]:
+        self.holds_prompts = True
+        yield
+        self.holds_prompts = False
+
+
+def is_prompt(sequence: Any) -> bool:
+    return str(sequence.name).startswith(("prompt-", "alone"))
+
+
+def certify(module: ModuleType, model: Model, longest: int = 2048) -> str:
+    test = module.MixedCertification(model.stepper, SLOTS, lambda number: number, longest, model.prompts)
+    found: str = test.difference(SLOTS)
+    return found
+
+
+def test_rows_and_prompts_that_ignore_each_other_may_share_steps(module: ModuleType) -> None:
+    """All lengths of prompts run, beside all slots and fewer rows, which move; and the worker is told of each step
+    whether it holds a prompt."""
+    model = Model()
+    assert certify(module, model) == ""
+    assert all(told == held for told, held in model.told)
+    beside = {
+        sum(not is_prompt(SimpleNamespace(name=name)) for name in step)
+        for step in model.stepper.steps
+        if any(name.startswith("prompt-") for name in step)
+    }
+    assert {SLOTS, 4, 1} <= beside
+    alone = [step for step in model.stepper.steps if step == ["alone"]]
+    assert len(alone) == len(module.LENGTHS)
+
+
+def beside_a_prompt(row: int, batch: list[Any], sequence: Any) -> Any:
+    return None if is_prompt(sequence) else (any(map(is_prompt, batch)) or None)
+
+
+def beside_a_long_prompt(row: int, batch: list[Any], sequence: Any) -> Any:
+    return None if is_prompt(sequence) else (any(is_prompt(one) and len(one.prompt) > 1500 for one in batch) or None)
+
+
+def a_row_among_many_tokens(row: int, batch: list[Any], sequence: Any) -> Any:
+    """A prompt whose bits follow the rows beside it."""
+    return (len(batch) > 1 or None) if is_prompt(sequence) else None
+
+
+def beside_all_slots(row: int, batch: list[Any], sequence: Any) -> Any:
+    return (len(batch) > SLOTS or None) if is_prompt(sequence) else None
+
+
+@pytest.mark.parametrize("stage", ["kv", "hidden", "logits", "logprob"])
+@pytest.mark.parametrize("flaw", [beside_a_prompt, beside_a_long_prompt])
+def test_a_row_that_a_prompt_leaks_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
+    length = 2048 if flaw is beside_a_long_prompt else 16
+    found = certify(module, Model(flaw, stage=stage))
+    assert f"rows beside a prompt of {length} tokens: probe-" in found
+
+
+@pytest.mark.parametrize("stage", ["hidden", "logits", "logprob"])
+@pytest.mark.parametrize("flaw", [a_row_among_many_tokens, beside_all_slots])
+def test_a_prompt_that_rows_leak_into_is_found(module: ModuleType, flaw: Flaw, stage: str) -> None:
+    found = certify(module, Model(flaw, stage=stage))
+    assert found.startswith("a prompt of 16 tokens beside rows differs first in ")
+
+
+def test_a_prompt_whose_kv_follows_rows_is_found(module: ModuleType) -> None:
+    model = Model(a_row_among_many_tokens, stage="kv")
+    assert certify(module, model) == f"a prompt of 16 tokens beside rows differs first in {KV}"
+
+
+@pytest.mark.parametrize(
+    ("block_size", "longest", "max_model_len", "lengths"),
+    [
+        (16, 2048, 9999, {16, 336, 1008, 2048}),
+        (16, 512, 9999, {16, 336}),
+        (16, 2048, 1009, {16, 336, 1008}),  # A longer prompt than the model's own would overrun its buffers.
+        (16, 2048, 1008, {16, 336}),
+        (64, 2048, 9999, {64, 384, 1024, 2048}),  # MLA's blocks.
+        (64, 512, 9999, {64, 384}),
+    ],
+)
+def test_prompts_are_whole_blocks_that_step_and_model_have_room_for(
+    module: ModuleType, block_size: int, longest: int, max_model_len: int, lengths: set[int]
+) -> None:
+    ran: set[int] = set()
+
+    def note(row: int, batch: list[Any], sequence: Any) -> Any:
+        ran.update(len(one.prompt) for one in batch if is_prompt(one))
+
+    assert certify(module, Model(note, block_size=block_size, max_model_len=max_model_len), longest) == ""
+    assert ran == lengths
+
+
+def test_a_test_without_a_prompt_grants_nothing(module: ModuleType) -> None:
+    assert "nothing was compared" in certify(module, Model(block_size=64), longest=63)
+
+
+# The worker.
+
+
+class Worker:
+    """What the worker's test of freedoms needs of a colocated worker, around a fake model."""
+
+    slots, chunk_size, budget = SLOTS, 2048, 4096
+    holds_prompts = True
+
+    def versions(self) -> list[str]:
+        return []
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker that tests a prefill side's freedoms; `model` is its model."""
+    module, prefill = load("colocated_node.worker"), load("prefill_node.worker")
+    made: Any = Worker()
+    made.model = Model()
+    made.module, made.prefill = module, prefill
+    for found in (module, prefill):
+        monkeypatch.setattr(found, "Stepper", lambda worker: worker.model.stepper)
+    for name in ("test_mixed", "_prompts", "rows_of", "execute_model"):
+        monkeypatch.setattr(Worker, name, getattr(module.ColocatedWorker, name), raising=False)
+    return made
+
+
+def refused(worker: Any, **before: str) -> str:
+    """Return why `mixed` is refused; before: what the other parts of the test have refused, and why."""
+    test = worker.prefill.FreedomTest(worker, [*before, "mixed"])
+    test.refused |= before
+    worker.test_mixed(test)
+    assert (test.evidence().comparisons > 0) == bool(worker.model.stepper.steps)
+    return str(test.refused["mixed"])
+
+
+def test_mixed_is_granted_where_nothing_leaks(worker: Any) -> None:
+    assert refused(worker, packed="", chunks="other bits") == ""
+    assert worker.model.stepper.steps
+
+
+@pytest.mark.parametrize("flaw", [beside_a_prompt, a_row_among_many_tokens])
+def test_mixed_is_refused_where_rows_and_prompts_move_each_others_bits(worker: Any, flaw: Flaw) -> None:
+    worker.model = Model(flaw)
+    assert "a prompt of 16 tokens" in refused(worker, packed="")
+
+
+def test_without_packed_there_is_no_mixed(worker: Any) -> None:
+    """And nothing is run for it: only the test of `packed` has a control."""
+    assert refused(worker, packed="rows differ") == "rows differ"
+    assert "packed" in refused(worker)
+    assert "packed" in refused(worker, chunks="")
+    assert worker.model.stepper.steps == []
+
+
+@pytest.mark.parametrize("wanted", [[], ["packed"], ["packed", "chunks"]])
+def test_mixed_is_not_tested_if_it_is_not_wanted(worker: Any, wanted: list[str]) -> None:
+    test = worker.prefill.FreedomTest(worker, wanted)
+    worker.test_mixed(test)
+    assert (list(test.refused), worker.model.stepper.steps) == (wanted, [])
+
+
+def test_what_is_known_of_it_before_refuses_it(worker: Any) -> None:
+    test = worker.prefill.FreedomTest(worker, ["packed", "mixed"])
+    test.refused["mixed"] = "the algorithm follows the number of rows"
+    worker.test_mixed(test)
+    assert (test.refused["mixed"], worker.model.stepper.steps) == ("the algorithm follows the number of rows", [])
+
+
+def test_steps_are_of_the_kind_that_the_scheduler_says(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts have their own length, and those of rows a fixed one. A self-test's steps say nothing."""
+    connector = load("corun.node.kv.connector")
+    ran: list[tuple[bool, int]] = []
+    worker.sizes = [4, SLOTS]
+    base = SimpleNamespace(execute_model=lambda output: None, rows_of=lambda live: 4 if live <= 4 else SLOTS)
+    monkeypatch.setattr(worker.module, "super", lambda: base, raising=False)
+    worker.holds_prompts = False
+
+    def run(rows: int | None, *, is_served: bool = True) -> None:
+        meta = connector.HandoffMetadata() if is_served else connector.CorunNixlConnector.nothing_to_do()
+        meta.rows = rows
+        worker.execute_model(SimpleNamespace(kv_connector_metadata=meta))
+        ran.append((worker.holds_prompts, worker.rows_of(3)))
+
+    run(None)
+    run(0)
+    run(None, is_served=False)
+    run(2)
+    run(None)
+    with worker._prompts():
+        run(None, is_served=False)
+    run(None, is_served=False)
+    assert ran == [(False, 4), (True, 3), (True, 3), (True, 3), (False, 4), (True, 3), (False, 4)]
+
+
+class Graphs:
+    """A manager of captured graphs, of rows and of pieces, as vLLM's."""
+
+    def __init__(self) -> None:
+        pieces = {tokens: graph(tokens, None) for tokens in (4, 8, 16, 32)}
+        rows = {tokens: graph(tokens, 1) for tokens in (4, 8)}
+        self._candidates = {}
+        for tokens in range(1, 33):
+            row = [one for size, one in rows.items() if size >= tokens][:1]
+            piece = [one for size, one in pieces.items() if size >= tokens][:1]
+            self._candidates[tokens, 0] = [*row, *piece]
+
+    def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, loras: int = 0) -> Any:
+        for one in self._candidates[num_tokens, loras]:
+            if one.uniform_token_count in (None, uniform_token_count):
+                return one.num_tokens, one.uniform_token_count
+        return None
+
+
+def graph(tokens: int, uniform: int | None) -> Any:
+    return SimpleNamespace(num_tokens=tokens, uniform_token_count=uniform)
+
+
+def test_steps_with_prompts_run_the_graphs_of_a_prefill_node() -> None:
+    """Rows of one token each look like a decode step, even where they are prompts; and 4 and 8 are lengths of rows."""
+    module = load("colocated_node.worker")
+    manager, holds = Graphs(), [False]
+    module.keep_rows_graphs_v2(manager, lambda: holds[0])
+    module.choose_buckets_v2(manager, [16, 32])
+    assert [manager.dispatch(3, 3, 1), manager.dispatch(8, 8, 1)] == [(4, 1), (8, 1)]
+    assert [manager.dispatch(9, 9, 1), manager.dispatch(1, 20, None)] == [(16, None), (32, None)]
+    holds[0] = True
+    assert [manager.dispatch(3, 3, 1), manager.dispatch(8, 8, 1)] == [(16, None), (16, None)]
+    assert manager.dispatch(3, 17, 1) == (32, None)
+    module.choose_buckets_v2(manager, [16])
+    assert manager.dispatch(3, 17, None) is None, "longer steps than the last bucket run without a graph"

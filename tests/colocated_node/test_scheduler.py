@@ -1,0 +1,387 @@
+"""Steps of prompts and samples in one engine, on vLLM's own scheduler: random traces of both, and what breaks a rule.
+
+What a prompt, or a sample, may have done with it on a node of one role, it may here: each half of a record is judged by
+the rules of that role's scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from colocated_node.room import prompt_blocks
+from corun.types import NodeRole
+from decode_node.slots import SlotTable
+from tests.decode_node.test_scheduler import FIXED
+from tests.decode_node.test_scheduler import group_violations as sample_violations
+from tests.loading import load
+from tests.prefill_node.test_scheduler import FREE, OURS, PACKED, PLATFORMS, examples
+from tests.prefill_node.test_scheduler import violations as prompt_violations
+from tests.traces import (
+    BLOCK_SIZE,
+    CPU,
+    Abort,
+    Arrive,
+    Platform,
+    Record,
+    Run,
+    Trace,
+    colocated_traces,
+    decode_traces,
+    prefill_traces,
+)
+
+COLOCATED = "colocated_node.scheduler.ColocatedScheduler"
+MIXED = (*FREE, "mixed")
+ALL = ((), PACKED, FREE, ("chunks",), ("packed", "mixed"), ("mixed",), MIXED, (*MIXED, "cached"), ("cached",))
+LONGEST_WAIT = 2
+"""The most steps from one row of a sample to its next, or without a prompt while one is unfinished."""
+PLENTY = 1000
+"""More blocks than all requests of a trace need."""
+
+
+@pytest.fixture(scope="module")
+def stepping() -> ModuleType:
+    return load("tests.stepping")
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    return load("colocated_node.scheduler").ColocatedScheduler
+
+
+def play(stepping: ModuleType, trace: Trace, platform: Platform) -> Record:
+    """Play a trace with the leases that the node would give to its samples."""
+    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    engine.table = SlotTable(
+        slots=trace.slots, kv_blocks=trace.blocks - prompts_share(stepping, trace), block_size=BLOCK_SIZE
+    )
+    record: Record = engine.play()
+    return record
+
+
+def prompts_share(stepping: ModuleType, trace: Trace) -> int:
+    return prompt_blocks(trace.blocks, BLOCK_SIZE, stepping.MAX_MODEL_LEN)
+
+
+def half(record: Record, *, reads: bool) -> Record:
+    """Return what happened to the samples alone, or to the prompts alone."""
+    numbers = {number for number, request in enumerate(record.requests) if request.reads == reads}
+    others = set(range(len(record.requests))) - numbers
+    return replace(
+        record,
+        steps=[replace(step, rows={n: row for n, row in step.rows.items() if n in numbers}) for step in record.steps],
+        outputs={n: tokens for n, tokens in record.outputs.items() if n in numbers},
+        aborted=record.aborted | others,  # Nothing is expected of them.
+    )
+
+
+def violations(record: Record, trace: Trace, stepping: ModuleType) -> set[str]:
+    samples, prompts = half(record, reads=True), half(record, reads=False)
+    found = sample_violations(samples, trace.slots) | set(prompt_violations(prompts, trace))
+    for step in record.steps:
+        of_prompts = [n for n in step.rows if not record.requests[n].reads]
+        if len(of_prompts) < len(step.rows) and not all("mixed" in record.requests[n].freedoms for n in of_prompts):
+            found.add("a row beside a prompt that does not allow it")
+        if len(step.rows) - len(of_prompts) > trace.slots:
+            found.add("more rows than slots")
+        if sum(step.rows[n].tokens for n in of_prompts) > trace.budget:
+            found.add("more prompt tokens than a step may have")
+        if step.prompt_blocks > prompts_share(stepping, trace):
+            found.add("prompts use the samples' blocks")
+    return found | set(waits(record))
+
+
+def waits(record: Record) -> Iterator[str]:
+    """Yield who waits too long. Both kinds may have a step in turn, or none does."""
+    at: dict[int, list[int]] = {}
+    for place, step in enumerate(record.steps):
+        for number in step.rows:
+            at.setdefault(number, []).append(place)
+    with_prompts = [any(not record.requests[n].reads for n in step.rows) for step in record.steps]
+    for number, places in at.items():
+        gaps = [(a, b) for a, b in itertools.pairwise(places) if b - a > LONGEST_WAIT]
+        if gaps and record.requests[number].reads:
+            yield "a sample waits for its next row"
+        for first, last in gaps:
+            between = with_prompts[first : last + 1]
+            if not record.requests[number].reads and any(not (a or b) for a, b in itertools.pairwise(between)):
+                yield "an unfinished prompt waits for samples"
+
+
+@PLATFORMS
+def test_prompts_and_samples_each_get_what_they_may_have(stepping: ModuleType, platform: Platform) -> None:
+    mixed = turns = 0
+
+    @examples(150)
+    @given(colocated_traces(ALL))
+    def check(trace: Trace) -> None:
+        nonlocal mixed, turns
+        record = play(stepping, trace, platform)
+        assert violations(record, trace, stepping) == set()
+        kinds = [{record.requests[n].reads for n in step.rows} for step in record.steps]
+        mixed += kinds.count({True, False})
+        turns += sum(a | b == {True, False} and len(a) == len(b) == 1 for a, b in itertools.pairwise(kinds))
+
+    check()
+    assert min(mixed, turns) > 100
+
+
+@PLATFORMS
+@pytest.mark.parametrize("freedoms", [((),), (PACKED,), (MIXED,)], ids=["none", "packed", "all"])
+def test_a_busy_node_of_prompts_with_one_certificate(
+    stepping: ModuleType, platform: Platform, freedoms: tuple[tuple[str, ...], ...]
+) -> None:
+    @examples(60)
+    @given(colocated_traces(freedoms))
+    def check(trace: Trace) -> None:
+        assert violations(play(stepping, trace, platform), trace, stepping) == set()
+
+    check()
+
+
+def rows_of(record: Record) -> list[dict[int, Any]]:
+    return [step.rows for step in record.steps]
+
+
+@PLATFORMS
+def test_prompts_alone_get_the_steps_of_a_prefill_node(stepping: ModuleType, platform: Platform) -> None:
+    """A prefill node of as many blocks as are for prompts here. Nothing is cached: the prefix cache has all blocks that
+    are free, and here are more of them."""
+
+    @examples(60)
+    @given(prefill_traces(freedoms=[may for may in ALL if "cached" not in may]))
+    def check(trace: Trace) -> None:
+        # With several steps in flight, an engine that reads KV gets the blocks of aborted prompts back a step later.
+        blocks, times = (trace.blocks, 2) if platform is CPU else (PLENTY, 8)
+        one = stepping.play(OURS, replace(trace, blocks=blocks), platform, role=NodeRole.PREFILL)
+        both = stepping.play(COLOCATED, replace(trace, blocks=times * blocks), platform, role=None)
+        assert rows_of(both) == rows_of(one)
+        assert (both.outputs, both.finished, both.left_over) == (one.outputs, one.finished, [])
+
+    check()
+
+
+@PLATFORMS
+def test_samples_alone_get_the_steps_of_a_decode_node(stepping: ModuleType, platform: Platform) -> None:
+    @examples(60)
+    @given(decode_traces())
+    def check(trace: Trace) -> None:
+        trace = replace(trace, blocks=PLENTY, budget=64)
+        one = stepping.play(FIXED, replace(trace, budget=0), platform, role=NodeRole.DECODE)
+        ops = tuple(replace(op, reads=True) if isinstance(op, Arrive) else op for op in trace.ops)
+        both = stepping.play(COLOCATED, replace(trace, ops=ops), platform, role=None)
+        assert rows_of(both) == rows_of(one)
+        assert [step.loads for step in both.steps] == [step.loads for step in one.steps]
+        assert (both.outputs, both.finished, both.read) == (one.outputs, one.finished, one.read)
+        assert both.left_over == []
+
+    check()
+
+
+def sample(prompt: int, max_tokens: int, **others: Any) -> Arrive:
+    return Arrive(prompt=prompt, max_tokens=max_tokens, reads=True, **others)
+
+
+@PLATFORMS
+def test_without_the_freedom_prompts_and_rows_take_turns(stepping: ModuleType, platform: Platform) -> None:
+    ops = (sample(16, 30), Run(4), *(Arrive(prompt=40, freedoms=FREE),) * 6)
+    trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=16)
+    record = play(stepping, trace, platform)
+    assert violations(record, trace, stepping) == set()
+    kinds = [{record.requests[n].reads for n in step.rows} for step in record.steps]
+    first, last = kinds.index({False}), len(kinds) - kinds[::-1].index({False})
+    assert kinds[first:last:2].count({False}) == len(kinds[first:last:2]) > 10
+    assert {True, False} not in kinds
+
+
+@PLATFORMS
+def test_with_it_rows_ride_in_every_step_and_take_no_tokens_from_prompts(
+    stepping: ModuleType, platform: Platform
+) -> None:
+    """Prompts get the tokens that they get on a prefill node, whatever rides along, and reads begin beside them."""
+    prompts = (Arrive(prompt=100, freedoms=MIXED),) * 3
+    ops = (sample(16, 30), sample(16, 30), Run(4), *prompts, Run(1), sample(20, 3))
+    trace = Trace(slots=4, chunk=16, blocks=60, ops=ops, budget=40)
+    record = play(stepping, trace, platform)
+    assert violations(record, trace, stepping) == set()
+    steps = [step for step in record.steps if any(not record.requests[n].reads for n in step.rows)]
+    alone = stepping.play(OURS, replace(trace, ops=prompts), platform, role=NodeRole.PREFILL)
+    tokens = [[row.tokens for n, row in step.rows.items() if not record.requests[n].reads] for step in steps]
+    assert tokens == [[row.tokens for row in step.rows.values()] for step in alone.steps if step.rows]
+    assert all(any(record.requests[n].reads for n in step.rows) for step in steps)
+    began = next(place for place, step in enumerate(record.steps) if 5 in step.loads)
+    assert record.steps[began] in steps[:3], "the read begins while prompts fill their part of each step"
+
+
+@PLATFORMS
+def test_what_is_leased_gets_room_whatever_prompts_hold(stepping: ModuleType, platform: Platform) -> None:
+    """Prompts that nobody reads for long fill their part; all samples with leases begin at once, and end."""
+    held = (Arrive(prompt=64, freedoms=MIXED, transfer_steps=300),) * 9
+    ops = (*held, Run(8), *(sample(40, 20),) * 9, Run(60), Run(1))
+    trace = Trace(slots=8, chunk=64, blocks=48, ops=ops, budget=200)
+    engine = stepping.engine(COLOCATED, trace, platform, role=None)
+    share = prompts_share(stepping, trace)
+    engine.table = SlotTable(slots=trace.slots, kv_blocks=trace.blocks - share, block_size=BLOCK_SIZE)
+    record = engine.play()
+    assert violations(record, trace, stepping) == set()
+    samples = {n for n, request in enumerate(record.requests) if request.reads}
+    assert len(samples) == 6, "24 blocks of 4 each"
+    ended = max(place for place, step in enumerate(record.steps) if samples & step.rows.keys())
+    assert samples <= {n for step in record.steps[: ended + 1] for n in step.rows}
+    assert ended < 60
+    assert record.steps[ended].prompt_blocks in range(share - 4, share + 1), "prompts still hold their blocks"
+
+
+@PLATFORMS
+@pytest.mark.parametrize("steps", range(7))
+@pytest.mark.parametrize("freedoms", [(), MIXED], ids=["turns", "mixed"])
+def test_an_abort_of_either_frees_at_every_stage(
+    stepping: ModuleType, platform: Platform, steps: int, freedoms: tuple[str, ...]
+) -> None:
+    ops = (
+        sample(33, 9, transfer_steps=3, group=1),
+        Arrive(prompt=40, transfer_steps=3, freedoms=freedoms),
+        sample(33, 9, group=1),
+        Arrive(prompt=20, freedoms=freedoms),
+        Run(steps) if steps else Abort(2),
+        Abort(0),
+        Abort(1),
+    )
+    trace = Trace(slots=1, chunk=16, blocks=48, ops=ops, budget=16)
+    assert violations(play(stepping, trace, platform), trace, stepping) == set()
+
+
+# Schedulers that break one rule each.
+
+Break = Callable[[pytest.MonkeyPatch, Any, Any], None]
+
+
+def mix_anyway(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(module, "freedoms", lambda request: MIXED)
+
+
+def show_all_prompts(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    def choose(self: Any) -> list[Any]:
+        return [*(one for one in self.started() if one.num_computed_tokens < one.num_prompt_tokens), *self.unstarted()]
+
+    monkeypatch.setattr(cls, "choose", choose)
+    monkeypatch.setattr(cls, "check_prompts", lambda *_: None)
+
+
+def take_rows_tokens(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(cls, "_mamba_block_aligned_split", lambda self, request, tokens, *_: tokens)
+
+
+def take_any_slot(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(cls, "decoding", lambda self: 0 if self._takes_rows else self.slots)
+    check = cls._check_step
+
+    def unchecked(self: Any, *step: Any) -> None:
+        slots, self.slots = self.slots, PLENTY
+        check(self, *step)
+        self.slots = slots
+
+    monkeypatch.setattr(cls, "_check_step", unchecked)
+
+
+def never_yield(name: str, value: bool) -> Break:
+    """The step before is always said to have been of the same kind."""
+
+    def broken(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+        monkeypatch.setattr(cls, name, property(lambda self: value, lambda self, given: None), raising=False)
+
+    return broken
+
+
+def take_all_blocks(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(cls, "room", lambda self, started: self.free_blocks([*self.running, *self.skipped_waiting]))
+
+
+def forget_what_prompts_hold(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    room = lambda self, started: self._prompt_blocks - sum(map(self.reserved_for, started))  # noqa: E731
+    monkeypatch.setattr(cls, "room", room)
+
+
+def let_all_be_found(monkeypatch: pytest.MonkeyPatch, module: Any, cls: Any) -> None:
+    monkeypatch.setattr(cls, "shared_tokens", lambda self, request: request.num_prompt_tokens)
+
+
+CONTROLS: dict[str, tuple[Break, str]] = {
+    "rows ride with any prompt": (mix_anyway, "a row beside a prompt that does not allow it"),
+    "all prompts run": (show_all_prompts, "a prompt that must be alone shares its step"),
+    "prompts get the tokens of rows": (take_rows_tokens, "more prompt tokens than a step may have"),
+    "rows beyond the slots": (take_any_slot, "more rows than slots"),
+    "prompts never yield": (never_yield("_had_prompts", False), "a sample waits for its next row"),
+    "samples never yield": (never_yield("_had_prompts", True), "an unfinished prompt waits for samples"),
+    "prompts take all blocks": (take_all_blocks, "prompts use the samples' blocks"),
+    "what prompts hold is forgotten": (forget_what_prompts_hold, "prompts use the samples' blocks"),
+    "what decode writes is found": (let_all_be_found, "decodes from another KV than its prompt's"),
+}
+
+
+@pytest.mark.parametrize(("broken", "expected"), CONTROLS.values(), ids=CONTROLS)
+def test_a_scheduler_that_breaks_a_rule_is_found(
+    stepping: ModuleType, scheduler: Any, monkeypatch: pytest.MonkeyPatch, broken: Break, expected: str
+) -> None:
+    """The same traces: a check that cannot fail proves nothing."""
+    broken(monkeypatch, load("colocated_node.scheduler"), scheduler)
+    found: set[str] = set()
+
+    @examples(150)
+    @given(colocated_traces(ALL))
+    def watch(trace: Trace) -> None:
+        if expected not in found:
+            found.update(violations(play(stepping, trace, CPU), trace, stepping))
+
+    watch()
+    assert expected in found
+
+
+def test_a_sample_that_would_be_preempted_is_refused(
+    stepping: ModuleType, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "admissible", lambda self: [*self.unread()])
+    ops = (sample(32, 24),) * 4
+    with pytest.raises(RuntimeError, match="would be preempted"):
+        stepping.play(COLOCATED, Trace(slots=4, chunk=8, blocks=10, ops=ops, budget=8), CPU, role=None)
+
+
+def with_rows(showing: Any) -> Any:
+    """Show the stock scheduler the samples, too, in every step."""
+
+    @contextmanager
+    def shown(self: Any, chosen: Any) -> Iterator[None]:
+        takes_rows, self._takes_rows = self._takes_rows, True
+        with showing(self, chosen):
+            yield
+        self._takes_rows = takes_rows
+
+    return shown
+
+
+@pytest.mark.parametrize("caught", ["rows", "prompts", "tokens"])
+def test_another_step_than_chosen_is_refused(
+    stepping: ModuleType, scheduler: Any, monkeypatch: pytest.MonkeyPatch, caught: str
+) -> None:
+    ops = (sample(16, 30), Run(3), Arrive(prompt=40), Arrive(prompt=40))
+    trace = Trace(slots=2, chunk=16, blocks=48, ops=ops, budget=40)
+    engine = stepping.engine(COLOCATED, trace, CPU, role=None)
+    made = engine.scheduler
+    if caught == "rows":
+        monkeypatch.setattr(scheduler, "_showing_only", with_rows(scheduler._showing_only))
+    elif caught == "prompts":
+        shows = made.showing_waiting
+        monkeypatch.setattr(made, "showing_waiting", lambda shown: shows([*made.waiting]))
+    else:
+        made.scheduler_config.long_prefill_token_threshold = 8
+    words = {"rows": r"holds rows of \['0'\]", "prompts": r"the prefill step of \['1'\] holds", "tokens": "no chunk of"}
+    with pytest.raises(RuntimeError, match=words[caught]):
+        engine.play()
