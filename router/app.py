@@ -19,6 +19,7 @@ from corun.v1 import cluster_service_pb2_grpc, registry_service_pb2_grpc
 from router.audit.auditor import Auditor
 from router.audit.idle import IdleRuns
 from router.audit.verifier import Verifier
+from router.delivery import OutputStreams
 from router.metrics import RouterMetrics
 from router.nodes.preparation import spawn
 from router.nodes.registry import Registry
@@ -26,6 +27,7 @@ from router.queue import SampleQueue
 from router.request import RequestRunner
 from router.sample import SampleRunner
 from router.service import CLUSTER_SERVICE, LONGEST_CALL_S, REGISTRY_SERVICE, Calls, ClusterService, RegistryService
+from router.targets import Targets
 
 GENERATE, VERIFY = f"/{CLUSTER_SERVICE}/Generate", f"/{CLUSTER_SERVICE}/Verify"
 BYTES_OF_CASES = 4 * 1024 * 1024
@@ -46,13 +48,15 @@ class Router:
         access = Access.of_member(config)
         self.registry = Registry(config, _process_id(self.router_id), access)
         self.queue = SampleQueue(self.registry, config)
+        self.targets = Targets(self.registry, self.queue, config)
+        self.registry.subscribe(self.targets.review_soon)  # It comes before the queue, which sees what it changes.
         self.registry.subscribe(self.queue.pump_soon)
         self.idle = IdleRuns(self.registry, self.queue, config)
         self.auditor = Auditor(self.registry, self.idle, config)
         self.registry.watch(self.idle.give_way)
         self.registry.subscribe(self.idle.review)
         self.registry.subscribe(self.auditor.pump)  # Audits come after the queue and use the room that it leaves.
-        self.metrics = RouterMetrics(self.router_id, self.registry, self.queue, self.auditor.status)
+        self.metrics = RouterMetrics(self.router_id, self.registry, self.queue, self.targets, self.auditor.status)
         self.observation.metrics.show(self.metrics)
         # If the file of client tokens cannot be used or has none, the previous ones stay.
         client_tokens = Renewed((config.client_tokens_file,), config.client_tokens).current
@@ -80,6 +84,7 @@ class Router:
             self.requests, self.registry, self.idle, self.auditor, max_cases=config.max_queued_samples
         )
         self.registry.subscribe(self.verifier.pump)  # Verifications come after the audits.
+        self.streams = OutputStreams()
         self._activity = Calls()
         self._is_ready = False
         self._add_services()
@@ -146,6 +151,7 @@ class Router:
             queue=self.queue,
             metrics=self.metrics,
             requests=self.requests,
+            streams=self.streams,
             verifier=self.verifier,
             auditor=self.auditor,
             max_queued_samples=self._config.max_queued_samples,

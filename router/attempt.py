@@ -35,9 +35,9 @@ from router.nodes.node import Node, Placement, PrefillNode
 from router.nodes.node_client import ALONE, KvScope, RemoteLease, Start
 from router.placement import Need
 
-SOURCE_CHECK_S = 0.5
-"""The seconds between two checks whether the node that holds a sample's KV is still there. They end with the sample's
-first token."""
+LOOK_S = 0.5
+"""The seconds between two looks at the nodes of a sample that has no token yet: whether the one that holds its KV is
+still there, and whether the one that decodes has a slot."""
 _OF_CLIENTS = ("prompt.", "sampling_params", "seed")
 """The prefixes of the fields that come from a client's request. All other fields of a call to a node come from the
 router."""
@@ -64,6 +64,8 @@ class SampleTask:
     """When the sample's request came, on the loop's clock; None if no client's request came for it."""
     share_scope: str = ""
     """The scope in which equal prompts may share KV, such as one client; empty if the sample shares none."""
+    beginnings: tuple[bytes, ...] = ()
+    """The prompt's beginnings in this scope (`router.placement.beginnings_of`)."""
     isolated: bool = False
     """Whether the prompt is computed as the contract says and in no other way, because another run is compared with
     this one. Such a sample has no share scope."""
@@ -76,7 +78,12 @@ class SampleTask:
     def need(self) -> Need:
         """The need of the sample's first attempt."""
         kv_key = self.share_scope and f"{self.prompt_digest} {self.share_scope}"
-        return Need(num_prompt=len(self.prompt_token_ids), max_tokens=self.params.max_tokens, kv_key=kv_key)
+        return Need(
+            num_prompt=len(self.prompt_token_ids),
+            max_tokens=self.params.max_tokens,
+            kv_key=kv_key,
+            beginnings=self.beginnings if self.share_scope else (),
+        )
 
     @property
     def facts(self) -> dict[str, Value]:
@@ -167,7 +174,7 @@ class Attempt(Generic[AnyOutput]):
                 self._lease,
                 num_prompt_tokens=len(self.task.prompt_token_ids),
                 max_tokens=self.task.params.max_tokens,
-                share_key=self.task.need.kv_key if self._kv_scope.scope else "",
+                share_key=self.placement.need.kv_key,  # The claim counts shared blocks once by it, as the lease will.
                 timeout_s=self._time(self._config.reserve_timeout_s),
             )
 
@@ -190,22 +197,23 @@ class Attempt(Generic[AnyOutput]):
 
     async def decode(self, handle: KvHandle) -> FinishReason:
         """Decode all tokens from the prompt's KV. They go to the output as they come."""
-        ended, node, source = self._lease.ended, self.placement.decode, self.placement.prefill
+        lease, node, source = self._lease, self.placement.decode, self.placement.prefill
         with self.span.child("decode") as span, _faults_of(node):
             try:
                 await self.start(handle)
-                while not ended.done():
-                    if node.is_full and not self.output.position:  # Waiting in line for a slot is no silence.
-                        node.client.excuse(self._lease)
-                    left = self._config.step_timeout_s - node.client.silent_s(self._lease)
+                while not lease.ended.done():
+                    if lease.has_kv and node.is_full and not self.output.position:
+                        node.client.excuse(lease)  # Waiting in line for a slot is no silence.
+                    left = self._config.step_timeout_s - node.client.silent_s(lease)
                     if left <= 0:
-                        raise DeadlineError(f"no token for {self._config.step_timeout_s:g} s")
-                    if not self.output.position:  # Before the first token, the KV may not have been read yet.
-                        if reason := source.no_source:
-                            raise NodeFaultError(source, UnavailableError(f"{source.node_id}: {reason}"))
-                        left = min(left, SOURCE_CHECK_S)
-                    await asyncio.wait((ended,), timeout=self._time(left))
-                return ended.result()
+                        missing = "no token" if lease.has_kv else "the KV was not read"
+                        raise DeadlineError(f"{missing} for {self._config.step_timeout_s:g} s")
+                    if not lease.has_kv and (reason := source.no_source):
+                        raise NodeFaultError(source, UnavailableError(f"{source.node_id}: {reason}"))
+                    if not self.output.position:
+                        left = min(left, LOOK_S)
+                    await asyncio.wait((lease.ended,), timeout=self._time(left))
+                return lease.ended.result()
             finally:
                 if self.first_token_at is not None:
                     span.event("first_token", self.first_token_at)
@@ -227,7 +235,7 @@ class Attempt(Generic[AnyOutput]):
         """Leave the KV on the prefill node for another attempt, and return a function that releases it. Call this
         before `close`."""
         name, self._prefill_id = self._prefill_id, ""
-        if not name or self.output.position:  # Once there is a token, the KV has been read.
+        if not name or self._lease.has_kv:
             return nothing
         return partial(self.placement.prefill.client.release_kv, name)
 

@@ -14,6 +14,7 @@ from corun.observe.metrics import STEPS_S, Metrics, Values
 from corun.types import AuditStatus, NodeRole, NodeState, NodeStatus
 from router.nodes.registry import Registry
 from router.queue import SampleQueue
+from router.targets import Targets
 
 REFUSALS = ("contract_mismatch", "invalid_argument", "overloaded", "permission_denied", "unauthenticated")
 """The kinds of errors that refuse a request, in this form or at this time. All other errors count as failures."""
@@ -33,11 +34,22 @@ class RouterMetrics(Metrics):
     """A router's metrics since its start."""
 
     def __init__(
-        self, router_id: str, registry: Registry, queue: SampleQueue, audit: Callable[[], AuditStatus]
+        self,
+        router_id: str,
+        registry: Registry,
+        queue: SampleQueue,
+        targets: Targets,
+        audit: Callable[[], AuditStatus],
     ) -> None:
         super().__init__("corun_router_")
         self._add_counts()
         self._show_state(router_id, registry, queue, audit)
+        text = (
+            "Seconds that a prompt which comes now should wait for its computation; 0 without a target for first tokens"
+        )
+        self.gauge("expected_first_token_seconds", text).set_function(lambda: targets.wait_s)
+        text = "Colocated nodes that take prompts only, under a target for first tokens"
+        self.gauge("prompts_only_nodes", text).set_function(lambda: targets.num_prompts_only)
 
     @contextmanager
     def request(self) -> Iterator[Ending]:

@@ -1,20 +1,24 @@
 """Which nodes the next sample gets, and a router's estimate of the free room on each.
 
-A sample goes to a pair of a decode and a prefill node with an open NIXL connection. The same view of the nodes gives
-the same choice, and ties are broken by node id. The estimates come from the router's own claims and from the nodes'
-heartbeats. The node decides: an estimate of free room that is too high costs one refused Reserve, and one that is too
-low costs a wait. So estimates lean to the high side, and a refusal closes the node until something changes. This module
-is pure: it must not know clients, clocks or queues.
+A sample goes to a pair of a decode and a prefill node with an open NIXL connection. The two sides of a colocated node
+have one engine, so a pair of them needs no handoff. The same view of the nodes gives the same choice, and ties are
+broken by node id. The estimates come from the router's own claims and from the nodes' heartbeats. The node decides: an
+estimate of free room that is too high costs one refused Reserve, and one that is too low costs a wait. So estimates
+lean to the high side, and a refusal closes the node until something changes. This module is pure: it must not know
+clients, clocks or queues.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from corun.types import NodeLoad, places
+from corun.room import SampleBlocks, UsedBlocks, places
+from corun.types import NodeLoad
 
 PREFILLS_IN_FLIGHT = 4
 """The most prompts that a router has at one prefill node at a time, if the node computes one after the other.
@@ -31,6 +35,22 @@ prompts wait no longer at the node than long ones do.
 """
 LATELY = 64
 """The number of recent prompts remembered per prefill node, because later samples may get the same KV."""
+BEGINNING = 256
+"""The number of tokens from one beginning of a prompt to the next. A shorter one would save less than about 6 ms of
+prefill, and each costs every prompt a digest."""
+RATE_S = 2.0
+"""The least number of seconds over which a rate is measured: nodes count a prompt's tokens when it is done."""
+RATE_MEMORY = 4
+"""A new measurement moves the mean by one part in so many."""
+RELAXED = 0.5
+"""A node takes samples to decode again once first tokens come after this part of their target. It is well below 1,
+because its prompts take longer then, and it should not have to change back at once."""
+HANDOFF_PART = 4
+"""A prompt that another engine must read counts for one part in so many more, because its first token is so much later.
+
+Measured on H200 with Qwen3-8B: 512 tokens are computed in 13 ms, and read over NVLink in 4.4 ms. That is a third. It is
+less of a longer prompt, because the copy itself takes 0.3 ms of it. So it is rounded to a quarter for all.
+"""
 
 
 class SharedCount:
@@ -57,9 +77,9 @@ class SharedCount:
         assert self.own >= 0
 
     def untake(self, amount: int, raised: int) -> None:
-        """Undo a `take` whose amount the node never gave us. `raised` is the value that `take` returned."""
+        """Undo a `take` of which the node never gave us `amount`. `raised` is the value that `take` returned."""
         self.give(amount)
-        self._peak = max(self.own, self._peak - raised)
+        self._peak = max(self.own, self._peak - min(raised, amount))
 
     def report(self, total: int) -> None:
         """Take the node's own figure. It may be older than our last changes, so our peak use since the previous report
@@ -68,35 +88,65 @@ class SharedCount:
         self._peak = self.own
 
 
-class DecodeRoom:
-    """The places and KV blocks of one decode node: a place for each slot, and some in line (`corun.types.places`)."""
+class Rate:
+    """How fast a node counts up while it is busy, as a running mean over its heartbeats."""
 
-    def __init__(self, *, slots: int, kv_blocks: int, block_size: int) -> None:
+    def __init__(self) -> None:
+        self.per_s = 0.0
+        """The count per second; 0 until it has been measured."""
+        self._since: tuple[float, int] | None = None
+        """The time and the count at which the present measurement began; None while the node is not busy."""
+
+    def report(self, count: int, now: float, *, is_busy: bool) -> None:
+        """Take what a heartbeat said at the time `now`. Seeing a heartbeat again does nothing."""
+        if not is_busy or (self._since and count < self._since[1]):
+            self._since = None
+        elif self._since is None:
+            self._since = now, count
+        elif (seconds := now - self._since[0]) >= RATE_S:
+            found = (count - self._since[1]) / seconds
+            self.per_s += (found - self.per_s) / (RATE_MEMORY if self.per_s else 1)
+            self._since = now, count
+
+
+class DecodeRoom:
+    """The places and KV blocks of one decode node: a place for each slot, and some in line (`corun.room.places`).
+
+    Blocks that samples share count once, as on the node. Its engine may share none, and then the node refuses what was
+    estimated too high here.
+    """
+
+    def __init__(self, *, slots: int, kv_blocks: int, block_size: int, engine_id: str = "") -> None:
+        self.engine_id = engine_id
+        """The id of the node's engine; empty if it is not known."""
+        self.prompts_only = False
+        """Whether this side of a colocated node gets no samples, so that the other side computes prompts sooner."""
         self._total_slots = slots
         self._total_places = places(slots)
         self._total_blocks = kv_blocks
         self._block_size = block_size
         self._leases = SharedCount()
         self._blocks = SharedCount()
+        self._used = UsedBlocks()
         self._refused = False
 
     @property
     def free_slots(self) -> int:
         """The number of slots that no lease will take. It is negative while samples are in line for slots."""
         free = self._total_slots - self._leases.used
-        return min(0, free) if self._refused else free
+        return min(0, free) if self._is_closed else free
 
     @property
     def free_places(self) -> int:
-        return 0 if self._refused else max(0, self._total_places - self._leases.used)
+        return 0 if self._is_closed else max(0, self._total_places - self._leases.used)
 
     @property
     def free_blocks(self) -> int:
-        return 0 if self._refused else max(0, self._total_blocks - self._blocks.used)
+        return 0 if self._is_closed else max(0, self._total_blocks - self._blocks.used)
 
-    def blocks(self, num_tokens: int) -> int:
-        """Return how many KV blocks a sample of `num_tokens` prompt and output tokens needs."""
-        return -(-num_tokens // self._block_size)
+    @property
+    def _is_closed(self) -> bool:
+        return self._refused or self.prompts_only
 
     @property
     def most_tokens(self) -> int:
@@ -107,42 +157,42 @@ class DecodeRoom:
         """Return whether a sample of `num_tokens` tokens fits on the node when the node is empty."""
         return num_tokens <= self.most_tokens
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Return whether there is room for a sample of `num_tokens` tokens here now."""
-        return self.free_places > 0 and self.blocks(num_tokens) <= self.free_blocks
+    def has_room(self, need: Need) -> bool:
+        """Return whether there is room for a sample here now."""
+        return self.free_places > 0 and self._used.needed(self._blocks_of(need)) <= self.free_blocks
 
-    def may_ask(self, num_tokens: int) -> bool:
-        """Return whether the router may try to place a sample of `num_tokens` tokens here now.
+    def may_ask(self, need: Need) -> bool:
+        """Return whether the router may try to place a sample here now.
 
         Where other routers hold room, it asks once after each report even if the node seems full. The refusal tells the
         node that this router waits, and while it does, none of the others may hold more than its part.
         """
-        asks = self._leases.foreign > 0 and not self._refused and self.could_hold(num_tokens)
-        return asks or self.has_room(num_tokens)
+        asks = self._leases.foreign > 0 and not self._is_closed and self.could_hold(need.total)
+        return asks or self.has_room(need)
 
     def keeps_free(self, spare_slots: int) -> bool:
         """Return whether `spare_slots` slots are free; on a smaller node, all slots but one are enough. None is free
         while a sample is in line, and then this is false for 0, too."""
         return self.free_slots >= min(spare_slots, self._total_slots - 1)
 
-    def has_idle_room(self, num_tokens: int, spare_slots: int) -> bool:
-        """Return whether a sample of `num_tokens` tokens fits and `keeps_free` would still hold after it is placed."""
-        return self.has_room(num_tokens) and self.free_slots > min(spare_slots, self._total_slots - 1)
+    def has_idle_room(self, need: Need, spare_slots: int) -> bool:
+        """Return whether a sample fits and `keeps_free` would still hold after it is placed."""
+        return self.has_room(need) and self.free_slots > min(spare_slots, self._total_slots - 1)
 
-    def take(self, num_tokens: int) -> tuple[int, int]:
+    def take(self, need: Need) -> tuple[int, int]:
         """Claim a place and KV blocks for a sample. Return the value that `refuse` needs to undo this."""
-        return self._leases.take(1), self._blocks.take(self.blocks(num_tokens))
+        return self._leases.take(1), self._blocks.take(self._used.add(self._blocks_of(need)))
 
-    def give(self, num_tokens: int) -> None:
+    def give(self, need: Need) -> None:
         """Return a sample's place and blocks, because they are free again."""
         self._leases.give(1)
-        self._blocks.give(self.blocks(num_tokens))
+        self._blocks.give(self._used.remove(self._blocks_of(need)))
         self._refused = False
 
-    def refuse(self, num_tokens: int, raised: tuple[int, int]) -> None:
+    def refuse(self, need: Need, raised: tuple[int, int]) -> None:
         """Undo a sample's claim after the node refused it, and close the node until the next change."""
         self._leases.untake(1, raised[0])
-        self._blocks.untake(self.blocks(num_tokens), raised[1])
+        self._blocks.untake(self._used.remove(self._blocks_of(need)), raised[1])
         self._refused = True
 
     def report(self, load: NodeLoad) -> None:
@@ -150,18 +200,28 @@ class DecodeRoom:
         self._blocks.report(load.used_kv_blocks)
         self._refused = False
 
+    def _blocks_of(self, need: Need) -> SampleBlocks:
+        return SampleBlocks.of(need.num_prompt, need.max_tokens, self._block_size, need.kv_key)
+
 
 class PrefillRoom:
     """The backlog of one prefill node. Samples that share the KV of one computation count once."""
 
-    def __init__(self, *, max_in_flight: int, max_tokens: int = 0) -> None:
+    def __init__(self, *, max_in_flight: int, max_tokens: int = 0, engine_id: str = "") -> None:
         """Create the room: for `max_in_flight` prompts, and for more while they have at most `max_tokens` together."""
+        self.max_tokens = max_tokens
+        self.max_beginnings = 0
+        """The most beginnings of prompts that the node may have in its prefix cache; 0 if it takes none from there."""
+        self.engine_id = engine_id
+        """The id of the node's engine; empty if it is not known."""
+        self.is_slow = False
+        """Whether the steps of a colocated node last too long while it has prompts, so that it gets them last."""
         self._max_in_flight = max_in_flight
-        self._max_tokens = max_tokens
         self._in_flight = 0
         self._tokens = SharedCount()
         self._samples: dict[str, int] = {}  # The number of samples that wait for one computation, by KV key.
         self._lately: deque[str] = deque(maxlen=LATELY)  # The keys of KV that this node computed for us recently.
+        self._beginnings: dict[bytes, None] = {}  # Those of prompts that it computed for us, the latest last.
 
     @property
     def queued_tokens(self) -> int:
@@ -179,9 +239,19 @@ class PrefillRoom:
         """Return whether the node computed the KV with this key recently and may still hold it."""
         return kv_key in self._lately
 
+    def cached_tokens(self, need: Need) -> int:
+        """Return how many tokens of a prompt the node probably need not compute. Other routers' prompts are not known,
+        and what it has dropped since is not either."""
+        if self.may_have(need.kv_key):
+            return need.num_prompt
+        if not (self.max_beginnings and self._beginnings):
+            return 0
+        # A beginning is forgotten after the longer ones, so there is none behind the first one that is not known.
+        return BEGINNING * sum(1 for _ in itertools.takewhile(self._beginnings.__contains__, need.beginnings))
+
     def has_room(self, num_tokens: int, kv_key: str = "") -> bool:
         """Return whether a prompt of `num_tokens` tokens may go to the node now."""
-        fits = self._in_flight < self._max_in_flight or self._tokens.own + num_tokens <= self._max_tokens
+        fits = self._in_flight < self._max_in_flight or self._tokens.own + num_tokens <= self.max_tokens
         return fits or self.computes(kv_key)
 
     def take(self, num_tokens: int, kv_key: str = "") -> None:
@@ -192,7 +262,11 @@ class PrefillRoom:
         self._in_flight += 1
         self._tokens.take(num_tokens)
 
-    def give(self, num_tokens: int, kv_key: str = "", *, is_computed: bool = False) -> None:
+    def give(
+        self, num_tokens: int, kv_key: str = "", *, is_computed: bool = False, beginnings: Sequence[bytes] = ()
+    ) -> None:
+        if is_computed:
+            self._remember(beginnings)
         if kv_key:
             if is_computed and kv_key not in self._lately:
                 self._lately.append(kv_key)
@@ -206,6 +280,13 @@ class PrefillRoom:
     def report(self, load: NodeLoad) -> None:
         self._tokens.report(load.queued_prompt_tokens)
 
+    def _remember(self, beginnings: Sequence[bytes]) -> None:
+        for beginning in reversed(beginnings):  # The node, too, drops the ends of prompts first.
+            self._beginnings.pop(beginning, None)
+            self._beginnings[beginning] = None
+        for _ in range(len(self._beginnings) - self.max_beginnings):
+            del self._beginnings[next(iter(self._beginnings))]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
@@ -218,6 +299,9 @@ class Need:
     kv_key: str = ""
     """The key of the KV. Samples with the same key may share KV that is computed once; with an empty key, a sample
     shares none."""
+    beginnings: tuple[bytes, ...] = ()
+    """The prompt's beginnings, from the shortest to the longest (`beginnings_of`). Empty if it may take none of them
+    from a prefix cache, and leave none there."""
 
     @property
     def total(self) -> int:
@@ -226,7 +310,22 @@ class Need:
     def again(self, *avoid: str, shares: bool = False) -> Need:
         """Return the need of another run, away from the nodes `avoid`. shares: the run may share KV as before;
         otherwise it gets its own KV, because the shared KV may have been wrong."""
-        return replace(self, avoid=self.avoid.union(avoid), kv_key=self.kv_key if shares else "")
+        again = replace(self, avoid=self.avoid.union(avoid))
+        return again if shares else replace(again, kv_key="", beginnings=())
+
+
+def beginnings_of(prompt: Sequence[int], scope: str) -> tuple[bytes, ...]:
+    """Return a digest for each beginning of a prompt, one for every `BEGINNING` tokens. Equal digests mean equal tokens
+    and scopes, because prefix caches keep scopes apart. A prompt without a scope has none."""
+    if not scope:
+        return ()
+    whole = len(prompt) // BEGINNING * BEGINNING
+    tokens, size = struct.pack(f"<{whole}I", *prompt[:whole]), 4 * BEGINNING
+    digest, found = hashlib.blake2b(scope.encode(), digest_size=8), []
+    for start in range(0, len(tokens), size):
+        digest.update(tokens[start : start + size])
+        found.append(digest.digest())
+    return tuple(found)
 
 
 def choose_pair(
@@ -238,14 +337,18 @@ def choose_pair(
     """Return the ids of the (decode, prefill) pair for a sample now, or None if it has to wait.
 
     The decode node is the one with the most free slots, then with the most free KV. The prefill node is chosen among
-    those warm with it: first a node that is computing the same KV already, then the one with the fewest queued prompt
-    tokens. This prompt's tokens are included, except on a node that may already have its KV.
+    those warm with it: first one whose steps are not too slow, then one that is computing the same KV already, then the
+    one with the fewest prompt tokens until this prompt is where it is decoded (`_delay`).
     """
-    fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need.total)]
-    fitting.sort(key=lambda node_id: (node_id in need.avoid, *_least_used(decodes[node_id]), node_id))
+    avoid = _avoided(need, decodes, prefills)
+    fitting = [node_id for node_id, room in decodes.items() if room.may_ask(need)]
+    fitting.sort(key=lambda node_id: (node_id in avoid, *_least_used(decodes[node_id]), node_id))
     free = [node_id for node_id, room in prefills.items() if room.has_room(need.num_prompt, need.kv_key)]
-    free.sort(key=lambda node_id: (node_id in need.avoid, *_delay(need, prefills[node_id]), node_id))
-    return next((pair for pair in itertools.product(fitting, free) if is_warm(*pair)), None)
+    for decode in fitting:
+        if warm := [node_id for node_id in free if is_warm(decode, node_id)]:
+            room = decodes[decode]
+            return decode, min(warm, key=lambda name: (name in avoid, *_delay(need, prefills[name], room), name))
+    return None
 
 
 def choose_idle_pair(
@@ -260,24 +363,91 @@ def choose_idle_pair(
     The prefill node must have nothing to do, and the decode node must keep `spare_slots` slots free. A node of
     `need.avoid` is used only if no pair without it could ever hold the sample, not because the other nodes are busy.
     """
+    avoid = _avoided(need, decodes, prefills)
     able = [node_id for node_id, room in decodes.items() if room.could_hold(need.total)]
     pairs = [pair for pair in itertools.product(able, prefills) if is_warm(*pair)]
-    fewest = min((len(need.avoid.intersection(pair)) for pair in pairs), default=0)
+    fewest = min((len(avoid.intersection(pair)) for pair in pairs), default=0)
     idle = [
-        (*_least_used(decodes[decode]), decode, prefill)
+        (*_least_used(decodes[decode]), decode, not _is_one_engine(decodes[decode], prefills[prefill]), prefill)
         for decode, prefill in pairs
-        if len(need.avoid.intersection((decode, prefill))) == fewest
+        if len(avoid.intersection((decode, prefill))) == fewest
         and prefills[prefill].is_idle
-        and decodes[decode].has_idle_room(need.total, spare_slots)
+        and decodes[decode].has_idle_room(need, spare_slots)
     ]
-    return min(idle)[2:] if idle else None
+    if not idle:
+        return None
+    *_, decode, _, prefill = min(idle)
+    return decode, prefill
+
+
+def first_token_wait_s(
+    head: Need | None,
+    waiting_tokens: int,
+    decodes: Iterable[DecodeRoom],
+    prefills: Iterable[PrefillRoom],
+    tokens_per_s: float,
+) -> float:
+    """Return for how many seconds a prompt that comes now waits until it is computed; 0 while no rate is known.
+
+    head, waiting_tokens: the first sample in line, and the prompt tokens of all that wait. They are before the new
+        prompt only if the first one waits for a prefill node. If it waits for a decode node, more prefill is no help.
+    """
+    prefills = list(prefills)
+    tokens = sum(room.queued_tokens for room in prefills)
+    decodes_may = head is not None and any(room.may_ask(head) for room in decodes)
+    if head and decodes_may and not any(room.has_room(head.num_prompt, head.kv_key) for room in prefills):
+        tokens += waiting_tokens
+    return tokens / tokens_per_s if tokens_per_s else 0.0
+
+
+def choose_flexing(
+    wait_s: float, target_s: float, decodes: Mapping[str, DecodeRoom], colocated: Iterable[str]
+) -> str | None:
+    """Return the id of the colocated node that is to begin to take prompts only, or to end it; None if none is to.
+
+    It is one node at a time. The one with the most free slots begins, because it has the least left to decode. The
+    other nodes that decode must be able to hold samples as large as this one can.
+    """
+    closed = sorted(node_id for node_id, room in decodes.items() if room.prompts_only)
+    if closed and wait_s < RELAXED * target_s:
+        return closed[0]
+    if wait_s <= target_s:
+        return None
+    serving = {node_id: room.most_tokens for node_id, room in decodes.items() if not room.prompts_only}
+    able = [
+        node_id
+        for node_id in serving.keys() & set(colocated)
+        if any(most >= serving[node_id] for other, most in serving.items() if other != node_id)
+    ]
+    return min(able, key=lambda node_id: (*_least_used(decodes[node_id]), node_id), default=None)
+
+
+def lacks_decode(decodes: Iterable[DecodeRoom]) -> bool:
+    """Return whether samples that fit on a node that takes prompts only fit on none that decodes."""
+    decodes = list(decodes)
+    serving = max((room.most_tokens for room in decodes if not room.prompts_only), default=0)
+    return any(room.most_tokens > serving for room in decodes if room.prompts_only)
+
+
+def _avoided(need: Need, *groups: Mapping[str, DecodeRoom | PrefillRoom]) -> frozenset[str]:
+    """Return the nodes that a sample avoids, with the other sides of those that are colocated."""
+    rooms = [(name, room) for group in groups for name, room in group.items() if room.engine_id] if need.avoid else []
+    engines = {room.engine_id for name, room in rooms if name in need.avoid}
+    return need.avoid.union(name for name, room in rooms if room.engine_id in engines)
+
+
+def _is_one_engine(decode: DecodeRoom, prefill: PrefillRoom) -> bool:
+    return bool(decode.engine_id) and decode.engine_id == prefill.engine_id
 
 
 def _least_used(room: DecodeRoom) -> tuple[int, int]:
     return -room.free_slots, -room.free_blocks
 
 
-def _delay(need: Need, room: PrefillRoom) -> tuple[bool, int]:
+def _delay(need: Need, room: PrefillRoom, decode: DecodeRoom) -> tuple[bool, bool, int]:
+    """Return whether the node is too slow, whether it would have to compute the prompt, and the prompt tokens until the
+    decode node has the KV: those before this prompt in the queue, its own that are in no cache, and the handoff."""
+    handoff = 0 if _is_one_engine(decode, room) else need.num_prompt // HANDOFF_PART
     if room.computes(need.kv_key):
-        return False, 0
-    return True, room.queued_tokens + (0 if room.may_have(need.kv_key) else need.num_prompt)
+        return room.is_slow, False, handoff
+    return room.is_slow, True, room.queued_tokens + need.num_prompt - room.cached_tokens(need) + handoff

@@ -176,6 +176,12 @@ class SampleQueue:
         return self._tokens_of.total()
 
     @property
+    def head(self) -> Need | None:
+        """The need of the first sample in line; None if none waits there."""
+        entry = self._head()
+        return entry.need if entry else None
+
+    @property
     def in_line(self) -> int:
         """The number of samples that wait in line, without those aside."""
         return self.waiting - len(self._aside)

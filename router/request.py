@@ -38,6 +38,7 @@ from router.attempt import SampleTask
 from router.clock import loop_time
 from router.nodes.registry import Registry
 from router.output import Outbox, SampleOutput
+from router.placement import beginnings_of
 from router.prompts import Model, PromptEncoder
 from router.queue import QueueEntry, SampleQueue
 from router.sample import SampleRunner
@@ -164,6 +165,8 @@ class RequestRunner:
             prompt = tuple(request.prompt)
         self.check(prompt, request.params, model)
         digest = prompt_digest(prompt)
+        scope = f"client {name}" if self._config.share_kv else ""
+        beginnings = beginnings_of(prompt, scope)
         return [
             SampleTask(
                 request_id=request_id,
@@ -179,7 +182,8 @@ class RequestRunner:
                 arrived=arrived,
                 # A resumed sample is compared with what the client has, so it must not read KV that may have been wrong
                 # in the earlier call.
-                share_scope=f"client {name}" if self._config.share_kv and index not in received else "",
+                share_scope="" if index in received else scope,
+                beginnings=beginnings,
                 span=request.span,
                 token_texts=request.token_texts,
             )

@@ -189,6 +189,8 @@ class SampleRun:
             a router that is silent for too long. The failed attempt is then not their fault, and it is no reason to
             give the request up before its deadline. Each such attempt takes so long that even a request that kills
             nodes kills only a few.
+
+        A node that was told to end does not fail an attempt either: it ends once, whatever it is asked.
         """
         task, runner = self._task, self._runner
         slack_s = CLOCK_SLACK_S if isinstance(fault.error, DeadlineError) else 0.0
@@ -201,6 +203,8 @@ class SampleRun:
         self._num_failed += 1
         if still_s > runner.config.heartbeat_timeout_ms / 1000:
             log.warning("it does not count: this router stood still for %.1f s in it", still_s)
+        elif fault.node.is_leaving:
+            log.info("it does not count: %s was told to end", fault.node.info.ref)
         else:
             self._faults.append(fault.node.info.ref)
             self._losses += fault.is_loss

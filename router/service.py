@@ -7,8 +7,7 @@ and the end of service. This module must not know how samples run.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -17,10 +16,8 @@ from corun.contract import Contract
 from corun.errors import DataLossError, InvalidArgumentError, Shown, UnavailableError
 from corun.observe.tracing import Span, Value, of_call
 from corun.params import MAX_SAMPLES, check_lengths
-from corun.receipt import Receipt
 from corun.rpc import codec
 from corun.rpc.activity import Activity
-from corun.rpc.encode import ResponseEncoder
 from corun.rpc.interceptor import Context, caller
 from corun.rpc.pump import Source
 from corun.types import ClusterStatus, NodeInfo
@@ -31,11 +28,11 @@ from router.attempt import SampleTask
 from router.audit.auditor import Auditor
 from router.audit.verifier import Verifier, naming_case
 from router.clock import loop_time
+from router.delivery import OutputStreams, Responses
 from router.metrics import RouterMetrics
 from router.nodes.registry import Registry
-from router.output import Piece
 from router.queue import SampleQueue
-from router.request import Request, RequestRunner, RunningRequest
+from router.request import Request, RequestRunner
 
 CLUSTER_SERVICE = "corun.v1.ClusterService"
 REGISTRY_SERVICE = "corun.v1.RegistryService"
@@ -74,6 +71,7 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
     queue: SampleQueue
     metrics: RouterMetrics
     requests: RequestRunner
+    streams: OutputStreams
     verifier: Verifier
     auditor: Auditor
     max_queued_samples: int
@@ -83,20 +81,29 @@ class ClusterService(cluster_service_pb2_grpc.ClusterServiceServicer):
         with metrics.request() as ending, of_call(context, "corun.request") as span, self.activity.call():
             metrics.resumed_requests.inc(bool(request.resume))
             asked = _request(request, span)
+            stream = self.streams.find(request.stream_id, caller().name) if request.stream_id else None
             samples = await self.requests.accept(asked, _deadline(context))
             span.note({**_request_attributes(asked, samples), "corun.router": self.router_id})
             running = self.requests.start(samples)
             # A client that sent text gets the prompt's token ids, so it can check the receipt or run the request again.
             prompt = samples[0].prompt_token_ids if request.WhichOneof("prompt") == "text" else ()
-            responses = Responses(running, samples[0], prompt, self.registry.contract.fingerprint)
+            fingerprint = self.registry.contract.fingerprint
+            responses = Responses(running, samples[0], prompt, fingerprint, request.call_number)
             try:
-                yield responses
+                if stream is None:
+                    yield responses
+                else:
+                    await stream.carry(request.call_number, responses)
             finally:
                 span.note(responses.attributes)
                 ending.has_finished, ending.error = responses.has_ended, running.outbox.error
                 if ending.error:  # The error may have been raised where the output was taken.
                     span.fail(ending.error)
                 await running.close()
+
+    async def StreamOutputs(self, request: cluster_pb2.StreamOutputsRequest, context: Context) -> AsyncIterator[Source]:
+        with self.streams.opened(caller().name) as stream:
+            yield stream
 
     async def GetCluster(
         self, request: cluster_pb2.GetClusterRequest, context: Context
@@ -217,53 +224,6 @@ def _request(message: cluster_pb2.GenerateRequest, span: Span) -> Request:
     )
 
 
-class Responses(Source):
-    """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own.
-
-    prompt, fingerprint: what only the first response says.
-    """
-
-    def __init__(self, running: RunningRequest, sample: SampleTask, prompt: Sequence[int], fingerprint: str) -> None:
-        self._receipts: list[Receipt] = []  # Those that have been sent.
-        self._outbox = running.outbox
-        self._sample = sample
-        self._first = prompt, fingerprint
-        self._num_samples = running.num_samples
-        self._encoders: dict[int, ResponseEncoder] = {}  # By sample index.
-        self._pieces: deque[Piece] = deque()
-
-    @property
-    def has_ended(self) -> bool:
-        return len(self._receipts) == self._num_samples
-
-    @property
-    def attributes(self) -> dict[str, Value]:
-        """The attributes of the request's span that follow from its output."""
-        return {
-            "gen_ai.usage.output_tokens": sum(receipt.num_output_tokens for receipt in self._receipts),
-            "gen_ai.response.finish_reasons": [receipt.finish_reason.value for receipt in self._receipts],
-        }
-
-    def listen(self, ready: Callable[[], None] | None) -> None:
-        self._outbox.ready = ready
-
-    def pull(self) -> bytes | None:
-        if not self._pieces:
-            self._pieces.extend(self._outbox.take())
-        if not self._pieces:
-            return None
-        piece = self._pieces.popleft()
-        if piece.receipt is not None:
-            self._receipts.append(piece.receipt)
-        encoder = self._encoders.get(piece.sample_index)
-        if encoder is None:
-            encoder = ResponseEncoder(self._sample.request_id, piece.sample_index, piece.seed)
-            self._encoders[piece.sample_index] = encoder
-        logprobs = piece.logprobs if self._sample.params.logprobs else ()
-        first, self._first = self._first, ((), "")
-        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, *first, piece.token_texts or ())
-
-
 def for_client(status: ClusterStatus) -> ClusterStatus:
     """Return the status as a client that is no operator sees it: the nodes that serve it, and how busy they are.
 
@@ -293,4 +253,5 @@ def _node_for_client(node: NodeInfo) -> NodeInfo:
     model = PurePath(node.model).name if PurePath(node.model).is_absolute() else node.model
     finding = HIDDEN if node.finding else ""
     freedoms = tuple(replace(one, refused=HIDDEN if one.refused else "") for one in node.freedoms)
-    return replace(node, address="", nixl=None, model=model, finding=finding, contract_json=contract, freedoms=freedoms)
+    told = replace(node, model=model, finding=finding, contract_json=contract, freedoms=freedoms)
+    return replace(told, address="", nixl=None, engine_id="")

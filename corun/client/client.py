@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from corun.client.loop_thread import LoopThread
+from corun.client.outputs import Outputs
 from corun.client.progress import ProgressBar
 from corun.client.request import (
     DEFAULT_ADDRESS,
@@ -77,6 +78,7 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._routers = Routers(read_addresses(address), Access(tls=tls, token=token), ClusterServiceStub)
+        self._outputs: dict[RouterLink, Outputs[Chunk]] = {}
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -291,16 +293,17 @@ class AsyncClient:
         rest, routers = Resumption(prepared, deadline, self._connect_timeout_s), self._routers
         while not rest.is_whole:
             router = await routers.reach(rest.connect_s)
-            call = router.stub.Generate(rest.request(), timeout=deadline.remaining_s, metadata=prepared.metadata)
+            if router not in self._outputs:
+                self._outputs[router] = Outputs(router.stub, routers.track, read_chunk)
+            chunks = self._outputs[router].generate(rest.request(), deadline, prepared.metadata)
             try:
-                async for response in routers.track(call):
-                    yield rest.take(read_chunk(response))
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        yield rest.take(chunk)
                 rest.finish()
             except grpc.RpcError as error:
                 routers.failed(router, error)
                 lost = error
-            finally:
-                call.cancel()
             if not rest.is_whole:
                 await routers.pause(rest.retry_s(lost, router.address))
 

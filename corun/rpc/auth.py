@@ -31,6 +31,8 @@ _SETTING = re.compile(
 _SCHEME = "Bearer "
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _PUBLIC_SERVICES = frozenset({"corun.v1.ClusterService"})
+_UNCOUNTED = frozenset({"/corun.v1.ClusterService/StreamOutputs"})
+"""Methods whose calls are no requests: they only carry what comes of other calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +137,8 @@ class Gate:
         if token is None:
             kind = "a client's token" if public else "the cluster's token"
             raise UnauthenticatedError(f"{service} needs {kind} as metadata 'authorization: Bearer …'")
-        return self._hold(token.caller) if token.caller.max_requests else nullcontext(token.caller)
+        is_counted = token.caller.max_requests and method not in _UNCOUNTED
+        return self._hold(token.caller) if is_counted else nullcontext(token.caller)
 
     @contextmanager
     def _hold(self, caller: Caller) -> Iterator[Caller]:

@@ -15,9 +15,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from corun.config.fields import DecodeConfig, LinkConfig, PrefillConfig, RouterConfig
+from corun.config.fields import ColocatedConfig, DecodeConfig, LinkConfig, NodeConfig, PrefillConfig, RouterConfig
 from corun.errors import NotFoundError
-from corun.node.life import Role
 from corun.testing.engines import STEP_MS, FakeKv
 from corun.testing.model import write_tokenizer
 from corun.testing.nodes import LocalNode, decode_role, prefill_role
@@ -37,9 +36,11 @@ ROUTER_DEFAULTS: dict[str, Any] = {
     "audit_fraction": 0,  # Otherwise one sample of a thousand would run twice.
 }
 NODE_DEFAULTS: dict[str, Any] = {"slots": 8, "lease_ttl_ms": 60_000}
-"""The settings of `local_cluster` that go to decode nodes; all others go to routers."""
+"""The settings of `local_cluster` that go to nodes that sample; all others go to routers."""
 LINKS = {field.name for field in fields(LinkConfig)}
 """The settings that all members of a cluster share: certificates and the cluster's token."""
+MAKERS: dict[NodeRole, Callable[..., Any]] = {NodeRole.PREFILL: prefill_role, NodeRole.DECODE: decode_role}
+"""What makes the parts of each role."""
 
 
 def router_config(**settings: Any) -> RouterConfig:
@@ -50,8 +51,8 @@ def router_config(**settings: Any) -> RouterConfig:
 class LocalCluster:
     """Routers and nodes of one process. `local_cluster` makes it.
 
-    Nodes are named p1, p2, ... and d1, d2, ... by their roles. Each node has an `engine` with a pace and faults
-    (`corun.testing.engines`).
+    Prefill nodes are named p1, p2, ..., decode nodes d1, d2, ... and colocated nodes c1, c2, ...; routers know c1 as
+    two nodes, c1-prefill and c1-decode. Each node has an `engine` with a pace and faults (`corun.testing.engines`).
     """
 
     def __init__(self, model: str, config: RouterConfig, *, step_ms: float = STEP_MS) -> None:
@@ -64,7 +65,8 @@ class LocalCluster:
         """Whether a node ends when a router says that it may have given wrong bits, as real ones do."""
         self._config = config
         self._step_ms = step_ms
-        self._settings: dict[str, dict[str, Any]] = {}  # node id -> the settings of its newest generation
+        # The config and the settings of the newest generation of each node.
+        self._kinds: dict[str, tuple[type[NodeConfig], dict[str, Any]]] = {}
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -83,13 +85,18 @@ class LocalCluster:
         return self.routers[0]
 
     def node(self, node_id: str) -> LocalNode:
-        """Return the newest generation of a node. Raises NotFoundError if there is none."""
-        found = [node for node in self.nodes if node.ref.node_id == node_id]
+        """Return the newest generation of a node, by its name or by that of one of its sides.
+
+        Raises NotFoundError if there is none.
+        """
+        found = [node for node in self.nodes if node_id in (ref.node_id for ref in (node.ref, *node.refs))]
         if not found:
             raise NotFoundError(f"there is no node {node_id!r}")
         return found[-1]
 
-    async def start(self, prefill: int = 1, decode: int = 1, routers: int = 1, **decode_settings: Any) -> None:
+    async def start(
+        self, prefill: int = 1, decode: int = 1, routers: int = 1, colocated: int = 0, **decode_settings: Any
+    ) -> None:
         """Start so many routers and nodes, and wait until the nodes are READY."""
         for _ in range(routers):
             await self.add_router()
@@ -97,8 +104,10 @@ class LocalCluster:
             await self.add_prefill(f"p{number}")
         for number in range(1, decode + 1):
             await self.add_decode(f"d{number}", **decode_settings)
-        if prefill and decode:
-            await self.ready(*(node.ref.node_id for node in self.nodes))
+        for number in range(1, colocated + 1):
+            await self.add_colocated(f"c{number}", **decode_settings)
+        if (prefill or colocated) and (decode or colocated):
+            await self.ready(*(ref.node_id for node in self.nodes for ref in node.refs))
 
     async def add_router(self) -> Router:
         """Start a router. Only nodes that are added later know it."""
@@ -109,18 +118,22 @@ class LocalCluster:
 
     async def add_prefill(self, node_id: str = "p1", **settings: Any) -> LocalNode:
         """Start a prefill node; see `add_decode`."""
-        return await self._add(NodeRole.PREFILL, node_id, settings)
+        return await self._add(PrefillConfig, node_id, settings)
 
     async def add_decode(self, node_id: str = "d1", **settings: Any) -> LocalNode:
         """Start a decode node, and make it join the routers unless `join` is False.
 
-        settings: fields of its config; `kv_blocks`; fields of its model contract that are to differ.
+        settings: fields of its config; `kv_blocks`; `engine_id`, the same for the two sides of a colocated node; fields
+        of its model contract that are to differ.
         """
-        return await self._add(NodeRole.DECODE, node_id, {**NODE_DEFAULTS, **settings})
+        return await self._add(DecodeConfig, node_id, {**NODE_DEFAULTS, **settings})
 
-    async def _add(self, role: NodeRole, node_id: str, settings: dict[str, Any]) -> LocalNode:
-        self._settings[node_id] = settings
-        kind, make = (PrefillConfig, prefill_role) if role is NodeRole.PREFILL else (DecodeConfig, decode_role)
+    async def add_colocated(self, node_id: str = "c1", **settings: Any) -> LocalNode:
+        """Start a colocated node: one process with a prefill and a decode side; see `add_decode`."""
+        return await self._add(ColocatedConfig, node_id, {**NODE_DEFAULTS, **settings})
+
+    async def _add(self, kind: type[NodeConfig], node_id: str, settings: dict[str, Any]) -> LocalNode:
+        self._kinds[node_id] = kind, settings
         names = {field.name for field in fields(kind)} - {"threads", "dtype"}  # Here these only name a contract.
         links = {name: getattr(self._config, name) for name in LINKS}
         own = {name: value for name, value in settings.items() if name in names}
@@ -128,13 +141,18 @@ class LocalCluster:
         values: dict[str, Any] = {"model": self.model, "node_id": node_id, "router": self.addresses, **links, **own}
         config: Any = kind(**values)
         ref = NodeRef(node_id=node_id, generation=new_generation())
-        parts: Role = make(config, ref, self.kv, **others)
-        if role is NodeRole.DECODE:
-            parts.engine.step_ms = self._step_ms
-        node = LocalNode(config, parts, ref)
+        refs = {NodeRole.PREFILL: ref} if kind is PrefillConfig else {NodeRole.DECODE: ref}
+        if kind is ColocatedConfig:
+            refs = {role: replace(ref, node_id=f"{node_id}-{role.value}") for role in NodeRole}
+            others = {"engine_id": f"engine-{ref.generation}", **others}
+        roles = [MAKERS[role](config, own_ref, self.kv, **others) for role, own_ref in refs.items()]
+        node = LocalNode(config, roles, ref)
+        if NodeRole.DECODE in node.sides:
+            node.engine.step_ms = self._step_ms
         await node.start()
         if not self.ends_quarantined:
-            node.agent.on_quarantine = lambda reason: None
+            for agent in node.agents:
+                agent.on_quarantine = lambda reason: None
         self.nodes.append(node)
         if settings.get("join", True):
             node.join()
@@ -154,8 +172,9 @@ class LocalCluster:
         """Start a new generation of a node with its settings, after killing the one that runs. It is READY then."""
         old = self.node(node_id)
         await old.kill()
-        node = await self._add(old.info.role, node_id, self._settings[node_id])
-        await self.ready(str(node.ref))
+        kind, settings = self._kinds[old.ref.node_id]
+        node = await self._add(kind, old.ref.node_id, settings)
+        await self.ready(*map(str, node.refs))
         return node
 
     async def kill_router(self, index: int = 0) -> None:
@@ -208,7 +227,8 @@ class LocalCluster:
     def held(self) -> list[str]:
         """Return a text for each thing that requests hold in the cluster."""
         live = [node for node in self.nodes if node.is_member]
-        engines = {node.engine.endpoint.engine_id for node in live if node.info.role is NodeRole.PREFILL}
+        sides = [node.sides[NodeRole.PREFILL] for node in live if NodeRole.PREFILL in node.sides]
+        engines = {side.engine.endpoint.engine_id for side in sides}
         found = [f"{node.leases} leases of {node.ref}" for node in live if node.leases]
         found += [f"KV {key}" for key in self.kv.held if key[0] in engines]
         for router in self.routers:
@@ -233,14 +253,14 @@ class LocalCluster:
 
 @contextlib.asynccontextmanager
 async def _running(
-    prefill: int, decode: int, routers: int, model: str | None, step_ms: float, settings: Mapping[str, Any]
+    counts: Mapping[str, int], model: str | None, step_ms: float, settings: Mapping[str, Any]
 ) -> AsyncIterator[LocalCluster]:
     own = {name: value for name, value in settings.items() if name in NODE_DEFAULTS}
     config = router_config(**{name: value for name, value in settings.items() if name not in NODE_DEFAULTS})
     with tempfile.TemporaryDirectory(prefix="corun-testing-") as directory:
         cluster = LocalCluster(model or write_tokenizer(Path(directory)), config, step_ms=step_ms)
         try:
-            await cluster.start(prefill, decode, routers, **own)
+            await cluster.start(**counts, **own)
             yield cluster
         finally:
             await cluster.close()
@@ -285,15 +305,16 @@ def local_cluster(
     decode: int = 1,
     routers: int = 1,
     *,
+    colocated: int = 0,
     model: str | None = None,
     step_ms: float = STEP_MS,
     **settings: Any,
 ) -> Running:
     """Run a cluster of real services around fake engines, until the context ends. Its nodes are READY.
 
-    prefill, decode, routers: the number of each. model: a directory with a tokenizer.json; by default one with a token
-    per byte. step_ms: the time between two tokens of a sample, in milliseconds. settings: fields of `RouterConfig`, and
-    `slots` and `lease_ttl_ms` of decode nodes.
+    prefill, decode, routers, colocated: the number of each. model: a directory with a tokenizer.json; by default one
+    with a token per byte. step_ms: the time between two tokens of a sample, in milliseconds. settings: fields of
+    `RouterConfig`, and `slots` and `lease_ttl_ms` of nodes that sample.
 
     Example:
         async with local_cluster(decode=2) as cluster, AsyncClient(cluster.address) as client:
@@ -301,4 +322,5 @@ def local_cluster(
 
     Raises TypeError or InvalidArgumentError for settings that are wrong.
     """
-    return Running(_running(prefill, decode, routers, model, step_ms, settings))
+    counts = {"prefill": prefill, "decode": decode, "routers": routers, "colocated": colocated}
+    return Running(_running(counts, model, step_ms, settings))

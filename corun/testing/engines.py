@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import secrets
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from corun.contract import Contract
 from corun.errors import UnavailableError
-from corun.node.certificate import Certificate
+from corun.node.certificate import SWITCHES, Certificate
 from corun.node.kv.handle import bound
 from corun.params import SamplingParams
 from corun.receipt import output_digest, prompt_digest
@@ -71,13 +72,12 @@ def finish_reason(params: SamplingParams, token_id: int, num_tokens: int) -> Fin
     return FinishReason.LENGTH if num_tokens >= params.max_tokens else None
 
 
-FREEDOMS = {NodeRole.PREFILL: (Freedom.PACKED, Freedom.CHUNKS), NodeRole.DECODE: (Freedom.ROWS,)}
 NOT_TESTED = "a fake engine tests nothing"
 
 
 def certificate(role: NodeRole) -> Certificate:
     """Return the certificate of a fake engine: it tests nothing and holds nothing."""
-    return Certificate.of_ranks(dict.fromkeys(FREEDOMS[role], NOT_TESTED))
+    return Certificate.of_ranks(dict.fromkeys(SWITCHES[role], NOT_TESTED))
 
 
 @dataclass(kw_only=True)
@@ -109,7 +109,9 @@ class FakeKv:
 class FakeEngine:
     """What the engines of both roles have in common: the members that a node's life needs, and faults."""
 
-    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts) -> None:
+    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts, engine_id: str = "") -> None:
+        """Create the engine. engine_id: the id that it says; random if empty."""
+        self.engine_id = engine_id or f"engine-{secrets.token_hex(8)}"
         self.contract = contract
         self.facts = facts
         self.certificate = certificate(contract.role)
@@ -156,10 +158,10 @@ class FakeEngine:
 class FakePrefillEngine(FakeEngine):
     """A prefill engine that takes `delay_s` per prompt, one prompt at a time."""
 
-    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts, ref: NodeRef) -> None:
-        super().__init__(contract, kv, facts)
+    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts, ref: NodeRef, engine_id: str = "") -> None:
+        super().__init__(contract, kv, facts, engine_id)
         self.endpoint = NixlEndpoint(
-            engine_id=f"engine-{ref.generation}", host="127.0.0.1", port=1, tp_size=1, stamp_addresses=(4096,)
+            engine_id=self.engine_id, host="127.0.0.1", port=1, tp_size=1, stamp_addresses=(4096,)
         )
         self.delay_s = 0.0
         self.on_checked: Callable[[Any], None] = lambda computation: None
@@ -208,6 +210,8 @@ class FakePrefillEngine(FakeEngine):
 
     def withdraw(self, finding: str) -> None:
         """See `PrefillEngine.withdraw`."""
+        for freedom in Freedom:
+            self.certificate = self.certificate.without(freedom, finding)
         self.on_finding(finding)
 
     def _handle(self, request_id: str, prompt: tuple[int, ...], reader: NodeRef) -> KvHandle:
@@ -253,12 +257,12 @@ class FakeDecodeEngine(FakeEngine):
     """A decode engine that draws a token for every request in a slot each `step_ms`; the others wait in line.
 
     The KV of all is read in the step after their start. A request without its KV ends with an error, as at the real
-    engine. A stopped engine ends the step that it was in
-    when it goes on, before it reads what was sent to it meanwhile.
+    engine. A stopped engine ends the step that it was in when it goes on, before it reads what was sent to it
+    meanwhile.
     """
 
-    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts) -> None:
-        super().__init__(contract, kv, facts)
+    def __init__(self, contract: Contract, kv: FakeKv, facts: Facts, engine_id: str = "") -> None:
+        super().__init__(contract, kv, facts, engine_id)
         assert contract.decode is not None
         self._slots = contract.decode.slots
         self.step_ms = STEP_MS
@@ -268,6 +272,8 @@ class FakeDecodeEngine(FakeEngine):
         """The positions, from 0, at which some request finds no finite logits; once each."""
         self.start_errors: list[Exception] = []
         """The errors that the next starts raise, one each."""
+        self.reads_hang = False
+        """Whether reads of KV that have not ended neither end nor fail."""
         self.corrupt = False
         """Whether it draws other log probabilities than it should."""
         self.connected: list[NixlEndpoint] = []
@@ -275,7 +281,8 @@ class FakeDecodeEngine(FakeEngine):
         self.most_running = 0
         """The most requests that had a slot at once."""
         self.on_step: Callable[[Sequence[StepRow]], None] = lambda _: None
-        self._running: dict[str, tuple[DecodeRequest, int]] = {}  # with the number of tokens drawn; in order of arrival
+        self.on_read: Callable[[Sequence[str]], None] = lambda _: None
+        self._running: dict[str, tuple[DecodeRequest, int]] = {}  # with the number of tokens drawn; in the line's order
         self._unread: set[str] = set()
         self._clock: asyncio.Task[None] | None = None
 
@@ -291,6 +298,7 @@ class FakeDecodeEngine(FakeEngine):
     async def abort(self, request_id: str) -> None:
         await self._until_not(lambda: self.stopped)
         self._running.pop(request_id, None)
+        self._unread.discard(request_id)
 
     async def connect(self, peer: NixlEndpoint) -> None:
         if self.connect_errors:
@@ -314,15 +322,25 @@ class FakeDecodeEngine(FakeEngine):
 
     def _step(self) -> None:
         self.steps += 1
-        unread = [request for request, _ in self._running.values() if request.request_id in self._unread]
-        self._unread.clear()
-        failed = [self._failed(one, "the KV could not be loaded") for one in unread if not self._read(one.handle)]
-        in_slots = list(itertools.islice(self._running.values(), self._slots))
+        failed = [] if self.reads_hang else self._read_all()
+        in_line = (running for name, running in self._running.items() if name not in self._unread)
+        in_slots = list(itertools.islice(in_line, self._slots))
         self.on_step([*failed, *(self._row(*running) for running in in_slots)])
+
+    def _read_all(self) -> list[StepRow]:
+        """Read the KV of all requests that wait for it. Return the rows of those whose KV is not there."""
+        unread = {name: self._running[name] for name in self._running if name in self._unread}
+        self._unread.clear()
+        failed = [request for request, _ in unread.values() if not self._read(request.handle)]
+        rows = [self._failed(request, "the KV could not be loaded") for request in failed]
+        read = [name for name in unread if name in self._running]
+        self._running.update({name: self._running.pop(name) for name in read})
+        self.on_read(read)
+        return rows
 
     @property
     def in_slots(self) -> int:
-        """The number of requests that have a slot."""
+        """The number of requests that have a slot, or take one when their KV is there."""
         return min(len(self._running), self._slots)
 
     def _read(self, handle: KvHandle) -> bool:

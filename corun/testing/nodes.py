@@ -6,10 +6,12 @@ This module must not know routers: nodes find them at addresses.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig
 from corun.node.life import Life, Role, node_info
+from corun.node.membership import NodeAgent
 from corun.observe.endpoints import Observation
 from corun.testing.engines import KV_BLOCKS, Facts, FakeDecodeEngine, FakeKv, FakePrefillEngine
 from corun.testing.model import contract
@@ -21,11 +23,18 @@ from prefill_node import service as prefill_service
 
 
 def prefill_role(
-    config: PrefillConfig, ref: NodeRef, kv: FakeKv, *, kv_blocks: int = KV_BLOCKS, **changes: Any
+    config: PrefillConfig,
+    ref: NodeRef,
+    kv: FakeKv,
+    *,
+    kv_blocks: int = KV_BLOCKS,
+    engine_id: str = "",
+    **changes: Any,
 ) -> Role:
-    """Return the parts of a prefill node. changes: other values for fields of its model contract."""
+    """Return the parts of a prefill node. engine_id: of its engine. changes: other values for fields of its model
+    contract."""
     facts = Facts(kv_blocks=kv_blocks)
-    engine = FakePrefillEngine(contract(NodeRole.PREFILL, config.model, **changes), kv, facts, ref)
+    engine = FakePrefillEngine(contract(NodeRole.PREFILL, config.model, **changes), kv, facts, ref, engine_id)
     service = prefill_service.PrefillService(ref, engine, kv_tokens=kv_blocks * facts.block_size)
     service.metrics.show_engine(engine, kv_blocks)
     return Role(
@@ -38,13 +47,23 @@ def prefill_role(
     )
 
 
-def decode_role(config: DecodeConfig, ref: NodeRef, kv: FakeKv, *, kv_blocks: int = KV_BLOCKS, **changes: Any) -> Role:
-    """Return the parts of a decode node. changes: other values for fields of its model contract."""
+def decode_role(
+    config: DecodeConfig,
+    ref: NodeRef,
+    kv: FakeKv,
+    *,
+    kv_blocks: int = KV_BLOCKS,
+    engine_id: str = "",
+    **changes: Any,
+) -> Role:
+    """Return the parts of a decode node; see `prefill_role`."""
     facts = Facts(kv_blocks=kv_blocks)
-    engine = FakeDecodeEngine(contract(NodeRole.DECODE, config.model, slots=config.slots, **changes), kv, facts)
+    engine = FakeDecodeEngine(
+        contract(NodeRole.DECODE, config.model, slots=config.slots, **changes), kv, facts, engine_id
+    )
     table = SlotTable(slots=config.slots, kv_blocks=kv_blocks, block_size=facts.block_size)
     service = decode_service.DecodeService(ref, engine, table, lease_ttl_ms=config.lease_ttl_ms)
-    engine.on_step = service.on_step
+    engine.on_step, engine.on_read = service.on_step, service.on_read
     return Role(
         engine=engine,
         service=service,
@@ -58,20 +77,26 @@ def decode_role(config: DecodeConfig, ref: NodeRef, kv: FakeKv, *, kv_blocks: in
 class LocalNode(Life):
     """One generation of a node, from its start to its end. Make it inside a running loop, and `start` it.
 
-    To a router it is a node process: it may be stopped, which drains it, or killed.
+    To a router it is a node process: it may be stopped, which drains it, or killed. A colocated node has two roles, the
+    decode side last, and a router knows it as two nodes.
     """
 
-    def __init__(self, config: NodeConfig, role: Role, ref: NodeRef) -> None:
+    def __init__(self, config: NodeConfig, roles: Sequence[Role], ref: NodeRef) -> None:
         self.observation = Observation(config)
-        super().__init__(config, role, self.observation)
+        super().__init__(config, roles, self.observation)
+        self._role = roles[-1]
         self.ref = ref
-        self.engine: Any = role.engine
-        self.service: Any = role.service
+        """The name of the process and its generation. The sides of a colocated node add their roles to the name."""
+        self.sides: dict[NodeRole, Role] = {role.engine.contract.role: role for role in roles}
+        self.engine: Any = self._role.engine
+        """The engine; of a colocated node, its decode side."""
+        self.service: Any = self._role.service
         self.stop = asyncio.Event()
         """Set this to ask the node to end, like SIGTERM: it drains first."""
-        self.membership: asyncio.Task[None] | None = None
-        """The task that keeps the node registered; None before the node has joined."""
+        self.memberships: list[asyncio.Task[None]] = []
+        """The tasks that keep the sides registered; empty before the node has joined."""
         self.info: NodeInfo
+        """What it tells routers of itself; of a colocated node, what its decode side does."""
         self.life: asyncio.Task[None]
         """The task that is this node's process. It raises the error that ends the node."""
 
@@ -79,7 +104,7 @@ class LocalNode(Life):
         """Listen and watch the engine; `join` is what makes routers use the node."""
         await self.observation.start()
         await super().start()
-        self.info = self._role.info(self.server.address)
+        self.info = self.agent.info
         self.life = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -89,40 +114,66 @@ class LocalNode(Life):
             await self.observation.stop()
 
     @property
+    def agent(self) -> NodeAgent:
+        """What keeps the node registered, once it has started. Tests replace it."""
+        return self.agents[-1]
+
+    @agent.setter
+    def agent(self, agent: NodeAgent) -> None:
+        self.agents = [agent]
+
+    @property
+    def refs(self) -> tuple[NodeRef, ...]:
+        """The nodes that routers know it as."""
+        return tuple(agent.info.ref for agent in self.agents)
+
+    @property
     def is_member(self) -> bool:
         """Whether the node keeps itself registered now."""
-        return self.membership is not None and not self.membership.done()
+        return bool(self.memberships) and not any(membership.done() for membership in self.memberships)
 
     @property
     def leases(self) -> int:
-        """The number of leases on a decode node that routers hold."""
-        return len(self.service._table) if self.info.role is NodeRole.DECODE else 0
+        """The number of leases that routers hold on a node that samples."""
+        return len(self.service._table) if NodeRole.DECODE in self.sides else 0
 
     @property
     def drawn_tokens(self) -> int:
-        """The number of tokens that a decode node has drawn since its start."""
+        """The number of tokens that a node that samples has drawn since its start."""
         return int(self.service.metrics.tokens.value)
 
     @property
     def queued_tokens(self) -> int:
-        """The number of tokens of the prompts that a prefill node is to compute."""
-        return int(self.service.queued_tokens)
+        """The number of tokens of the prompts that a node is to compute."""
+        service: Any = self.sides[NodeRole.PREFILL].service
+        return int(service.queued_tokens)
 
-    def join(self) -> asyncio.Task[None]:
+    @property
+    def hanging(self) -> bool:
+        """Whether the engine computes nothing, on any side, although it answers."""
+        return bool(self.engine.hanging)
+
+    @hanging.setter
+    def hanging(self, hanging: bool) -> None:
+        for role in self.sides.values():
+            role.engine.hanging = hanging
+
+    def join(self) -> list[asyncio.Task[None]]:
         """Register with the routers and send heartbeats."""
-        self.membership = super().join()
-        return self.membership
+        self.memberships = super().join()
+        return self.memberships
 
     async def fall_silent(self) -> None:
         """Stop the heartbeats; the service still answers. `join` ends the silence."""
-        if self.membership is not None:
-            self.membership.cancel()
-            await asyncio.wait((self.membership,))
+        for membership in self.memberships:
+            membership.cancel()
+        if self.memberships:
+            await asyncio.wait(self.memberships)
 
     async def kill(self) -> None:
         """End at once, like a process that dies."""
         if not self.life.done():
-            self.engine.hanging = True  # It draws nothing more while the server closes.
+            self.hanging = True  # It draws nothing more while the server closes.
             self.life.cancel()
             await self.close(grace_s=0.0)
         await asyncio.wait((self.life,))

@@ -55,7 +55,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling_params", "seed", "resume", "fingerprint", "priority", "token_texts")
+    __slots__ = ("request_id", "text", "token_ids", "sampling_params", "seed", "resume", "fingerprint", "priority", "token_texts", "stream_id", "call_number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,8 @@ class GenerateRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    CALL_NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -74,7 +76,9 @@ class GenerateRequest(_message.Message):
     fingerprint: str
     priority: Priority
     token_texts: bool
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., token_texts: bool = ...) -> None: ...
+    stream_id: str
+    call_number: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumePoint, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., token_texts: bool = ..., stream_id: _Optional[str] = ..., call_number: _Optional[int] = ...) -> None: ...
 
 class ResumePoint(_message.Message):
     __slots__ = ("sample_index", "seed", "num_tokens", "output_digest", "text_bytes", "done")
@@ -93,7 +97,7 @@ class ResumePoint(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., num_tokens: _Optional[int] = ..., output_digest: _Optional[str] = ..., text_bytes: _Optional[int] = ..., done: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "sample_index", "seed", "text", "token_ids", "logprobs", "finish_reason", "receipt", "prompt_token_ids", "fingerprint", "token_texts")
+    __slots__ = ("request_id", "sample_index", "seed", "text", "token_ids", "logprobs", "finish_reason", "receipt", "prompt_token_ids", "fingerprint", "token_texts", "call_number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +109,7 @@ class GenerateResponse(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    CALL_NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sample_index: int
     seed: int
@@ -116,7 +121,22 @@ class GenerateResponse(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     fingerprint: str
     token_texts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
+    call_number: int
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., seed: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., receipt: _Optional[_Union[_types_pb2.Receipt, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ..., token_texts: _Optional[_Iterable[str]] = ..., call_number: _Optional[int] = ...) -> None: ...
+
+class StreamOutputsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StreamOutputsResponse(_message.Message):
+    __slots__ = ("stream_id", "responses", "ended")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    stream_id: str
+    responses: _containers.RepeatedCompositeFieldContainer[GenerateResponse]
+    ended: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stream_id: _Optional[str] = ..., responses: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()

@@ -40,6 +40,11 @@ class ClusterServiceStub(object):
                 request_serializer=corun_dot_v1_dot_cluster__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=corun_dot_v1_dot_cluster__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.StreamOutputs = channel.unary_stream(
+                '/corun.v1.ClusterService/StreamOutputs',
+                request_serializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsRequest.SerializeToString,
+                response_deserializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsResponse.FromString,
+                _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/corun.v1.ClusterService/GetCluster',
                 request_serializer=corun_dot_v1_dot_cluster__service__pb2.GetClusterRequest.SerializeToString,
@@ -58,6 +63,15 @@ class ClusterServiceServicer(object):
 
     def Generate(self, request, context):
         """Streams the samples of one prompt as they are drawn; samples of one request interleave.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamOutputs(self, request, context):
+        """Streams the responses of all calls of Generate that name this stream: one message for all that has come. A message of
+        its own for every token would cost a router and its client several times as much. It has no deadline, and ends with
+        OK once no call has named it for a minute.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +99,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=corun_dot_v1_dot_cluster__service__pb2.GenerateRequest.FromString,
                     response_serializer=corun_dot_v1_dot_cluster__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'StreamOutputs': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamOutputs,
+                    request_deserializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsRequest.FromString,
+                    response_serializer=corun_dot_v1_dot_cluster__service__pb2.StreamOutputsResponse.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,
@@ -125,6 +144,33 @@ class ClusterService(object):
             '/corun.v1.ClusterService/Generate',
             corun_dot_v1_dot_cluster__service__pb2.GenerateRequest.SerializeToString,
             corun_dot_v1_dot_cluster__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamOutputs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/corun.v1.ClusterService/StreamOutputs',
+            corun_dot_v1_dot_cluster__service__pb2.StreamOutputsRequest.SerializeToString,
+            corun_dot_v1_dot_cluster__service__pb2.StreamOutputsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -88,18 +88,20 @@ class StreamStepsRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., generation: _Optional[str] = ..., session: _Optional[int] = ...) -> None: ...
 
 class StreamStepsResponse(_message.Message):
-    __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended")
+    __slots__ = ("step", "lease_ids", "token_ids", "logprobs", "ended", "read")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     step: int
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     ended: _containers.RepeatedCompositeFieldContainer[LeaseEnd]
-    def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ...) -> None: ...
+    read: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ended: _Optional[_Iterable[_Union[LeaseEnd, _Mapping]]] = ..., read: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseEnd(_message.Message):
     __slots__ = ("lease_id", "finish_reason", "detail", "not_finite")

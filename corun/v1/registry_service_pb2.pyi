@@ -40,7 +40,7 @@ class FreedomStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model", "finding", "freedoms", "certificate")
+    __slots__ = ("ref", "role", "address", "contract_json", "slots", "kv_blocks", "block_size", "max_model_len", "vocab_size", "nixl", "model", "finding", "freedoms", "certificate", "engine_id")
     REF_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class NodeInfo(_message.Message):
     FINDING_FIELD_NUMBER: _ClassVar[int]
     FREEDOMS_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ref: _types_pb2.NodeRef
     role: NodeRole
     address: str
@@ -69,7 +70,8 @@ class NodeInfo(_message.Message):
     finding: str
     freedoms: _containers.RepeatedCompositeFieldContainer[FreedomStatus]
     certificate: str
-    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ..., freedoms: _Optional[_Iterable[_Union[FreedomStatus, _Mapping]]] = ..., certificate: _Optional[str] = ...) -> None: ...
+    engine_id: str
+    def __init__(self, ref: _Optional[_Union[_types_pb2.NodeRef, _Mapping]] = ..., role: _Optional[_Union[NodeRole, str]] = ..., address: _Optional[str] = ..., contract_json: _Optional[str] = ..., slots: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., nixl: _Optional[_Union[NixlEndpoint, _Mapping]] = ..., model: _Optional[str] = ..., finding: _Optional[str] = ..., freedoms: _Optional[_Iterable[_Union[FreedomStatus, _Mapping]]] = ..., certificate: _Optional[str] = ..., engine_id: _Optional[str] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("used_slots", "used_kv_blocks", "queued_prompt_tokens", "steps", "tokens", "kv_reads", "leases", "cached_tokens")

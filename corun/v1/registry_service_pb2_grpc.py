@@ -52,7 +52,8 @@ class RegistryServiceServicer(object):
     """
 
     def Register(self, request, context):
-        """Joins the cluster. FAILED_PRECONDITION names the differing fields if the contract is not the cluster's.
+        """Joins the cluster. FAILED_PRECONDITION names the differing fields if the contract is not the cluster's. A node that
+        has lost a freedom registers again: of what it says then, only freedoms and certificate are taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

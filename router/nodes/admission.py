@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from corun.contract import Contract
 from corun.errors import (
@@ -72,8 +72,8 @@ class Admission:
             contract = Contract.from_json(info.contract_json)
             if contract.role is not info.role:
                 raise InvalidArgumentError("node.contract_json", contract.role.value, f"must be {info.role.value}")
-            if info.finding:
-                raise UnavailableError(f"node {info.ref} failed its self-test: {info.finding}")
+            if finding := self._finding(info):
+                raise UnavailableError(f"node {info.ref} failed its self-test: {finding}")
             waits = self._contract.admit(contract)
         except CorunError as error:
             self._refuse(info, str(error))
@@ -89,7 +89,7 @@ class Admission:
         if len(self._replaced) > MAX_NODES:
             self._replaced.pop(next(iter(self._replaced)))  # Forget the node that was first replaced longest ago.
 
-    def quarantine(self, suspects: Sequence[NodeRef], reason: str) -> bool:
+    def quarantine(self, suspects: Collection[NodeRef], reason: str) -> bool:
         """Quarantine generations for ever. Return False, and quarantine none, if one of them already is."""
         if any(ref in self._quarantined for ref in suspects):
             return False
@@ -103,6 +103,13 @@ class Admission:
         now = self._clock.time()
         self._refused = {name: found for name, found in self._refused.items() if now - found[1] < FORGET_AFTER_S}
         return self._refused
+
+    def _finding(self, info: NodeInfo) -> str:
+        """Return what a node's self-test found, or that of the other side of a colocated node; empty if it passed."""
+        if info.finding or not info.engine_id:
+            return info.finding
+        refused = (status.node for status, _ in self._refused.values())
+        return next((node.finding for node in refused if node.engine_id == info.engine_id and node.finding), "")
 
     def _refuse(self, info: NodeInfo, reason: str, state: NodeState = NodeState.REFUSED) -> None:
         """Remember a node that may not join. state: REFUSED, or JOINING if that may end by itself."""

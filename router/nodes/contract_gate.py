@@ -98,6 +98,7 @@ def check_info(info: NodeInfo) -> None:
     for field in ("node.ref.node_id", "node.ref.generation", "node.address"):
         check_name(field, str(required[field]))
     texts = [("contract_json", info.contract_json), ("model", info.model), ("finding", info.finding)]
+    texts += [("engine_id", info.engine_id)]
     texts += [("freedoms", "".join(one.name + one.refused for one in info.freedoms)), ("certificate", info.certificate)]
     for field, text in texts:
         if len(text) > MAX_TEXT_LENGTH:

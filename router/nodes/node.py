@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-from corun.types import Freedom, FreedomStatus, NodeInfo, NodeLoad, NodeRef, NodeState, NodeStatus
+from corun.types import GONE_AS_PLANNED, Freedom, FreedomStatus, NodeInfo, NodeLoad, NodeRef, NodeState, NodeStatus
 from router.nodes.node_client import DecodeClient, NodeClient, PrefillClient
-from router.placement import PACKED_TOKENS_IN_FLIGHT, PREFILLS_IN_FLIGHT, DecodeRoom, Need, PrefillRoom
+from router.placement import (
+    BEGINNING,
+    PACKED_TOKENS_IN_FLIGHT,
+    PREFILLS_IN_FLIGHT,
+    DecodeRoom,
+    Need,
+    PrefillRoom,
+    Rate,
+)
 
 C = TypeVar("C", bound=NodeClient)
 
@@ -46,6 +55,9 @@ class Node(Generic[C]):
         self.info = info
         self.client = client
         self.load = NodeLoad()
+        self.rate = Rate()
+        """The prompt tokens a second of a prefill node; the steps a second of a decode node while they hold prompts. It
+        is measured under a target of latency only (`router.targets`)."""
         self.heard_at = now
         """The time of the last registration or heartbeat, on the clock that stands still with the router
         (`router.clock`)."""
@@ -75,13 +87,13 @@ class Node(Generic[C]):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the node drains only because it was told to end."""
-        return self.out == (Out.DRAINING, _LEAVING)
+        """Whether the node drains, or is gone, only because it was told to end."""
+        return self.out in ((Out.DRAINING, _LEAVING), (Out.LOST, GONE_AS_PLANNED))
 
     @property
     def no_source(self) -> str:
         """Why nobody can read KV from the node any more; empty if its KV may be read."""
-        if self.out is None or self.out[0] is Out.SUSPENDED or self.is_leaving:
+        if self.out is None or self.out[0] is Out.SUSPENDED or (self.is_leaving and not self.is_gone):
             return ""
         return self.out[1]
 
@@ -93,10 +105,19 @@ class Node(Generic[C]):
 
     @property
     def detail(self) -> str:
-        """Why the node is not ready; empty if it is."""
+        """Why the node is not ready, or what it does not take although it is; empty if it takes all work."""
         if self.out is not None:
             return self.out[1]
-        return "" if self.state is NodeState.READY else self.lacks
+        return self.limit if self.state is NodeState.READY else self.lacks
+
+    @property
+    def limit(self) -> str:
+        """What a target of latency keeps from the node, in words; empty if it is nothing."""
+        return ""
+
+    def describe(self, info: NodeInfo) -> None:
+        """Take what the node says of itself when it registers again: it may have lost a freedom, and nothing else."""
+        self.info = replace(self.info, freedoms=info.freedoms, certificate=info.certificate)
 
     def put_out(self, why: Out, reason: str) -> None:
         """Give the node no work from now on. It does nothing if a weightier reason holds."""
@@ -133,7 +154,13 @@ class DecodeNode(Node[DecodeClient]):
 
     def __init__(self, info: NodeInfo, client: DecodeClient, now: float) -> None:
         super().__init__(info, client, now)
-        self.room = DecodeRoom(slots=info.slots, kv_blocks=info.kv_blocks, block_size=info.block_size)
+        self.room = DecodeRoom(
+            slots=info.slots, kv_blocks=info.kv_blocks, block_size=info.block_size, engine_id=info.engine_id
+        )
+
+    @property
+    def limit(self) -> str:
+        return "takes prompts only: first tokens would come later than the target" if self.room.prompts_only else ""
 
     @property
     def is_full(self) -> bool:
@@ -148,9 +175,20 @@ class PrefillNode(Node[PrefillClient]):
 
     def __init__(self, info: NodeInfo, client: PrefillClient, now: float) -> None:
         super().__init__(info, client, now)
-        packs = FreedomStatus(name=Freedom.PACKED.value) in info.freedoms
-        max_tokens = PACKED_TOKENS_IN_FLIGHT if packs else 0
-        self.room = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, max_tokens=max_tokens)
+        self.room = PrefillRoom(max_in_flight=PREFILLS_IN_FLIGHT, engine_id=info.engine_id)
+        self.describe(info)
+
+    @property
+    def limit(self) -> str:
+        slow = "gets prompts last: its steps with prompts in them last longer than the target"
+        return slow if self.room.is_slow else ""
+
+    def describe(self, info: NodeInfo) -> None:
+        super().describe(info)
+        packs, cuts = (FreedomStatus(name=one.value) in info.freedoms for one in (Freedom.PACKED, Freedom.CHUNKS))
+        self.room.max_tokens = PACKED_TOKENS_IN_FLIGHT if packs else 0
+        # Where prompts may not be cut, the cache has whole chunks only: few prompts begin with equal ones.
+        self.room.max_beginnings = info.kv_blocks * info.block_size // BEGINNING if cuts else 0
 
 
 class Placement:
@@ -169,9 +207,9 @@ class Placement:
         """Whether the sample still counts in the prefill node's backlog."""
         self.cached_tokens = 0
         """The number of prompt tokens that the prefill node had in its prefix cache, once it has answered."""
-        self._need = need
+        self.need = need
         self._changed = changed
-        self._raised = decode.room.take(need.total)
+        self._raised = decode.room.take(need)
         prefill.room.take(need.num_prompt, need.kv_key)
 
     @property
@@ -189,13 +227,13 @@ class Placement:
         self._end_prefill()
         if self.holds_room:
             self.holds_room = False
-            self.decode.room.refuse(self._need.total, self._raised)
+            self.decode.room.refuse(self.need, self._raised)
 
     def free(self) -> None:
         """Give the place and its KV back, because they are free again."""
         if self.holds_room:
             self.holds_room = False
-            self.decode.room.give(self._need.total)
+            self.decode.room.give(self.need)
             self._changed()
 
     def close(self) -> None:
@@ -206,5 +244,6 @@ class Placement:
     def _end_prefill(self, *, is_computed: bool = False) -> bool:
         was_prefilling, self.is_prefilling = self.is_prefilling, False
         if was_prefilling:
-            self.prefill.room.give(self._need.num_prompt, self._need.kv_key, is_computed=is_computed)
+            need = self.need
+            self.prefill.room.give(need.num_prompt, need.kv_key, is_computed=is_computed, beginnings=need.beginnings)
         return was_prefilling

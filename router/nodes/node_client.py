@@ -202,7 +202,7 @@ class RemoteLease:
     """The router's side of a lease on a decode node: reserving, held, then ended. Its rows go to
     `take_token`."""
 
-    __slots__ = ("_take_token", "ended", "first_row_at", "heard_at", "lease_id", "reserving")
+    __slots__ = ("_take_token", "ended", "first_row_at", "has_kv", "heard_at", "lease_id", "reserving")
 
     def __init__(self, take_token: TakeToken) -> None:
         loop = asyncio.get_running_loop()
@@ -211,11 +211,17 @@ class RemoteLease:
         self.ended: asyncio.Future[FinishReason] = loop.create_future()
         self.ended.add_done_callback(_retrieve)
         self.heard_at = 0.0
-        """When the lease was started, its last row came, or its silence was excused, on the clock that stands still
-        with the router (`router.clock`)."""
+        """When the lease was started, its KV had been read, its last row came, or its silence was excused, on the clock
+        that stands still with the router (`router.clock`)."""
+        self.has_kv = False
+        """Whether the node has read the sample's KV, so that the prefill node is not needed any more."""
         self.first_row_at: float | None = None
         """When the first row came, on the loop's clock; None before it."""
         self._take_token = take_token
+
+    def note_read(self, now: float) -> None:
+        self.has_kv = True
+        self.heard_at = now
 
     def row(self, token_id: int, logprob: float, now: float) -> None:
         if self.ended.done():
@@ -339,8 +345,8 @@ class DecodeClient(NodeClient):
         await self._call(self._stub.Start, request, timeout_s, metadata)
 
     def silent_s(self, lease: RemoteLease) -> float:
-        """Return for how many seconds a started lease has had no row. Only time in which this router could have read a
-        row counts."""
+        """Return for how many seconds nothing was heard of a started lease. Only time in which this router could have
+        read a message counts."""
         return self._clock.time() - lease.heard_at
 
     def excuse(self, lease: RemoteLease) -> None:
@@ -412,6 +418,9 @@ class DecodeClient(NodeClient):
         leases = self._leases
         if not len(message.lease_ids) == len(message.token_ids) == len(message.logprobs):
             raise DataLossError(f"message {message.step} has columns of different lengths")
+        for lease_id in message.read:
+            if (lease := leases.get(lease_id)) is not None:
+                lease.note_read(now)
         for lease_id, token_id, logprob in zip(message.lease_ids, message.token_ids, message.logprobs, strict=True):
             lease = leases.get(lease_id)
             if lease is not None:

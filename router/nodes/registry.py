@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +88,7 @@ class Registry:
         self._watchers.append(watcher)
 
     def register(self, info: NodeInfo) -> None:
-        """Add a node, or refresh it. A new generation replaces the old one at once.
+        """Add a node, or refresh it and what it says of its freedoms. A new generation replaces the old one at once.
 
         Raises:
             InvalidArgumentError: the node's own description is not complete.
@@ -107,10 +107,16 @@ class Registry:
         self._admission.check_generation(info, known.info.ref.generation if known else "")
         if known is not None and known.info.ref == info.ref and not known.is_gone:
             known.heard_at = self.clock.time()
+            known.describe(info)
             return
         if known is not None:
             self._replace(known, info.ref)
-        self._admission.admit(info)
+        try:
+            self._admission.admit(info)
+        finally:
+            if info.finding:  # It is of the engine, whichever side tells it.
+                for side in self._of_engine(info):
+                    self.lose(side, f"its engine failed its self-test: {info.finding}")
         self._add(info)
 
     def heartbeat(self, ref: NodeRef, load: NodeLoad, *, draining: bool, stuck: str = "") -> None:
@@ -130,7 +136,8 @@ class Registry:
         self.changed()
 
     def lose(self, node: Node[Any], reason: str) -> None:
-        """Give a node up. Its calls end, its leases fail, and its pairs are forgotten. It may register again."""
+        """Give a node up, and the other side of a colocated node with it, because they are one process. Its calls end,
+        its leases fail, and its pairs are forgotten. It may register again."""
         if node.is_gone:
             return
         if node.is_leaving:
@@ -138,24 +145,21 @@ class Registry:
             log.info("node %s is %s", node.info.ref, reason)
         else:
             log.warning("node %s is lost: %s", node.info.ref, reason)
-        self._drop(node, reason)
+        others = [side for side in self._of_engine(node.info) if not side.is_gone]
+        self._give_up((node, *others), Out.LOST, reason)
 
     def quarantine(self, refs: Iterable[NodeRef], sample: str) -> None:
-        """Quarantine the nodes of two runs of `sample` that gave different bits. None of them is used again before it
-        has restarted and so tested itself. A node that has restarted since stays in use. If one of the generations that
-        ran is in quarantine already, even if its node has restarted since, it explains this difference too, and the
-        others stay in use."""
+        """Quarantine the nodes of two runs of `sample` that gave different bits, both sides of colocated ones. None of
+        them is used again before it has restarted and so tested itself. A node that has restarted since stays in use.
+        If one of the generations that ran is in quarantine already, even if its node has restarted since, it explains
+        this difference too, and the others stay in use."""
         self.mismatches += 1
         suspects = tuple(dict.fromkeys(refs))
         reason = f"gave other bits for {sample}"
-        if not self._admission.quarantine(suspects, reason):
-            return
-        nodes = [node for ref in suspects if (node := self._node(ref.node_id)) and node.info.ref == ref]
-        in_use = [node for node in nodes if not node.is_gone]
-        for node in nodes:
-            node.put_out(Out.QUARANTINED, reason)
-        for node in in_use:  # All are marked first, so that samples lost here do not go to another of these nodes.
-            self._drop(node, reason)
+        ran = [node for ref in suspects if (node := self._node(ref.node_id)) and node.info.ref == ref]
+        nodes = list(dict.fromkeys(side for node in ran for side in (node, *self._of_engine(node.info))))
+        if self._admission.quarantine(dict.fromkeys((*suspects, *(node.info.ref for node in nodes))), reason):
+            self._give_up(nodes, Out.QUARANTINED, reason)
 
     def note_fault(self, node: Node[Any], error: CorunError) -> None:
         """Note that a call to a node failed. A node that did not answer gets no new work before its next heartbeat. A
@@ -202,6 +206,11 @@ class Registry:
     def could_hold(self, num_tokens: int) -> bool:
         """Return whether some decode node may have room for a sample, now or later."""
         return num_tokens <= self.most_tokens() or bool(self.awaited(num_tokens))
+
+    def in_use(self) -> tuple[list[DecodeNode], list[PrefillNode]]:
+        """Return the decode nodes that can be used now together with some prefill node, and the prefill nodes that take
+        work, sorted by id."""
+        return self._connected(), _usable(self._prefills)
 
     def decode_nodes(self) -> tuple[NodeInfo, ...]:
         """Return the decode nodes that take work, sorted by id."""
@@ -253,9 +262,7 @@ class Registry:
     async def close(self) -> None:
         """Give every node up, after everything held there has been given back."""
         await asyncio.gather(*(node.client.close() for node in self._nodes() if not node.is_gone))
-        for node in self._nodes():
-            if not node.is_gone:
-                self._drop(node, "the router is closing")
+        self._give_up([node for node in self._nodes() if not node.is_gone], Out.LOST, "the router is closing")
         if self._closing:
             await asyncio.wait(set(self._closing))
         self.clock.stop()
@@ -268,8 +275,15 @@ class Registry:
         for listener in self._listeners:
             listener()
 
+    def _give_up(self, nodes: Collection[Node[Any]], why: Out, reason: str) -> None:
+        """Use these nodes no more. All are marked first, so that samples lost here do not go to another of them."""
+        in_use = [node for node in nodes if not node.is_gone]
+        for node in nodes:
+            node.put_out(why, reason)
+        for node in in_use:
+            self._drop(node, reason)
+
     def _drop(self, node: Node[Any], reason: str) -> None:
-        node.put_out(Out.LOST, reason)
         if node.silence is not None:
             node.silence.cancel()
         self._preparation.stop(node)
@@ -304,6 +318,11 @@ class Registry:
 
     def _nodes(self) -> list[Node[Any]]:
         return [*by_id(self._prefills), *by_id(self._decodes)]
+
+    def _of_engine(self, info: NodeInfo) -> list[Node[Any]]:
+        """Return the other nodes with the engine of this one: the other side of a colocated node."""
+        others = [node for node in self._nodes() if node.info.ref != info.ref]
+        return [node for node in others if info.engine_id and node.info.engine_id == info.engine_id]
 
     def _node(self, node_id: str) -> Node[Any] | None:
         return self._decodes.get(node_id) or self._prefills.get(node_id)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import queue
+import secrets
 import struct
 import threading
 import time
@@ -72,6 +74,8 @@ class FakeRouter(ClusterServiceServicer):
         self.on_result: Callable[[int], None] = lambda _: None
         """Called before each result of a verification, with its number in its call."""
         self.status = healthy_status()
+        self.streams: dict[str, queue.SimpleQueue[pb.StreamOutputsResponse | None]] = {}
+        """What waits to be sent on each open stream, by its id; None ends it."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> FakeRouter:
@@ -98,12 +102,23 @@ class FakeRouter(ClusterServiceServicer):
             self.most_running = max(self.most_running, self.running)
         try:
             self._refuse(request.text, context)
-            yield from self._responses(request, context)
+            if not request.stream_id:
+                yield from self._responses(request, context)
+            else:
+                self._share(request, context, self.streams[request.stream_id])
         finally:
             with self._lock:
                 self.running -= 1
             if not context.is_active():
                 self.cancelled.set()
+
+    def StreamOutputs(self, request: Any, context: Any) -> Iterator[pb.StreamOutputsResponse]:  # noqa: N802
+        stream_id, waiting = secrets.token_hex(8), queue.SimpleQueue[pb.StreamOutputsResponse | None]()
+        self.streams[stream_id] = waiting
+        context.add_callback(lambda: waiting.put(None))
+        yield pb.StreamOutputsResponse(stream_id=stream_id)
+        while (message := waiting.get()) is not None:
+            yield message
 
     def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:  # noqa: N802
         self._refuse("", context)
@@ -130,6 +145,12 @@ class FakeRouter(ClusterServiceServicer):
             error = self.refused_prompts.get(text) or (self.errors.pop(0) if self.errors else None)
         if error is not None:
             context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+    def _share(self, request: Any, context: Any, stream: queue.SimpleQueue[pb.StreamOutputsResponse | None]) -> None:
+        for response in self._responses(request, context):
+            response.call_number = request.call_number
+            stream.put(pb.StreamOutputsResponse(responses=[response]))
+        stream.put(pb.StreamOutputsResponse(ended=[request.call_number]))
 
     def _responses(self, request: Any, context: Any) -> Iterator[pb.GenerateResponse]:
         prompt = tuple(request.text.encode()) if request.text else tuple(request.token_ids.ids)

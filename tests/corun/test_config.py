@@ -74,7 +74,7 @@ def test_a_file_gives_the_configs(file: Path) -> None:
     assert pool.config("decode") == DecodeConfig(
         model="org/model", dtype="float32", threads=1, slots=8, smaller_steps=False
     )
-    assert [pool.count(role) for role in CONFIGS] == [1, 2, 1]
+    assert [pool.count(role) for role in CONFIGS] == [1, 2, 1, 0]
     assert [pool.ports("prefill", index) for index in range(2)] == [{"port": 7101}, {"port": 7102}]
     assert (pool.ports("router", 1), pool.ports("decode", 5)) == ({"port": 7002}, {})
     assert spec(file, '[pools.a]\nmodel = "tiny"').pool("a").config("decode") == DecodeConfig(model="tiny")
@@ -165,7 +165,7 @@ def test_every_setting_has_a_type_that_a_file_can_give() -> None:
 
 def test_every_setting_is_checked_or_may_be_anything() -> None:
     unchecked = {known.name for cls in CONFIGS.values() for known in fields(cls) if "check" not in known.metadata}
-    freedoms = {"smaller_steps", "packed_prefill", "free_chunks", "prefix_caching"}
+    freedoms = {"smaller_steps", "packed_prefill", "free_chunks", "prefix_caching", "mixed_steps"}
     assert unchecked - path_settings() == {"tls_name", "tls_clients", "share_kv", *freedoms}
 
 
@@ -209,9 +209,12 @@ def test_a_pool_survives_its_way_through_a_file(file: Path) -> None:
         nodes_per_gpu=2,
         security=Security(tls_ca="/ca.pem", insecure=True),
     )
-    for each in (pool, PoolSpec(common={"model": "m"})):
+    both = replace(pool, colocated={"slots": 8}, replicas={"colocated": 2, "decode": 1})
+    for each in (pool, PoolSpec(common={"model": "m"}), both):
         file.write_text(toml(each), encoding="utf-8")
-        assert replace(read(file).pool(), source="") == each
+        found = read(file).pool()
+        assert replace(found, source="", replicas=each.replicas) == each
+        assert [found.count(role) for role in CONFIGS] == [each.count(role) for role in CONFIGS]
 
 
 def test_two_pools_share_no_port(file: Path) -> None:
@@ -251,11 +254,40 @@ def test_nodes_per_gpu(file: Path) -> None:
 def test_scaled(file: Path) -> None:
     found = spec(file, WHOLE)
     more = found.scaled("", {"prefill": 3, "decode": 2})
-    assert [more.pool().count(role) for role in CONFIGS] == [1, 3, 2]
+    assert [more.pool().count(role) for role in CONFIGS] == [1, 3, 2, 0]
     assert found.pool().count("prefill") == 2
     for counts in ({"prefill": 0}, {"decode": -1}, {"decode": 10_000}):
         with pytest.raises(InvalidArgumentError, match="replicas"):
             found.scaled("main", counts)
+
+
+@pytest.mark.parametrize(
+    ("tables", "counts"),
+    [
+        ("", [1, 1, 1, 0]),
+        ("[pools.a.prefill]\nreplicas = 3", [1, 3, 1, 0]),
+        ("[pools.a.colocated]", [1, 0, 0, 1]),
+        ("[pools.a.colocated]\nslots = 8\nchunk_size = 64\nreplicas = 2", [1, 0, 0, 2]),
+        ("[pools.a.colocated]\n[pools.a.decode]\nslots = 8", [1, 0, 1, 1]),
+        ("[pools.a.colocated]\nreplicas = 0", [1, 1, 1, 0]),
+    ],
+)
+def test_a_pool_has_a_pair_or_colocated_nodes_or_what_its_tables_say(
+    file: Path, tables: str, counts: list[int]
+) -> None:
+    found = spec(file, f'[pools.a]\nmodel = "m"\n{tables}').pool()
+    assert [found.count(role) for role in CONFIGS] == counts
+
+
+def test_a_pool_needs_both_sides(file: Path) -> None:
+    one = spec(file, '[pools.a]\nmodel = "m"\n[pools.a.colocated]')
+    both = one.scaled("", {"prefill": 1, "decode": 1})
+    assert [both.scaled("", {"colocated": 0}).pool().count(role) for role in CONFIGS] == [1, 1, 1, 0]
+    for counts, name in (({"colocated": 0}, "prefill"), ({"colocated": 0, "prefill": 2}, "decode")):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"pools.a.{name}\] replicas = 0: must be at least 1 .* colocated"
+        ):
+            one.scaled("", counts)
 
 
 def test_values_of_a_command_line_are_called_as_there() -> None:

@@ -28,11 +28,13 @@ MODEL_JSON = (
 )
 PREFILL_JSON = (
     "{" + MODEL_JSON + '"prefill":{"attention_backend":"CPU_ATTN","buckets":[16,32],"chunk_size":256,'
-    '"multiprocessors":66,"runner":"v1","split_policy":"split"},"role":"prefill"}'
+    '"multiprocessors":66,"runner":"v1","split_policy":"split","traced_tokens":4096},"role":"prefill"}'
 )
 DECODE_JSON = (
     '{"decode":{"attention_backend":"CPU_ATTN","eos_token_ids":[7,509],"graph":"none","multiprocessors":66,'
-    '"runner":"v1","sampler":"corun 1","slots":8,"split_policy":"none"},' + MODEL_JSON + '"role":"decode"}'
+    '"runner":"v1","sampler":"corun 1","slots":8,"split_policy":"none","traced_tokens":4096},'
+    + MODEL_JSON
+    + '"role":"decode"}'
 )
 PREFILL, DECODE = Contract.from_json(PREFILL_JSON), Contract.from_json(DECODE_JSON)
 MODEL = DECODE.model
@@ -45,9 +47,9 @@ def other(value: Any) -> Any:
 
 
 def test_fingerprints_are_pinned() -> None:
-    assert PREFILL.fingerprint() == "46e2956d38d5007451fb9e4401edd4d1e729570292b419534b1855f69b7b4888"
-    assert DECODE.fingerprint() == "06736d1382d46c0f31808ff06fde23270843508af35925c77620daf63eea702b"
-    assert pair_fingerprint(PREFILL, DECODE) == "515b28b07e71c35800250dd886bc990300417ab3c085a68e8e2ef8718a155ac4"
+    assert PREFILL.fingerprint() == "d371675a0c0795237fe49777046dadc85a02260592b363dfc121e80d133b4cf7"
+    assert DECODE.fingerprint() == "4eb18e2652df55dd3b673d5d06f15e956691f63e7f2cf099e0ed1001b1723977"
+    assert pair_fingerprint(PREFILL, DECODE) == "f03fbe3c4ff8691d4f011e249b9b1a4820c4d1b9bc9df4b916d2f5e4b099690b"
 
 
 def test_round_trip() -> None:

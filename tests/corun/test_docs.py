@@ -13,18 +13,16 @@ import yaml
 from corun import cli
 from corun.cli import issue_certs
 from corun.config import cluster_file
-from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
+from corun.config.cluster_file import CONFIGS
+from corun.config.fields import MemberConfig
 from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
+from corun.launch.members import MODULES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY, README, K8S = "docs/deploy.md", "README.md", "k8s/README.md"
 ALERTS = ROOT / "k8s" / "components" / "monitoring" / "alerts.yaml"
-PROCESSES: dict[str, type[RouterConfig] | type[PrefillConfig] | type[DecodeConfig]] = {
-    "router": RouterConfig,
-    "prefill_node": PrefillConfig,
-    "decode_node": DecodeConfig,
-}
+PROCESSES: dict[str, type[MemberConfig]] = {MODULES[role]: config for role, config in CONFIGS.items()}
 
 
 def text_of(page: str) -> str:
@@ -45,7 +43,7 @@ def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command line of ours, without variables before it and comments after it."""
     for line in "".join(blocks(text, "")).replace("\\\n", " ").splitlines():
         if found := re.fullmatch(
-            r"(?:[A-Z_]+=\S+ )*((?:corun|python -m (?:router|prefill_node|decode_node))(?: .*)?)", line
+            r"(?:[A-Z_]+=\S+ )*((?:corun|python -m (?:router|prefill_node|decode_node|colocated_node))(?: .*)?)", line
         ):
             yield shlex.split(re.sub(r" [<>&].*", "", found[1]), comments=True)
 

@@ -18,8 +18,15 @@ from corun.node.vllm import pin
 ROOT = Path(__file__).parents[2]
 SECTIONS = {
     "router": ("Every process", "Router"),
-    "prefill": ("Every process", "Prefill and decode nodes", "Prefill node"),
-    "decode": ("Every process", "Prefill and decode nodes", "Decode node"),
+    "prefill": ("Every process", "Every node", "Prefill and colocated nodes"),
+    "decode": ("Every process", "Every node", "Decode and colocated nodes"),
+    "colocated": (
+        "Every process",
+        "Every node",
+        "Prefill and colocated nodes",
+        "Decode and colocated nodes",
+        "Colocated node",
+    ),
 }
 
 

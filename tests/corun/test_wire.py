@@ -17,7 +17,7 @@ from corun.params import SamplingParams
 from corun.receipt import Receipt
 from corun.records.verification import Condition, VerifyCase, VerifyResult
 from corun.rpc import codec
-from corun.rpc.encode import ResponseEncoder, varint
+from corun.rpc.encode import ResponseEncoder, opening, together, varint
 from corun.types import (
     AuditStatus,
     ClusterStatus,
@@ -320,15 +320,16 @@ ENCODED: dict[str, dict[str, Any]] = {
     "a text of nothing": {"text": "", "token_ids": [5], "token_texts": [""]},
     "first and last": {"text": "a", "token_ids": [7], "receipt": RECEIPT, "prompt_token_ids": [0], "fingerprint": "f"},
 }
-HEADS = [("r", 0, 0), ("ä" * 64, 1, 1), ("r" * 128, 2**32 - 1, 2**63 - 1)]
+HEADS = [("r", 0, 0, 0), ("ä" * 64, 1, 1, 300), ("r" * 128, 2**32 - 1, 2**63 - 1, 2**64 - 1)]
 
 
-def protobuf(head: tuple[str, int, int], **fields: Any) -> cluster_service_pb2.GenerateResponse:
+def protobuf(head: tuple[str, int, int, int], **fields: Any) -> cluster_service_pb2.GenerateResponse:
     receipt = fields.pop("receipt", None)
     return cluster_service_pb2.GenerateResponse(
         request_id=head[0],
         sample_index=head[1],
         seed=head[2],
+        call_number=head[3],
         finish_reason=codec.finish_reason_to_proto(receipt.finish_reason if receipt else None),
         receipt=codec.receipt_to_proto(receipt) if receipt else None,
         **fields,
@@ -354,7 +355,7 @@ def test_random_messages_are_too() -> None:
             "logprobs": [struct.unpack("<f", struct.pack("<f", -draw.expovariate(1)))[0] for _ in range(count)],
             "token_texts": ["é" * draw.randrange(100) for _ in range(count)] if draw.random() < 0.5 else [],
         }
-        head = ("request", draw.getrandbits(31), draw.getrandbits(63))
+        head = ("request", draw.getrandbits(31), draw.getrandbits(63), draw.getrandbits(20))
         assert ResponseEncoder(*head).encode(**fields) == protobuf(head, **fields).SerializeToString()
 
 
@@ -364,9 +365,19 @@ def test_every_field_of_the_message_is_known_to_the_encoder() -> None:
         "request_id",
         "sample_index",
         "seed",
+        "call_number",
         "finish_reason",
     }
     assert {field.name for field in cluster_service_pb2.GenerateResponse.DESCRIPTOR.fields} == known
+
+
+def test_messages_of_a_shared_stream_are_those_of_the_protobuf_library() -> None:
+    named = cluster_service_pb2.StreamOutputsResponse(stream_id="s" * 32)
+    assert opening(named.stream_id) == named.SerializeToString()
+    for names, ended in ((list(ENCODED), [1, 300, 2**63]), (["nothing"], [7]), (["a token"], []), ([], [])):
+        responses = [protobuf(HEADS[1], **ENCODED[name]) for name in names]
+        expected = cluster_service_pb2.StreamOutputsResponse(responses=responses, ended=ended)
+        assert together((each.SerializeToString() for each in responses), ended) == expected.SerializeToString()
 
 
 def test_varints_of_every_length() -> None:

@@ -18,10 +18,11 @@ from corun.testing.nodes import LocalNode
 from corun.types import NodeState, Priority
 from corun.v1 import decode_service_pb2 as pb
 from decode_node.service import DecodeService
+from router import attempt
 from router.nodes import node_client
 from router.nodes.node import DecodeNode
-from tests.clusters import FakeCluster, Output, cluster, generate, send
-from tests.router.asking import LONG, PARAMS, PROMPT, right
+from tests.clusters import FakeCluster, Output, cluster, generate, retries, send
+from tests.router.asking import LONG, PARAMS, PROMPT, check, right, started
 
 PATIENT: dict[str, Any] = {"heartbeat_timeout_ms": 20_000}
 """Nobody is to be lost because the machine is busy."""
@@ -99,6 +100,89 @@ class TestTheLine:
             assert began.index(99) == 8 + 2
 
 
+class TestTheSource:
+    """The prefill node of a sample is needed until the KV has been read, and no longer."""
+
+    async def leave(self, fake: FakeCluster, node: LocalNode, *, planned: bool) -> None:
+        """End a prefill node, and let the router know."""
+        member = fake.router.registry._prefills[node.info.ref.node_id]
+        if planned:
+            node.stop.set()
+            await fake.until(lambda: member.is_leaving)
+        await node.kill()
+        fake.router.registry.lose(member, "a test ended it")
+
+    @pytest.mark.parametrize("planned", [True, False])
+    async def test_a_sample_in_line_whose_kv_was_read_goes_on_without_it(
+        self, model: str, planned: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = 0
+
+        def is_full(node: DecodeNode) -> bool:
+            nonlocal looks
+            looks += 1
+            return True
+
+        monkeypatch.setattr(attempt, "LOOK_S", 0.01)
+        monkeypatch.setattr(DecodeNode, "is_full", property(is_full))
+        async with cluster(model, slots=4, max_attempts=1, **PATIENT) as fake:
+            prefill, decode = fake.nodes
+            runs = [started(fake, (i, 1), LONG, i) for i in range(5)]
+            await fake.until(lambda: len(decode.service._running) == 5 and not fake.kv.held)
+            decode.engine.hanging = True
+            await self.leave(fake, prefill, planned=planned)
+            seen = looks
+            await fake.until(lambda: looks > seen + 10)
+            decode.engine.hanging = False
+            for i, (output,) in enumerate(await asyncio.gather(*runs)):
+                check(output, (i, 1), LONG, i)
+            assert (retries(fake), fake.kv.held) == ({}, {})
+
+    @pytest.mark.parametrize("planned", [True, False])
+    async def test_if_the_kv_was_not_read_the_sample_runs_again_and_a_planned_end_costs_no_run(
+        self, model: str, planned: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(attempt, "LOOK_S", 0.01)
+        async with cluster(model, prefills=2, max_attempts=1, **PATIENT) as fake:
+            decode = fake.node("d1")
+            decode.engine.reads_hang = True
+            run = started(fake)
+            await fake.until(lambda: decode.service._running)
+            (source,) = [node for node in fake.nodes[:2] if node.engine.prefilled]
+            await self.leave(fake, source, planned=planned)
+            if planned:
+                await fake.until(lambda: all(node.engine.prefilled for node in fake.nodes[:2]))
+                decode.engine.reads_hang = False
+                check((await run)[0], PROMPT, PARAMS, 9)
+            else:
+                with pytest.raises(UnavailableError, match="may be poison"):
+                    await run
+            assert retries(fake) == {"lost": 1}
+
+    async def test_a_decode_node_that_is_told_to_end_costs_no_run_either(self, model: str) -> None:
+        """It gives up what still runs after its grace, with an error of its own."""
+        async with cluster(model, decodes=0, max_attempts=1, **PATIENT) as fake:
+            for node_id in ("d1", "d2"):
+                await fake.add_decode(node_id, drain_grace_s=0.0)
+                await fake.ready(node_id)
+                if node_id == "d1":
+                    fake.node("d1").engine.step_ms = 20
+                    run = started(fake, params=LONG)
+                    await fake.until(lambda: fake.node("d1").drawn_tokens > 3)
+            fake.node("d1").stop.set()
+            check((await run)[0], PROMPT, LONG, 9)
+            await fake.node("d1").end()
+
+    async def test_a_read_that_hangs_ends_the_attempt_though_no_slot_is_free(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(DecodeNode, "is_full", True)
+        async with cluster(model, decodes=2, step_timeout_s=0.3, **PATIENT) as fake:
+            fake.node("d1").engine.reads_hang = True
+            check((await generate(fake, PROMPT, PARAMS, seed=9, timeout_s=5.0))[0], PROMPT, PARAMS, 9)
+            assert retries(fake) == {"fault": 1}
+
+
 async def test_samples_of_a_prompt_share_its_blocks_but_not_those_whose_kv_is_doubted(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +209,18 @@ async def test_samples_of_a_prompt_share_its_blocks_but_not_those_whose_kv_is_do
             case = VerifyCase(prompt_token_ids=PROMPT, sampling_params=PARAMS, seed=2)
             assert [result.match async for result in client.verify([case], [Condition.ALONE])] == [True]
         assert keys[6:] == [""]
+
+
+async def test_a_router_places_as_many_samples_of_a_prompt_as_the_node_grants(model: str) -> None:
+    """A prompt of 48 tokens has two blocks that its samples share, and each sample two of its own."""
+    prompt, params = tuple(range(48)), replace(PARAMS, n=5)
+    async with cluster(model, decodes=0, **PATIENT) as fake:
+        decode = await fake.add_decode(kv_blocks=10)
+        decode.engine.hanging = True
+        run = asyncio.ensure_future(generate(fake, prompt, params, seed=1))
+        await fake.until(lambda: (decode.leases, fake.router.queue.waiting) == (4, 1))
+        decode.engine.hanging = False
+        assert all(right(output, prompt, params, output.seed) for output in await run)
 
 
 class TestSlowPrompts:

@@ -12,10 +12,12 @@ from prometheus_client import Metric
 
 from corun.client.client import AsyncClient
 from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
+from corun.node.certificate import Certificate
 from corun.observe.metrics import MetricsServer
 from corun.params import SamplingParams
 from corun.testing.cluster import WAIT_S
 from corun.testing.nodes import LocalNode
+from corun.types import Freedom
 from router.app import Router
 from tests.clusters import FakeCluster, cluster, generate
 from tests.scraping import families, scrape
@@ -194,6 +196,19 @@ async def test_waits_at_a_prefill_node_are_foreseen_and_measured(live: FakeClust
     assert 0.39 < found["corun_prefill_compute_seconds_sum"] < WAIT_S
     assert (found["corun_prefill_prompts_total"], found["corun_prefill_shared_prompts_total"]) == (4, 2)
     assert found["corun_prefill_held_kv_blocks"] == 0
+
+
+async def test_a_freedom_that_is_lost_in_service_is_shown(live: FakeCluster) -> None:
+    node = live.nodes[0]
+    held = [f'corun_node_freedom_held{{freedom="{name}"}}' for name in ("packed", "chunks")]
+    certificate = Certificate.of_ranks({Freedom.PACKED: "", Freedom.CHUNKS: "switched off"})
+    node.engine.certificate = certificate
+    node.agent.describe(node._role.info(node.server.address))
+    shown = await shown_by(node)
+    assert [shown[name] for name in held] == [1, 0]
+    node.engine.withdraw("other KV when it runs alone")
+    shown = await shown_by(node)
+    assert [shown[name] for name in held] == [0, 0]
 
 
 async def test_a_node_that_drains_says_so(live: FakeCluster) -> None:

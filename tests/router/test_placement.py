@@ -6,25 +6,28 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corun.types import FreedomStatus, NodeLoad
+from corun.types import FreedomStatus, NodeLoad, NodeRole
+from decode_node.slots import NoRoomError, SlotTable
 from router.nodes.node import PrefillNode
 from router.placement import (
+    BEGINNING,
     PACKED_TOKENS_IN_FLIGHT,
     PREFILLS_IN_FLIGHT,
     DecodeRoom,
     Need,
     PrefillRoom,
     SharedCount,
+    beginnings_of,
     choose_idle_pair,
     choose_pair,
 )
+from tests.router.test_registry import info
 
 NEED = Need(num_prompt=16, max_tokens=16)
 SHARING = replace(NEED, kv_key="k")
@@ -35,12 +38,20 @@ def room(slots: int = 2, kv_blocks: int = 10) -> DecodeRoom:
     return DecodeRoom(slots=slots, kv_blocks=kv_blocks, block_size=16)
 
 
-def decode(node_id: str, *, slots: int = 4, kv_blocks: int = 100) -> Decode:
-    return node_id, room(slots, kv_blocks)
+def alone(num_tokens: int) -> Need:
+    """A sample of so many tokens that shares no block."""
+    return Need(num_prompt=1, max_tokens=num_tokens - 1)
 
 
-def prefill(node_id: str, *, queued: int = 0, max_in_flight: int = 4, computed: str = "") -> Prefill:
-    room = PrefillRoom(max_in_flight=max_in_flight)
+def decode(node_id: str, *, slots: int = 4, kv_blocks: int = 100, engine: str = "") -> Decode:
+    return node_id, DecodeRoom(slots=slots, kv_blocks=kv_blocks, block_size=16, engine_id=engine)
+
+
+def prefill(
+    node_id: str, *, queued: int = 0, max_in_flight: int = 4, computed: str = "", engine: str = "", beginnings: int = 0
+) -> Prefill:
+    room = PrefillRoom(max_in_flight=max_in_flight, engine_id=engine)
+    room.max_beginnings = beginnings
     if queued:
         room.take(queued)
     if computed:
@@ -110,6 +121,77 @@ def test_a_node_that_may_still_have_the_kv_saves_its_own_prompt() -> None:
     assert chosen([decode("d")], [had, P], SHARING) == "dp"
 
 
+def test_a_prompt_stays_in_its_engine_unless_another_prefill_node_is_ahead_by_more_than_a_handoff() -> None:
+    need = Need(num_prompt=400, max_tokens=16)
+    both = [prefill("p", engine="e"), prefill("q")]
+    assert chosen([decode("d")], both, need) == "dp"
+    assert chosen([decode("d", engine="f")], both, need) == "dp"
+    assert chosen([decode("d", engine="e")], [prefill("a"), *both], need) == "dp"
+    for queued, taken in ((100, "dp"), (101, "dq")):
+        assert chosen([decode("d", engine="e")], [prefill("p", queued=queued, engine="e"), Q], need) == taken
+
+
+def test_a_decode_node_is_chosen_as_before_and_then_its_own_prefill_side() -> None:
+    decodes = [decode("a", engine="a"), decode("b", slots=8, engine="b"), decode("c", engine="c")]
+    prefills = [prefill(name, engine=name) for name in "abc"]
+    assert chosen(decodes, prefills) == "bb"
+    assert idle(decodes, prefills, 1) == "bb"
+    assert idle([decode("x", engine="c")], prefills, 1) == "xc"
+
+
+def test_a_node_that_failed_the_sample_takes_the_other_side_of_its_engine_with_it() -> None:
+    decodes, prefills = [decode("a", slots=8, engine="e"), decode("b")], [prefill("p", engine="e"), Q]
+    assert chosen(decodes, prefills, NEED.again("a")) == "bq"
+    assert chosen(decodes, prefills, NEED.again("p")) == "bq"
+    assert chosen(decodes[:1], prefills[:1], NEED.again("p")) == "ap"
+    for failed in ("a", "p"):
+        found = choose_idle_pair(NEED.again(failed), dict(decodes), dict(prefills), always, 1)
+        assert found == ("b", "q")
+
+
+def begun(scope: str, *numbers: int) -> Need:
+    """The need of a prompt with a token more than a beginning for each number."""
+    prompt = [number for number in numbers for _ in range(BEGINNING)] + [0]
+    return Need(num_prompt=len(prompt), max_tokens=16, beginnings=beginnings_of(prompt, scope))
+
+
+def test_a_prompt_goes_where_its_beginning_is_if_that_saves_more_than_the_way_there() -> None:
+    had, need = prefill("q", beginnings=10), begun("a", 1, 2, 3)
+    assert len(need.beginnings) == 3
+    had[1].take(need.num_prompt)
+    had[1].give(need.num_prompt, beginnings=need.beginnings)  # It was not computed.
+    assert had[1].cached_tokens(need) == 0
+    had[1].take(need.num_prompt)
+    had[1].give(need.num_prompt, is_computed=True, beginnings=need.beginnings)
+    known = [begun("a", 1, 2, 3), begun("a", 1, 2, 3, 4), begun("a", 1, 2, 9), begun("a", 9, 2, 3), begun("b", 1, 2, 3)]
+    assert [had[1].cached_tokens(other) // BEGINNING for other in known] == [3, 3, 2, 0, 0]
+    assert [chosen([decode("d")], [P, had], other)[1] for other in known] == ["q", "q", "q", "p", "p"]
+    assert chosen([decode("d", engine="e")], [prefill("p", engine="e"), had], begun("a", 1, 2, 9)) == "dq"
+    had[1].take(2 * BEGINNING + 1)
+    assert chosen([decode("d")], [P, had], begun("a", 1, 2, 9)) == "dp"
+
+
+def test_beginnings_are_those_of_the_tokens_and_the_scope_alone() -> None:
+    assert beginnings_of(range(BEGINNING - 1), "a") == ()
+    assert beginnings_of(range(3 * BEGINNING + 5), "a")[:2] == beginnings_of(range(2 * BEGINNING), "a")
+    assert beginnings_of(range(BEGINNING), "a") != beginnings_of(range(BEGINNING), "b")
+    assert beginnings_of(range(BEGINNING), "") == ()
+    assert NEED.again("x").beginnings == ()
+    need = begun("a", 1)
+    assert (need.again("x").beginnings, need.again("x", shares=True).beginnings) == ((), need.beginnings)
+
+
+def test_a_node_remembers_as_many_beginnings_as_it_has_room_for_and_the_shorter_ones_for_longer() -> None:
+    _, room = prefill("p", beginnings=4)
+    for numbers in ((1, 2, 3), (4, 5)):
+        need = begun("a", *numbers)
+        room.take(need.num_prompt)
+        room.give(need.num_prompt, is_computed=True, beginnings=need.beginnings)
+    assert [room.cached_tokens(begun("a", *n)) // BEGINNING for n in ((1, 2, 3), (4, 5))] == [2, 2]
+    room.max_beginnings = 0  # It has lost the freedom that beginnings need.
+    assert room.cached_tokens(begun("a", 4, 5)) == 0
+
+
 def test_only_warm_pairs_are_used() -> None:
     decodes = [decode("a"), decode("b")]
     assert chosen(decodes, [P, Q], NEED, only(("b", "q"))) == "bq"
@@ -134,7 +216,7 @@ def test_a_node_of_the_first_run_is_taken_only_where_no_other_could_ever_do() ->
     assert idle([decode("a"), decode("b", kv_blocks=1)], [P], 0) == "ap"
     busy = decode("b")
     for _ in range(4):
-        busy[1].take(16)
+        busy[1].take(alone(16))
     assert idle([decode("a"), busy], [P], 0) == ""
     assert idle([decode("a"), busy], [P], 0, only(("a", "p"))) == "ap"
     assert idle([], [P], 0) == ""
@@ -146,46 +228,111 @@ def free(decode: DecodeRoom) -> tuple[int, int]:
 
 def test_a_sample_needs_a_slot_and_its_whole_kv() -> None:
     decode = room()
-    assert [decode.has_room(n) for n in (160, 161)] == [decode.could_hold(n) for n in (160, 161)] == [True, False]
-    decode.take(96)
-    assert [decode.has_room(n) for n in (64, 65)] == [True, False]
-    decode.take(16)
+    assert [(decode.has_room(alone(n)), decode.could_hold(n)) for n in (160, 161)] == [(True, True), (False, False)]
+    decode.take(alone(96))
+    assert [decode.has_room(alone(n)) for n in (64, 65)] == [True, False]
+    decode.take(alone(16))
     assert free(decode) == (0, 3)
-    assert not decode.has_room(1)
-    decode.give(96)
-    assert decode.has_room(144)
+    assert not decode.has_room(alone(1))
+    decode.give(alone(96))
+    assert decode.has_room(alone(144))
 
 
 def test_a_refusal_closes_the_node_until_something_changes_and_was_never_ours() -> None:
     decode = room()
-    decode.take(16)
-    decode.refuse(16, decode.take(16))
+    decode.take(alone(16))
+    decode.refuse(alone(16), decode.take(alone(16)))
     assert free(decode) == (0, 0)
-    decode.give(16)
+    decode.give(alone(16))
     assert free(decode) == (2, 10)
-    decode.refuse(16, decode.take(16))
+    decode.refuse(alone(16), decode.take(alone(16)))
     decode.report(NodeLoad(leases=1, used_kv_blocks=1))  # Perhaps our own of a moment ago.
     assert free(decode) == (2, 10)
     decode = room(4, 100)
     decode.report(NodeLoad(leases=3, used_kv_blocks=8))
-    decode.refuse(32, decode.take(32))
+    decode.refuse(alone(32), decode.take(alone(32)))
     decode.report(NodeLoad(leases=4, used_kv_blocks=8))
     assert decode.free_slots == 0
 
 
+def test_samples_of_a_prompt_count_its_blocks_once_while_one_of_them_lives() -> None:
+    """A prompt of 48 tokens has two blocks before its last position, and each sample two of its own."""
+    decode, sample = room(8), Need(num_prompt=48, max_tokens=16, kv_key="k")
+    for left in (6, 4, 2, 0):
+        assert decode.has_room(sample)
+        assert decode.has_room(replace(sample, kv_key="l")) == (left > 0), "another prompt needs all four"
+        decode.take(sample)
+        assert decode.free_blocks == left
+    assert not decode.has_room(sample)
+    for left in (2, 4, 6, 10):
+        decode.give(sample)
+        assert decode.free_blocks == left
+
+
+def test_what_the_first_sample_of_a_prompt_was_refused_stays_with_the_second() -> None:
+    decode, sample = room(8), Need(num_prompt=48, max_tokens=16, kv_key="k")
+    raised = decode.take(sample)
+    decode.take(sample)
+    decode.refuse(sample, raised)
+    decode.report(NodeLoad(leases=1, used_kv_blocks=4))
+    assert free(decode) == (7, 6)
+    decode.give(sample)
+    decode.report(NodeLoad())
+    assert free(decode) == (8, 10)
+
+
+SAMPLES = st.builds(
+    Need, num_prompt=st.sampled_from([1, 16, 33, 48]), max_tokens=st.integers(1, 40), kv_key=st.sampled_from(["", "k"])
+)
+
+
+@given(st.lists(SAMPLES | st.integers(0, 30), max_size=60))
+def test_a_router_that_is_alone_knows_what_its_node_grants(trace: list[Need | int]) -> None:
+    """Samples that come, and the n-th of those that run, which ends."""
+    decode, node = room(8, 30), SlotTable(slots=8, kv_blocks=30, block_size=16)
+    running: list[tuple[Need, int]] = []
+    for op in trace:
+        if isinstance(op, int):
+            if op < len(running):
+                sample, lease_id = running.pop(op)
+                node.release(lease_id)
+                decode.give(sample)
+        elif decode.has_room(op):
+            decode.take(op)
+            running.append((op, node.reserve("r", op.num_prompt, op.max_tokens, share_key=op.kv_key).lease_id))
+        else:
+            with pytest.raises(NoRoomError):
+                node.reserve("r", op.num_prompt, op.max_tokens, share_key=op.kv_key)
+        assert 30 - decode.free_blocks == node.used_kv_blocks
+
+
 def test_slots_of_other_routers_count_and_ours_only_once() -> None:
     decode = room(4)
-    decode.take(16)
+    decode.take(alone(16))
     decode.report(NodeLoad(leases=3, used_kv_blocks=3))
     assert free(decode) == (1, 7)
     decode.report(NodeLoad())
     assert free(decode) == (3, 9), "an empty report does not free our leases"
     for _ in range(3):
-        decode.take(16)
+        decode.take(alone(16))
     for _ in range(4):
-        decode.give(16)
+        decode.give(alone(16))
     decode.report(NodeLoad(leases=4, used_kv_blocks=4))  # Sampled before they ended.
     assert decode.free_slots == 4
+
+
+@given(st.integers(0, 9), st.lists(st.lists(st.integers(1, 2), max_size=5), max_size=12))
+def test_the_beginnings_that_a_node_remembers_have_no_gaps(most: int, prompts: list[list[int]]) -> None:
+    _, room = prefill("p", beginnings=most)
+    needs = [begun("a", *numbers) for numbers in prompts]
+    for need in needs:
+        room.take(need.num_prompt)
+        room.give(need.num_prompt, is_computed=True, beginnings=need.beginnings)
+        assert room.cached_tokens(need) == BEGINNING * min(most, len(need.beginnings))
+        assert len(room._beginnings) <= most
+    for need in needs:
+        known = [beginning in room._beginnings for beginning in need.beginnings]
+        assert known == sorted(known, reverse=True)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "give", "report"]), st.integers(1, 5)), max_size=50))
@@ -206,33 +353,33 @@ def test_counts_never_go_below_zero_or_lose_own_claims(steps: list[tuple[str, in
 
 def test_spare_slots_are_all_but_one_where_there_are_fewer() -> None:
     decode = room(6, 100)
-    decode.take(16)
-    assert decode.has_idle_room(16, 4)
-    decode.take(16)
+    decode.take(alone(16))
+    assert decode.has_idle_room(alone(16), 4)
+    decode.take(alone(16))
     assert decode.keeps_free(4)
-    assert not decode.has_idle_room(16, 4)
+    assert not decode.has_idle_room(alone(16), 4)
     decode.report(NodeLoad(leases=3))  # Another router came.
     assert not decode.keeps_free(4)
     single = room(1, 2)
-    assert [single.has_idle_room(n, 4) for n in (32, 33)] == [True, False]
-    single.take(16)
+    assert [single.has_idle_room(alone(n), 4) for n in (32, 33)] == [True, False]
+    single.take(alone(16))
     assert single.keeps_free(4)
-    assert not single.has_idle_room(16, 4)
+    assert not single.has_idle_room(alone(16), 4)
 
 
 def test_a_node_gives_places_in_line_beyond_its_slots_but_idle_runs_leave_them_alone() -> None:
     decode = room(8, 100)
     for taken in range(10):
-        assert decode.has_room(16)
+        assert decode.has_room(alone(16))
         assert decode.free_slots == 8 - taken
         assert decode.keeps_free(0) == (taken <= 8), "from the first sample in line on, idle runs are in the way"
-        assert decode.has_idle_room(16, 0) == (taken < 8)
-        decode.take(16)
-    assert not decode.has_room(16)
-    decode.give(16)
-    assert (decode.has_room(16), decode.free_slots) == (True, -1)
-    decode.refuse(16, decode.take(16))
-    assert (decode.has_room(16), decode.free_slots) == (False, -1)
+        assert decode.has_idle_room(alone(16), 0) == (taken < 8)
+        decode.take(alone(16))
+    assert not decode.has_room(alone(16))
+    decode.give(alone(16))
+    assert (decode.has_room(alone(16)), decode.free_slots) == (True, -1)
+    decode.refuse(alone(16), decode.take(alone(16)))
+    assert (decode.has_room(alone(16)), decode.free_slots) == (False, -1)
 
 
 def test_samples_that_get_the_kv_of_one_computation_count_once() -> None:
@@ -334,12 +481,20 @@ def test_prompts_in_flight_keep_a_node_busy_and_no_more(num_tokens: int) -> None
 
 @pytest.mark.parametrize(
     ("freedoms", "packs"),
-    [((), False), ((FreedomStatus(name="packed"),), True), ((FreedomStatus(name="packed", refused="why"),), False)],
+    [
+        ((), False),
+        ((FreedomStatus(name="packed"), FreedomStatus(name="chunks")), True),
+        ((FreedomStatus(name="packed", refused="why"), FreedomStatus(name="chunks", refused="why")), False),
+    ],
 )
-async def test_a_router_knows_from_a_node_whether_it_packs(freedoms: tuple[FreedomStatus, ...], packs: bool) -> None:
-    info: Any = SimpleNamespace(freedoms=freedoms, ref=None)
+def test_a_router_knows_from_a_node_whether_it_packs_and_cuts(
+    model: str, freedoms: tuple[FreedomStatus, ...], packs: bool
+) -> None:
+    told = replace(info(model, "p1", NodeRole.PREFILL), freedoms=freedoms, engine_id="e", kv_blocks=64)
     client: Any = None
-    room = PrefillNode(info, client, 0.0).room
+    room = PrefillNode(told, client, 0.0).room
     for _ in range(PREFILLS_IN_FLIGHT):
         room.take(3)
     assert room.has_room(3) is packs
+    assert room.max_beginnings == (64 * 16 // BEGINNING if packs else 0)
+    assert room.engine_id == "e"

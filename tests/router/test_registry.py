@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,15 @@ from corun.errors import (
     StaleGenerationError,
     UnavailableError,
 )
+from corun.node.certificate import Certificate
+from corun.params import SamplingParams
+from corun.receipt import certificates_digest
 from corun.testing.model import contract
-from corun.types import NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
+from corun.types import Freedom, FreedomStatus, NixlEndpoint, NodeInfo, NodeLoad, NodeRef, NodeRole, NodeState
 from router.nodes import admission
 from router.nodes.contract_gate import MAX_OFFERED, ClusterContract
 from router.nodes.registry import Registry
+from router.placement import PREFILLS_IN_FLIGHT
 from tests.clusters import cluster, generate
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
@@ -149,6 +154,43 @@ async def test_a_node_that_failed_its_self_test_is_refused_and_shown_for_a_time(
     assert registry.contract.fingerprint == ""
     monkeypatch.setattr(admission, "FORGET_AFTER_S", 0.0)
     assert registry.statuses() == ()
+
+
+async def test_a_node_that_registers_again_may_have_lost_a_freedom_and_nothing_else(model: str) -> None:
+    registry = Registry(RouterConfig(), "r")
+    node = replace(info(model, "p1", P), freedoms=(FreedomStatus(name="packed"),), certificate="a" * 64)
+    registry.register(node)
+    room = registry._prefills["p1"].room
+    for _ in range(PREFILLS_IN_FLIGHT):
+        room.take(100)
+    assert room.has_room(100)
+    after = replace(node, freedoms=(FreedomStatus(name="packed", refused="other KV"),), certificate="b" * 64)
+    registry.register(replace(after, contract_json="{}", address="127.0.0.1:2", kv_blocks=99))
+    assert [status.node for status in registry.statuses()] == [after]
+    assert not room.has_room(100), "prompts are not packed any more"
+    await registry.close()
+
+
+async def test_a_finding_in_service_is_in_the_status_and_in_the_receipts_of_what_still_runs(model: str) -> None:
+    async with cluster(model) as fake:
+        prefill, decode = fake.nodes
+        decode.engine.hanging = True
+        running = asyncio.ensure_future(generate(fake, "a", SamplingParams(max_tokens=3)))
+        await fake.until(lambda: bool(decode.service._running))
+        decode.engine._step()
+        await fake.until(lambda: decode.drawn_tokens > 0)
+        before = prefill.engine.certificate
+        prefill.engine.certificate = Certificate.of_ranks(dict.fromkeys((Freedom.PACKED, Freedom.CHUNKS), ""))
+        prefill.engine.withdraw("other KV when it runs alone")
+        after = prefill.engine.certificate
+        await fake.until(lambda: fake.router.registry._prefills[prefill.ref.node_id].info.certificate == after.digest)
+        (status,) = [one for one in (await fake.status()).nodes if one.node.role is P]
+        assert {one.refused for one in status.node.freedoms} == {"other KV when it runs alone"}
+        assert (status.state, status.detail) == (NodeState.JOINING, "other KV when it runs alone")
+        decode.engine.hanging = False
+        (output,) = await running
+        assert output.receipt.certificates == certificates_digest(after.digest, decode.engine.certificate.digest)
+        assert after.digest != before.digest
 
 
 async def test_an_unknown_node_has_to_register(model: str) -> None:

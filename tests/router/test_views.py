@@ -98,7 +98,7 @@ async def test_errors_tell_clients_no_more_than_the_status_does(model: str, sett
 async def test_what_cannot_be_read_is_not_shown(model: str, settings: dict[str, Any]) -> None:
     async with cluster(model, prefills=0, decodes=0, client=Access(token=ALICE), **settings) as fake:
         node = await fake.add_decode("d1", join=False)
-        node.agent._info = replace(node.info, contract_json='{"hunter": 2}')
+        node.agent.info = replace(node.info, contract_json='{"hunter": 2}')
         node.join()
         await fake.until(lambda: fake.state("d1") is NodeState.REFUSED)
         (status,) = (await seen_by(fake, ALICE)).nodes

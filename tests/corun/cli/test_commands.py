@@ -27,7 +27,7 @@ from corun.errors import (
     UnavailableError,
 )
 from corun.receipt import Receipt, output_digest
-from corun.types import GONE_AS_PLANNED, AuditStatus, FreedomStatus, NodeRole, NodeState
+from corun.types import GONE_AS_PLANNED, AuditStatus, FreedomStatus, NodeRole, NodeState, NodeStatus
 from tests.corun.cli.conftest import PROMPT, read_rows, write_rows
 from tests.corun.fake_router import FINGERPRINT, WAIT_S, FakeRouter, contract
 
@@ -60,7 +60,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["genrate", "x"], "perhaps you meant: corun generate\n"),
         (["bench", "reprot"], "perhaps you meant: corun bench report\n"),
         (["frobnicate"], "must be one of up, scale, gateway"),
-        (["bench", "frobnicate"], "it must be one of compare, report, kernels, router, serve"),
+        (["bench", "frobnicate"], "it must be one of compare, report, kernels, router, plan, serve"),
     ],
 )
 def test_usage_errors_exit_2_and_say_what_was_meant(
@@ -245,15 +245,42 @@ def test_status_says_what_nodes_may_do_and_why_not_the_rest(corun: Any, fake: Fa
     cut = FreedomStatus(name="chunks", refused="a prompt of 129 tokens, cut into pieces of 1, differs")
     one = replace(prefill.node, freedoms=(FreedomStatus(name="packed"), cut))
     two = replace(one, ref=replace(one.ref, node_id="prefill-9"))
-    later = replace(decode.node, freedoms=(FreedomStatus(name="rows"), FreedomStatus(name="mixed", refused="why")))
+    later = replace(decode.node, freedoms=(FreedomStatus(name="rows"), FreedomStatus(name="newer", refused="why")))
     nodes = [replace(prefill, node=one), replace(prefill, node=two), replace(decode, node=later)]
     fake.status = replace(fake.status, nodes=tuple(nodes))
     lines = [line.rstrip() for line in corun("status").out.splitlines()]
     assert f"no prompts cut anywhere on {one.ref.node_id}, prefill-9: {cut.refused}" in " ".join(lines)
-    assert f"no mixed on {later.ref.node_id}: why" in lines
+    assert f"no newer on {later.ref.node_id}: why" in lines
     assert [sum(f"+{name}" in line for line in lines) for name in ("packed", "rows", "chunks")] == [2, 1, 0]
     known = json.loads(corun("status", "--json").out)["nodes"][0]["node"]["freedoms"]
     assert known == [{"name": "packed", "refused": ""}, {"name": "chunks", "refused": cut.refused}]
+
+
+def test_status_shows_the_sides_of_a_colocated_node_next_to_each_other(corun: Any, fake: FakeRouter) -> None:
+    def side(status: NodeStatus, name: str, **told: Any) -> NodeStatus:
+        return replace(status, node=replace(status.node, ref=replace(status.node.ref, node_id=name), **told))
+
+    prefill, decode = fake.status.nodes
+    refused = FreedomStatus(name="mixed", refused="a row moved")
+    detail = "takes prompts only"
+    c0 = side(prefill, "c0-prefill", engine_id="e"), side(decode, "c0-decode", engine_id="e", freedoms=(refused,))
+    gone = replace(side(decode, "c0-decode", engine_id="f"), state=NodeState.LOST)
+    nodes = (c0[0], side(prefill, "p1", engine_id="g"), replace(c0[1], detail=detail), side(decode, "d1"), gone)
+    fake.status = replace(fake.status, nodes=nodes)
+    table = corun("status").out.split("\n\n")[1]
+    rows = [line.split()[:2] for line in table.splitlines() if "ago" in line]
+    assert rows == [
+        ["c0-prefill", "prefill"],
+        ["c0-decode", "decode"],
+        ["p1", "prefill"],
+        ["d1", "decode"],
+        ["c0-decode", "decode"],
+    ]
+    assert table.count("colocated") == 2
+    assert f"ready: {detail}" in table
+    assert "no prompts beside outputs in a step on c0-decode: a row moved" in corun("status").out
+    known = json.loads(corun("status", "--json").out)["nodes"]
+    assert [node["node"]["engine_id"] for node in known] == ["e", "g", "e", "", "f"]
 
 
 def test_status_of_nodes_that_know_no_freedoms_has_no_line_more(corun: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from corun.cli import main, up
 from corun.cli.up import Up
-from corun.config.cluster_file import Security, read
+from corun.config.cluster_file import CONFIGS, Security, read
 from corun.launch import preflight
 from corun.launch.preflight import Finding
 
@@ -45,6 +45,9 @@ def test_every_flag_reaches_a_process() -> None:
             pool = Up(**{name: value}).spec().pool()
             assert getattr(pool, part) == ({} if part != "common" else {"model": "tiny"}) | {name: value}
     assert Up(prefill=2, decode=3).spec().pool().replicas == {"prefill": 2, "decode": 3}
+    assert Up(slots=8).spec().pool().colocated == {"slots": 8}, "for a later `corun scale colocated=1`"
+    one = Up(colocated=1).spec().pool()
+    assert [one.count(role) for role in CONFIGS] == [1, 0, 0, 1]
     values: dict[str, Any] = {known.name: True if known.type == "bool" else "/x" for known in fields(Security)}
     security = Security(**values)
     assert Up(security=security).spec().security == security

@@ -23,8 +23,9 @@ def spec(prefill: int = 1, decode: int = 1, **pool: Any) -> ClusterSpec:
     return ClusterSpec(pools=(PoolSpec(common={"model": "m"}, replicas=counts, **pool),))
 
 
-def wanted(prefill: int = 1, decode: int = 1) -> tuple[ProcessSpec, ...]:
-    return members(spec(prefill, decode))
+def wanted(prefill: int = 1, decode: int = 1, colocated: int = 0) -> tuple[ProcessSpec, ...]:
+    counts = {"prefill": prefill, "decode": decode, "colocated": colocated}
+    return members(ClusterSpec(pools=(PoolSpec(common={"model": "m"}, replicas=counts),)))
 
 
 class Recorder:
@@ -106,6 +107,35 @@ def test_a_node_is_settled_once_every_router_uses_it_or_none_does() -> None:
     assert left(want, want, all_used, "prefill-0 decode-0") == ["prefill-1"]
     assert left(want, want, all_used, all_used) == []
     assert len(left(want, want)) == 4  # No router answers.
+
+
+def test_a_colocated_node_is_settled_once_both_its_sides_are_used() -> None:
+    want, sides = wanted(0, 0, 1), {"colocated-0-prefill", "colocated-0-decode"}
+    (node,) = want[1:]
+    for used, left in ((sides, frozenset()), ({"colocated-0-prefill"}, {node}), ({"colocated-0"}, {node})):
+        assert unsettled([node], want, want, (), {"main": [used]}) == left
+    assert unsettled([node], (), (), (), {"main": [{"colocated-0-decode"}]}) == {node}
+
+
+@pytest.mark.parametrize(
+    ("failed", "fatal"),
+    [
+        ("prefill-0", ""),
+        ("decode-0", ""),
+        ("colocated-0", ""),
+        ("prefill-0 decode-0", ""),
+        ("prefill-0 colocated-0", "prefill-0"),
+        ("decode-0 colocated-0", "decode-0"),
+    ],
+)
+def test_a_colocated_node_does_what_a_pair_does(failed: str, fatal: str) -> None:
+    want = wanted(1, 1, 1)
+    statuses = {
+        m: ProcessStatus(name=m.name, state=ProcessState.FAILED if m.name in failed.split() else ProcessState.RUNNING)
+        for m in want
+    }
+    found = failure(want, statuses, ["main"])
+    assert (found.name if found else "") == fatal
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from corun.cli import main
 from corun.cli.up import parse_counts
-from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch.control import Change, Note, ScaleStatus, _Board, in_words, latest
 from corun.launch.members import ProcessSpec, members
@@ -86,7 +86,7 @@ def test_a_change_is_done_once_its_nodes_are_as_wanted() -> None:
     assert change.text == "prefill 1 → 2, decode 2 → 1"
     assert not change.is_done(*board.read())  # `corun up` has not seen it.
     wanted = board.report(ScaleStatus(spec=cluster()))
-    assert wanted == cluster(2, 1)
+    assert [wanted.pool().count(role) for role in ROLES] == [1, 2, 1, 0]
     assert not change.is_done(*board.read())
     board.report(ScaleStatus(spec=wanted, unsettled=nodes(cluster(2, 2), "prefill-1", "decode-1")))
     assert not change.is_done(*board.read())
@@ -151,8 +151,9 @@ def test_counts() -> None:
         ((), "must name a role"),
         (("prefill",), r"counts = 'prefill': must be \[POOL.\]ROLE=N"),
         (("prefill=many",), "must be"),
-        (("gateway=1",), "with a role of router, prefill, decode"),
-        (("a.decode=-1",), "a.decode = -1: must be at least 1"),
+        (("gateway=1",), "with a role of router, prefill, decode, colocated"),
+        (("a.decode=-1",), "a.decode = -1: must be at least 0"),
+        (("a.router=0",), "a.router = 0: must be at least 1"),
         (("a.decode=1", "b.decode=1"), "must be of one pool at a time"),
     ],
 )

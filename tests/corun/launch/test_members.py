@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from corun.config.cluster_file import ClusterSpec, PoolSpec, toml
-from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
+from corun.config.fields import ColocatedConfig, DecodeConfig, PrefillConfig, RouterConfig
 from corun.config.flags import parse
 from corun.errors import InvalidArgumentError
 from corun.launch.members import command, free_ports, members, router_address, with_free_ports
@@ -21,7 +21,8 @@ POOL = PoolSpec(
     router={"port": 7001},
     prefill={"chunk_size": 64},
     decode={"slots": 8, "smaller_steps": False},
-    replicas={"prefill": 2},
+    colocated={"slots": 8, "chunk_size": 64, "nixl_port": 7200, "mixed_steps": False},
+    replicas={"prefill": 2, "decode": 1, "colocated": 2},
 )
 ROUTER = {"port": 7001, "audit_fraction": 0.5, "audit_dir": "/", "metrics_port": 9100}
 TWO_ROUTERS = PoolSpec(common={"model": "m"}, router=ROUTER, replicas={"router": 2})
@@ -40,7 +41,7 @@ def names(*pools: PoolSpec) -> list[str]:
 
 
 def test_names() -> None:
-    assert names(POOL) == ["router", "prefill-0", "prefill-1", "decode-0"]
+    assert names(POOL) == ["router", "prefill-0", "prefill-1", "decode-0", "colocated-0", "colocated-1"]
     assert names(TWO_ROUTERS) == ["router-0", "router-1", "prefill-0", "decode-0"]
     two = [PoolSpec(name=name, common={"model": "m"}) for name in "ab"]
     assert names(*two) == ["a.router", "a.prefill-0", "a.decode-0", "b.router", "b.prefill-0", "b.decode-0"]
@@ -58,6 +59,14 @@ def test_names() -> None:
             "decode_node",
             DecodeConfig(**OF_NODES, node_id="decode-0", slots=8, smaller_steps=False, gpu_memory_utilization=0.45),
         ),
+        (
+            POOL,
+            "colocated-1",
+            "colocated_node",
+            ColocatedConfig(
+                **OF_NODES, node_id="colocated-1", slots=8, chunk_size=64, nixl_port=7201, mixed_steps=False
+            ),
+        ),
     ],
 )
 def test_a_process_understands_its_command(pool: PoolSpec, name: str, module: str, config: Any, tmp_path: Path) -> None:
@@ -71,6 +80,12 @@ def test_a_process_understands_its_command(pool: PoolSpec, name: str, module: st
     assert parse(type(config), argv[3:]) == config
     other = command(pool, member, file=file, host="10.0.0.2", modules={member.role: "tests.other"})
     assert other[2] == "tests.other"
+
+
+def test_routers_know_a_colocated_process_as_two_nodes() -> None:
+    nodes = {member.name: member.node_ids for member in members(ClusterSpec(pools=(POOL,)))}
+    assert nodes["colocated-1"] == ("colocated-1-prefill", "colocated-1-decode")
+    assert (nodes["decode-0"], nodes["router"]) == (("decode-0",), ())
 
 
 def test_router_that_listens_anywhere_is_reached_at_its_machine() -> None:

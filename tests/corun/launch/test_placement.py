@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import pytest
 
-from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.cluster_file import NODES, ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError
 from corun.launch.members import ProcessSpec, members
-from corun.launch.placement import Group, Share, groups, on_joined, on_own, reuse
+from corun.launch.placement import Group, Share, groups, on_joined, on_own, reuse, takes_turns
 
 
 def pool(nodes: int, name: str = "main", *, size: int = 1, per_gpu: int | None = None) -> PoolSpec:
@@ -17,12 +18,23 @@ def pool(nodes: int, name: str = "main", *, size: int = 1, per_gpu: int | None =
     return PoolSpec(name=name, common=common, replicas={"prefill": nodes - 1}, nodes_per_gpu=per_gpu)
 
 
+def colocated(nodes: int, pairs: int = 0, name: str = "main", **common: int) -> PoolSpec:
+    counts = {"colocated": nodes, "prefill": pairs, "decode": pairs}
+    return PoolSpec(name=name, common={"model": "m", **common}, replicas=counts)
+
+
+def each(pools: tuple[PoolSpec, ...], gpus: Mapping[tuple[str, str], float]) -> list[float]:
+    """Return the shares of the roles that have nodes, without repetitions within a pool."""
+    found = [[gpus[pool.name, role] for role in NODES if pool.count(role)] for pool in pools]
+    return [share for shares in found for share in dict.fromkeys(shares)]
+
+
 def own(gpus: int, *pools: PoolSpec, needs_gpus: bool = True) -> list[float]:
-    return list(on_own(pools, gpus=gpus, cores=(), needs_gpus=needs_gpus).gpus.values())
+    return each(pools, on_own(pools, gpus=gpus, cores=(), needs_gpus=needs_gpus).gpus)
 
 
 def joined(*pools: PoolSpec, has_gpus: bool = True) -> list[float]:
-    return list(on_joined(pools, has_gpus=has_gpus, cores=()).gpus.values())
+    return each(pools, on_joined(pools, has_gpus=has_gpus, cores=()).gpus)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +58,31 @@ def test_pools_that_say_what_their_nodes_need() -> None:
         assert shared == [0.333]
 
 
+def test_colocated_nodes_have_gpus_of_their_own() -> None:
+    assert own(1, colocated(1)) == [1.0]
+    assert own(4, colocated(4)) == [1.0]
+    assert own(2, colocated(1, pairs=1)) == [0.5, 1.0]
+    assert own(3, colocated(1, pairs=1)) == [1.0]
+    assert own(4, colocated(2, tensor_parallel_size=2)) == [2.0]
+    assert own(0, colocated(1), needs_gpus=False) == [0.0]
+    assert joined(colocated(1), colocated(1, pairs=1, name="b", tensor_parallel_size=4)) == [1.0, 4.0]
+    pinned = PoolSpec(common={"model": "m"}, replicas={"colocated": 2}, nodes_per_gpu=2)
+    assert own(1, pinned) == [0.5], "as the pool says"
+
+
+def test_a_pair_on_one_gpu_takes_turns() -> None:
+    assert takes_turns([pool(2)], 1)
+    assert not takes_turns([pool(2)], 2)
+    assert not takes_turns([pool(2)], 0)
+    assert not takes_turns([colocated(1)], 1)
+
+
 @pytest.mark.parametrize(
     ("gpus", "pools", "message"),
     [
+        (1, [colocated(2)], "colocated = 2: .*: 2 nodes of pool main need 2, it has 1|replicas = 2"),
+        (0, [colocated(1)], ".*: 1 node of pool main needs 1, it has 0"),
+        (1, [colocated(1, pairs=1)], ".*: 3 nodes of pool main need 3, it has 1"),
         (3, [pool(2, size=2)], "tensor_parallel_size = 2: must suit .*: 2 nodes of pool main need 4, it has 3"),
         (0, [pool(2, size=2)], "tensor_parallel_size = 2: .* it has 0"),
         (1, [pool(3, per_gpu=2)], "nodes_per_gpu = 2: .*: 3 nodes of pool main need 2, it has 1"),
@@ -82,9 +116,10 @@ def test_cores_are_shared_equally(cores: int, nodes: int, expected: list[tuple[i
 
 
 def test_pairs_are_near_each_other() -> None:
-    pools = (PoolSpec(name=name, common={"model": "m"}, replicas={"prefill": 2, "decode": 3}) for name in "ab")
+    counts = {"prefill": 2, "decode": 3, "colocated": 2}
+    pools = (PoolSpec(name=name, common={"model": "m"}, replicas=counts) for name in "ab")
     found = groups([member for member in members(ClusterSpec(pools=tuple(pools))) if not member.is_router])
-    expected = [["prefill-0", "decode-0"], ["prefill-1", "decode-1"], ["decode-2"]]
+    expected = [["prefill-0", "decode-0"], ["prefill-1", "decode-1"], ["decode-2"], ["colocated-0"], ["colocated-1"]]
     assert [[member.name for member in group] for group in found] == [
         [f"{pool}.{name}" for name in group] for pool, group in itertools.product("ab", expected)
     ]

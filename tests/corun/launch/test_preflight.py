@@ -74,6 +74,16 @@ def test_gpus_are_shared_by_nodes_and_engines() -> None:
     assert (unused.state, "unused; in the repository: make setup" in unused.has) == ("ok", True)
 
 
+def test_a_pair_on_one_gpu_is_told_of_the_alternative() -> None:
+    one, alone = found(H200, QWEN), found(H200, QWEN, spec(replicas={"colocated": 1}))
+    assert one["GPU in turns"].state == "slow"
+    assert "--colocated 1" in one["GPU in turns"].needs
+    assert "GPU in turns" not in {**alone, **found(replace(H200, gpus=(140 * GIB,) * 2), QWEN)}
+    assert alone["GPU memory of main"].has == "126.0 GiB a node"
+    assert failing([*alone.values()]) == []
+    assert fails(H200, QWEN, spec(replicas={"colocated": 2})) == ["GPUs"]
+
+
 def test_a_model_that_cannot_be_had() -> None:
     def weigh(model: str) -> Weights:
         raise UnavailableError("the hub does not answer")

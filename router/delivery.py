@@ -1,0 +1,245 @@
+"""The responses of requests on their way to clients: on the stream of their own call, or on one that many calls share.
+
+Owns: what is encoded when, and who waits for what has been written. A shared stream sends one message for all that has
+come since the last one, so its cost is that of steps, not of tokens. This module must not know how samples run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from corun.errors import CorunError, InvalidArgumentError, OverloadedError, UnavailableError
+from corun.observe.tracing import Value
+from corun.receipt import Receipt
+from corun.rpc.encode import ResponseEncoder, opening, together
+from corun.rpc.pump import Source
+from router.attempt import SampleTask
+from router.output import Piece
+from router.request import RunningRequest
+
+IDLE_S = 60.0
+"""The seconds after which a stream that no call uses ends."""
+MAX_STREAMS = 1024
+"""The most open streams of one client. Each process of a client needs one."""
+RETRY_S = 1.0
+"""The seconds after which a client with so many streams should try again."""
+REOPEN_S = 0.05
+"""The seconds after which a client should come back with another stream when the one it named is not open here."""
+MESSAGE_BYTES = 256 * 1024
+"""The bytes from which on a message of a shared stream takes no further call's responses."""
+
+
+class Responses(Source):
+    """The responses of one request, as bytes (`corun.rpc.encode`). Most tokens get a response of their own.
+
+    prompt, fingerprint: what only the first response says. call_number: the call's number on a shared stream.
+    """
+
+    def __init__(
+        self,
+        running: RunningRequest,
+        sample: SampleTask,
+        prompt: Sequence[int],
+        fingerprint: str,
+        call_number: int = 0,
+    ) -> None:
+        self._receipts: list[Receipt] = []  # Those that have been sent.
+        self._outbox = running.outbox
+        self._request_id = sample.request_id
+        self._with_logprobs = sample.params.logprobs
+        self._first = prompt, fingerprint
+        self._call_number = call_number
+        self._num_samples = running.num_samples
+        self._encoders: dict[int, ResponseEncoder] = {}  # By sample index.
+        self._messages: deque[bytes] = deque()
+
+    @property
+    def has_ended(self) -> bool:
+        return len(self._receipts) == self._num_samples and not self._messages
+
+    @property
+    def error(self) -> CorunError | None:
+        """The error that ended the request; None if there was none."""
+        return self._outbox.error
+
+    @property
+    def attributes(self) -> dict[str, Value]:
+        """The attributes of the request's span that follow from its output."""
+        return {
+            "gen_ai.usage.output_tokens": sum(receipt.num_output_tokens for receipt in self._receipts),
+            "gen_ai.response.finish_reasons": [receipt.finish_reason.value for receipt in self._receipts],
+        }
+
+    def listen(self, ready: Callable[[], None] | None) -> None:
+        self._outbox.ready = ready
+
+    def pull(self) -> bytes | None:
+        if not self._messages:
+            self._messages.extend(self.take())
+        return self._messages.popleft() if self._messages else None
+
+    def take(self) -> list[bytes]:
+        """Take all responses that are there now. Raises the error that ended the request."""
+        return [self._encode(piece) for piece in self._outbox.take()]
+
+    def _encode(self, piece: Piece) -> bytes:
+        if piece.receipt is not None:
+            self._receipts.append(piece.receipt)
+        encoder = self._encoders.get(piece.sample_index)
+        if encoder is None:
+            encoder = ResponseEncoder(self._request_id, piece.sample_index, piece.seed, self._call_number)
+            self._encoders[piece.sample_index] = encoder
+        logprobs = piece.logprobs if self._with_logprobs else ()
+        first, self._first = self._first, ((), "")
+        return encoder.encode(piece.text, piece.token_ids, logprobs, piece.receipt, *first, piece.token_texts or ())
+
+
+class OutputStream(Source):
+    """The responses of all calls that share one stream.
+
+    A client that reads the stream slowly fills the outboxes of its calls, each up to its own limit. None of them waits
+    for another, since each message takes what all of them have. An error ends its call at once, even while the client
+    takes no message.
+
+    owner: the name of the client, whose calls alone may use the stream.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.stream_id = secrets.token_hex(16)
+        """The name of the stream, which nobody can guess."""
+        self.owner = owner
+        self._opening: bytes | None = opening(self.stream_id)
+        self._calls: dict[int, asyncio.Future[None]] = {}  # By number: the ends of the calls.
+        self._filled: dict[int, Responses] = {}  # By number: what there is to take, oldest first.
+        self._last: list[asyncio.Future[None]] = []  # The ends of calls whose last response is being written.
+        self._ready: Callable[[], None] | None = None
+        self._turn: asyncio.Handle | None = None
+        self._has_ended = False
+        self._loop = asyncio.get_running_loop()
+        self._rest = self._loop.call_later(IDLE_S, self._end)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    def listen(self, ready: Callable[[], None] | None) -> None:
+        self._ready = ready
+
+    async def carry(self, number: int, responses: Responses) -> None:
+        """Send the responses of a call. Return when the last one has been written.
+
+        Raises InvalidArgumentError if another call has this number, the error that ends the request, and
+        UnavailableError if the stream has ended or ends first.
+        """
+        if self._has_ended:
+            raise _not_open()
+        if number in self._calls:
+            raise InvalidArgumentError("call_number", number, "must not be that of another call of the stream")
+        self._rest.cancel()
+        ended = self._calls[number] = self._loop.create_future()
+        responses.listen(partial(self._note, number, responses))
+        self._note(number, responses)
+        try:
+            await ended
+        finally:
+            responses.listen(None)
+            self._filled.pop(number, None)
+            del self._calls[number]
+            if not self._calls:
+                self._rest = self._loop.call_later(IDLE_S, self._end)
+
+    def pull(self) -> bytes | None:
+        for ended in self._last:  # The message before this one has been written.
+            _settle(ended)
+        self._last.clear()
+        if self._opening is not None:
+            found, self._opening = self._opening, None
+            return found
+        if self._has_ended:
+            return b""
+        taken: list[bytes] = []
+        over: list[int] = []
+        size = 0
+        while self._filled and size < MESSAGE_BYTES:
+            number, responses = next(iter(self._filled.items()))
+            del self._filled[number]
+            for message in responses.take():
+                taken.append(message)
+                size += len(message)
+            if responses.has_ended:
+                over.append(number)
+                self._last.append(self._calls[number])
+        return together(taken, over) if taken else None
+
+    def close(self) -> None:
+        """End every call that still uses the stream."""
+        self._has_ended = True
+        self._rest.cancel()
+        for ended in self._calls.values():
+            _settle(ended, _not_open())
+
+    def _note(self, number: int, responses: Responses) -> None:
+        """Note that there is something to take, and take it after the step that is being delivered now."""
+        if responses.error is not None:
+            self._filled.pop(number, None)
+            _settle(self._calls[number], responses.error)
+            return
+        self._filled[number] = responses
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        if self._ready is not None:
+            self._ready()
+
+    def _end(self) -> None:
+        """End the stream, which no call has used for a while."""
+        self._has_ended = True
+        self._take_turn()
+
+
+class OutputStreams:
+    """The shared streams that are open."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OutputStream] = {}
+
+    @contextmanager
+    def opened(self, owner: str) -> Iterator[OutputStream]:
+        """Return a new stream, which is open in this context. Raises OverloadedError if the client has too many."""
+        if sum(stream.owner == owner for stream in self._open.values()) >= MAX_STREAMS:
+            raise OverloadedError(f"client {owner} has {MAX_STREAMS} streams open, as many as it may", RETRY_S)
+        stream = OutputStream(owner)
+        self._open[stream.stream_id] = stream
+        try:
+            yield stream
+        finally:
+            del self._open[stream.stream_id]
+            stream.close()
+
+    def find(self, stream_id: str, owner: str) -> OutputStream:
+        """Return a stream of this client. Raises UnavailableError if it is not open."""
+        found = self._open.get(stream_id)
+        if found is None or found.owner != owner or found.has_ended:
+            raise _not_open()
+        return found
+
+
+def _not_open() -> UnavailableError:
+    return UnavailableError("the stream that the call names is not open here", REOPEN_S)
+
+
+def _settle(ended: asyncio.Future[None], error: CorunError | None = None) -> None:
+    """End a call, unless it has ended."""
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)

@@ -1,0 +1,219 @@
+"""A shared stream: what goes into a message, whom an error ends, and who waits for what has been written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corun.errors import InvalidArgumentError, OverloadedError, UnavailableError
+from corun.params import SamplingParams
+from corun.v1.cluster_service_pb2 import StreamOutputsResponse
+from router import delivery
+from router.delivery import OutputStream, OutputStreams, Responses
+from router.output import Outbox
+from tests.corun.test_wire import RECEIPT
+
+PARAMS = SamplingParams(logprobs=True)
+
+
+class Call:
+    """One call on a stream, and the samples that fill its outbox."""
+
+    def __init__(self, stream: OutputStream, number: int, samples: int = 1, room: int = 100) -> None:
+        self.outbox = Outbox(room)
+        self.number = number
+        running: Any = SimpleNamespace(outbox=self.outbox, num_samples=samples)
+        sample: Any = SimpleNamespace(request_id=f"r{number}", params=PARAMS)
+        self.task = asyncio.ensure_future(stream.carry(number, Responses(running, sample, (), "", number)))
+
+    def draw(self, token_id: int, index: int = 0) -> None:
+        self.outbox.add(self.outbox.piece(index, 7), token_id, -1.0, "t")
+
+    def finish(self, index: int = 0) -> None:
+        self.outbox.piece(index, 7).receipt = replace(RECEIPT, sample_index=index)
+        self.outbox.notify()
+
+
+class Reader:
+    """What a pump makes of a stream, one message at a time."""
+
+    def __init__(self, stream: OutputStream) -> None:
+        self.stream = stream
+        self.turns = 0
+        stream.listen(self._count)
+        opened = self.read()
+        assert (opened.stream_id, len(opened.responses)) == (stream.stream_id, 0)
+
+    def _count(self) -> None:
+        self.turns += 1
+
+    def read(self) -> StreamOutputsResponse:
+        return StreamOutputsResponse.FromString(self.stream.pull() or b"")
+
+    def tokens(self) -> list[tuple[int, list[int]]]:
+        return [(each.call_number, list(each.token_ids)) for each in self.read().responses]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def opened(*sizes: int, room: int = 100) -> tuple[OutputStream, Reader, list[Call]]:
+    stream = OutputStream("alice")
+    calls = [Call(stream, number, samples, room) for number, samples in enumerate(sizes, start=1)]
+    await settle()
+    return stream, Reader(stream), calls
+
+
+async def test_a_step_is_one_message_and_one_turn() -> None:
+    _, reader, calls = await opened(1, 2, 1)
+    before = reader.turns
+    for call in calls:
+        call.draw(10 + call.number)
+    calls[1].draw(99, index=1)
+    assert reader.turns == before  # Not while a step is being delivered.
+    await settle()
+    assert reader.turns == before + 1
+    assert reader.tokens() == [(1, [11]), (2, [12]), (2, [99]), (3, [13])]
+    assert reader.stream.pull() is None
+
+
+async def test_what_comes_while_a_message_is_written_is_joined() -> None:
+    _, reader, (one, two) = await opened(1, 1)
+    one.draw(1)
+    two.draw(2)
+    one.draw(3)
+    assert reader.tokens() == [(1, [1, 3]), (2, [2])]
+
+
+async def test_a_call_ends_when_its_last_response_has_been_written() -> None:
+    _, reader, (one, two) = await opened(2, 1)
+    one.finish(0)
+    one.draw(5, index=1)
+    assert list(reader.read().ended) == []
+    one.finish(1)
+    two.draw(6)
+    last = reader.read()
+    assert (list(last.ended), len(last.responses)) == ([1], 2)
+    await settle()
+    assert not one.task.done()  # The message may still be on its way.
+    reader.read()
+    await asyncio.wait_for(one.task, 5)
+    assert not two.task.done()
+    two.task.cancel()
+
+
+async def test_an_error_ends_its_call_at_once_and_no_other() -> None:
+    """A client that takes no message pulls nothing, and learns of the error by its call."""
+    stream, reader, (one, two) = await opened(1, 1, room=3)
+    for token_id in range(4):
+        one.draw(token_id)
+    two.draw(8)
+    with pytest.raises(OverloadedError, match="more slowly"):
+        await asyncio.wait_for(one.task, 5)
+    assert reader.tokens() == [(2, [8])]
+    two.finish()
+    assert list(reader.read().ended) == [2]
+    assert stream.pull() is None
+    await asyncio.wait_for(two.task, 5)
+
+
+async def test_a_call_that_is_left_sends_nothing_more() -> None:
+    _, reader, (one, two) = await opened(1, 1)
+    one.draw(1)
+    two.draw(2)
+    one.task.cancel()
+    await settle()
+    assert one.outbox.ready is None
+    one.draw(3)
+    assert reader.tokens() == [(2, [2])]
+    two.task.cancel()
+
+
+async def test_a_message_has_a_limit_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "MESSAGE_BYTES", 60)
+    _, reader, calls = await opened(*[1] * 6)
+    for call in calls:
+        call.draw(call.number)
+    first = reader.tokens()
+    assert 1 < len(first) < 6
+    while more := reader.tokens():
+        first += more
+    assert first == [(number, [number]) for number in range(1, 7)]
+    for call in calls:
+        call.task.cancel()
+
+
+async def test_a_number_is_used_once_at_a_time() -> None:
+    stream, reader, (one,) = await opened(1)
+    with pytest.raises(InvalidArgumentError, match="call_number"):
+        await Call(stream, 1).task
+    one.finish()
+    reader.read()
+    reader.read()
+    await asyncio.wait_for(one.task, 5)
+    again = Call(stream, 1)
+    await settle()
+    again.draw(4)
+    assert reader.tokens() == [(1, [4])]
+    again.task.cancel()
+
+
+async def test_a_stream_that_ends_ends_its_calls_and_takes_no_more() -> None:
+    stream, _, (one,) = await opened(1)
+    stream.close()
+    for call in (one, Call(stream, 2)):
+        with pytest.raises(UnavailableError, match="not open") as caught:
+            await asyncio.wait_for(call.task, 5)
+        assert caught.value.retry_after_s == delivery.REOPEN_S
+
+
+async def test_a_stream_that_no_call_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[Callable[[], None]] = []
+    cancelled: set[int] = set()
+
+    def later(_: float, look: Callable[[], None]) -> Any:
+        number = len(timers)
+        timers.append(look)
+        return SimpleNamespace(cancel=lambda: cancelled.add(number))
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", later)
+    stream, reader, (one,) = await opened(1)
+    assert (len(timers), cancelled) == (1, {0})  # It waits for its first call, which has come.
+    one.finish()
+    reader.read()
+    reader.read()
+    await settle()
+    assert (len(timers), cancelled, stream.has_ended) == (2, {0}, False)
+    timers[1]()
+    assert (stream.has_ended, stream.pull()) == (True, b"")
+
+
+async def test_only_its_owner_finds_a_stream_and_only_while_it_is_open() -> None:
+    streams = OutputStreams()
+    with streams.opened("alice") as stream:
+        assert streams.find(stream.stream_id, "alice") is stream
+        for stream_id, owner in ((stream.stream_id, "bob"), ("other", "alice")):
+            with pytest.raises(UnavailableError, match="not open"):
+                streams.find(stream_id, owner)
+    with pytest.raises(UnavailableError, match="not open"):
+        streams.find(stream.stream_id, "alice")
+
+
+async def test_a_client_has_a_limited_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "MAX_STREAMS", 2)
+    streams = OutputStreams()
+    with streams.opened("alice"), streams.opened("bob"):
+        with streams.opened("alice"):
+            with pytest.raises(OverloadedError, match="2 streams open"), streams.opened("alice"):
+                pass
+            with streams.opened("bob"):
+                pass
+        with streams.opened("alice"):
+            pass
