@@ -21,6 +21,7 @@ COPY corun corun
 COPY router router
 COPY prefill_node prefill_node
 COPY decode_node decode_node
+COPY colocated_node colocated_node
 COPY corun_bench corun_bench
 RUN /opt/corun/bin/pip install --no-deps --no-build-isolation --no-index . \
     && /opt/corun/bin/python locks/prune.py "corun-llm[${EXTRA},tracing]" \

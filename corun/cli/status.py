@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -146,6 +146,7 @@ FREEDOMS = {
     Freedom.ROWS.value: "smaller steps",
     Freedom.PACKED.value: "several prompts in a step",
     Freedom.CHUNKS.value: "prompts cut anywhere",
+    Freedom.MIXED.value: "prompts beside outputs in a step",
 }
 """What a freedom is, for people. One of a later version is shown by its name."""
 
@@ -162,11 +163,20 @@ def _refusals(nodes: tuple[NodeStatus, ...]) -> Text:
     return Text("\n" + "\n".join(lines) if lines else "", "dim")
 
 
+def _side_by_side(nodes: Iterable[NodeStatus]) -> Iterator[tuple[NodeStatus, bool]]:
+    """Yield the nodes in their order, but the sides of a colocated node together, and whether each is such a side."""
+    engines: dict[str, list[NodeStatus]] = {}
+    for status in nodes:
+        engines.setdefault(status.node.engine_id or str(status.node.ref), []).append(status)
+    for sides in engines.values():
+        yield from ((status, len(sides) > 1) for status in sides)
+
+
 def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("node", "role", "state", "load", "done", "heard"):
         table.add_column(name, overflow="fold")  # Nothing is cut off, however narrow the terminal.
-    for status in nodes:
+    for status, is_colocated in _side_by_side(nodes):
         node, load = status.node, status.load
         state = Text(state_in_words(status.state, status.detail))
         if status.detail != GONE_AS_PLANNED:
@@ -182,6 +192,7 @@ def _node_table(nodes: tuple[NodeStatus, ...]) -> Table:
                 done += f"\n{load.kv_reads.shared_tokens / tokens:.0%} of KV shared"
         busy += f"\n{load.used_kv_blocks}/{node.kv_blocks} KV blocks"
         heard = f"{status.last_heartbeat_ms / 1000:.1f} s ago"
-        role = "\n".join([node.role.value, *(f"+{one.name}" for one in node.freedoms if not one.refused)])
+        marks = ["colocated"] * is_colocated + [f"+{one.name}" for one in node.freedoms if not one.refused]
+        role = "\n".join([node.role.value, *marks])
         table.add_row(f"{node.ref.node_id}\n@{node.ref.generation}", role, state, busy, done, heard)
     return table

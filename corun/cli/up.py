@@ -14,7 +14,19 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from corun.config.cluster_file import CONFIGS, ROLES, ClusterSpec, PoolSpec, Security, absolute, check_replicas, read
+from corun.config.cluster_file import (
+    COLOCATED,
+    CONFIGS,
+    NODES,
+    ROLES,
+    SIDES,
+    ClusterSpec,
+    PoolSpec,
+    Security,
+    absolute,
+    check_replicas,
+    read,
+)
 from corun.config.docs import describe
 from corun.config.extras import default_slots, needs_extra
 from corun.errors import InvalidArgumentError
@@ -25,8 +37,9 @@ SETTINGS = {
     "router": ("host", "port", "audit_fraction", "audit_dir", "metrics_port"),
     "prefill": ("chunk_size",),
     "decode": ("slots",),
+    COLOCATED: ("chunk_size", "slots"),
 }
-"""The settings that are flags here, by the part of a pool that they belong to."""
+"""The settings that are flags here, by the parts of a pool that they belong to."""
 
 
 def _setting(role: str, name: str, metavar: str) -> Any:
@@ -41,6 +54,7 @@ class Up:
     examples:
       corun up                                              the built-in tiny model on this machine
       corun up --model Qwen/Qwen3-8B --prefill 2 --decode 2
+      corun up --model Qwen/Qwen3-8B --colocated 1          prefill and decode in one engine, for one GPU
       corun up --ray-address auto --model /models/qwen3     on a Ray cluster
       corun up cluster.toml                                 pools, models, ports and security as the file says
       corun up --check cluster.toml                         the same, but only says what would run
@@ -55,9 +69,11 @@ class Up:
     model: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
     """Path of a checkpoint or its id on the hub; "tiny", the default, is built in and needs no download."""
     prefill: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Prefill nodes; 1 by default."""
+    """Prefill nodes; 1 by default, with --colocated 0."""
     decode: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Decode nodes; 1 by default."""
+    """Decode nodes; 1 by default, with --colocated 0."""
+    colocated: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Nodes that do both with one engine, on GPUs of their own; 0 by default."""
     slots: Annotated[int | None, _setting("decode", "slots", "INT")] = None
     port: Annotated[int | None, _setting("router", "port", "INT")] = None
     host: Annotated[str | None, _setting("router", "host", "STR")] = None
@@ -103,7 +119,7 @@ class Up:
 
     def spec(self) -> ClusterSpec:
         """Return the spec of the cluster. Raises InvalidArgumentError for an invalid file, or flags beside a file."""
-        names = ("prefill", "decode", *(name for part in SETTINGS.values() for name in part))
+        names = dict.fromkeys([*NODES, *(name for part in SETTINGS.values() for name in part)])
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         security = {known.name: value for known in fields(Security) if (value := getattr(self.security, known.name))}
         if self.file is not None:
@@ -119,7 +135,7 @@ class Up:
         pool = PoolSpec(
             common={"model": TINY, **tables.pop("common")},
             **tables,
-            replicas={role: given[role] for role in ("prefill", "decode") if role in given},
+            replicas={role: given[role] for role in NODES if role in given},
             security=Security(**security),
         )
         return ClusterSpec(pools=(pool,))
@@ -139,7 +155,9 @@ def _rows(spec: ClusterSpec) -> Iterator[Sequence[str]]:
     for pool in spec.pools:
         for role in ROLES:
             config, count = pool.config(role), pool.count(role)
-            slots = str(config.slots or default_slots()) if role == "decode" else ""
+            if not count:
+                continue
+            slots = str(config.slots or default_slots()) if "decode" in SIDES[role] else ""
             model, size, sharing = "", "", ""
             if role != "router":
                 model, size, sharing = pool.model, str(config.tensor_parallel_size), str(pool.nodes_per_gpu or "")
@@ -162,12 +180,13 @@ class Scale:
     examples:
       corun scale prefill=3
       corun scale prefill=2 decode=4
+      corun scale colocated=4
       corun scale big.decode=2                              of pool big, where there are several
       corun scale decode=4 --ray-address 10.0.0.7:6379      of a corun up on another machine of that Ray
     """
 
     counts: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[POOL.]ROLE=N")]]
-    """The wanted number of nodes: prefill=N or decode=N."""
+    """The wanted number of nodes: prefill=N, decode=N or colocated=N."""
     ray_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """The Ray cluster that corun up runs on, which this machine must be a host of; by default that of the last corun up
     on this machine."""
@@ -198,7 +217,7 @@ def parse_counts(words: tuple[str, ...]) -> tuple[str, dict[str, int]]:
         pool, _, role = name.rpartition(".")
         if role not in ROLES or not (number.isascii() and number.removeprefix("-").isdigit()):
             raise InvalidArgumentError("counts", word, f"must be [POOL.]ROLE=N, with a role of {', '.join(ROLES)}")
-        check_replicas(name, int(number))
+        check_replicas(role, int(number), name)
         pools.add(pool)
         counts[role] = int(number)
     if len(pools) > 1:

@@ -2,7 +2,7 @@
 
     [security]               # for every process: tls_cert, tls_key, tls_ca, tls_name, cluster_token_file; for routers:
                              # client_tokens_file, tls_clients; insecure = true allows a public address without them
-    [pools.main]             # what prefill and decode nodes have in common
+    [pools.main]             # what all nodes have in common
     model = "Qwen/Qwen3-8B"
     [pools.main.router]      # RouterConfig
     port = 50051
@@ -10,10 +10,13 @@
     replicas = 2
     [pools.main.decode]      # DecodeConfig
     slots = 256
+    [pools.main.colocated]   # ColocatedConfig: nodes that do both in one engine
+    replicas = 0
 
 Keys are the fields of the config classes, which own every limit. There are two more keys: `replicas` is the number of
-processes of a role, and `nodes_per_gpu`, in a pool's table, is the number of its nodes that share a GPU. Paths are
-relative to the file. The file has three rules of its own:
+processes of a role, and `nodes_per_gpu`, in a pool's table, is the number of its nodes that share a GPU. Without
+`replicas`, a role that has a table has one process; without a table, there is one router, and a prefill and a decode
+node unless the pool has colocated nodes. Paths are relative to the file. The file has three rules of its own:
 
 - It does not have settings that name one process or one machine: node_id, router_id, advertise, nixl_host, and host and
   router of nodes. The program that starts the processes sets them.
@@ -39,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.config.fields import (
+    ColocatedConfig,
     DecodeConfig,
     LinkConfig,
     NodeConfig,
@@ -55,12 +59,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CONFIGS: dict[str, type[RouterConfig] | type[PrefillConfig] | type[DecodeConfig]] = {
+COLOCATED = "colocated"
+CONFIGS: dict[str, type[RouterConfig] | type[NodeConfig]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    COLOCATED: ColocatedConfig,
 }
 ROLES = tuple(CONFIGS)
+"""The kinds of processes of a pool."""
+NODES = ROLES[1:]
+"""The kinds that are nodes."""
+SIDES = {"router": ("router",), "prefill": ("prefill",), "decode": ("decode",), COLOCATED: ("prefill", "decode")}
+"""What a process of each role does for its pool, which needs all of it."""
 MAX_REPLICAS = 1024
 MAX_NODES_PER_GPU = 32
 
@@ -101,12 +112,13 @@ class PoolSpec:
 
     name: str = "main"
     common: Mapping[str, Any]
-    """The settings of both node roles. They include the model."""
+    """The settings of all nodes. They include the model."""
     router: Mapping[str, Any] = field(default_factory=dict)
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
+    colocated: Mapping[str, Any] = field(default_factory=dict)
     replicas: Mapping[str, int] = field(default_factory=dict)
-    """The number of processes by role; 1 for a role that is not in it."""
+    """The number of processes by role; `count` knows what is not in it."""
     nodes_per_gpu: int | None = None
     """The number of nodes that share a GPU; None: the program that starts them decides."""
     security: Security = field(default_factory=Security)
@@ -118,8 +130,12 @@ class PoolSpec:
         return str(self.common["model"])
 
     def count(self, role: str) -> int:
-        """Return the number of processes of a role."""
-        return self.replicas.get(role, 1)
+        """Return the number of processes of a role.
+
+        Where it was not given, there is one router, and a prefill and a decode node unless there are colocated nodes.
+        """
+        has_pair = not self.replicas.get(COLOCATED)
+        return self.replicas.get(role, int(role != COLOCATED and (has_pair or role not in NODES)))
 
     def settings(self, role: str) -> dict[str, Any]:
         """Return all settings that were given for a process of a role."""
@@ -189,7 +205,7 @@ class PoolSpec:
             raise InvalidArgumentError(self.where("router", "host"), host, f"is a public address, so {limit}")
         self.check_counts()
         for role in ROLES:
-            self.config(role, **self.ports(role, self.count(role) - 1))
+            self.config(role, **self.ports(role, max(0, self.count(role) - 1)))
         if self.nodes_per_gpu is not None and self.tensor_parallel_size > 1:
             limit = f"must be left out: each node needs {self.tensor_parallel_size} GPUs (tensor_parallel_size)"
             raise InvalidArgumentError(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu, limit)
@@ -197,9 +213,13 @@ class PoolSpec:
     def check_counts(self) -> None:
         """Raise InvalidArgumentError unless the numbers of processes are allowed."""
         for role in ROLES:
-            check_replicas(self.where(role, "replicas"), self.count(role))
+            check_replicas(role, self.count(role), self.where(role, "replicas"))
+        for side in SIDES[COLOCATED]:
+            if not any(self.count(role) for role in ROLES if side in SIDES[role]):
+                limit = f"must be at least 1 and at most {MAX_REPLICAS}, or there must be a {COLOCATED} node"
+                raise InvalidArgumentError(self.where(side, "replicas"), 0, limit)
         if self.nodes_per_gpu is not None:
-            _check_count(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu, MAX_NODES_PER_GPU)
+            _check_count(self.where("prefill", "nodes_per_gpu"), self.nodes_per_gpu, 1, MAX_NODES_PER_GPU)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +250,8 @@ class ClusterSpec:
         Raises InvalidArgumentError as `pool` and `check` do.
         """
         old = self.pool(name)
-        new = replace(old, replicas={**old.replicas, **counts})
+        # All counts, since some defaults depend on other counts.
+        new = replace(old, replicas={**{role: old.count(role) for role in ROLES}, **counts})
         spec = ClusterSpec(pools=tuple(new if pool is old else pool for pool in self.pools))
         spec.check()
         return spec
@@ -273,14 +294,14 @@ def read(path: str | Path) -> ClusterSpec:
     return _Reader(str(path)).cluster(content)
 
 
-def check_replicas(where: str, count: object) -> None:
+def check_replicas(role: str, count: object, where: str) -> None:
     """Raise InvalidArgumentError unless `count` is an allowed number of processes of a role."""
-    _check_count(where, count, MAX_REPLICAS)
+    _check_count(where, count, 0 if role in NODES else 1, MAX_REPLICAS)
 
 
-def _check_count(where: str, count: object, most: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-        raise InvalidArgumentError(where, count, f"must be at least 1 and at most {most}")
+def _check_count(where: str, count: object, least: int, most: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most:
+        raise InvalidArgumentError(where, count, f"must be at least {least} and at most {most}")
 
 
 class _Reader:
@@ -311,7 +332,7 @@ class _Reader:
             raise InvalidArgumentError(f"{self._path}: [{path}] model", "", "must be given")
         given = {role: self._values(f"{path}.{role}", values, role, name) for role, values in roles.items()}
         nodes_per_gpu = common.pop("nodes_per_gpu", None)
-        replicas = {role: values.pop("replicas") for role, values in given.items() if "replicas" in values}
+        replicas = {role: values.pop("replicas", 1) for role, values in given.items() if role in table}
         pool = PoolSpec(
             name=name,
             common=common,
@@ -398,14 +419,13 @@ def path_settings() -> frozenset[str]:
 
 
 def toml(pool: PoolSpec) -> str:
-    """Return the content of a `cluster.toml` that has one pool, with the values that were given and no others."""
+    """Return the content of a `cluster.toml` that has one pool: the values that were given, and all counts."""
     security = {known.name: value for known in fields(Security) if (value := getattr(pool.security, known.name))}
     tables: dict[str, dict[str, Any]] = {"security": security}
     own = {} if pool.nodes_per_gpu is None else {"nodes_per_gpu": pool.nodes_per_gpu}
     tables[f"pools.{pool.name}"] = {**pool.common, **own}
     for role in ROLES:
-        count = {"replicas": pool.replicas[role]} if role in pool.replicas else {}
-        tables[f"pools.{pool.name}.{role}"] = {**getattr(pool, role), **count}
+        tables[f"pools.{pool.name}.{role}"] = {**getattr(pool, role), "replicas": pool.count(role)}
     return "\n".join(
         "\n".join([f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items()), ""])
         for name, table in tables.items()

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from corun.config.fields import DecodeConfig, PrefillConfig, RouterConfig
+from corun.config.cluster_file import CONFIGS
 
-PROCESSES: Mapping[str, type[Any]] = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+PROCESSES: Mapping[str, type[Any]] = CONFIGS
 UNITS = {
     "_ms": "ms",
     "_s": "s",
@@ -37,19 +37,20 @@ _HEAD = """\
 
 Written by `make docs` from the config classes (`corun/config/fields.py`): do not edit.
 
-Each is a flag of `python -m router`, `python -m prefill_node` or `python -m decode_node`, and a key of `cluster.toml`:
-TLS and tokens in `[security]`; what both kinds of nodes have in common in `[pools.NAME]`; all others in the table of
-their process, `[pools.NAME.router]`, `[pools.NAME.prefill]` or `[pools.NAME.decode]`. Two keys are for `corun up`
-alone: `replicas` in the table of a process, and `nodes_per_gpu` in `[pools.NAME]`. What names one process or one
-machine is refused in a file. A setting that is marked *contract* decides bits: nodes that differ in it do not serve
-together.
+Each is a flag of `python -m router`, `python -m prefill_node`, `python -m decode_node` or `python -m colocated_node`,
+and a key of `cluster.toml`: TLS and tokens in `[security]`; what all nodes have in common in `[pools.NAME]`; all others
+in the table of their process, `[pools.NAME.router]`, `[pools.NAME.prefill]`, `[pools.NAME.decode]` or
+`[pools.NAME.colocated]`. Two keys are for `corun up` alone: `replicas` in the table of a process, and `nodes_per_gpu`
+in `[pools.NAME]`. What names one process or one machine is refused in a file. A setting that is marked *contract*
+decides bits: nodes that differ in it do not serve together.
 """
 _TITLES = {
-    ("router", "prefill", "decode"): "Every process",
+    ("router", "prefill", "decode", "colocated"): "Every process",
     ("router",): "Router",
-    ("prefill", "decode"): "Prefill and decode nodes",
-    ("prefill",): "Prefill node",
-    ("decode",): "Decode node",
+    ("prefill", "decode", "colocated"): "Every node",
+    ("prefill", "colocated"): "Prefill and colocated nodes",
+    ("decode", "colocated"): "Decode and colocated nodes",
+    ("colocated",): "Colocated node",
 }
 _ENVIRONMENT = """\
 ## Environment

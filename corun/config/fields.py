@@ -286,14 +286,15 @@ class RouterConfig(MemberConfig):
     heartbeat_timeout_ms: int = field(default=5000, metadata=COUNT)
     """A node silent for so many milliseconds is lost."""
     max_attempts: int = field(default=3, metadata=COUNT | {"unit": "runs"})
-    """Runs of one sample, the first included, that nodes may fail or be lost in before the sample is given up."""
+    """Runs of one sample, the first included, that nodes may fail or be lost in before the sample is given up. A
+    run does not count if its node had been told to end."""
     reserve_timeout_s: float = field(default=5.0, metadata=SECONDS_ABOVE_0)
     """Longest wait for a decode node to lease room, in seconds."""
     prefill_timeout_s: float = field(default=300.0, metadata=SECONDS_ABOVE_0)
     """Longest prefill, in seconds, with the wait for those ahead of it; KV room of a decode node is held meanwhile."""
     step_timeout_s: float = field(default=60.0, metadata=SECONDS_ABOVE_0)
-    """Longest wait for a sample's next token, in seconds. The wait for the first one does not count while all slots of
-    its node are in use."""
+    """Longest wait for a sample's KV to be read, and for its next token, in seconds. Once its KV is there, the wait for
+    the first token does not count while all slots of its node are in use."""
     node_wait_s: float = field(default=600.0, metadata=SECONDS)
     """Longest wait for the first nodes to join, in seconds; also of a request that no node in use has room for, for one
     that cannot be used yet: it blocks nobody meanwhile. A request's own deadline may be sooner."""
@@ -312,6 +313,12 @@ class RouterConfig(MemberConfig):
     kept for those that wait for room, up to 2 s after the last one that came and in up to a quarter of a prefill
     node's KV room. Without it, no prompt uses the prefix cache of a prefill node either. Clients without tokens are
     told apart by their hosts."""
+    ttft_target_ms: int = field(default=0, metadata=integer(0, 2**32 - 1))
+    """Target for a request's first token, in milliseconds: while prompts would have to wait for longer, some colocated
+    nodes take prompts only, until they wait for less than half of it. 0: none."""
+    tpot_target_ms: int = field(default=0, metadata=integer(0, 2**32 - 1))
+    """Target for each further token, in milliseconds: a colocated node whose steps last longer while prompts are in
+    them gets prompts only where no other node may take them. 0: none."""
     audit_fraction: float = field(default=0.001, metadata=FRACTION)
     """Share of the finished samples that is run again on other nodes, in idle slots, and compared by bits, in [0, 1];
     0: none."""
@@ -402,7 +409,7 @@ class NodeConfig(MemberConfig):
             raise InvalidArgumentError("engine_restart_s", self.engine_restart_s, limit)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # Without slots, so that a class can have both roles' settings.
 class PrefillConfig(NodeConfig):
     """A prefill node: computes the KV of prompts."""
 
@@ -417,7 +424,7 @@ class PrefillConfig(NodeConfig):
     """Prompts are cut into chunks anywhere, where the node's certificate says that this moves no bit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeConfig(NodeConfig):
     """A decode node: draws every token, in steps of a fixed shape."""
 
@@ -434,6 +441,21 @@ class DecodeConfig(NodeConfig):
     lease_ttl_ms: int = field(default=30_000, metadata=integer(100, 2**32 - 1))
     """How long the leases that a router holds outlive its step stream, in milliseconds. While that stands, the router's
     own timeouts bound them, such as prefill_timeout_s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColocatedConfig(PrefillConfig, DecodeConfig):
+    """A colocated node: a prefill node and a decode node with one engine."""
+
+    mixed_steps: bool = True
+    """Decode rows ride in prefill steps, where the node's certificate says that this moves no bit; otherwise the two
+    kinds of steps take turns."""
+
+    def check_together(self) -> None:
+        NodeConfig.check_together(self)
+        if self.decode_split != "none":
+            limit = "must be none: prefill cuts no KV, and both are steps of one engine"
+            raise InvalidArgumentError("decode_split", self.decode_split, limit)
 
 
 def is_loopback(host: str) -> bool:

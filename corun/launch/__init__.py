@@ -1,9 +1,9 @@
-"""`corun up`: the routers, prefill nodes and decode nodes of a cluster as supervised processes, placed by Ray.
+"""`corun up`: the routers and nodes of a cluster as supervised processes, placed by Ray.
 
 This package owns the life of a cluster from its first process to its last. `run` starts the processes that a spec
 describes, keeps them running, changes their number when asked, and ends all of them. Each process is a plain
-`python -m router|prefill_node|decode_node --config FILE --pool NAME`. Only this package imports ray (`runtime`). It
-must not know what the processes do.
+`python -m MODULE --config FILE --pool NAME` (`members.MODULES`). Only this package imports ray (`runtime`). It must not
+know what the processes do.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corun.client.client import Client
-from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
+from corun.config.cluster_file import NODES, ROLES, SIDES, ClusterSpec, PoolSpec
 from corun.config.extras import installed_engine
 from corun.config.fields import SEED_KEY_VARIABLE, is_loopback
 from corun.errors import DeadlineError, InvalidArgumentError, UnavailableError
@@ -23,7 +23,7 @@ from corun.launch import runtime
 from corun.launch.control import Control, ScaleStatus, in_words, noted
 from corun.launch.fleet import STATUS_TIMEOUT_S, Fleet, Order
 from corun.launch.members import LOOPBACK, MODULES, ROUTER, ProcessSpec, listens_anywhere, members, router_address
-from corun.launch.placement import Shares, on_joined, on_own
+from corun.launch.placement import INSTEAD, TURNS, Shares, on_joined, on_own, takes_turns
 from corun.launch.progress import Progress, next_steps
 from corun.launch.supervisor import ProcessState, ProcessStatus
 from corun.types import ClusterStatus, NodeState, NodeStatus, state_in_words
@@ -82,13 +82,15 @@ class Cluster:
         self._fleet = Fleet("" if self._is_spread else runtime.own_host())
         self._pools = {pool.name: self._routers(pool) for pool in pools}
         gpus = int(runtime.api().cluster_resources().get("GPU", 0))
-        has_threads = any(pool.config(role).threads for pool in pools for role in ("prefill", "decode"))
+        has_threads = any(pool.config(role).threads for pool in pools for role in NODES)
         cores = () if self._is_spread or has_threads else sorted(os.sched_getaffinity(0))
         needs_gpus = installed_engine() == "gpu"
         if self._is_joined:  # The machines that Ray has now say little: others may join later.
             self._shares = on_joined(pools, has_gpus=gpus > 0 or needs_gpus, cores=cores)
         else:
             self._shares = on_own(pools, gpus=gpus, cores=cores, needs_gpus=needs_gpus)
+            if takes_turns(pools, gpus):
+                self._say(f"{TURNS}; {INSTEAD}")
         self._reconcile()
 
     def _routers(self, pool: PoolSpec) -> _Pool:
@@ -188,8 +190,10 @@ class Cluster:
         """Report what each node that no router uses yet is doing, until all pools are ready."""
         if not self._is_ready:
             used = set[str]().union(*(nodes for pool in self._pools.values() for nodes in pool.in_use))
-            nodes = {member.name: status.doing for member, status in statuses.items() if not member.is_router}
-            self._say.starting({name: doing for name, doing in nodes.items() if name not in used})
+            nodes = {member: status.doing for member, status in statuses.items() if not member.is_router}
+            self._say.starting(
+                {node.name: doing for node, doing in nodes.items() if not used.issuperset(node.node_ids)}
+            )
 
     def _hear(self, pool: _Pool, answers: Sequence[ClusterStatus]) -> None:
         """Take what the routers of a pool say of its nodes, and report it.
@@ -207,13 +211,13 @@ class Cluster:
         told: dict[str, NodeStatus] = {}
         for node in statuses:  # Also report nodes that only a later router knows.
             told.setdefault(node.node.ref.node_id, node)
-        running = {member.name for member in self._fleet.running}
+        running = {name for member in self._fleet.running for name in member.node_ids}
         for name, node in told.items():
             if name in running:
                 self._say.change(f"{name} in cluster", state_in_words(node.state, node.detail))
             if node.state is NodeState.REFUSED and not pool.is_ready:
                 raise UnavailableError(f"the router refused {name}: {node.detail}")
-        wanted = {m.name for m in members(self._spec) if m.pool == pool.spec.name and not m.is_router}
+        wanted = {name for m in members(self._spec) if m.pool == pool.spec.name for name in m.node_ids}
         if not pool.is_ready and len(answers) == len(pool.clients) and all(nodes >= wanted for nodes in pool.in_use):
             pool.is_ready = True
             slots = sum(used[0][name] for name in wanted)
@@ -298,7 +302,7 @@ def unsettled(
     def is_settled(node: ProcessSpec) -> bool:
         used, is_wanted = in_use[node.pool], node in wanted
         runs_as_wanted = node not in stopping and (node in running) == is_wanted
-        return runs_as_wanted and bool(used) and all((node.name in names) == is_wanted for names in used)
+        return runs_as_wanted and bool(used) and all((i in names) == is_wanted for names in used for i in node.node_ids)
 
     return frozenset(node for node in nodes if not is_settled(node))
 
@@ -308,9 +312,11 @@ def failure(
 ) -> ProcessSpec | None:
     """Return the failed process without which the cluster cannot go on, or None.
 
-    Before a pool is ready, this is any failed process of the pool. Later it is a failed process whose role has no other
-    process left in the pool. ready: the names of the pools that have been ready.
+    Before a pool is ready, this is any failed process of the pool. Later it is a failed process that did what no other
+    process of the pool does. ready: the names of the pools that have been ready.
     """
     failed = [m for m in wanted if m in statuses and statuses[m].state is ProcessState.FAILED]
-    alive = {(m.pool, m.role) for m in wanted if m not in failed}
-    return next((m for m in failed if m.pool not in ready or (m.pool, m.role) not in alive), None)
+    alive = {(m.pool, side) for m in wanted if m not in failed for side in SIDES[m.role]}
+    return next(
+        (m for m in failed if m.pool not in ready or any((m.pool, s) not in alive for s in SIDES[m.role])), None
+    )

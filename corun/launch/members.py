@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from corun.config.cluster_file import ROLES, ClusterSpec, PoolSpec
+from corun.config.cluster_file import COLOCATED, ROLES, SIDES, ClusterSpec, PoolSpec
 from corun.errors import InvalidArgumentError
 
 LOOPBACK = "127.0.0.1"
 ROUTER = "router"
-MODULES: Mapping[str, str] = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+MODULES: Mapping[str, str] = {
+    "router": "router",
+    "prefill": "prefill_node",
+    "decode": "decode_node",
+    COLOCATED: "colocated_node",
+}
 """The module that runs for each role, as in `python -m MODULE`."""
 _TRIES = 64
 
@@ -36,9 +41,16 @@ class ProcessSpec:
     def is_router(self) -> bool:
         return self.role == ROUTER
 
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """The nodes that routers know this process as: a colocated one as two; none for a router."""
+        if self.role == COLOCATED:
+            return tuple(f"{self.name}-{side}" for side in SIDES[COLOCATED])
+        return () if self.is_router else (self.name,)
+
 
 def members(spec: ClusterSpec) -> tuple[ProcessSpec, ...]:
-    """Return all processes of a cluster: for each pool its routers, then its prefill nodes, then its decode nodes."""
+    """Return all processes of a cluster: for each pool its routers, then its nodes by role."""
     found = []
     for pool in spec.pools:
         prefix = f"{pool.name}." if len(spec.pools) > 1 else ""

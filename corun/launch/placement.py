@@ -6,13 +6,16 @@ This module is pure. It must not know Ray, nor how processes are started.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corun.config.cluster_file import PoolSpec
+from corun.config.cluster_file import COLOCATED, NODES, PoolSpec
 from corun.errors import InvalidArgumentError
 from corun.launch.members import ProcessSpec
+
+TURNS = "the one GPU has two copies of the weights, whose engines take turns"
+INSTEAD = "a colocated node (--colocated 1, or [pools.NAME.colocated]) has one copy, more room for KV, and no turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,11 @@ class Shares:
     """The share of every process of one launch. Processes that start later get the same shares, since a share may be
     part of their contract.
 
-    gpus: the number of GPUs of each node, by the name of its pool. cores: the cores of the only machine, which its
-    nodes share if they have no GPUs; empty: cores are not shared.
+    gpus: the number of GPUs of each node, by the name of its pool and its role. cores: the cores of the only machine,
+    which its nodes share if they have no GPUs; empty: cores are not shared.
     """
 
-    def __init__(self, pools: Sequence[PoolSpec], gpus: Mapping[str, float], cores: Sequence[int]) -> None:
+    def __init__(self, pools: Sequence[PoolSpec], gpus: Mapping[tuple[str, str], float], cores: Sequence[int]) -> None:
         self.gpus, self._cores = gpus, tuple(cores)
         self._cores_each = max(1, len(cores) // sum(map(_nodes, pools))) if cores else 0
 
@@ -42,7 +45,7 @@ class Shares:
         if member.is_router:
             return Share()
         start = place * self._cores_each % (len(self._cores) - self._cores_each + 1)
-        return Share(self.gpus[member.pool], self._cores[start : start + self._cores_each])
+        return Share(self.gpus[member.pool, member.role], self._cores[start : start + self._cores_each])
 
 
 def on_joined(pools: Sequence[PoolSpec], *, has_gpus: bool, cores: Sequence[int]) -> Shares:
@@ -51,40 +54,72 @@ def on_joined(pools: Sequence[PoolSpec], *, has_gpus: bool, cores: Sequence[int]
     Each node gets as many whole GPUs as its tensor_parallel_size, or a fraction of them if its pool says how many nodes
     share a GPU. A node waits for GPUs that are not there yet. has_gpus: the machines have GPUs, now or later.
     """
-    each = {pool.name: _gpus_each(pool) if has_gpus or pool.nodes_per_gpu else 0.0 for pool in pools}
+    each = {
+        (pool.name, role): _gpus_each(pool) if has_gpus or pool.nodes_per_gpu else 0.0
+        for pool in pools
+        for role in NODES
+    }
     return Shares(pools, each, () if any(each.values()) else cores)
 
 
 def on_own(pools: Sequence[PoolSpec], *, gpus: int, cores: Sequence[int], needs_gpus: bool) -> Shares:
     """Return the shares on this machine alone. needs_gpus: the engine runs on GPUs only.
 
-    If there are fewer GPUs than nodes, as many nodes as necessary share a GPU. A pool is excepted if it says how many
-    nodes share a GPU, or if each of its nodes needs several GPUs.
+    If there are fewer GPUs than nodes, as many nodes as necessary share a GPU. Three kinds of nodes are excepted: those
+    of a pool that says how many nodes share a GPU, those that need several GPUs, and colocated nodes, which have no
+    other engine to take turns with.
 
     Raises:
         InvalidArgumentError: a pool says how many GPUs it needs, and the machine has fewer.
     """
-    fixed = [pool for pool in pools if pool.nodes_per_gpu or (pool.tensor_parallel_size > 1 and (gpus or needs_gpus))]
-    sharing = [pool for pool in pools if pool not in fixed]
-    needed = {
-        pool.name: math.ceil(_nodes(pool) * pool.tensor_parallel_size / (pool.nodes_per_gpu or 1)) for pool in pools
-    }
-    left = gpus - sum(needed[pool.name] for pool in fixed)
-    if left < 0 or (fixed and sharing and not left):
-        first = fixed[0]
-        name = "nodes_per_gpu" if first.nodes_per_gpu else "tensor_parallel_size"
-        needs = ", ".join(f"{_nodes(pool)} nodes of pool {pool.name} need {needed[pool.name]}" for pool in pools)
-        limit = f"must suit the GPUs of this machine: {needs}, it has {gpus}"
-        value = first.nodes_per_gpu or first.tensor_parallel_size
-        raise InvalidArgumentError(first.where("prefill", name), value, limit)
-    per_gpu = max(1, math.ceil(sum(map(_nodes, sharing)) / left)) if left else 0
+    has_gpus = gpus > 0 or needs_gpus
+    fixed = {pool.name: _with_own_gpus(pool) if has_gpus or pool.nodes_per_gpu else () for pool in pools}
+    needed = {pool.name: _gpus_needed(pool, fixed[pool.name]) for pool in pools}
+    sharing = sum(_nodes(pool) - _nodes(pool, fixed[pool.name]) for pool in pools)
+    left = gpus - sum(needed.values())
+    if left < 0 or (any(needed.values()) and sharing and not left):
+        raise _too_few(pools, gpus, next(pool for pool in pools if needed[pool.name]))
+    per_gpu = max(1, math.ceil(sharing / left)) if left else 0
     part = math.floor(1000 / per_gpu) / 1000 if per_gpu else 0.0
-    each = {pool.name: _gpus_each(pool) if pool in fixed else part for pool in pools}
+    each = {
+        (pool.name, role): _gpus_each(pool) if role in fixed[pool.name] else part for pool in pools for role in NODES
+    }
     return Shares(pools, each, () if gpus else cores)
 
 
-def _nodes(pool: PoolSpec) -> int:
-    return pool.count("prefill") + pool.count("decode")
+def _with_own_gpus(pool: PoolSpec) -> tuple[str, ...]:
+    """Return the roles of a pool whose nodes do not share the GPUs that are left."""
+    return NODES if pool.nodes_per_gpu or pool.tensor_parallel_size > 1 else (COLOCATED,)
+
+
+def _too_few(pools: Sequence[PoolSpec], gpus: int, first: PoolSpec) -> InvalidArgumentError:
+    """Return the error that names what each pool needs. first: a pool that says how many GPUs it needs."""
+    name, value = COLOCATED, first.count(COLOCATED)
+    if first.nodes_per_gpu:
+        name, value = "nodes_per_gpu", first.nodes_per_gpu
+    elif first.tensor_parallel_size > 1:
+        name, value = "tensor_parallel_size", first.tensor_parallel_size
+    where = first.where(COLOCATED, "replicas") if name == COLOCATED else first.where("prefill", name)
+    needs = ", ".join(
+        f"{_nodes(pool)} node{'s' * (_nodes(pool) > 1)} of pool {pool.name} need{'s' * (_nodes(pool) == 1)} "
+        f"{_gpus_needed(pool, NODES)}"
+        for pool in pools
+    )
+    return InvalidArgumentError(where, value, f"must suit the GPUs of this machine: {needs}, it has {gpus}")
+
+
+def takes_turns(pools: Iterable[PoolSpec], gpus: int) -> bool:
+    """Return whether prefill and decode nodes share the only GPU, as `TURNS` says."""
+    return gpus == 1 and any(pool.count("prefill") and pool.count("decode") for pool in pools)
+
+
+def _nodes(pool: PoolSpec, roles: Sequence[str] = NODES) -> int:
+    return sum(pool.count(role) for role in roles)
+
+
+def _gpus_needed(pool: PoolSpec, roles: Sequence[str]) -> int:
+    """Return how many GPUs the nodes of these roles need if they share no more than their pool says."""
+    return math.ceil(_nodes(pool, roles) * pool.tensor_parallel_size / (pool.nodes_per_gpu or 1))
 
 
 def _gpus_each(pool: PoolSpec) -> float:
@@ -120,8 +155,8 @@ def reuse(kept: Sequence[Group], starting: Mapping[ProcessSpec, float], occupyin
 
 def groups(starting: Sequence[ProcessSpec]) -> list[tuple[ProcessSpec, ...]]:
     """Return the groups of nodes that should be near each other: the i-th prefill node and the i-th decode node of a
-    pool, if they start together."""
-    found: dict[tuple[str, int], list[ProcessSpec]] = {}
+    pool, if they start together. A colocated node is near itself."""
+    found: dict[tuple[str, bool, int], list[ProcessSpec]] = {}
     for member in starting:
-        found.setdefault((member.pool, member.index), []).append(member)
+        found.setdefault((member.pool, member.role == COLOCATED, member.index), []).append(member)
     return [tuple(group) for group in found.values()]

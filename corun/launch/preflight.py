@@ -19,11 +19,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from corun.config.cluster_file import ClusterSpec, PoolSpec
+from corun.config.cluster_file import NODES, ClusterSpec, PoolSpec
 from corun.config.extras import ENGINES, VLLM_VERSION, how_to_get, installed_engine
 from corun.errors import InvalidArgumentError, UnavailableError
 from corun.launch.members import LOOPBACK, ROUTER, free_ports, members, with_free_ports
-from corun.launch.placement import on_own
+from corun.launch.placement import INSTEAD, TURNS, on_own, takes_turns
 from corun.models import NOT_NEEDED, TINY
 
 PACKAGES = ("vllm", "torch", "nixl", "ray", "tokenizers", "safetensors", "aiohttp", "uvloop", "prometheus_client")
@@ -39,7 +39,6 @@ SHARED_BYTES = 256 * MIB
 """The shared memory of Ray's store and of the processes of one engine."""
 OPEN_FILES = 4096
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_NODES = ("prefill", "decode")
 _SMI_TIMEOUT_S = 20.0
 _HUB_TIMEOUT_S = 10.0
 _CONTAINER = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -191,7 +190,7 @@ def look(spec: ClusterSpec, machine: Machine | None = None, weigh: Callable[[str
             loaded[pool.name] = size
     found += _gpus(spec, machine, loaded)
     is_on_gpu = machine.engine == "gpu"
-    nodes = [(pool, role) for pool in spec.pools for role in _NODES for _ in range(pool.count(role))]
+    nodes = [(pool, role) for pool in spec.pools for role in NODES for _ in range(pool.count(role))]
     if len(loaded) == len(spec.pools):  # Otherwise the finding about the model says that its size is not known.
         # CPU engines keep weights and KV in the main memory.
         in_memory = sum(loaded[pool.name] + pool.config(role).kv_cache_gib * GIB for pool, role in nodes)
@@ -243,10 +242,16 @@ def _gpus(spec: ClusterSpec, machine: Machine, loaded: dict[str, int]) -> Iterat
         yield _finding("GPUs", error.limit, str(len(gpus)), is_ok=False)
         return
     yield _finding("GPUs", "at least 1", str(len(gpus)), bool(gpus))
+    if takes_turns(spec.pools, len(gpus)):
+        yield _finding("GPU in turns", INSTEAD, TURNS, False, "slow")
     for pool in (pool for pool in spec.pools if gpus and pool.name in loaded):
-        config = pool.config("decode")
-        needs = loaded[pool.name] // config.tensor_parallel_size + GPU_BYTES
-        has = int(min(gpus) * min(1.0, shares[pool.name]) * config.gpu_memory_utilization)
+        needs = loaded[pool.name] // pool.tensor_parallel_size + GPU_BYTES
+        parts = (
+            min(1.0, shares[pool.name, role]) * pool.config(role).gpu_memory_utilization
+            for role in NODES
+            if pool.count(role)
+        )
+        has = int(min(gpus) * min(parts))
         what = f"GPU memory of {pool.name}"
         yield _finding(what, f"about {_gib(needs)} a node", f"{_gib(has)} a node", has >= needs)
 

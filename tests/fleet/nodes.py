@@ -77,7 +77,7 @@ async def _live(config: NodeConfig, role: NodeRole, stop: asyncio.Event) -> None
     else:
         made = prefill_role(config, ref, kv)
     async with observed(config) as observation:
-        await live_and_leave(config, made, stop, observation)
+        await live_and_leave(config, [made], stop, observation)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from corun.cli import issue_certs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "k8s" / "README.md").read_text(encoding="utf-8")
-OVERLAYS = ("cpu-demo", "gpu", "rdma", "pool-b", "ray")
+OVERLAYS = ("cpu-demo", "gpu", "colocated", "rdma", "pool-b", "ray")
 POOL_LABEL, COMPONENT_LABEL = "corun.dev/pool", "app.kubernetes.io/component"
 
 Object = dict[str, Any]
@@ -87,7 +87,7 @@ def one(found: list[Object], kind: str, name: str) -> Object:
 
 
 def workloads(found: list[Object]) -> list[Object]:
-    """Return what makes router, prefill and decode pods."""
+    """Return what makes the pods of routers and nodes."""
     return of_kind(found, "Deployment", "StatefulSet")
 
 

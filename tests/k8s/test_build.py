@@ -140,10 +140,13 @@ def test_no_secret_is_in_the_repository() -> None:
             assert not re.search(r"BEGIN [A-Z ]*PRIVATE KEY|[0-9a-f]{64}", path.read_text(encoding="utf-8")), path
 
 
-@pytest.mark.parametrize(("overlay", "pool"), [("gpu", "main"), ("rdma", "main"), ("pool-b", "main"), ("pool-b", "b")])
+@pytest.mark.parametrize(
+    ("overlay", "pool"), [("gpu", "main"), ("colocated", "main"), ("rdma", "main"), ("pool-b", "main"), ("pool-b", "b")]
+)
 def test_scaling(overlay: str, pool: str) -> None:
     found = objects(overlay)
-    scaler = {role: one(found, "HorizontalPodAutoscaler", f"corun-{role}-{pool}") for role in ("router", "prefill")}
+    scaled, kept = (("router",), "colocated") if overlay == "colocated" else (("router", "prefill"), "decode")
+    scaler = {role: one(found, "HorizontalPodAutoscaler", f"corun-{role}-{pool}") for role in scaled}
     assert scaler["router"]["spec"]["minReplicas"] == 2
     pods = [item for item in workloads(found) if item["metadata"]["name"].endswith(f"-{pool}")]
     for item in pods:
@@ -153,7 +156,7 @@ def test_scaling(overlay: str, pool: str) -> None:
         assert ("router" in item["metadata"]["name"]) == (budget.get("minAvailable") == 1)
     targets = [{key: item["spec"]["scaleTargetRef"][key] for key in ("kind", "name")} for item in scaler.values()]
     assert all({"kind": i["kind"], "name": i["metadata"]["name"]} in targets for i in pods if i["kind"] == "Deployment")
-    assert one(found, "StatefulSet", f"corun-decode-{pool}")["spec"]["podManagementPolicy"] == "Parallel"
+    assert one(found, "StatefulSet", f"corun-{kept}-{pool}")["spec"]["podManagementPolicy"] == "Parallel"
 
 
 @pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "rdma"])
@@ -165,6 +168,18 @@ def test_prefill_and_decode_pods_differ_in_what_they_run_only(overlay: str) -> N
         for kind, role in (("Deployment", "prefill"), ("StatefulSet", "decode"))
     )
     assert prefill.replace("prefill", "decode").replace("50061", "50071") == decode != prefill
+
+
+def test_colocated_pods_differ_from_decode_pods_in_what_they_run_only() -> None:
+    colocated, decode = (
+        re.sub(
+            r"corun-config-main-\w+",
+            "",
+            json.dumps(one(objects(overlay), "StatefulSet", f"corun-{role}-main"), sort_keys=True),
+        )
+        for overlay, role in (("colocated", "colocated"), ("gpu", "decode"))
+    )
+    assert decode.replace("decode", "colocated").replace("50071", "50091") == colocated != decode
 
 
 def test_the_readme_names_what_is_there() -> None:

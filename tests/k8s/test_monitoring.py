@@ -100,6 +100,13 @@ def test_the_dashboard_asks_for_what_is_shown(shown: Shown) -> None:
         assert ("$" in text, faults(shown, text)) == (False, []), query
 
 
+def test_the_dashboard_shows_what_freedoms_give_and_what_was_found_of_them() -> None:
+    queries = " ".join(target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", []))
+    wanted = ("node_freedom_held", "prefill_cached_tokens_total", "prefill_rechecked_prompts_total")
+    wanted += ("decode_shared_prompt_tokens_total",)
+    assert [name for name in wanted if f"corun_{name}{{" not in queries] == []
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

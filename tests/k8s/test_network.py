@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def ports_of(found: list[Object]) -> dict[str, int]:
 def table(found: list[Object]) -> set[tuple[str, str, str]]:
     """Return (source, target, port) of every connection that may be made to a pod of the cluster, or by one."""
     peers = peers_of(found)
-    ours = {name for name in peers if name.startswith(("router", "prefill", "decode"))}
+    ours = {name for name in peers if name.startswith(("router", "prefill", "decode", "colocated"))}
     return {
         (source, target, name)
         for (source, target), (name, port) in product(product(peers, peers), ports_of(found).items())
@@ -101,15 +102,31 @@ def table(found: list[Object]) -> set[tuple[str, str, str]]:
     }
 
 
-def expected(pool: str) -> set[tuple[str, str, str]]:
-    router, prefill, decode = f"router-{pool}", f"prefill-{pool}", f"decode-{pool}"
-    ports = ("router", "prefill", "decode", "nixl", "metrics", *UCX)
+def expected(pool: str, roles: tuple[str, ...] = ("prefill", "decode")) -> set[tuple[str, str, str]]:
+    router, nodes = f"router-{pool}", [f"{role}-{pool}" for role in roles]
+    ports = ("router", *roles, "nixl", "metrics", *UCX)
     return {
-        *((client, router, "router") for client in ("client", prefill, decode)),
-        *((router, node, node.partition("-")[0]) for node in (prefill, decode)),
-        *((a, b, port) for a, b in ((prefill, decode), (decode, prefill)) for port in ports),
-        *(("prometheus", pod, "metrics") for pod in (router, prefill, decode)),
+        *((client, router, "router") for client in ("client", *nodes)),
+        *((router, node, role) for node, role in zip(nodes, roles, strict=True)),
+        *((a, b, port) for a, b in permutations(nodes, 2) for port in ports),
+        *(("prometheus", pod, "metrics") for pod in (router, *nodes)),
     }
+
+
+def test_colocated_nodes_reach_each_other_and_a_pair() -> None:
+    found = objects("colocated")
+    assert table(found) == expected("main", ("colocated",))
+    peers, ports = peers_of(found), ports_of(found)
+    own = peers["colocated-main"]
+    assert allowed(found, own, own, ports["nixl"])
+    assert not allowed(found, own, own, 443)
+    overlay = tree() / "k8s" / "overlays" / "mixed"
+    shutil.copytree(overlay.parent / "colocated", overlay, dirs_exist_ok=True)
+    pool = overlay / "main" / "kustomization.yaml"
+    one = "  - ../../../base/colocated\n"
+    assert one in pool.read_text(encoding="utf-8")
+    pool.write_text(pool.read_text(encoding="utf-8").replace(one, f"{one}  - ../../../base/pair\n"), encoding="utf-8")
+    assert table(objects("mixed")) == expected("main", ("prefill", "decode", "colocated"))
 
 
 @pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "rdma", "pool-b"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from corun.config.fields import ColocatedConfig
 from tests.k8s.manifests import Pod, built, complete, of_kind, workloads
 from tests.k8s.wiring import configuration, faults
 
@@ -14,7 +15,7 @@ ROUTER, PREFILL, DECODE = "Deployment corun-router-main", "Deployment corun-pref
 TOML, ROUTERS = "ConfigMap corun-config", "Service corun-routers-main"
 
 
-@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "rdma", "pool-b"])
+@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu", "colocated", "rdma", "pool-b"])
 def test_manifests_and_processes_agree(overlay: str, tmp_path: Path) -> None:
     assert faults(complete(overlay), tmp_path) == []
 
@@ -80,6 +81,22 @@ def test_what_does_not_fit_is_seen(object_name: str, old: str, new: str, fault: 
     texts[index] = texts[index].replace(old, new)
     found = faults([yaml.safe_load(text) for text in texts], tmp_path)
     assert any(fault in one for one in found), found
+
+
+def test_a_pool_needs_both_sides(tmp_path: Path) -> None:
+    found = [one for one in complete("colocated") if one["kind"] != "StatefulSet"]
+    assert sorted(faults(found, tmp_path)) == ["pool main has no decode", "pool main has no prefill"]
+
+
+def test_a_colocated_pod_is_its_process_and_no_pair_is_beside_it(tmp_path: Path) -> None:
+    objects = complete("colocated")
+    router, node = sorted(workloads(objects), key=lambda one: str(one["kind"]))
+    pod = Pod(node, objects, ip="10.0.0.3", name="corun-colocated-main-0")
+    assert pod.command()[:3] == ["python", "-m", "colocated_node"]
+    config = configuration(pod, tmp_path)
+    assert (type(config), config.slots, config.node_id) == (ColocatedConfig, 256, "corun-colocated-main-0")
+    assert (router["kind"], node["kind"]) == ("Deployment", "StatefulSet")
+    assert pod.container["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
 def test_the_readme_makes_the_secrets_that_the_pods_mount() -> None:

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from corun.config.fields import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from corun.config.cluster_file import CONFIGS, SIDES
+from corun.config.fields import NodeConfig, RouterConfig
 from corun.config.flags import parse
 from corun.errors import CorunError
+from corun.launch.members import MODULES
 from corun.node.vllm import pin
 from corun.observe.endpoints import LIVEZ, LOOP_TIMEOUT_S, READYZ, STARTEDZ
 from router.app import STOP_GRACE_S
@@ -34,12 +36,6 @@ ENGINE_END_S = 30
 ROUTER_END_S = STOP_GRACE_S + 10
 EXTERNAL_VARIABLES = ("UCX_NET_DEVICES", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """Variables that libraries read. Others must be used in the args."""
-ROLES: dict[str, tuple[str, Any]] = {
-    "router": ("router", RouterConfig),
-    "prefill": ("prefill_node", PrefillConfig),
-    "decode": ("decode_node", DecodeConfig),
-}
-"""The module and the config class of each role."""
 
 
 def faults(objects: list[Object], root: Path) -> list[str]:
@@ -54,11 +50,11 @@ def faults(objects: list[Object], root: Path) -> list[str]:
         except (BrokenPodError, CorunError, KeyError) as error:
             found.append(f"{name}: {error}")
             continue
-        seen.add((pod.role, pod.labels[POOL_LABEL]))
+        seen |= {(side, pod.labels[POOL_LABEL]) for side in SIDES[pod.role]}
         checks = (_listening(pod, config), _ending(pod, config), _names(pod, config), _needs(pod, config, root / name))
         found += [f"{name}: {fault}" for check in checks for fault in check]
-    pools = {pool for _, pool in seen}
-    return found + [f"pool {pool} has no {role}" for pool in pools for role in ROLES if (role, pool) not in seen]
+    pools, needed = {pool for _, pool in seen}, {side for sides in SIDES.values() for side in sides}
+    return found + [f"pool {pool} has no {role}" for pool in pools for role in needed if (role, pool) not in seen]
 
 
 def configuration(pod: Pod, root: Path) -> Any:
@@ -66,7 +62,7 @@ def configuration(pod: Pod, root: Path) -> Any:
 
     Raises BrokenPodError with the process's own words where it would refuse to start.
     """
-    module, config = ROLES[pod.role]
+    module, config = MODULES[pod.role], CONFIGS[pod.role]
     command = pod.command()
     if command[:3] != ["python", "-m", module]:
         raise BrokenPodError(f"{command[:3]} does not start a {pod.role}")
